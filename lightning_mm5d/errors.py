@@ -1,0 +1,27 @@
+"""The error for what a user got wrong in a configuration.
+
+One class, so that every refusal reads alike: where it is, what it got, which rule it breaks and what would work.
+It refuses nothing itself; bugs of this library are `AssertionError`s instead.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot work, found before any process group exists.
+
+    Args:
+        field: path of the field as the user wrote it, for instance ``"modalities.vision.pp_size"``.
+        got: the value found there.
+        rule: the rule that it breaks, as a sentence without a final full stop.
+        fix: the nearest thing that would work, as a sentence without a final full stop.
+    """
+
+    def __init__(self, field: str, got: Any, rule: str, fix: str) -> None:
+        self.field, self.got, self.rule, self.fix = field, got, rule, fix
+        super().__init__(f"{field}: got {got!r}. {rule}. {fix}.")
+
+    def __reduce__(self) -> tuple[type, tuple[str, Any, str, str]]:
+        return type(self), (self.field, self.got, self.rule, self.fix)
