@@ -1,0 +1,6 @@
+"""What is cut where: finds modalities, boundaries and layers in a module, and splits the layers into stages."""
+
+from lightning_mm5d.partition.find import Boundary, Encoder, discover, terminal_of
+from lightning_mm5d.partition.split import Partition, StageCut, partition
+
+__all__ = ["Boundary", "Encoder", "Partition", "StageCut", "discover", "partition", "terminal_of"]

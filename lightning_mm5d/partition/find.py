@@ -1,0 +1,364 @@
+"""Finds the modalities of a module: what each owns, where it is cut off, and its list of layers.
+
+Hugging Face multimodal models name their encoders by method (``get_image_features``, ``get_video_features``,
+``get_audio_features``), encoder-decoder models by ``encoder``; anything else says ``module`` and, where the result
+that leaves is not that of the module's own call, ``boundary``. The modality that computes the loss (the *terminal*
+one) owns whatever no other modality does.
+
+It refuses names that it cannot find, paths that are not in the model, and modules that nothing uses.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from lightning_mm5d.config import Modality
+from lightning_mm5d.errors import ConfigError
+from lightning_mm5d.partition.order import accesses
+
+_GETTERS = {
+    "get_image_features": "vision",
+    "get_video_features": "vision",
+    "get_audio_features": "audio",
+}
+# Towers of models that have no such method; the tower's own call is then the boundary.
+_TOWERS = {
+    "vision": ("vision_tower", "vision_model", "vision_encoder", "image_encoder", "visual"),
+    "audio": ("audio_tower", "audio_model", "audio_encoder", "speech_encoder"),
+}
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step", "forward")
+_MAIN_INPUT = {"input_features": "audio", "input_values": "audio", "pixel_values": "vision"}
+_SYNONYMS = {
+    "vision": {"vision", "image", "images", "video", "visual"},
+    "audio": {"audio", "speech", "sound"},
+    "encoder": {"encoder"},
+    "language": {"language", "text", "decoder", "llm", "lm"},
+}
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """A callable whose result is all that other modalities need: `method` of the module at `path`."""
+
+    path: str
+    method: str = "forward"
+
+    @property
+    def name(self) -> str:
+        return self.path if self.method == "forward" else _join(self.path, self.method)
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """A modality that another one consumes.
+
+    Attributes:
+        owns: paths of the modules and parameters that belong to it.
+        boundaries: where its result leaves it.
+        precedes: whether its result is made before the terminal modality's first layer runs.
+        used_late: whether its result is used after the terminal modality's last layer.
+    """
+
+    owns: tuple[str, ...]
+    boundaries: tuple[Boundary, ...]
+    precedes: bool = True
+    used_late: bool = False
+
+
+@dataclass(frozen=True)
+class Found:
+    """The modalities of a module: the `terminal` one, the `encoders` and the list of layers of each, if any."""
+
+    terminal: str
+    encoders: dict[str, Encoder]
+    layers: dict[str, str | None]
+
+
+def terminal_of(modalities: Mapping[str, Modality]) -> str:
+    """Return the name of the modality that computes the loss, from the configuration alone.
+
+    It is the one with a customary name (``language``, ``text``, ``decoder``, ``llm``, ``lm``), else the last one
+    without a ``module``, else the last one.
+    """
+    for names in (
+        [name for name in modalities if name in _SYNONYMS["language"]],
+        [name for name, modality in modalities.items() if modality.module is None and not _canonical(name)],
+        [name for name, modality in modalities.items() if modality.module is None],
+        list(modalities),
+    ):
+        if names:
+            return names[-1]
+    raise ConfigError("modalities", {}, "there must be at least one modality", "Add `language`")
+
+
+def find(root: nn.Module, modalities: Mapping[str, Modality]) -> Found:
+    """Find the `modalities` in `root`.
+
+    Raises:
+        ConfigError: a modality is not found, a path is not in the model, or nothing uses the module that it names.
+    """
+    terminal = terminal_of(modalities)
+    candidates = discover(root)
+    encoders: dict[str, Encoder] = {}
+    for name, modality in modalities.items():
+        if name == terminal:
+            for path in _listed(modality.module):
+                _resolve(root, path, f"modalities.{name}.module")
+        elif modality.module is None and modality.boundary is None:
+            encoders[name] = _by_name(name, candidates)
+        else:
+            encoders[name] = _by_path(root, name, modality)
+    owned = [path for encoder in encoders.values() for path in encoder.owns]
+    layers = {name: _largest_list(root, encoder.owns) for name, encoder in encoders.items()}
+    others = [path for encoder in candidates.values() for path in encoder.owns]
+    layers[terminal] = _largest_list(root, ("",), without=(*owned, *others)) or _largest_list(
+        root, ("",), without=owned
+    )
+    for name, encoder in encoders.items():
+        encoders[name] = _placed(root, encoder, layers[terminal])
+    return Found(terminal, encoders, {name: layers[name] for name in modalities})
+
+
+def discover(root: nn.Module) -> dict[str, Encoder]:
+    """Return the encoders that `root` declares in the customary ways, by canonical name."""
+    found: dict[str, tuple[list[str], list[Boundary]]] = {}
+    for path, module in root.named_modules():
+        for getter, name in _GETTERS.items():
+            if not inspect.isfunction(getattr(type(module), getter, None)):
+                continue
+            touched = accesses(module, getter)
+            if any(item.rpartition(".")[2] == getter for item in touched):
+                continue  # it hands the call on to an inner module, which is the one that forward calls
+            owns = [_join(path, item) for item in _submodules(module, touched)]
+            if not owns:
+                continue
+            if getter in accesses(module, "forward"):
+                boundary = [Boundary(path, getter)]
+            else:
+                owns = [item for item in owns if _largest_list(root, (item,))]
+                boundary = [Boundary(item) for item in owns]
+            entry = found.setdefault(name, ([], []))
+            entry[0].extend(item for item in owns if item not in entry[0])
+            entry[1].extend(boundary)
+    for name, towers in _TOWERS.items():
+        for path, module in root.named_modules() if name not in found else ():
+            held = [tower for tower in towers if isinstance(getattr(module, tower, None), nn.Module)]
+            if held and held[0] in accesses(module, *_STEPS):
+                owned = _join(path, held[0])
+                found[name] = ([owned], [Boundary(owned)])
+                break
+    if not found:
+        for path, module in root.named_modules():
+            config = getattr(module, "config", None)
+            inner = getattr(module, "encoder", None)
+            if getattr(config, "is_encoder_decoder", False) and isinstance(inner, nn.Module):
+                if "encoder" not in accesses(module, "forward"):
+                    continue
+                name = _MAIN_INPUT.get(getattr(inner, "main_input_name", ""), "encoder")
+                owned = _join(path, "encoder")
+                found[name] = ([owned], [Boundary(owned)])
+    return {name: Encoder(tuple(owns), tuple(cuts)) for name, (owns, cuts) in found.items() if cuts}
+
+
+def _by_name(name: str, candidates: Mapping[str, Encoder]) -> Encoder:
+    canonical = _canonical(name) or name
+    if canonical == "encoder" and len(candidates) == 1:
+        return next(iter(candidates.values()))
+    if canonical in candidates:
+        return candidates[canonical]
+    seen = ", ".join(
+        f"{key} ({', '.join(cut.name for cut in value.boundaries)})" for key, value in candidates.items()
+    )
+    near = difflib.get_close_matches(name, candidates, n=1)
+    raise ConfigError(
+        f"modalities.{name}",
+        name,
+        f"no such modality was found in the model; found: {seen or 'none'}",
+        (f"Did you mean {near[0]!r}? Otherwise set" if near else "Set")
+        + f" `modalities.{name}.module` to the dotted path of its module",
+    )
+
+
+def _by_path(root: nn.Module, name: str, modality: Modality) -> Encoder:
+    owns = _listed(modality.module)
+    for path in owns:
+        _resolve(root, path, f"modalities.{name}.module")
+    boundaries = []
+    for path in _listed(modality.boundary) or owns[-1:]:
+        field = f"modalities.{name}.{'boundary' if modality.boundary else 'module'}"
+        owner, method = path, "forward"
+        if not _has_module(root, path):
+            owner, _, method = path.rpartition(".")
+            if not _has_module(root, owner) or not callable(getattr(root.get_submodule(owner), method, None)):
+                _resolve(root, path, field)
+        boundaries.append(Boundary(owner, method))
+    if not owns:
+        for cut in boundaries:
+            module = root.get_submodule(cut.path)
+            touched = [""] if cut.method == "forward" else _submodules(module, accesses(module, cut.method))
+            owns += [_join(cut.path, item) for item in touched]
+    for cut in boundaries:
+        if not _mentioned(root, cut):
+            raise ConfigError(
+                f"modalities.{name}.module",
+                cut.name,
+                "nothing in the model's code uses it, so no modality would consume its result",
+                "Name the module that the model's `forward` calls",
+            )
+    return Encoder(tuple(owns), tuple(boundaries))
+
+
+def _placed(root: nn.Module, encoder: Encoder, layers: str | None) -> Encoder:
+    """Find out whether `encoder` runs before `layers`, and whether its result is used only behind them."""
+    precedes, late = bool(layers), False
+    for cut in encoder.boundaries if layers else ():
+        before, after = position(root, cut.name, layers or "")
+        precedes = precedes and before and not after
+        late = late or (after and not before)
+        owner = root.get_submodule(cut.path)
+        late = late or callable(getattr(type(owner), "get_text_features", None))
+    return Encoder(encoder.owns, encoder.boundaries, precedes, late)
+
+
+def position(root: nn.Module, path: str, layers: str) -> tuple[bool, bool]:
+    """Tell whether the module's code uses `path` before and after the list of layers at `layers`.
+
+    Args:
+        root: the LightningModule.
+        path: dotted path of a module, parameter or method.
+        layers: dotted path of the list.
+
+    Returns:
+        ``(before, after)``; by registration order where the code does not say.
+    """
+    one, other = path.split("."), layers.split(".")
+    depth = 0
+    while depth < min(len(one), len(other)) - 1 and one[depth] == other[depth]:
+        depth += 1
+    while depth and not _has_module(root, ".".join(one[:depth])):
+        depth -= 1
+    if one[depth] == other[depth]:
+        return True, False
+    ancestor = root.get_submodule(".".join(one[:depth]))
+    methods = _STEPS if depth == 0 else (*_GETTERS, "forward")
+    for method in methods:
+        heads = [item.split(".")[0] for item in accesses(ancestor, method)]
+        if one[depth] not in heads or other[depth] not in heads:
+            continue
+        first = heads.index(other[depth])
+        last = len(heads) - 1 - heads[::-1].index(other[depth])
+        before, after = one[depth] in heads[:first], one[depth] in heads[last + 1 :]
+        if before or after:
+            return before, after
+    registered = [*ancestor._parameters, *ancestor._modules]
+    if one[depth] not in registered or other[depth] not in registered:
+        return True, False
+    # direct parameters come first in a state dict but may be used anywhere: before the layers is the usual place
+    before = registered.index(one[depth]) < registered.index(other[depth])
+    return before, not before
+
+
+def _largest_list(
+    root: nn.Module, within: tuple[str, ...], without: tuple[str, ...] | list[str] = ()
+) -> str | None:
+    """The list of layers in `within`: the longest list of modules that have parts, the larger one of two alike."""
+    for kind in (nn.ModuleList, nn.Sequential):
+        lists: dict[str, tuple[int, int]] = {}
+        for start in within:
+            for path, module in (
+                root.get_submodule(start).named_modules(prefix=start) if _has_module(root, start) else ()
+            ):
+                # lists inside lists are parts of layers (experts), lists of leaves are heads or projections
+                if (
+                    not isinstance(module, kind)
+                    or _under(path, without)
+                    or _under(path.rpartition(".")[0], list(lists))
+                ):
+                    continue
+                if any(next(layer.children(), None) is not None for layer in module):
+                    lists[path] = (len(module), sum(parameter.numel() for parameter in module.parameters()))
+        lists = {path: size for path, size in lists.items() if size[1]}
+        if lists:
+            return max(lists, key=lambda path: lists[path])
+    return None
+
+
+def _submodules(module: nn.Module, touched: list[str]) -> list[str]:
+    """The distinct submodules and parameters with parameters among `touched`, without those inside others."""
+    kept: list[str] = []
+    for item in touched:
+        if item in kept:
+            continue
+        if _has_module(module, item):
+            if next(module.get_submodule(item).parameters(), None) is None:
+                continue
+        elif item.rpartition(".")[2] not in _owner(module, item)._parameters:
+            continue
+        kept.append(item)
+    return [item for item in kept if not _under(item.rpartition(".")[0], kept)]
+
+
+def _owner(module: nn.Module, path: str) -> nn.Module:
+    parent = path.rpartition(".")[0]
+    return module.get_submodule(parent) if _has_module(module, parent) else module
+
+
+def _mentioned(root: nn.Module, cut: Boundary) -> bool:
+    """Whether any ancestor's class mentions the callable outside of its constructor."""
+    parts = cut.path.split(".") if cut.path else []
+    words = [parts[-1]] if cut.method == "forward" and parts else [cut.method]
+    words += ["getattr", "named_children", "children", "_modules"]
+    for depth in range(len(parts) + 1):
+        for cls in type(root.get_submodule(".".join(parts[:depth]))).__mro__:
+            if cls.__module__.startswith(("torch.", "lightning.")) or cls is object:
+                continue
+            for name, value in vars(cls).items():
+                value = getattr(value, "__func__", value)
+                if name == "__init__" or not inspect.isfunction(value):
+                    continue
+                try:
+                    source = inspect.getsource(inspect.unwrap(value))
+                except (OSError, TypeError):
+                    return True
+                if any(re.search(rf"\b{re.escape(word)}\b", source.split(":", 1)[-1]) for word in words):
+                    return True
+    return parts[-1:] != [] and parts[-1].isdigit()
+
+
+def _resolve(root: nn.Module, path: str, field: str) -> None:
+    if _has_module(root, path):
+        return
+    names = [name for name, _ in root.named_modules() if name]
+    near = difflib.get_close_matches(path, names, n=1, cutoff=0.3) or names[:1]
+    raise ConfigError(field, path, "there is no such module in the model", f"The nearest is {near[0]!r}")
+
+
+def _has_module(root: nn.Module, path: str) -> bool:
+    try:
+        root.get_submodule(path)
+    except AttributeError:
+        return False
+    return True
+
+
+def _canonical(name: str) -> str | None:
+    return next((key for key, names in _SYNONYMS.items() if name in names), None)
+
+
+def _listed(value: Any) -> list[str]:
+    return [] if value is None else [value] if isinstance(value, str) else list(value)
+
+
+def _join(*parts: str) -> str:
+    return ".".join(part for part in parts if part)
+
+
+def _under(path: str, roots: tuple[str, ...] | list[str]) -> bool:
+    return any(path == item or path.startswith(f"{item}.") for item in roots)

@@ -1,0 +1,178 @@
+"""In which order a module's own code touches its submodules, read from the source, without running it.
+
+A pipeline needs to know whether an embedding or a head is used before or after a list of layers, and whether an
+encoder is called before the language model. Registration order does not say (an embedding may be registered last),
+and running the model would need its inputs. So the order of attribute accesses is read from the syntax tree in
+evaluation order: arguments before the call that takes them, the model's own helper methods in place.
+
+It refuses nothing: what has no source, or is reached by ``getattr``, is simply not in the answer, and the caller
+falls back on registration order.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+
+from torch import nn
+
+# Bookkeeping of the frameworks themselves (weight tying, generation): following it would report accesses that a
+# forward pass does not make.
+_NOT_FOLLOWED = (
+    "torch.",
+    "lightning.",
+    "pytorch_lightning.",
+    "transformers.modeling_utils",
+    "transformers.generation",
+)
+
+
+def accesses(module: nn.Module, *methods: str) -> list[str]:
+    """Return what `methods` of `module` touch, in evaluation order.
+
+    Args:
+        module: the module whose code is read.
+        methods: names of its methods, for instance ``"forward"``; those that it lacks are left out.
+
+    Returns:
+        Dotted paths relative to `module`: of submodules and parameters (``"decoder.norm"``), and of methods called on
+        them or on the module itself (``"get_image_features"``, ``"model.encode"``).
+    """
+    found: list[str] = []
+    for name in methods:
+        if inspect.isfunction(function := _unwrapped(type(module), name)):
+            found += _Reader(module, (function,)).read()
+    return found
+
+
+def _unwrapped(owner: type, name: str) -> Callable | None:
+    try:
+        return inspect.unwrap(inspect.getattr_static(owner, name))
+    except (AttributeError, ValueError):
+        return None
+
+
+class _Reader:
+    """Walks one function's syntax tree; `trail` is the chain of functions that led here, against recursion."""
+
+    def __init__(self, module: nn.Module, trail: tuple[Callable, ...]) -> None:
+        self._module, self._trail = module, trail
+        self._found: list[str] = []
+
+    def read(self) -> list[str]:
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(self._trail[-1])))
+        except (OSError, TypeError, SyntaxError):
+            return []
+        function = tree.body[0]
+        if not isinstance(function, ast.FunctionDef) or not function.args.args:
+            return []
+        self._self = function.args.args[0].arg
+        for statement in function.body:
+            self._visit(statement)
+        return self._found
+
+    def _visit(self, node: ast.AST) -> None:
+        if isinstance(node, ast.Call):
+            self._visit_call(node)
+        elif isinstance(node, ast.Attribute):
+            chain = self._chain(node)
+            if chain is None:
+                self._visit(node.value)
+            else:
+                self._touch(chain)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr)):
+            if node.value is not None:
+                self._visit(node.value)
+        elif isinstance(node, (ast.For, ast.comprehension)):
+            self._visit(node.iter)
+            for child in _rest(node, "iter"):
+                self._visit(child)
+        elif isinstance(node, (ast.ListComp, ast.SetComp, ast.GeneratorExp)):
+            for generator in node.generators:
+                self._visit(generator)
+            self._visit(node.elt)
+        else:
+            for child in ast.iter_child_nodes(node):
+                self._visit(child)
+
+    def _visit_call(self, node: ast.Call) -> None:
+        chain = self._chain(node.func)
+        if chain is None and not _is_super(node.func):
+            self._visit(node.func)
+        for argument in (*node.args, *(keyword.value for keyword in node.keywords)):
+            self._visit(argument)
+        if _is_super(node.func):
+            assert isinstance(node.func, ast.Attribute)
+            self._follow(self._next_in_mro(node.func.attr))
+        elif chain == []:
+            self._follow(_unwrapped(type(self._module), "forward"))
+        elif chain is not None:
+            self._touch(chain, called=True)
+
+    def _chain(self, node: ast.AST) -> list[str] | None:
+        """The names after ``self`` in ``self.a.b``, through subscripts; None for anything else."""
+        names: list[str] = []
+        while not isinstance(node, ast.Name):
+            if isinstance(node, ast.Attribute):
+                names.append(node.attr)
+            elif not isinstance(node, ast.Subscript):
+                return None
+            node = node.value
+        return names[::-1] if node.id == self._self else None
+
+    def _touch(self, chain: list[str], called: bool = False) -> None:
+        here: nn.Module = self._module
+        path: list[str] = []
+        for name in chain:
+            if name in here._modules and here._modules[name] is not None:
+                path.append(name)
+                here = here._modules[name]  # type: ignore[assignment]
+            elif name in here._parameters:
+                path.append(name)
+                break
+            elif called and inspect.isfunction(function := _unwrapped(type(here), name)):
+                self._found.append(".".join([*path, name]))
+                if here is self._module:
+                    self._follow(function)
+                return
+            else:
+                break
+        if path:
+            self._found.append(".".join(path))
+
+    def _follow(self, function: Callable | None) -> None:
+        if not inspect.isfunction(function) or function in self._trail or len(self._trail) > 8:
+            return
+        if not function.__module__.startswith(_NOT_FOLLOWED):
+            self._found += _Reader(self._module, (*self._trail, function)).read()
+
+    def _next_in_mro(self, name: str) -> Callable | None:
+        mro = type(self._module).__mro__
+        own = self._trail[-1]
+        owners = [index for index, cls in enumerate(mro) if inspect.unwrap(vars(cls).get(name, print)) is own]
+        for cls in mro[owners[0] + 1 :] if owners else ():
+            if name in vars(cls):
+                return _unwrapped(cls, name)
+        return None
+
+
+def _is_super(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Call)
+        and isinstance(node.value.func, ast.Name)
+        and node.value.func.id == "super"
+    )
+
+
+def _rest(node: ast.AST, field: str) -> Iterator[ast.AST]:
+    for name, value in ast.iter_fields(node):
+        if name != field:
+            yield from (
+                child
+                for child in (value if isinstance(value, list) else [value])
+                if isinstance(child, ast.AST)
+            )
