@@ -4,7 +4,7 @@ The file is in the repository, so running this is optional; it needs the Debian 
 one of espeak-ng's speaker variants with one accent of English; each voice says every digit several times, each
 time at another speed and pitch. Clips are 8 kHz, cut to the sound, one byte a sample (mu-law, ITU-T G.711),
 which keeps 600 of them under 3 MB. The voices held out for validation are chosen here, by name, so no variant
-is in both splits. Refuses to run without `espeak-ng`, and to store a clip longer than a second.
+is in both splits. Refuses to run without `espeak-ng`, and to store a clip longer than `data.py` takes.
 
     python examples/digits/make_audio.py
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from scipy.signal import resample_poly
 
-SAMPLE_RATE = 8000
+SAMPLE_RATE, LONGEST = 8000, 6144  # samples a second, samples in a clip at most: what data.py takes
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 ACCENTS = ("en-us", "en-gb", "en-gb-scotland", "en-gb-x-rp", "en-029", "en-gb-x-gbclan")
 TRAIN_VARIANTS = (
@@ -67,8 +67,9 @@ def main() -> None:
         for digit, word in enumerate(WORDS):
             for _ in range(options.takes):
                 clip = speak(word, voice, speed=rng.randrange(130, 200), pitch=rng.randrange(25, 75))
-                if len(clip) > SAMPLE_RATE:
-                    parser.error(f"{voice} needs {len(clip) / SAMPLE_RATE:.2f} s for {word!r}; at most 1 s")
+                if len(clip) > LONGEST:
+                    seconds, longest = len(clip) / SAMPLE_RATE, LONGEST / SAMPLE_RATE
+                    parser.error(f"{voice}: {word!r} takes {seconds:.2f} s, at most {longest:.2f} s fit")
                 clips.append(mu_law(clip))
                 digits.append(digit)
                 speakers.append(speaker)

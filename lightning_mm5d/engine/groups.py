@@ -1,11 +1,12 @@
 """The one place that makes process groups, on all ranks, in one order.
 
-`torch.distributed.new_group` is collective over the whole world, members or not: a rank that calls it in another
-order hangs the others for longer than any timeout. So before each creation the ranks compare what they are about
-to make, which turns that hang into an immediate error that shows who asked for what.
+`torch.distributed.new_group` is collective over the whole world, members or not: a rank that calls it in
+another order hangs the others for longer than any timeout. So before each creation the ranks compare what
+they want (one `all_gather_object`, little beside the creation itself), which turns that hang into an
+immediate error that shows who asked for what.
 
-It refuses ranks that do not ascend: `new_group` would sort them silently, and a mesh over such a group computes
-wrong results.
+It refuses ranks that do not ascend: `new_group` would sort them silently, and a mesh over such a group would
+compute wrong results.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class Groups:
     def get(self, ranks: Sequence[int], tag: str = "") -> dist.ProcessGroup | None:
         """Return the group of ``ranks`` (global, ascending), or None where this rank is not in it.
 
-        Every rank of the world calls this in the same order with the same arguments. The same ranks under the same
-        ``tag`` give the same group; another tag gives another communicator.
+        Every rank of the world calls this in the same order with the same arguments. The same ranks under the
+        same ``tag`` give the same group; another tag gives another communicator.
 
         Raises:
             RuntimeError: on all ranks, when they do not agree on what to make.
@@ -65,7 +66,7 @@ class Groups:
         plans: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(plans, plan)
         if len(set(plans)) > 1:
-            asked = {p: [r for r, other in enumerate(plans) if other == p] for p in sorted(set(plans))}
+            asked = {p: [r for r, other in enumerate(plans) if other == p] for p in plans}
             raise RuntimeError(
                 "ranks disagree on the next process group: "
                 + "; ".join(f"ranks {ranks} want {plan}" for plan, ranks in asked.items())

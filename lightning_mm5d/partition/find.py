@@ -173,9 +173,7 @@ def _by_name(name: str, candidates: Mapping[str, Encoder]) -> Encoder:
         return next(iter(candidates.values()))
     if canonical in candidates:
         return candidates[canonical]
-    seen = ", ".join(
-        f"{key} ({', '.join(cut.name for cut in value.boundaries)})" for key, value in candidates.items()
-    )
+    seen = ", ".join(f"{key} ({', '.join(cut.name for cut in value.boundaries)})" for key, value in candidates.items())
     near = difflib.get_close_matches(name, candidates, n=1)
     raise ConfigError(
         f"modalities.{name}",
@@ -265,9 +263,7 @@ def position(root: nn.Module, path: str, layers: str) -> tuple[bool, bool]:
     return before, not before
 
 
-def _largest_list(
-    root: nn.Module, within: tuple[str, ...], without: tuple[str, ...] | list[str] = ()
-) -> str | None:
+def _largest_list(root: nn.Module, within: tuple[str, ...], without: tuple[str, ...] | list[str] = ()) -> str | None:
     """The list of layers in `within`: the longest list of modules that have parts, the larger one of two alike."""
     for kind in (nn.ModuleList, nn.Sequential):
         lists: dict[str, tuple[int, int]] = {}

@@ -172,7 +172,54 @@ def _rest(node: ast.AST, field: str) -> Iterator[ast.AST]:
     for name, value in ast.iter_fields(node):
         if name != field:
             yield from (
-                child
-                for child in (value if isinstance(value, list) else [value])
-                if isinstance(child, ast.AST)
+                child for child in (value if isinstance(value, list) else [value]) if isinstance(child, ast.AST)
             )
+
+
+def used_fields(root: nn.Module, path: str, method: str) -> frozenset[str] | None:
+    """Return the fields that all callers of a method read from its result, None where that cannot be told.
+
+    Args:
+        root: the LightningModule.
+        path: dotted path of the module that has the method; its ancestors' code is read too. Ancestors' methods of
+            the same name only hand the call on.
+        method: its name; for ``"forward"`` the answer is None.
+    """
+    parts = path.split(".") if path else []
+    ancestors = {type(root.get_submodule(".".join(parts[:depth]))) for depth in range(len(parts) + 1)}
+    functions = {id(f): f for cls in ancestors for name in dir(cls) if name != method for f in [_unwrapped(cls, name)]}
+    fields: set[str] = set()
+    calls = 0
+    for function in functions.values():
+        if method == "forward" or not inspect.isfunction(function) or function.__module__.startswith(_NOT_FOLLOWED):
+            continue
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        except (OSError, TypeError, SyntaxError):
+            return None
+        parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+        for node in ast.walk(tree):
+            if not (isinstance(node, ast.Attribute) and node.attr == method and isinstance(node.ctx, ast.Load)):
+                continue
+            call = parents[node]
+            if not (isinstance(call, ast.Call) and call.func is node):
+                return None
+            calls += 1
+            read = _fields_read(call, parents, tree)
+            if read is None:
+                return None
+            fields |= read
+    return frozenset(fields) if calls else None
+
+
+def _fields_read(call: ast.Call, parents: dict[ast.AST, ast.AST], tree: ast.AST) -> set[str] | None:
+    user = parents[call]
+    if isinstance(user, ast.Attribute):
+        return {user.attr}
+    if isinstance(user, ast.Assign) and len(user.targets) == 1 and isinstance(user.targets[0], ast.Name):
+        name = user.targets[0].id
+        uses = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == name]
+        readers = [parents[node] for node in uses if isinstance(node.ctx, ast.Load)]
+        if readers and all(isinstance(reader, ast.Attribute) for reader in readers):
+            return {reader.attr for reader in readers if isinstance(reader, ast.Attribute)}
+    return None

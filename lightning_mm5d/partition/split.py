@@ -43,7 +43,7 @@ class Partition:
         encoders: the other modalities.
         layers: path of each modality's list of layers.
         stages: the stages of each modality, in order.
-        owners: for every parameter name (tied ones under each of their names), the stages that use it.
+        owners: for every parameter and buffer (tied ones under each of their names), the stages that use it.
     """
 
     terminal: str
@@ -78,9 +78,7 @@ def partition(root: nn.Module, modalities: Mapping[str, Modality]) -> Partition:
             StageCut(name, index, start, start + size)
             for index, (start, size) in enumerate(zip(starts, sizes, strict=True))
         )
-    return Partition(
-        found.terminal, found.encoders, found.layers, stages, _owners(root, found, stages, named)
-    )
+    return Partition(found.terminal, found.encoders, found.layers, stages, _owners(root, found, stages, named))
 
 
 def _even(name: str, num_stages: int, num_layers: int) -> list[int]:
@@ -164,7 +162,10 @@ def _owners(
     by_parameter: dict[int, list[str]] = {}
     names: dict[str, int] = {}
     memo: dict[str, list[str]] = {}
-    for full, parameter in root.named_parameters(remove_duplicate=False):
+    for full, parameter in (
+        *root.named_parameters(remove_duplicate=False),
+        *root.named_buffers(remove_duplicate=False),
+    ):
         names[full] = id(parameter)
         # whatever a leaf module holds stays together, so its parameters are classified once
         unit = full if full in owned else full.rpartition(".")[0] or full

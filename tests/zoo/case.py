@@ -25,20 +25,24 @@ VOCABULARY = 64
 
 
 class TinyModule(L.LightningModule):
-    """The ordinary Lightning module around a model whose forward takes the batch and returns a loss."""
+    """The ordinary Lightning module around a model whose forward takes the batch and returns a loss.
 
-    def __init__(self, model: nn.Module, lr: float = 0.05) -> None:
+    `fixed` are arguments of every call of the model, such as `use_cache=False`.
+    """
+
+    def __init__(self, model: nn.Module, *, lr: float = 0.05, **fixed: Any) -> None:
         super().__init__()
         self.model = model
         self.lr = lr
+        self.fixed = fixed
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        loss = self.model(**batch).loss
+        loss = self.model(**batch, **self.fixed).loss
         self.log("train_loss", loss)
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self.log("val_loss", self.model(**batch).loss)
+        self.log("val_loss", self.model(**batch, **self.fixed).loss)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=self.lr)
@@ -78,12 +82,14 @@ class Case:
     """Modality -> its `module` and `boundary`, for models whose parts cannot be found by themselves."""
     frozen: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"none": ()})
     """Variant -> prefixes of the parameters to freeze."""
+    unused: tuple[str, ...] = ()
+    """Prefixes of the trainable parameters that the loss does not depend on: they never get a gradient."""
     items: tuple[Items, ...] = ()
     """What placeholder tokens refer to; batch keys not named there have one row per sample."""
     image_counts: tuple[int, ...] = (1,)
     """How many images (or clips) one sample may have."""
     tokens_key: str = "input_ids"
-    sums_over_samples: bool = True
+    mean_of_samples: bool = True
     """Whether the loss of a batch is the mean over its samples; not so for contrastive losses."""
 
     def build(self, seed: int = 0) -> L.LightningModule:
@@ -97,7 +103,12 @@ class Case:
         return module
 
     def batch(
-        self, batch_size: int, seed: int = 0, *, some_without: bool = False, images: Sequence[int] | None = None
+        self,
+        batch_size: int,
+        seed: int = 0,
+        *,
+        some_without: bool = False,
+        images: Sequence[int] | None = None,
     ) -> Batch | None:
         """A batch of `batch_size` samples; None where the family cannot have the number of images asked for.
 
@@ -148,7 +159,12 @@ def apply_freeze(module: nn.Module, case: Case, variant: str) -> None:
 
 
 def text_batch(
-    counts: list[int], *, length: int, items: Items | None = None, begin: int | None = None, end: int | None = None
+    counts: list[int],
+    *,
+    length: int,
+    items: Items | None = None,
+    begin: int | None = None,
+    end: int | None = None,
 ) -> Batch:
     """`input_ids`, `attention_mask` and `labels`, each [B, length], with the items near the start.
 

@@ -6,9 +6,11 @@ on the LightningModule itself. They refuse nothing: inputs come from this folder
 """
 
 from types import SimpleNamespace
+from typing import Any
 
+import lightning as L
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .case import FIRST_TEXT_ID, LABELS, VOCABULARY, Batch, Case, Items, TinyModule, text_batch
@@ -144,12 +146,12 @@ class TwoTowers(nn.Module):
         return SimpleNamespace(loss=(F.cross_entropy(logits, pairs) + F.cross_entropy(logits.T, pairs)) / 2)
 
 
-class FlatModule(TinyModule):
+class FlatModule(L.LightningModule):
     """No inner model: the LightningModule owns the parts and its step calls them one by one."""
 
-    def __init__(self, lr: float = 0.05) -> None:
-        super().__init__(nn.Identity(), lr)
-        del self.model
+    def __init__(self, *, lr: float = 0.05) -> None:
+        super().__init__()
+        self.lr = lr
         self.encoder = Encoder()
         self.decoder = Decoder()
 
@@ -164,6 +166,9 @@ class FlatModule(TinyModule):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         self.log("val_loss", self.loss(batch))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
 def image_batch(counts: list[int]) -> Batch:
@@ -189,7 +194,7 @@ def pair_batch(counts: list[int]) -> Batch:
     }
 
 
-def one_encoder_case(name: str, prefix: str) -> dict[str, object]:
+def one_encoder_case(name: str, prefix: str) -> dict[str, Any]:
     encoder, decoder = f"{prefix}encoder", f"{prefix}decoder"
     tower = tuple(f"{encoder}.{part}" for part in ("patches", "layers", "norm"))
     return {
@@ -266,6 +271,6 @@ CASES = [
             "language": ("model.text",),
         },
         tokens_key="tokens",
-        sums_over_samples=False,
+        mean_of_samples=False,
     ),
 ]

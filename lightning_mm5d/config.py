@@ -1,0 +1,290 @@
+"""What a user may say about each modality, and the checks that need nothing but the words themselves.
+
+Plain frozen dataclasses, so that the same configuration comes from Python, YAML or the command line. They
+hold what was written and refuse nothing when they are made: `check` does, with the path of the field, because
+an error in a constructor would reach a command-line user as a traceback. No torch here: a wrong configuration
+is refused before anything slow starts. What depends on the number of ranks is refused by `layout`, what
+depends on the model by `partition`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeGuard
+
+from lightning_mm5d.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineTemplate:
+    """Which layers run in which pipeline stage of a modality.
+
+    Args:
+        stages: One entry per stage, in order: either its number of layers, as in ``[8, 12, 12]``, or the
+            dotted paths of its layers and modules, as in ``[["layers.0", "layers.1"], ["layers.2"]]``.
+    """
+
+    stages: list[int] | list[list[str]]
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stages)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Modality:
+    """Where one modality of the model runs and how its work is divided. Every field is optional.
+
+    Args:
+        module: Dotted path or paths, in the LightningModule, of what this modality owns. Found by itself for
+            Hugging Face models.
+        boundary: Dotted path or paths of the callable whose result leaves the modality. Found by itself
+            likewise.
+        feeds: Stages that consume the result, of the modality that computes the loss: the ``first``, ``all``,
+            or a list of their indices.
+        dp_size: Number of replicas. Inferred from the number of ranks when unset.
+        tp_size: Tensor parallel degree: ranks that share each layer.
+        cp_size: Context parallel degree: ranks that share each sequence.
+        pp_size: Number of pipeline stages. Unset: as many as ``pipeline_template`` has, else 1.
+        pipeline_template: Which layers run in which stage. Unset: balanced by cost.
+        colocate_with: Name of the modality whose ranks this one shares, instead of having ranks of its own.
+    """
+
+    module: str | list[str] | None = None
+    boundary: str | list[str] | None = None
+    feeds: Literal["first", "all"] | list[int] = "first"
+    dp_size: int | None = None
+    tp_size: int = 1
+    cp_size: int = 1
+    pp_size: int | None = None
+    pipeline_template: PipelineTemplate | None = None
+    colocate_with: str | None = None
+
+    @property
+    def stages(self) -> int:
+        """Number of pipeline stages: what was said, else what the template has, else 1."""
+        if self.pp_size is not None:
+            return self.pp_size
+        return 1 if self.pipeline_template is None else self.pipeline_template.num_stages
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """Ranks that one replica occupies: stages * cp_size * tp_size."""
+        return self.stages * self.cp_size * self.tp_size
+
+
+def check(
+    modalities: Mapping[str, Modality],
+    *,
+    terminal: str,
+    num_microbatches: int,
+    schedule: str,
+    schedules: Sequence[str],
+) -> None:
+    """Refuse what is wrong whatever the model and the number of ranks.
+
+    Args:
+        modalities: what the user wrote, by name.
+        terminal: name of the modality that computes the loss.
+        num_microbatches: microbatches per batch.
+        schedule: name of the schedule.
+        schedules: names of the schedules that exist.
+
+    Raises:
+        ConfigError: at the first field that cannot work.
+    """
+    if not modalities:
+        raise ConfigError("modalities", modalities, "At least one modality is needed", "Name one")
+    for name, modality in modalities.items():
+        _check_name(name)
+        if not isinstance(modality, Modality):
+            fix = "Write Modality(...) with the same fields"
+            raise ConfigError(f"modalities.{name}", modality, "A modality is a Modality", fix)
+    if terminal not in modalities:
+        rule = "The modality that computes the loss must be one of the modalities"
+        raise ConfigError("terminal", terminal, rule, _did_you_mean(terminal, modalities))
+    for name, modality in modalities.items():
+        _check_sizes(f"modalities.{name}", modality)
+        _check_paths(f"modalities.{name}.module", modality.module)
+        _check_paths(f"modalities.{name}.boundary", modality.boundary)
+    for name in modalities:
+        _check_feeds(name, modalities, terminal)
+        _check_colocation(name, modalities)
+    _check_count("num_microbatches", num_microbatches)
+    if schedule not in schedules:
+        raise ConfigError("schedule", schedule, "No such schedule", _did_you_mean(schedule, schedules))
+
+
+def colocated_dp(name: str, modality: Modality, host_ranks: int) -> int:
+    """Replicas of a colocated modality: they fill the ranks of its host exactly.
+
+    Args:
+        name: the modality's name, for the error.
+        modality: the modality, with `colocate_with` set.
+        host_ranks: number of ranks of the modality that it shares.
+
+    Raises:
+        ConfigError: when a replica does not divide these ranks, or `dp_size` says another number.
+    """
+    per_replica, host = modality.ranks_per_replica, modality.colocate_with
+    if host_ranks % per_replica:
+        raise ConfigError(
+            f"modalities.{name}",
+            {"pp_size": modality.stages, "cp_size": modality.cp_size, "tp_size": modality.tp_size},
+            f"pp_size * cp_size * tp_size = {per_replica} must divide the {host_ranks} ranks of {host!r}, "
+            "with which it is colocated",
+            f"A product of {one_of(nearest(per_replica, lambda n: host_ranks % n == 0))} would fit",
+        )
+    dp = host_ranks // per_replica
+    if modality.dp_size not in (None, dp):
+        rule = f"It shares the {host_ranks} ranks of {host!r} and takes {per_replica} for each replica"
+        fix = f"Use dp_size={dp}, or leave it unset"
+        raise ConfigError(f"modalities.{name}.dp_size", modality.dp_size, rule, fix)
+    return dp
+
+
+def nearest(value: int, fits: Callable[[int], bool], reach: int = 4096) -> list[int]:
+    """The largest number in 1 to `value` and the smallest above it that fit, within `reach` of it."""
+    below = next((n for n in range(value, max(0, value - reach), -1) if fits(n)), None)
+    above = next((n for n in range(max(value, 0) + 1, max(value, 0) + 1 + reach) if fits(n)), None)
+    return [n for n in (below, above) if n is not None]
+
+
+def one_of(choices: Iterable[object]) -> str:
+    """The choices as English: ``"6 or 8"``."""
+    return " or ".join(str(choice) for choice in choices)
+
+
+def _check_name(name: object) -> None:
+    # a dot would make the path of a field, in YAML and on the command line, mean something else
+    if isinstance(name, str) and name and not any(c == "." or c.isspace() for c in name):
+        return
+    letters = "".join("_" if c == "." or c.isspace() else c for c in str(name)) or "vision"
+    rule = "A modality's name is a word without dots or spaces"
+    raise ConfigError("modalities", name, rule, f"Use a name such as {letters!r}")
+
+
+def _check_sizes(field: str, modality: Modality) -> None:
+    for size in ("dp_size", "tp_size", "cp_size", "pp_size"):
+        value = getattr(modality, size)
+        if value is not None or size in ("tp_size", "cp_size"):
+            _check_count(f"{field}.{size}", value)
+    template = modality.pipeline_template
+    if template is None:
+        return
+    _check_template(f"{field}.pipeline_template", template)
+    if modality.pp_size not in (None, template.num_stages):
+        rule = f"The pipeline_template has {template.num_stages} stages"
+        fix = f"Use pp_size={template.num_stages}, or leave it unset"
+        raise ConfigError(f"{field}.pp_size", modality.pp_size, rule, fix)
+
+
+def _check_template(field: str, template: object) -> None:
+    if not isinstance(template, PipelineTemplate):
+        rule = "It is a PipelineTemplate"
+        raise ConfigError(field, template, rule, "Write PipelineTemplate(stages=...)")
+    field = f"{field}.stages"
+    stages: Any = template.stages
+    if not _is_list(stages) or not stages:
+        rule = "A template lists at least one stage"
+        raise ConfigError(field, stages, rule, "For one stage leave pipeline_template unset")
+    named = [_is_list(stage) for stage in stages]
+    if not any(named):
+        for index, count in enumerate(stages):
+            _check_count(f"{field}[{index}]", count)
+        return
+    if not all(named):
+        rule = "Stages are given either all by their number of layers or all by names"
+        raise ConfigError(field, stages, rule, "Use for instance [2, 2] or [['layers.0'], ['layers.1']]")
+    seen: dict[str, int] = {}
+    for index, stage in enumerate(stages):
+        _check_paths(f"{field}[{index}]", stage)
+        for path in stage:
+            for other, where in seen.items():
+                if _overlap(path, other):
+                    rule = f"{path!r} overlaps with {other!r} of stage {where}"
+                    raise ConfigError(f"{field}[{index}]", path, rule, f"Leave it in stage {where} only")
+            seen[path] = index
+
+
+def _check_paths(field: str, paths: object) -> None:
+    if paths is None:
+        return
+    listed = paths if _is_list(paths) else [paths]
+    if not listed:
+        raise ConfigError(field, paths, "At least one path is needed", "Name one, or drop the field")
+    for index, path in enumerate(listed):
+        if not isinstance(path, str) or not all(part and part == part.strip() for part in path.split(".")):
+            rule = "A path is made of names that are joined by dots"
+            raise ConfigError(field, path, rule, "Use a path such as 'model.vision_tower'")
+        if path in listed[:index]:
+            raise ConfigError(field, path, "The path is given twice", "Leave it in once")
+
+
+def _check_feeds(name: str, modalities: Mapping[str, Modality], terminal: str) -> None:
+    field, feeds, stages = f"modalities.{name}.feeds", modalities[name].feeds, modalities[terminal].stages
+    if not _is_list(feeds) and feeds not in ("first", "all"):
+        rule = "It is 'first', 'all' or a list of stages"
+        raise ConfigError(field, feeds, rule, _did_you_mean(feeds, ("first", "all")))
+    if name == terminal:
+        if feeds != "first":
+            rule = f"{name!r} computes the loss, so it feeds no other modality"
+            raise ConfigError(field, feeds, rule, "Leave feeds unset")
+        return
+    if not _is_list(feeds):
+        return
+    if not feeds or len(set(map(repr, feeds))) < len(feeds):
+        rule = "A list of stages names at least one, and each once"
+        raise ConfigError(field, feeds, rule, "Use for instance [0]")
+    for stage in feeds:
+        if isinstance(stage, bool) or not isinstance(stage, int) or not 0 <= stage < stages:
+            rule = f"{terminal!r} has the stages 0 to {stages - 1}"
+            near = min(max(stage, 0), stages - 1) if isinstance(stage, int) else 0
+            raise ConfigError(field, feeds, rule, f"The nearest to {stage!r} is {near}")
+
+
+def _check_colocation(name: str, modalities: Mapping[str, Modality]) -> None:
+    modality = modalities[name]
+    field, host = f"modalities.{name}.colocate_with", modality.colocate_with
+    if host is None:
+        return
+    others = [other for other in modalities if other != name]
+    if host not in others:
+        rule = "It names another modality"
+        raise ConfigError(field, host, rule, _did_you_mean(host, others) if others else "Leave it unset")
+    seen, root = {name}, host
+    while root not in seen and (further := modalities[root].colocate_with) in others:
+        seen.add(root)
+        root = str(further)
+    if modalities[host].colocate_with is not None:
+        rule = f"{host!r} is itself colocated and has no ranks of its own"
+        end = modalities[root].colocate_with is None
+        fix = f"Use colocate_with={root!r}" if end else f"Leave it unset for {host!r}"
+        raise ConfigError(field, host, rule, fix)
+    dp_size = modalities[host].dp_size
+    if dp_size is not None:
+        colocated_dp(name, modality, dp_size * modalities[host].ranks_per_replica)
+
+
+def _check_count(field: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        near = max(1, int(value)) if isinstance(value, int | float) and value < 2**31 else 1
+        raise ConfigError(field, value, "It is a whole number of at least 1", f"The nearest is {near}")
+
+
+def _is_list(value: object) -> TypeGuard[list[Any]]:
+    return isinstance(value, list | tuple)
+
+
+def _overlap(path: str, other: str) -> bool:
+    return f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}.")
+
+
+def _did_you_mean(got: Any, known: Iterable[str]) -> str:
+    names = list(known)
+    if len(names) == 1:
+        return f"Use {names[0]!r}"
+    close = difflib.get_close_matches(str(got), names, n=1, cutoff=0.0)
+    return f"Did you mean {close[0]!r}? There are {', '.join(names)}"

@@ -1,0 +1,1 @@
+"""Runs the actions of a schedule: microbatches, transport, random state, captured logs."""

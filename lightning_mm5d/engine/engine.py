@@ -1,0 +1,241 @@
+"""Runs a schedule: each action in order, receiving before it and sending behind it.
+
+A step has four phases. (1) Every channel is told how many payloads will come, so that receiving goes on beside the
+computation. (2) The actions of this rank run: a forward runs the user's step as one stage on one microbatch and keeps
+its graph; a backward takes the gradients of what it sent and passes on those of what it received. (3) What is still
+being sent leaves. (4) The results of the last stage are returned.
+
+Nothing waits for a peer but the receipt of a payload that is needed now. It knows nothing of Lightning.
+
+It refuses a loss that is NaN in the very first step where parts of the model are remote.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_mm5d.engine.metrics import MetricSync
+from lightning_mm5d.engine.microbatch import Microbatch
+from lightning_mm5d.engine.plan import Plan
+from lightning_mm5d.engine.rng import kept_random_state, seed_all, seed_of
+from lightning_mm5d.engine.transport import Channel, Transport
+from lightning_mm5d.schedule import Graph, Kind, Schedule, build
+from lightning_mm5d.stage import Payload, Run, Runtime, StageError, StageView
+
+
+@dataclass
+class Step:
+    """What one step is to do, and the results of the last stage.
+
+    Attributes:
+        run: calls the user's step on one microbatch's batch.
+        microbatches: by replica that this rank serves.
+        structure: key of the way that the step takes through the model.
+        number: of the step, for random state; None leaves it alone.
+        context: entered around each run.
+        begin: called before each run with the microbatch and its index.
+        loss: for training: takes the user's result and the index, returns the scaled loss and what to keep of the
+            result; None for evaluation.
+        results: of the last stage, by index.
+    """
+
+    run: Callable[[Any], Any]
+    microbatches: Mapping[int, list[Microbatch]]
+    structure: Callable[[Any], Any]
+    number: tuple[int, ...] | None
+    context: Callable[[], AbstractContextManager[Any]]
+    begin: Callable[[Microbatch, int], None]
+    loss: Callable[[Any, int], tuple[Tensor, Any]] | None = None
+    results: dict[int, Any] = field(default_factory=dict)
+
+
+@dataclass
+class _Flight:
+    """A forward that waits for its backward."""
+
+    run: Run
+    sent: list[tuple[Channel, list[Tensor]]]
+    received: list[tuple[Channel, list[Tensor]]]
+    loss: Tensor | None
+
+
+class Engine:
+    """Executes steps on one rank.
+
+    Args:
+        plan: all stages.
+        runtime: the patched module.
+        views: this rank's stages.
+        transport: how payloads travel.
+        schedule: name of the schedule.
+        rank: global rank.
+        device: where this rank computes.
+
+    Attributes:
+        seconds: spent in steps.
+        waited: of these, spent waiting for peers.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        runtime: Runtime,
+        views: Mapping[str, StageView],
+        transport: Transport | None,
+        *,
+        schedule: str,
+        rank: int,
+        device: torch.device,
+    ) -> None:
+        self.seconds = 0.0
+        self.waited = 0.0
+        self._plan, self._runtime, self._views, self._transport = plan, runtime, views, transport
+        self._schedule_name, self._rank, self._device = schedule, rank, device
+        self._replicas = plan.component(rank)
+        self._built: dict[Any, tuple[Graph, list, Counter[Channel]]] = {}
+        self._checked = False
+
+    def execute(self, step: Step, trainable: frozenset[str], metrics: MetricSync) -> None:
+        """Run all microbatches of a step; results of the last stage go into ``step.results``.
+
+        Args:
+            step: what to run.
+            trainable: names of the parameters that require a gradient; empty for evaluation.
+            metrics: the module's metrics, which count only what the last stage computes.
+        """
+        start, waited = time.perf_counter(), self._transport.waited if self._transport else 0.0
+        count = max(len(parts) for parts in step.microbatches.values())
+        graph, actions, arrivals = self._prepared(count, trainable, step.loss is None)
+        for channel, number in arrivals.items():
+            self._wire.expect(channel, number)
+        flights: dict[tuple[str, int], _Flight] = {}
+        discards = len(self._views) > 1 and any(view.is_last for view in self._views.values())
+        with kept_random_state(self._device) if step.number is not None else nullcontext():
+            for action in actions:
+                if action.kind is Kind.F:
+                    others = discards and not self._views[action.stage].is_last
+                    with metrics.discarded() if others else nullcontext():
+                        flight = self._forward(step, graph, action.stage, *divmod(action.microbatch, count))
+                    if step.loss is not None and graph.has_backward(action.stage):
+                        flights[action.stage, action.microbatch] = flight
+                else:
+                    self._backward(flights.pop((action.stage, action.microbatch)))
+        if self._transport is not None:
+            self._transport.flush()
+            self.waited += self._transport.waited - waited
+        self.seconds += time.perf_counter() - start
+
+    def graph(self, count: int, trainable: frozenset[str]) -> tuple[Graph, Schedule]:
+        """Return the graph and the schedule of a training step with `count` microbatches per replica."""
+        graph = self._plan.graph(self._replicas, count, trainable)
+        return graph, build(self._schedule_name, graph)
+
+    def _prepared(self, count: int, trainable: frozenset[str], forward_only: bool) -> tuple[Graph, list, Counter]:
+        trains = () if forward_only else tuple(sorted(self._plan.trains(trainable).items()))
+        key = (count, trains, forward_only)
+        if key not in self._built:
+            graph = self._plan.graph(self._replicas, count, trainable)
+            actions = build(self._schedule_name, graph, forward_only=forward_only)[self._rank]
+            arrivals: Counter[Channel] = Counter()
+            for action in actions:
+                if action.kind is Kind.F:
+                    others = graph.predecessors(action.stage)
+                    arrivals.update(self._channel(graph, other, action.stage, action.microbatch) for other in others)
+                else:
+                    others = graph.successors(action.stage)
+                    arrivals.update(
+                        self._channel(graph, action.stage, other, action.microbatch, back=True) for other in others
+                    )
+            self._built[key] = graph, actions, arrivals
+        return self._built[key]
+
+    def _channel(self, graph: Graph, source: str, target: str, microbatch: int, back: bool = False) -> Channel:
+        ends = [graph.node_of(stage, microbatch).worker for stage in (source, target)]
+        if back:
+            return Channel("gradients", ends[1], ends[0], f"{target}->{source}")
+        return Channel("activations", ends[0], ends[1], f"{source}->{target}")
+
+    @property
+    def _wire(self) -> Transport:
+        assert self._transport is not None, "one stage sends to nobody"
+        return self._transport
+
+    def _forward(self, step: Step, graph: Graph, stage: str, replica: int, index: int) -> _Flight:
+        view = self._views[stage]
+        count = max(len(parts) for parts in step.microbatches.values())
+        number = replica * count + index
+        channels = [self._channel(graph, other, stage, number) for other in graph.predecessors(stage)]
+        payloads = [Payload(*self._wire.recv(channel)) for channel in channels]
+        part = step.microbatches[replica][index]
+        seed = None
+        if step.number is not None:
+            seed_all(seed_of(*step.number, index, replica))
+            seed = seed_of(*step.number, index, replica, stage)
+        training = step.loss is not None and graph.has_backward(stage)
+        loss = None
+        with torch.set_grad_enabled(training):
+            run = Run(self._runtime, view, payloads, step.structure(part.batch), seed)
+            step.begin(part, index)
+            with step.context():
+                result = run.execute(lambda: step.run(part.batch))
+            if view.is_last:
+                if step.loss is not None:
+                    loss, result = step.loss(result, index)
+                    self._check(loss, stage)
+                step.results[index] = result
+            sent = [self._send(graph, run, stage, other, number) for other in graph.successors(stage)]
+        received = [
+            (self._channel(graph, other, stage, number, back=True), payload)
+            for other, payload in zip(graph.predecessors(stage), payloads, strict=True)
+            if graph.has_backward(other)
+        ]
+        return _Flight(run, sent, [(channel, _with_grads(payload)) for channel, payload in received], loss)
+
+    def _send(self, graph: Graph, run: Run, stage: str, other: str, number: int) -> tuple[Channel, list[Tensor]]:
+        consumed = self._plan.consumes.get(other, frozenset()) & frozenset(run.stage.cuts)
+        modality, target = stage.rpartition(".")[0], other.rpartition(".")[0]
+        payload = run.payload(consumed, modality if modality == target else None)
+        self._wire.send(self._channel(graph, stage, other, number), payload.meta, payload.tensors)
+        return self._channel(graph, stage, other, number, back=True), _with_grads(payload)
+
+    def _backward(self, flight: _Flight) -> None:
+        outputs: dict[int, Tensor] = {}
+        gradients: dict[int, Tensor] = {}
+        if flight.loss is not None and flight.loss.requires_grad:
+            outputs[id(flight.loss)], gradients[id(flight.loss)] = flight.loss, torch.ones_like(flight.loss)
+        for channel, tensors in flight.sent:
+            missing, arrived = self._wire.recv(channel)
+            wanted = [tensor for index, tensor in enumerate(tensors) if index not in missing]
+            for tensor, gradient in zip(wanted, arrived, strict=True):
+                key = id(tensor)
+                gradients[key] = gradients[key] + gradient if key in gradients else gradient
+                outputs[key] = tensor
+        if outputs:
+            flight.run.backward(list(outputs.values()), list(gradients.values()))
+        for channel, tensors in flight.received:
+            missing = [index for index, tensor in enumerate(tensors) if tensor.grad is None]
+            self._wire.send(channel, missing, [tensor.grad for tensor in tensors if tensor.grad is not None])
+
+    def _check(self, loss: Tensor, stage: str) -> None:
+        if self._checked:
+            return
+        self._checked = True
+        if self._plan.edges and bool(loss.detach().isnan()):
+            remote = sorted(set(self._plan.partition.layers) - set(self._views[stage].cuts)) or ["earlier layers"]
+            raise StageError(
+                f"the loss of the first step is NaN in stage {stage}. Either it is NaN on one process too, or the step "
+                f"uses something there that only other ranks compute ({', '.join(remote)}, embeddings, earlier layers) "
+                "and that does not pass through a boundary: set `boundary`, or `feeds` to the stages that use it"
+            )
+
+
+def _with_grads(payload: Payload) -> list[Tensor]:
+    return [tensor for tensor, has in zip(payload.tensors, payload.meta["grads"], strict=True) if has]

@@ -1,0 +1,181 @@
+"""Which rank runs which stages, and who sends what to whom: a layout and a partition put together.
+
+Modalities that share all their ranks and have one stage each run as one stage; nothing crosses between them. The
+graph of stages that schedules are built from covers the replicas that this rank depends on, directly or through an
+encoder that serves several of them; microbatch ``i`` of replica ``r`` has the id ``r * M + i``.
+
+It refuses nothing: what it is given was checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from lightning_mm5d.config import Modality
+from lightning_mm5d.layout import Layout
+from lightning_mm5d.partition import Partition
+from lightning_mm5d.schedule import Graph, Node
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The stages of all ranks.
+
+    Args:
+        layout: which rank is where.
+        partition: what is cut where.
+        modalities: the configuration.
+        sizes: elements of every parameter by name, for costs.
+    """
+
+    layout: Layout
+    partition: Partition
+    modalities: Mapping[str, Modality]
+    sizes: Mapping[str, int]
+
+    @cached_property
+    def members(self) -> dict[str, tuple[str, ...]]:
+        """For each stage, the stages of the partition that run as this one."""
+        found: dict[str, list[str]] = {}
+        for name, cuts in self.partition.stages.items():
+            host = next(
+                other for other in self.layout.modalities if other == name or self.layout.same_ranks(other, name)
+            )
+            for cut in cuts:
+                found.setdefault(f"{host}.{cut.index}", []).append(cut.name)
+        return {key: tuple(names) for key, names in found.items()}
+
+    @cached_property
+    def stage_of(self) -> dict[str, str]:
+        """The stage that runs each stage of the partition."""
+        return {member: key for key, members in self.members.items() for member in members}
+
+    @cached_property
+    def last_stage(self) -> str:
+        """The stage that computes the loss."""
+        return self.stage_of[self.partition.stages[self.partition.terminal][-1].name]
+
+    @cached_property
+    def consumes(self) -> dict[str, frozenset[str]]:
+        """For each stage, the encoders whose results it is sent."""
+        found: dict[str, set[str]] = {}
+        terminal = [cut.name for cut in self.partition.stages[self.partition.terminal]]
+        for name, encoder in self.partition.encoders.items():
+            feeds: Literal["first", "all"] | list[int] = self.modalities[name].feeds
+            if feeds == "first":
+                targets = [terminal[-1] if encoder.used_late else terminal[0]]
+            else:
+                targets = terminal if feeds == "all" else [terminal[index] for index in feeds]
+            for target in targets:
+                if self.stage_of[target] != self.stage_of[self.partition.stages[name][-1].name]:
+                    found.setdefault(self.stage_of[target], set()).add(name)
+        return {key: frozenset(names) for key, names in found.items()}
+
+    @cached_property
+    def edges(self) -> tuple[tuple[str, str], ...]:
+        """Who feeds whom."""
+        found = []
+        for cuts in self.partition.stages.values():
+            keys = [self.stage_of[cut.name] for cut in cuts]
+            found += list(zip(keys, keys[1:], strict=False))
+        for target, names in self.consumes.items():
+            found += [(self.stage_of[self.partition.stages[name][-1].name], target) for name in names]
+        return tuple(sorted(set(found)))
+
+    def ranks_of(self, stage: str) -> tuple[int, ...]:
+        """The ranks of a stage's instances, by replica."""
+        modality, _, index = stage.rpartition(".")
+        return self.layout.ranks_of(modality, pp=int(index))
+
+    def stages_of(self, rank: int) -> tuple[str, ...]:
+        """The stages of one rank."""
+        return tuple(key for key in self.members if rank in self.ranks_of(key))
+
+    def holds(self, stage: str) -> frozenset[str]:
+        """The names of the parameters that a stage uses."""
+        members = set(self.members[stage])
+        return frozenset(name for name, owners in self.partition.owners.items() if members.intersection(owners))
+
+    def owners(self, name: str) -> tuple[int, ...]:
+        """The ranks that hold a parameter, ascending."""
+        keys = {self.stage_of[owner] for owner in self.partition.owners[name]}
+        return tuple(sorted({rank for key in keys for rank in self.ranks_of(key)}))
+
+    def counts(self, name: str, rank: int) -> bool:
+        """Whether `rank` is the one that counts a parameter, among all that hold it."""
+        return self.keeper(name) == rank
+
+    def keeper(self, name: str) -> int:
+        """The one rank that stands for a parameter: the first replica of the first stage that uses it."""
+        return self.ranks_of(self.stage_of[self.partition.owners[name][0]])[0]
+
+    def component(self, rank: int) -> tuple[int, ...]:
+        """The replicas whose microbatches `rank` depends on, directly or through encoders that serve several."""
+        found = set(self.layout.replicas_of_rank(rank))
+        while True:
+            more = {
+                share.replica
+                for name in self.layout.modalities
+                for dp in range(self.layout.sizes(name).dp)
+                for served in [self.layout.serves(name, dp)]
+                if found.intersection(share.replica for share in served)
+                for share in served
+            }
+            if more <= found:
+                return tuple(sorted(found))
+            found |= more
+
+    def trains(self, trainable: frozenset[str]) -> dict[str, tuple[bool, bool]]:
+        """For each stage: whether anything in it is trainable, and whether anything before it is.
+
+        Args:
+            trainable: names of the parameters that require a gradient.
+        """
+        here = {key: not self.holds_any[key].isdisjoint(trainable) for key in self.members}
+        before = dict.fromkeys(self.members, False)
+        for _ in self.members:
+            for source, target in self.edges:
+                before[target] = before[target] or here[source] or before[source]
+        return {key: (here[key], before[key]) for key in self.members}
+
+    @cached_property
+    def holds_any(self) -> dict[str, frozenset[str]]:
+        """`holds` of every stage."""
+        return {key: self.holds(key) for key in self.members}
+
+    def graph(self, replicas: Sequence[int], counts: int, trainable: frozenset[str]) -> Graph:
+        """Return the graph of stages for one step.
+
+        Args:
+            replicas: the replicas of the terminal modality in it.
+            counts: microbatches per replica, M.
+            trainable: names of the parameters that require a gradient.
+        """
+        trains = self.trains(trainable)
+        nodes = []
+        for key in self.members:
+            modality = key.rpartition(".")[0]
+            cost = float(max(sum(self.sizes[name] for name in self.holds_any[key]), 1))
+            here, before = trains[key]
+            for dp, rank in enumerate(self.ranks_of(key)):
+                ids = [
+                    (index, share.replica * counts + index)
+                    for share in self.layout.serves(modality, dp)
+                    if share.replica in replicas
+                    for index in range(share.start, counts, share.step)
+                ]
+                if any(share.replica in replicas for share in self.layout.serves(modality, dp)):
+                    nodes.append(
+                        Node(
+                            stage=key,
+                            worker=rank,
+                            microbatches=tuple(number for _, number in sorted(ids)),
+                            forward_cost=cost,
+                            backward_cost=cost * ((2 if here and before else 1) + here) if here or before else 0.0,
+                            replica=dp,
+                        )
+                    )
+        return Graph(tuple(nodes), self.edges)

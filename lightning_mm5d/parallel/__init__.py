@@ -1,0 +1,1 @@
+"""Parallelism within a stage: replicas and parameters that several stages share."""

@@ -1,0 +1,196 @@
+"""The graph of stages that a schedule is about: who runs what, on which microbatches, at what cost.
+
+A multimodal pipeline is not a chain: encoders run side by side and the language model waits for all of them.
+So stages form a directed acyclic graph, and a chain is the special case. Replicas need no rules of their own,
+since microbatch ids are global over all replicas of the terminal modality: each instance of a stage lists the
+ids that it works on, whether its modality has more replicas than the terminal one, fewer, or as many.
+
+It refuses what no schedule could run: edges to unknown stages, cycles, a microbatch that a stage works on
+twice or not at all, instances that disagree on the order of microbatches (messages are first in, first out),
+and a stage without backward behind one that needs a gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """One instance of a stage on one worker.
+
+    Args:
+        stage: key of the stage, ``"<modality>.<index>"``, for instance ``"vision.0"``.
+        worker: the rank that runs it. Several stages may share a worker.
+        microbatches: global ids of the microbatches that it works on, in order. An instance that serves
+            several terminal replicas should interleave theirs, or one replica waits for the other.
+        forward_cost: duration of a forward in any unit, the same in the whole graph.
+        backward_cost: duration of a backward; 0 means that there is none (nothing trainable at or before it).
+        replica: number of this instance among those of its stage; a label only.
+    """
+
+    stage: str
+    worker: int
+    microbatches: tuple[int, ...]
+    forward_cost: float = 1.0
+    backward_cost: float = 2.0
+    replica: int = 0
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Stages, their instances and who feeds whom.
+
+    Args:
+        nodes: all instances of all stages.
+        edges: pairs ``(source stage, destination stage)``; the source's output is an input of the
+            destination.
+
+    Raises:
+        ValueError: where no schedule could run the graph (see the module's docstring).
+    """
+
+    nodes: tuple[Node, ...]
+    edges: tuple[tuple[str, str], ...]
+
+    def __post_init__(self) -> None:
+        self._check_nodes()
+        self._check_edges()
+        self._check_microbatches()
+
+    @cached_property
+    def stages(self) -> tuple[str, ...]:
+        """All stages, in the order in which the nodes name them."""
+        return tuple(dict.fromkeys(node.stage for node in self.nodes))
+
+    @cached_property
+    def workers(self) -> tuple[int, ...]:
+        """All workers, ascending."""
+        return tuple(sorted({node.worker for node in self.nodes}))
+
+    @cached_property
+    def microbatches(self) -> tuple[int, ...]:
+        """All microbatch ids, in an order that every instance's own order agrees with."""
+        before: dict[int, set[int]] = {m: set() for node in self.nodes for m in node.microbatches}
+        for node in self.nodes:
+            for earlier, later in pairwise(node.microbatches):
+                before[later].add(earlier)
+        level: dict[int, int] = {}
+        for m in TopologicalSorter(before).static_order():
+            level[m] = 1 + max((level[earlier] for earlier in before[m]), default=-1)
+        return tuple(sorted(level, key=lambda m: (level[m], m)))
+
+    def instances(self, stage: str) -> tuple[Node, ...]:
+        """All nodes of ``stage``, in the order in which they were given."""
+        return self._instances[stage]
+
+    def node_of(self, stage: str, microbatch: int) -> Node:
+        """The instance of ``stage`` that works on ``microbatch``."""
+        return self._node_of[stage, microbatch]
+
+    def predecessors(self, stage: str) -> tuple[str, ...]:
+        """The stages that feed ``stage``, in the order of the edges."""
+        return self._predecessors[stage]
+
+    def successors(self, stage: str) -> tuple[str, ...]:
+        """The stages that ``stage`` feeds, in the order of the edges."""
+        return self._successors[stage]
+
+    def distance_to_end(self, stage: str) -> int:
+        """Number of edges on the longest path from ``stage`` to a stage that feeds none."""
+        return self._distances[stage]
+
+    def has_backward(self, stage: str) -> bool:
+        """Whether ``stage`` runs backwards, that is, whether anything at or before it is trained."""
+        return self._instances[stage][0].backward_cost > 0
+
+    @cached_property
+    def _instances(self) -> dict[str, tuple[Node, ...]]:
+        return {stage: tuple(node for node in self.nodes if node.stage == stage) for stage in self.stages}
+
+    @cached_property
+    def _node_of(self) -> dict[tuple[str, int], Node]:
+        return {(node.stage, m): node for node in self.nodes for m in node.microbatches}
+
+    @cached_property
+    def _predecessors(self) -> dict[str, tuple[str, ...]]:
+        return {stage: tuple(src for src, dst in self.edges if dst == stage) for stage in self.stages}
+
+    @cached_property
+    def _successors(self) -> dict[str, tuple[str, ...]]:
+        return {stage: tuple(dst for src, dst in self.edges if src == stage) for stage in self.stages}
+
+    @cached_property
+    def _distances(self) -> dict[str, int]:
+        distances: dict[str, int] = {}
+        for stage in TopologicalSorter(self._successors).static_order():
+            distances[stage] = 1 + max((distances[dst] for dst in self._successors[stage]), default=-1)
+        return distances
+
+    def _check_nodes(self) -> None:
+        for node in self.nodes:
+            for name, cost in (("forward_cost", node.forward_cost), ("backward_cost", node.backward_cost)):
+                if not (math.isfinite(cost) and cost >= 0):
+                    raise ValueError(
+                        f"{node.stage} on worker {node.worker}: {name} is {cost}. "
+                        "A cost is a finite number that is not negative. Use 1.0 where it is not known."
+                    )
+        for (stage, worker), count in Counter((node.stage, node.worker) for node in self.nodes).items():
+            if count > 1:
+                raise ValueError(
+                    f"{stage}: worker {worker} has {count} instances of it. A worker has at most one "
+                    "instance of a stage. Put their microbatches into one."
+                )
+        for stage, instances in self._instances.items():
+            if len({node.backward_cost > 0 for node in instances}) > 1:
+                raise ValueError(
+                    f"{stage}: backward_cost is {[node.backward_cost for node in instances]}. Either all "
+                    "instances of a stage run backwards or none does. Make all of them 0, or none."
+                )
+
+    def _check_edges(self) -> None:
+        for edge, count in Counter(self.edges).items():
+            for stage in edge:
+                if stage not in self._instances:
+                    raise ValueError(
+                        f"edge {edge}: no node has the stage {stage!r}. Edges join stages of the graph. "
+                        f"Use two of {', '.join(self.stages)}."
+                    )
+            if count > 1:
+                raise ValueError(f"edge {edge}: given {count} times. Give each edge once.")
+        try:
+            _ = self._distances
+        except CycleError as error:
+            raise ValueError(
+                f"edges: {' -> '.join(reversed(error.args[1]))} is a cycle. Stages feed later stages only. "
+                "Remove one of these edges."
+            ) from None
+        for src, dst in self.edges:
+            if self.has_backward(src) and not self.has_backward(dst):
+                raise ValueError(
+                    f"edge {(src, dst)}: {src} runs backwards but {dst} does not (backward_cost 0). "
+                    f"Gradients reach {src} through {dst}. Give {dst} the cost of its input-gradient."
+                )
+
+    def _check_microbatches(self) -> None:
+        expected = {m for node in self.nodes for m in node.microbatches}
+        for stage, instances in self._instances.items():
+            counts = Counter(m for node in instances for m in node.microbatches)
+            for m in sorted(expected):
+                if counts[m] != 1:
+                    raise ValueError(
+                        f"{stage}: {counts[m]} of its instances work on microbatch {m}. Every stage works on "
+                        "every microbatch exactly once. List it in one instance."
+                    )
+        try:
+            _ = self.microbatches
+        except CycleError as error:
+            raise ValueError(
+                f"nodes: their orders put the microbatches {error.args[1]} in a circle. Messages between "
+                "two instances keep their order, so all instances must agree on one. Sort all of them alike."
+            ) from None

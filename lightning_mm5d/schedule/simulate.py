@@ -1,0 +1,96 @@
+"""Plays a schedule in simulated time: when each action runs, how long workers idle, what they must hold.
+
+The same lists that ranks execute are played, so a plan can be judged, and drawn, without a machine. It
+refuses schedules that deadlock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lightning_mm5d.schedule.actions import Action, Kind, Schedule, dependencies
+from lightning_mm5d.schedule.graph import Graph
+from lightning_mm5d.schedule.validate import execution_order
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One action of one worker, from ``start`` to ``end`` in the unit of the graph's costs."""
+
+    worker: int
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """What came of a simulation; times are in the unit of the graph's costs.
+
+    Args:
+        spans: all actions, by start and then by worker.
+        makespan: when the last action ends.
+        busy: for each worker the time in which it computes.
+        bubble: for each worker the share of the makespan in which it idles, between 0 and 1.
+        peak_activations: for each worker the most microbatches, summed over its stages, that are at one time
+            between the start of their forward and the end of their backward; those without backward are not
+            held.
+    """
+
+    spans: tuple[Span, ...]
+    makespan: float
+    busy: dict[int, float]
+    bubble: dict[int, float]
+    peak_activations: dict[int, int]
+
+
+def simulate(
+    schedule: Schedule, graph: Graph, *, transfer_cost: float | Callable[[str, str], float] = 0.0
+) -> Simulation:
+    """Plays ``schedule``: an action starts once its worker is free and all that it needs has arrived.
+
+    Args:
+        schedule: for each worker its actions in order.
+        graph: its stages, with costs.
+        transfer_cost: how long a message between two workers is on its way, for all or as a function of the
+            sending and the receiving stage (for gradients the later stage sends). It keeps neither worker
+            busy, and messages do not slow each other.
+
+    Raises:
+        ScheduleError: where the schedule deadlocks.
+    """
+    spans: dict[Action, Span] = {}
+    free = dict.fromkeys(schedule, 0.0)
+    busy = dict.fromkeys(schedule, 0.0)
+    for worker, action in execution_order(schedule, graph):
+        start = free[worker]
+        for needed in dependencies(action, graph):
+            arrival = spans[needed].end
+            if spans[needed].worker != worker:
+                cost = transfer_cost
+                arrival += cost(needed.stage, action.stage) if callable(cost) else cost
+            start = max(start, arrival)
+        node = graph.node_of(action.stage, action.microbatch)
+        cost_of_action = node.forward_cost if action.kind is Kind.F else node.backward_cost
+        free[worker] = start + cost_of_action
+        busy[worker] += cost_of_action
+        spans[action] = Span(worker, action, start, free[worker])
+    makespan = max(free.values(), default=0.0)
+    return Simulation(
+        spans=tuple(sorted(spans.values(), key=lambda span: (span.start, span.worker, span.end))),
+        makespan=makespan,
+        busy=busy,
+        bubble={worker: 1 - time / makespan if makespan else 0.0 for worker, time in busy.items()},
+        peak_activations={worker: _peak(actions) for worker, actions in schedule.items()},
+    )
+
+
+def _peak(actions: list[Action]) -> int:
+    held = {(action.stage, action.microbatch) for action in actions if action.kind is Kind.B}
+    count = peak = 0
+    for action in actions:
+        if (action.stage, action.microbatch) in held:
+            count += 1 if action.kind is Kind.F else -1
+            peak = max(peak, count)
+    return peak

@@ -1,0 +1,153 @@
+"""Proves that a schedule can be executed before any rank starts on it.
+
+A schedule that is wrong does not fail: it hangs, or it adds a gradient twice. So whatever made it, a builder
+or a hand, it is checked here as data. It refuses actions that are missing, doubled, foreign or on the wrong
+worker, deadlocks, messages that would overtake each other, and more activations than were allowed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+
+from lightning_mm5d.schedule.actions import Action, Kind, Schedule, dependencies
+from lightning_mm5d.schedule.graph import Graph
+
+
+class ScheduleError(ValueError):
+    """A schedule that does not fit its graph or cannot be executed."""
+
+
+def validate(
+    schedule: Schedule,
+    graph: Graph,
+    *,
+    forward_only: bool = False,
+    max_in_flight: Mapping[str, int] | None = None,
+) -> None:
+    """Checks a schedule as it would be executed where sends never block and receives do.
+
+    Args:
+        schedule: for each worker its actions in order.
+        graph: the stages that it is for.
+        forward_only: whether backwards must be absent.
+        max_in_flight: for each stage named, how many microbatches an instance may have in flight (forward
+            started, backward not ended) at any time; stages that run no backward hold nothing.
+
+    Raises:
+        ScheduleError: names the first action or pair of workers that breaks a rule.
+    """
+    _check_actions(schedule, graph, forward_only)
+    for _ in execution_order(schedule, graph):
+        pass
+    _check_message_order(schedule, graph, Kind.F)
+    if not forward_only:
+        _check_message_order(schedule, graph, Kind.B)
+        _check_in_flight(schedule, graph, max_in_flight or {})
+
+
+def execution_order(schedule: Schedule, graph: Graph) -> Iterator[tuple[int, Action]]:
+    """Yields ``(worker, action)`` such that each comes after all that it waits for.
+
+    Raises:
+        ScheduleError: for a deadlock; names what each worker that is stuck waits for.
+    """
+    ended: set[Action] = set()
+    position = dict.fromkeys(schedule, 0)
+    blocked: dict[Action, list[int]] = defaultdict(list)  # workers that wait for the action
+    runnable = list(reversed(schedule))
+    while runnable:
+        worker = runnable.pop()
+        actions = schedule[worker]
+        while position[worker] < len(actions):
+            action = actions[position[worker]]
+            missing = next((needed for needed in dependencies(action, graph) if needed not in ended), None)
+            if missing is not None:
+                blocked[missing].append(worker)
+                break
+            yield worker, action
+            ended.add(action)
+            position[worker] += 1
+            runnable += blocked.pop(action, ())
+    if blocked:
+        stuck = sorted(
+            (worker, str(schedule[worker][position[worker]]), str(missing))
+            for missing, waiting in blocked.items()
+            for worker in waiting
+        )
+        waits = "; ".join(f"worker {worker} at {action} waits for {missing}" for worker, action, missing in stuck)
+        raise ScheduleError(f"Deadlock: {waits}. An action comes after all that it needs, on every worker.")
+
+
+def _check_actions(schedule: Schedule, graph: Graph, forward_only: bool) -> None:
+    homes: dict[Action, int] = {}
+    for node in graph.nodes:
+        for m in node.microbatches:
+            homes[Action(Kind.F, node.stage, m)] = node.worker
+            if graph.has_backward(node.stage) and not forward_only:
+                homes[Action(Kind.B, node.stage, m)] = node.worker
+    for worker, actions in schedule.items():
+        for action, count in Counter(actions).items():
+            if action not in homes:
+                raise ScheduleError(
+                    f"worker {worker}: {action} has no place in this graph. A schedule holds the forwards "
+                    "of all its stages, and the backwards of those that run them (none where forward_only)."
+                )
+            if homes[action] != worker:
+                raise ScheduleError(
+                    f"worker {worker}: {action} belongs to worker {homes[action]}. "
+                    "The worker of a stage's instance runs its actions."
+                )
+            if count > 1:
+                raise ScheduleError(f"worker {worker}: {action} appears {count} times. It must appear once.")
+    present = {action for actions in schedule.values() for action in actions}
+    for action, worker in homes.items():
+        if action not in present:
+            raise ScheduleError(f"worker {worker}: {action} is missing. It must appear once.")
+
+
+def _check_message_order(schedule: Schedule, graph: Graph, kind: Kind) -> None:
+    """Both ends of every edge must run the microbatches that they share in the same order."""
+    executed: dict[str, list[int]] = defaultdict(list)  # stage -> microbatches, in order for each worker
+    for actions in schedule.values():
+        for action in actions:
+            if action.kind is kind:
+                executed[action.stage].append(action.microbatch)
+    for src, dst in graph.edges:
+        if kind is Kind.F:
+            sender, receiver = src, dst
+        elif graph.has_backward(src):
+            sender, receiver = dst, src
+        else:
+            continue
+        sent, received = (_by_workers(executed[stage], sender, receiver, graph) for stage in (sender, receiver))
+        for (source, destination), microbatches in sent.items():
+            if source != destination and received[source, destination] != microbatches:
+                raise ScheduleError(
+                    f"{kind.value} from {sender} on worker {source} to {receiver} on worker {destination}: "
+                    f"sent in the order {microbatches}, received in {received[source, destination]}. "
+                    "Messages between two instances keep their order. Order both ends alike."
+                )
+
+
+def _by_workers(microbatches: list[int], sender: str, receiver: str, graph: Graph) -> dict[tuple[int, int], list[int]]:
+    """Groups microbatches by the workers that send and receive them, each group in the order given."""
+    groups: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for m in microbatches:
+        groups[graph.node_of(sender, m).worker, graph.node_of(receiver, m).worker].append(m)
+    return groups
+
+
+def _check_in_flight(schedule: Schedule, graph: Graph, max_in_flight: Mapping[str, int]) -> None:
+    for worker, actions in schedule.items():
+        in_flight: Counter[str] = Counter()
+        for action in actions:
+            stage = action.stage
+            if not graph.has_backward(stage):
+                continue
+            in_flight[stage] += 1 if action.kind is Kind.F else -1
+            if in_flight[stage] > max_in_flight.get(stage, in_flight[stage]):
+                raise ScheduleError(
+                    f"worker {worker}: {action} puts {in_flight[stage]} microbatches of {stage} in flight. "
+                    f"At most {max_in_flight[stage]} are allowed. Run a backward before it."
+                )

@@ -1,0 +1,320 @@
+"""What exists on a rank between the trainer's setup and teardown: groups, the cut module, transport, engine.
+
+Built in a fixed order on all ranks: (1) process groups, in plan order; (2) the module loses what other ranks hold and
+is patched; (3) gradients, engine and steps. `close` undoes it, and gathers the weights of all stages first.
+
+It refuses nothing: what it is given was checked.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from torch import Tensor
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+from lightning_mm5d.checkpoint import OptimizerIndex, collect_module
+from lightning_mm5d.device import DeviceFigures
+from lightning_mm5d.engine.engine import Engine
+from lightning_mm5d.engine.groups import Groups
+from lightning_mm5d.engine.logs import LogExchange
+from lightning_mm5d.engine.metrics import MetricSync
+from lightning_mm5d.engine.plan import Plan
+from lightning_mm5d.engine.transport import Transport
+from lightning_mm5d.parallel.gradients import Gradients
+from lightning_mm5d.stage import Runtime, drop_parameters, give_memory, is_placeholder, views
+from lightning_mm5d.steps import Replica, Steps
+
+_BUCKET_ELEMENTS = 8 * 2**20
+
+
+class Session:
+    """The running state of one rank.
+
+    Args:
+        module: whole, and equal on all ranks.
+        plan: all stages.
+        schedule: name of the schedule.
+        num_microbatches: M.
+        loss_weight: what microbatches weigh.
+        rank: global rank.
+        device: where this rank computes.
+        timeout: of operations between ranks.
+
+    Attributes:
+        is_plain: whether every rank is a replica of the whole model and steps need no schedule.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        plan: Plan,
+        *,
+        schedule: str,
+        num_microbatches: int,
+        loss_weight: Literal["samples", "tokens"],
+        rank: int,
+        device: torch.device,
+        timeout: timedelta,
+    ) -> None:
+        self.plan = plan
+        self.is_plain = len(plan.members) == 1 and num_microbatches == 1
+        self.seed = self._agreed_seed(device)
+        self._module, self._rank, self._device = module, rank, device
+        self._unsynced = False
+        self._indices: dict[int, OptimizerIndex] = {}
+        self._make_groups(timeout)
+        self._cut(schedule)
+        self._connect_parts(num_microbatches, loss_weight)
+
+    # --- before a session ---
+
+    @staticmethod
+    def connect(environment: ClusterEnvironment, backend: str | None, timeout: timedelta, device: torch.device) -> None:
+        """Make the default process group, unless there is one."""
+        if dist.is_initialized():
+            return
+        os.environ["MASTER_ADDR"] = environment.main_address
+        os.environ["MASTER_PORT"] = str(environment.main_port)
+        chosen = backend or ("nccl" if device.type == "cuda" else "gloo")
+        dist.init_process_group(
+            chosen,
+            rank=environment.global_rank(),
+            world_size=environment.world_size(),
+            timeout=timeout,
+            device_id=device if chosen == "nccl" else None,
+        )
+
+    @staticmethod
+    def wire(device: torch.device) -> torch.device:
+        """Return where messages of the default group live."""
+        return device if dist.get_backend() == "nccl" else torch.device("cpu")
+
+    @staticmethod
+    def equalize(module: pl.LightningModule, device: torch.device) -> None:
+        """Give all ranks rank 0's parameters and buffers, whole; collective."""
+        give_memory(module.parameters())
+        if dist.get_world_size() == 1:
+            return
+        wire = Session.wire(device)
+        held: dict[torch.dtype, list[Tensor]] = {}
+        for tensor in (*module.parameters(), *module.buffers()):
+            held.setdefault(tensor.dtype, []).append(tensor.data)
+        for tensors in held.values():
+            while tensors:
+                bucket = [tensors.pop(0)]
+                while tensors and sum(t.numel() for t in bucket) + tensors[0].numel() <= _BUCKET_ELEMENTS:
+                    bucket.append(tensors.pop(0))
+                flat = torch.cat([tensor.reshape(-1) for tensor in bucket]).to(wire)
+                dist.broadcast(flat, 0)
+                for tensor, piece in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
+                    tensor.copy_(piece.view_as(tensor))
+
+    @staticmethod
+    def _agreed_seed(device: torch.device) -> int:
+        own = int(os.environ.get("PL_GLOBAL_SEED") or torch.initial_seed() % 2**62)
+        seed = torch.tensor([own], device=Session.wire(device))
+        dist.broadcast(seed, 0)
+        return int(seed)
+
+    # --- building ---
+
+    def _make_groups(self, timeout: timedelta) -> None:
+        plan, layout = self.plan, self.plan.layout
+        self._groups = Groups(timeout)
+        world = range(layout.size)
+        self._ascending = self._groups.get(world, "ascending") if plan.edges else None
+        self._descending = self._groups.get(world, "descending") if plan.edges else None
+        self._replica_groups = {
+            replica: self._groups.get(layout.replica_ranks(replica), f"replica {replica}")
+            for replica in range(layout.num_replicas)
+            if not self.is_plain
+        }
+        last = plan.ranks_of(plan.last_stage)
+        self._terminal = self._groups.get(sorted(last), "terminal") if len(last) > 1 else None
+        sharers = dict.fromkeys(plan.owners(name) for name in plan.partition.owners)
+        made = {ranks: self._groups.get(ranks, "gradients") for ranks in sharers if len(ranks) > 1}
+        self._sharers = {name: made.get(plan.owners(name)) for name in plan.partition.owners}
+        self._groups.verify()
+
+    def _cut(self, schedule: str) -> None:
+        plan, module = self.plan, self._module
+        own = plan.stages_of(self._rank)
+        held = {key: plan.holds_any[key] for key in own}
+        local = frozenset().union(*held.values())
+        names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+        drop_parameters(module, [name for name in names if name not in local], self._device)
+        every = views(plan.partition, plan.members, plan.consumes)
+        self._views = {key: every[key] for key in own}
+        self._runtime = Runtime(module, plan.partition, {self._views[key]: held[key] for key in own})
+        self.transport: Transport | None = None
+        if plan.edges:
+            self._runtime.install()
+            assert self._ascending is not None and self._descending is not None  # noqa: PT018
+            self.transport = Transport(self._ascending, self._descending, self._device, self._rank)
+        self._engine = Engine(
+            plan, self._runtime, self._views, self.transport, schedule=schedule, rank=self._rank, device=self._device
+        )
+
+    def _connect_parts(self, num_microbatches: int, loss_weight: Literal["samples", "tokens"]) -> None:
+        plan, layout, module = self.plan, self.plan.layout, self._module
+        held: dict[str, torch.nn.Parameter] = {}
+        for name, parameter in module.named_parameters():
+            if not is_placeholder(parameter):
+                held[name] = parameter
+        self.gradients = Gradients(held, self._sharers, [name for name in held if plan.keeper(name) == self._rank])
+        last = plan.ranks_of(plan.last_stage)
+        self._is_last = self._rank in last
+        self._metrics = MetricSync(
+            terminal_group=self._terminal if self._is_last else None, is_terminal=self._is_last, world_src=last[0]
+        )
+        if not self.is_plain:
+            self._metrics.attach(part for part in module.modules() if isinstance(part, Metric))
+        wire = Session.wire(self._device)
+        replicas = {
+            number: Replica(
+                src=last[number],
+                group=self._replica_groups[number],
+                exchange=LogExchange(src=last[number], group=self._replica_groups[number], device=wire),
+            )
+            for number in layout.replicas_of_rank(self._rank)
+            if not self.is_plain
+        }
+        alone = all(len(layout.replica_ranks(number)) == 1 for number in replicas)
+        self.steps = Steps(
+            module,
+            plan,
+            self._engine,
+            self.gradients,
+            replicas,
+            self._metrics,
+            rank=self._rank,
+            device=self._device,
+            terminal_group=self._terminal if self._is_last else None,
+            num_microbatches=num_microbatches,
+            loss_weight=loss_weight,
+            seed=None if alone else self.seed,
+        )
+        stages = ["+".join(plan.stages_of(rank)) for rank in range(layout.size)]
+        self.figures = DeviceFigures(self._engine, self.transport, stages, self._device)
+
+    # --- optimizers and gradients ---
+
+    def adopt_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Take the parameters of other ranks out of `optimizers`, remembering where they were."""
+        names: dict[int, str] = {}
+        for name, parameter in self._module.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), name)
+        for optimizer in optimizers:
+            self._indices[id(optimizer)] = OptimizerIndex(optimizer, names)
+            self._indices[id(optimizer)].prune(self._device)
+
+    def index_of(self, optimizer: Any) -> OptimizerIndex:
+        """Return what an optimizer, or Lightning's wrapper of it, held before."""
+        return self._indices[id(getattr(optimizer, "optimizer", optimizer))]
+
+    @contextmanager
+    def synced(self, enabled: bool) -> Generator[None, None, None]:
+        """Around a backward: sum the gradients that it adds over all ranks that hold their parameters.
+
+        Gradients that an earlier backward has summed already are kept out of it.
+        """
+        if not enabled:
+            self._unsynced = True
+            yield
+            return
+        older = None if self._unsynced else self.gradients.take()
+        yield
+        self.gradients.reduce()
+        self._unsynced = False
+        if older is not None:
+            self.gradients.add(older)
+
+    def agree_on_overflow(self, optimizer: Optimizer) -> None:
+        """Let all ranks skip an optimizer's step where any rank has a gradient that is not finite; collective."""
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norms = torch._foreach_norm(grads) if grads else []
+        bad = torch.zeros((), device=Session.wire(self._device))
+        for norm in norms:
+            bad = torch.maximum(bad, (~norm.isfinite()).to(bad))
+        dist.all_reduce(bad, dist.ReduceOp.MAX)
+        if bool(bad) and grads:
+            grads[0].view(-1)[0] = float("inf")
+
+    # --- communication between replicas ---
+
+    def reduce(self, tensor: Tensor, reduce_op: Any) -> Tensor:
+        """Reduce over the replicas of the terminal modality, one rank of each; the same result on all ranks."""
+        name = str(getattr(reduce_op, "name", reduce_op)).lower().rpartition(".")[2]
+        if name in ("max", "min"):
+            result = tensor.detach().clone()
+            dist.all_reduce(result, dist.ReduceOp.MAX if name == "max" else dist.ReduceOp.MIN)
+            return result
+        result = tensor.detach().clone() if self._is_last else torch.zeros_like(tensor)
+        dist.all_reduce(result)
+        if name in ("mean", "avg"):
+            result = result / self.plan.layout.num_replicas
+        return result
+
+    def all_gather(self, tensor: Tensor, sync_grads: bool) -> Tensor:
+        """Gather ``[D, ...]`` from one rank of each replica."""
+        count = self.plan.layout.num_replicas
+        run = self._runtime.active
+        if run is not None:
+            if not run.stage.is_last or self._terminal is None:
+                return torch.stack([tensor] * count)
+            if sync_grads:
+                return torch.stack(_gather_with_grad(tensor, self._terminal))
+            gathered = [torch.empty_like(tensor) for _ in range(count)]
+            dist.all_gather(gathered, tensor.detach().contiguous(), group=self._terminal)
+            return torch.stack(gathered)
+        everywhere = [torch.empty_like(tensor) for _ in range(self.plan.layout.size)]
+        dist.all_gather(everywhere, tensor.detach().contiguous())
+        return torch.stack([everywhere[rank] for rank in self.plan.ranks_of(self.plan.last_stage)])
+
+    # --- the end ---
+
+    def abort(self) -> None:
+        """Stop without waiting for anybody."""
+        if self.transport is not None:
+            self.transport.abort()
+
+    def close(self, targets: Sequence[int], gather: bool) -> None:
+        """Undo what the session did to the module; with `gather`, whole on the ranks `targets`."""
+        self._runtime.remove()
+        self._metrics.detach()
+        self.figures.detach()
+        if gather:
+            if self.plan.edges:
+                self._gather(targets)
+            dist.barrier()
+        if self.transport is not None:
+            if gather:
+                self.transport.close()
+            else:
+                self.transport.abort()
+        if gather:
+            dist.barrier()
+            self._groups.destroy()
+
+    def _gather(self, targets: Sequence[int]) -> None:
+        state = collect_module(self._module, self.plan, self._rank, targets)
+        if self._rank not in targets:
+            return
+        give_memory(self._module.parameters())
+        self._module.load_state_dict(state, strict=False)
+
+
+def _gather_with_grad(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    from torch.distributed.nn.functional import all_gather
+
+    return list(all_gather(tensor, group))

@@ -1,0 +1,157 @@
+"""What crosses from one stage to another: pytrees taken apart into a description and a list of tensors, and back.
+
+The description is plain JSON, so that no peer's bytes are ever unpickled; each distinct tensor appears once however
+often the tree holds it. Containers are dicts, lists, tuples (named ones too) and dataclasses or Hugging Face outputs,
+whose class is looked up among what this process has already imported.
+
+It refuses trees with other objects in them, by name.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Path = tuple[str | int, ...]
+
+
+@dataclass
+class Payload:
+    """One message between stages.
+
+    Attributes:
+        meta: JSON description; which tensors carry a gradient is part of it.
+        tensors: the tensors that it refers to by position.
+    """
+
+    meta: dict[str, Any]
+    tensors: list[Tensor] = field(default_factory=list)
+
+
+class Packer:
+    """Collects trees into one list of distinct tensors."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self._index: dict[int, int] = {}
+
+    def add(self, tensor: Tensor) -> int:
+        """Return the position of `tensor`, the same for the same tensor."""
+        if id(tensor) not in self._index:
+            self._index[id(tensor)] = len(self.tensors)
+            self.tensors.append(tensor)
+        return self._index[id(tensor)]
+
+    def describe(self, tree: Any) -> Any:
+        """Return the JSON description of `tree`.
+
+        Raises:
+            ValueError: it holds something that is neither a container, a tensor nor a plain value.
+        """
+        if isinstance(tree, Tensor):
+            return {"t": self.add(tree)}
+        if tree is None or isinstance(tree, (bool, int, float, str)):
+            return tree
+        if isinstance(tree, torch.Size):
+            return {"u": list(tree)}
+        if isinstance(tree, torch.dtype):
+            return {"y": str(tree).removeprefix("torch.")}
+        if is_dataclass(tree) and not isinstance(tree, type):
+            parts = (
+                tree.items() if isinstance(tree, Mapping) else ((f.name, getattr(tree, f.name)) for f in fields(tree))
+            )
+            return {"c": _class_name(tree), "d": [[key, self.describe(value)] for key, value in parts]}
+        if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+            return {"c": _class_name(tree), "l": [self.describe(value) for value in tree]}
+        if isinstance(tree, (list, tuple)):
+            return {"u" if isinstance(tree, tuple) else "l": [self.describe(value) for value in tree]}
+        if isinstance(tree, Mapping):
+            return {"d": [[_key(key), self.describe(value)] for key, value in tree.items()]}
+        raise ValueError(
+            f"a value of type {type(tree).__name__} cannot cross from one stage to another; tensors, numbers, strings, "
+            "dicts, lists, tuples and dataclasses of these can"
+        )
+
+
+def rebuild(description: Any, tensors: list[Tensor]) -> Any:
+    """Undo `Packer.describe`."""
+    if not isinstance(description, dict):
+        return description
+    if "t" in description:
+        return tensors[description["t"]]
+    if "y" in description:
+        return getattr(torch, description["y"])
+    if "d" in description:
+        items = {key: rebuild(value, tensors) for key, value in description["d"]}
+        return _find_class(description["c"])(**items) if "c" in description else items
+    if "l" in description:
+        values = [rebuild(value, tensors) for value in description["l"]]
+        return _find_class(description["c"])(*values) if "c" in description else values
+    return tuple(rebuild(value, tensors) for value in description["u"])
+
+
+def map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
+    """Return `tree` with `function` applied to its tensors."""
+    packer = Packer()
+    description = packer.describe(tree)
+    return rebuild(description, [function(tensor) for tensor in packer.tensors])
+
+
+def tensors_in(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
+    """Yield the tensors in nested dicts, lists and tuples with their paths; other objects are left alone."""
+    if isinstance(tree, Tensor):
+        yield path, tree
+    elif isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from tensors_in(value, (*path, key))
+    elif isinstance(tree, (list, tuple)):
+        for index, value in enumerate(tree):
+            yield from tensors_in(value, (*path, index))
+
+
+def put(tree: Any, path: Path, value: Any) -> Any:
+    """Return `tree` with `value` at `path`: tuples are rebuilt, dicts and lists updated in place.
+
+    In place, because a model may hand one dict to all its layers to share states in, and expects to find them there.
+    """
+    if not path:
+        return value
+    key, rest = path[0], path[1:]
+    if isinstance(tree, tuple):
+        assert isinstance(key, int)
+        values = list(tree)
+        values[key] = put(values[key], rest, value)
+        return type(tree)(*values) if hasattr(tree, "_fields") else tuple(values)
+    if isinstance(tree, list):
+        assert isinstance(key, int)
+        tree[key] = put(tree[key], rest, value)
+    elif isinstance(tree, dict):
+        tree[key] = put(tree.get(key), rest, value)
+    else:  # this end passes nothing there: a plain value takes the place
+        return value
+    return tree
+
+
+def _key(key: Any) -> Any:
+    if not isinstance(key, (str, int)):
+        raise ValueError(f"a dict that crosses from one stage to another has keys of str or int, got {key!r}")
+    return key
+
+
+def _class_name(value: Any) -> str:
+    return f"{type(value).__module__}:{type(value).__qualname__}"
+
+
+def _find_class(name: str) -> type:
+    module, _, qualname = name.partition(":")
+    found: Any = sys.modules[module]
+    for part in qualname.split("."):
+        found = getattr(found, part)
+    if not (isinstance(found, type) and (is_dataclass(found) or issubclass(found, tuple))):
+        raise ValueError(f"{name} is no class that may cross from one stage to another")
+    return found

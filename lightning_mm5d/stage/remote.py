@@ -1,0 +1,84 @@
+"""Stand-ins for what lives on other ranks: parameters without memory, and modules that answer without computing.
+
+A placeholder parameter has the right shape, dtype and device and zero strides; it and everything computed from it is
+NaN, so that a value which was wrongly taken as unneeded shows in the loss at the first step.
+
+It refuses nothing; what may be replaced is decided by the partition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mm5d.stage.payload import map_tensors, tensors_in
+from lightning_mm5d.stage.taint import mark_dependent
+
+
+def is_placeholder(tensor: Tensor) -> bool:
+    """Whether `tensor` is a parameter that `drop_parameters` left without memory."""
+    return getattr(tensor, "_mm5d_placeholder", False)
+
+
+def drop_parameters(root: nn.Module, names: Iterable[str], device: torch.device) -> None:
+    """Replace the parameters called `names` by placeholders on `device`; one that has several names stays one."""
+    replaced: dict[int, nn.Parameter] = {}
+    for name in names:
+        path, _, attribute = name.rpartition(".")
+        module = root.get_submodule(path)
+        parameter = module._parameters[attribute]
+        assert parameter is not None
+        if id(parameter) not in replaced:
+            filler = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
+            empty = torch.full((), filler, dtype=parameter.dtype, device=device).expand(parameter.shape)
+            new = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            new._mm5d_placeholder = True  # type: ignore[attr-defined]
+            replaced[id(parameter)] = new
+        module._parameters[attribute] = replaced[id(parameter)]
+
+
+def give_memory(parameters: Iterable[nn.Parameter]) -> None:
+    """Turn placeholders back into parameters of uninitialised memory, in place."""
+    for parameter in parameters:
+        if is_placeholder(parameter):
+            parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            parameter.grad = None
+            del parameter._mm5d_placeholder  # type: ignore[attr-defined]
+
+
+class ShapeMemory:
+    """What remote modules return, known by running each once per shape of its input."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, tuple[Any, list[tuple[torch.Size, torch.dtype, torch.device]]]] = {}
+
+    def placeholder(self, module: nn.Module, original: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Return NaN in the shape of ``original(*args, **kwargs)``, the forward of `module`.
+
+        Not zero-stride: models write features into embeddings in place.
+        """
+        if type(module).forward is nn.Linear.forward and args and isinstance(args[0], Tensor):
+            device = args[0].device
+            enabled = torch.is_autocast_enabled(device.type)
+            dtype = torch.get_autocast_dtype(device.type) if enabled else module.weight.dtype
+            return _filled((*args[0].shape[:-1], module.out_features), dtype, device)
+        if type(module).forward is nn.Embedding.forward and args and isinstance(args[0], Tensor):
+            return _filled((*args[0].shape, module.embedding_dim), module.weight.dtype, args[0].device)
+        signature = tuple((path, tensor.shape, tensor.dtype) for path, tensor in tensors_in((args, kwargs)))
+        others = tuple(repr(value) for value in (*args, *kwargs.values()) if isinstance(value, (int, float, str)))
+        key = (id(module), signature, others, torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"))
+        if key not in self._known:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                result = original(*args, **kwargs)
+            self._known[key] = map_tensors(result, lambda tensor: (tensor.shape, tensor.dtype, tensor.device))
+        return map_tensors(self._known[key], lambda spec: _filled(*spec))
+
+
+def _filled(shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    filler = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    tensor = torch.full(tuple(shape), filler, dtype=dtype, device=device)
+    mark_dependent(tensor)
+    return tensor

@@ -1,0 +1,293 @@
+"""One microbatch of one stage: the user's own step, with everything that lives elsewhere cut off.
+
+While a `Run` is active, the patched callables of `Runtime` ask it what to do:
+
+- a boundary of this stage is recorded; one that another stage computed returns what was received;
+- layers before the stage's own pass the hidden state through; at the entry of its first layer, and wherever later
+  layers take something that only earlier stages know, the arguments are swapped for what was received;
+- layers behind the stage's own pass through as well and note what they would have needed; when nothing more can be
+  needed, the step is stopped by an exception that only `Run.execute` sees.
+
+It refuses a second pass through layers that are split over stages, and layers that change the hidden state's shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_mm5d.partition import StageCut
+from lightning_mm5d.stage.payload import Packer, Path, Payload, put, rebuild, tensors_in
+from lightning_mm5d.stage.taint import Trace, mark_dependent, mark_stand_in, must_travel
+
+if TYPE_CHECKING:
+    from lightning_mm5d.stage.runtime import Runtime
+
+
+class Stop(BaseException):
+    """Ends the user's step where the stage ends; no `except Exception` on the way catches it."""
+
+
+class StageError(ValueError):
+    """The user's step does what a step that is split over stages cannot do."""
+
+
+@dataclass(frozen=True, eq=False)
+class StageView:
+    """One stage as its rank sees it.
+
+    Attributes:
+        name: key of the stage.
+        cuts: the layers that it holds, by modality (several where modalities run as one).
+        consumes: the encoders whose results it is sent.
+        is_last: whether the step runs to its end here.
+        stops_early: whether everything that it computes is made before the terminal modality's layers run.
+    """
+
+    name: str
+    cuts: Mapping[str, StageCut]
+    consumes: frozenset[str]
+    is_last: bool
+    stops_early: bool
+
+
+@dataclass
+class LayerCall:
+    """One pass through a list of layers, as it leaves a stage.
+
+    Attributes:
+        hidden: the hidden state at the entry of the first layer behind the stage.
+        sides: other arguments of later layers, by (layer, path in ``(args, kwargs)``).
+    """
+
+    hidden: Tensor
+    sides: dict[tuple[int, Path], Tensor]
+
+
+class Run:
+    """The state of one forward, kept until its backward.
+
+    Args:
+        runtime: the patched module.
+        stage: what is local.
+        received: payloads of the stages before.
+        structure: key of batches that take the same way through the model, for what later layers need.
+        local_seed: seed for the stage's own layers; None leaves the random state alone.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        stage: StageView,
+        received: Sequence[Payload],
+        structure: Any,
+        local_seed: int | None = None,
+    ) -> None:
+        self.stage = stage
+        self.received = received
+        self.result: Any = None
+        self._runtime = runtime
+        self._structure = (stage.name, structure)
+        self._local_seed = local_seed
+        self._replays = False
+        self._depth = 0  # inside how many boundaries
+        self._boundaries_in: dict[str, list[Any]] = {}
+        self._boundaries_out: list[tuple[str, Any]] = []
+        self._consumed: dict[str, int] = {}
+        self._calls_in: dict[str, list[LayerCall]] = {}
+        self._calls_out: dict[str, list[LayerCall]] = {}
+        self._entered: dict[str, int] = {}
+        self._sides = runtime.known_sides.get(self._structure)
+        self._traces = self._sides is None and any(
+            cut.last < runtime.num_layers(modality) for modality, cut in stage.cuts.items()
+        )
+        self._found: set[tuple[str, int, Path]] = set()
+        for payload in received:
+            self._accept(payload)
+
+    # --- in ---
+
+    def _accept(self, payload: Payload) -> None:
+        for tensor, has_grad in zip(payload.tensors, payload.meta["grads"], strict=True):
+            tensor.requires_grad_(has_grad and torch.is_grad_enabled())
+            mark_dependent(tensor)
+        for name, description in payload.meta["boundaries"]:
+            self._boundaries_in.setdefault(name, []).append(rebuild(description, payload.tensors))
+        for modality, hidden, sides in payload.meta["calls"]:
+            found = {(layer, tuple(path)): payload.tensors[index] for layer, path, index in sides}
+            self._calls_in.setdefault(modality, []).append(LayerCall(payload.tensors[hidden], found))
+
+    # --- the step ---
+
+    def execute(self, step: Callable[[], Any]) -> Any:
+        """Run `step` as this stage; return its result where the stage is the last, else None."""
+        with self, Trace() if self._traces else nullcontext():
+            try:
+                self.result = step()
+            except Stop:
+                self.result = None
+        if self._traces and self._calls_out:
+            self._runtime.known_sides[self._structure] = frozenset(self._found)
+        if not self.stage.is_last:
+            self.result = None
+        return self.result
+
+    def __enter__(self) -> Run:
+        assert self._runtime.active is None, "stages do not nest"
+        self._runtime.active = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._runtime.active = None
+
+    def backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """Backpropagate; a checkpointed layer runs again meanwhile and sees what it saw before."""
+        self._replays = True
+        with self:
+            torch.autograd.backward(outputs, gradients)
+
+    def boundary(self, name: str, modality: str, original: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Stand in for a call of the boundary `name`."""
+        if self._depth:
+            return original(*args, **kwargs)
+        if modality in self.stage.consumes:
+            index = self._consumed.get(name, 0)
+            self._consumed[name] = index + 1
+            results = self._boundaries_in.get(name, [])
+            if index >= len(results):
+                raise StageError(
+                    f"{name} is called {index + 1} times in stage {self.stage.name}, and the stage that computes it "
+                    f"called it {len(results)} times: what the step does must not depend on the stage"
+                )
+            return results[index]
+        self._depth += 1
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            self._depth -= 1
+        cut = self.stage.cuts.get(modality)
+        if cut is not None and cut.index == self._runtime.last_stage(modality):
+            self._boundaries_out.append((name, result))
+        return result
+
+    def enters(self, modality: str, layer: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Swap the arguments of a local layer, or one behind the stage, for what was received."""
+        cut = self.stage.cuts[modality]
+        if layer == cut.first and not self._replays:
+            if self._local_seed is not None:
+                torch.manual_seed(self._local_seed)
+            self._entered[modality] = self._entered.get(modality, 0) + 1
+        if cut.index == 0:
+            return args, kwargs
+        call = self._call(modality)
+        if layer == cut.first:
+            args, kwargs = put((args, kwargs), hidden_path(args, kwargs), call.hidden)
+        for (where, path), tensor in call.sides.items():
+            if where == layer:
+                args, kwargs = put((args, kwargs), path, tensor)
+        return args, kwargs
+
+    def _call(self, modality: str) -> LayerCall:
+        calls, index = self._calls_in.get(modality, []), self._entered.get(modality, 0) - 1
+        if index >= len(calls):
+            raise StageError(
+                f"the layers of {modality} ran {index + 1} times in one step in stage {self.stage.name}, where "
+                f"{len(calls)} passes arrived: with pp_size > 1 a step passes once through them (generation and "
+                "several calls of the model in one step need pp_size=1)"
+            )
+        return calls[index]
+
+    def skip(self, modality: str, layer: int, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+        """Stand in for a layer that lives elsewhere: return the hidden state that it passes on."""
+        cut = self.stage.cuts.get(modality)
+        terminal = self._runtime.terminal
+        if cut is None:
+            if modality == terminal and self.stage.stops_early:
+                raise Stop
+            return hidden_of(args, kwargs)
+        if layer < cut.first:
+            calls, index = self._calls_in.get(modality, []), self._entered.get(modality, 0)
+            # the last one before the stage shows the real state to hooks that record it
+            if layer == cut.first - 1 and index < len(calls):
+                return calls[index].hidden
+            return hidden_of(args, kwargs)
+        args, kwargs = self.enters(modality, layer, args, kwargs)
+        hidden = hidden_of(args, kwargs)
+        if layer == cut.last:
+            self._calls_out.setdefault(modality, []).append(LayerCall(hidden, {}))
+            # a copy: what the model does to it in place must not reach what is being sent
+            hidden = hidden.detach().clone()
+            mark_stand_in(hidden)
+        self._collect(modality, layer, args, kwargs)
+        if modality == terminal and self._is_over(modality, layer):
+            raise Stop
+        return hidden
+
+    def _collect(self, modality: str, layer: int, args: tuple, kwargs: dict[str, Any]) -> None:
+        call = self._calls_out[modality][-1]
+        hidden = hidden_path(args, kwargs)
+        for path, tensor in tensors_in((args, kwargs)):
+            if path == hidden:
+                continue
+            if self._sides is None:
+                if not must_travel(tensor):
+                    continue
+                self._found.add((modality, layer, path))
+            elif (modality, layer, path) not in self._sides:
+                continue
+            call.sides[layer, path] = tensor
+
+    def _is_over(self, modality: str, layer: int) -> bool:
+        if self._sides is None:
+            return layer == self._runtime.num_layers(modality) - 1
+        return all(later <= layer for name, later, _ in self._sides if name == modality)
+
+    # --- out ---
+
+    def payload(self, modalities: frozenset[str], calls_of: str | None) -> Payload:
+        """Return what goes to one later stage; its tensors still have their autograd history.
+
+        Args:
+            modalities: the encoders whose boundaries it consumes.
+            calls_of: the modality that it continues, if any.
+        """
+        packer = Packer()
+        boundaries = [
+            [name, packer.describe(self._runtime.wanted(name, result))]
+            for name, result in self._boundaries_out
+            if self._runtime.modality_of(name) in modalities
+        ]
+        calls = [
+            [
+                calls_of,
+                packer.add(call.hidden),
+                [[layer, list(path), packer.add(tensor)] for (layer, path), tensor in call.sides.items()],
+            ]
+            for call in (self._calls_out.get(calls_of, []) if calls_of else [])
+        ]
+        grads = [tensor.requires_grad for tensor in packer.tensors]
+        return Payload({"boundaries": boundaries, "calls": calls, "grads": grads}, packer.tensors)
+
+
+def hidden_path(args: tuple, kwargs: Mapping[str, Any]) -> Path:
+    """Return where in ``(args, kwargs)`` the hidden state is: the first tensor, or ``hidden_states``."""
+    if "hidden_states" in kwargs:
+        return (1, "hidden_states")
+    for index, value in enumerate(args):
+        if isinstance(value, Tensor):
+            return (0, index)
+    for key, value in kwargs.items():
+        if isinstance(value, Tensor):
+            return (1, key)
+    raise StageError("a layer of a list that is split over stages takes no tensor")
+
+
+def hidden_of(args: tuple, kwargs: Mapping[str, Any]) -> Tensor:
+    """Return the hidden state among a layer's arguments."""
+    which, key = hidden_path(args, kwargs)
+    return kwargs[key] if which else args[key]  # type: ignore[index]

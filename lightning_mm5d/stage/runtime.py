@@ -1,0 +1,199 @@
+"""Patches a module so that a rank can run it as any of its stages.
+
+The modules stay the same objects of the same classes under the same names. Three kinds of callables get an instance
+attribute in front of them: boundaries of encoders, layers of lists that are split, and remote leaf modules. Each asks
+the active `Run` what to do and, where none is active, does what it always did.
+
+It refuses nothing; `remove` undoes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mm5d.partition import Partition
+from lightning_mm5d.partition.order import used_fields
+from lightning_mm5d.stage.remote import ShapeMemory
+from lightning_mm5d.stage.run import Run, StageError, StageView, hidden_of
+
+
+class Runtime:
+    """The patched module of one rank.
+
+    Args:
+        root: the LightningModule.
+        partition: what is cut where.
+        stages: the stages of this rank, with the parameters that each of them holds.
+
+    Attributes:
+        active: the run that patched callables obey.
+        known_sides: what layers behind a stage need, by structure of the batch.
+    """
+
+    def __init__(self, root: nn.Module, partition: Partition, stages: Mapping[StageView, frozenset[str]]) -> None:
+        self.active: Run | None = None
+        self.known_sides: dict[Any, frozenset] = {}
+        self.terminal = partition.terminal
+        self._root, self._partition, self._stages = root, partition, stages
+        self._shapes = ShapeMemory()
+        self._returns_tuple: dict[str, int | None] = {}
+        self._undo: list[Callable[[], None]] = []
+        self._modality_of = {
+            cut.name: name for name, encoder in partition.encoders.items() for cut in encoder.boundaries
+        }
+        self._wanted: dict[str, frozenset[str] | None] = {}
+        self._lists = {
+            name: list(root.get_submodule(path)) if path is not None else []  # type: ignore[call-overload]
+            for name, path in partition.layers.items()
+        }
+
+    def num_layers(self, modality: str) -> int:
+        """Return the length of a modality's list of layers."""
+        return len(self._lists[modality])
+
+    def last_stage(self, modality: str) -> int:
+        """Return the index of a modality's last stage."""
+        return len(self._partition.stages[modality]) - 1
+
+    def modality_of(self, boundary: str) -> str:
+        """Return the modality that a boundary belongs to."""
+        return self._modality_of[boundary]
+
+    def wanted(self, boundary: str, result: Any) -> Any:
+        """Return `result` without the fields that no caller of the boundary reads."""
+        fields = self._wanted[boundary]
+        if fields is None or not isinstance(result, Mapping) or not fields.issubset(result):
+            return result
+        return type(result)(**{name: value for name, value in result.items() if name in fields})
+
+    def install(self) -> None:
+        """Put the patches in front of the module's own callables."""
+        for name, encoder in self._partition.encoders.items():
+            for cut in encoder.boundaries:
+                self._wanted[cut.name] = used_fields(self._root, cut.path, cut.method)
+                if any(name not in stage.cuts or not stage.is_last for stage in self._stages):
+                    self._patch_boundary(self._root.get_submodule(cut.path), cut.method, cut.name, name)
+        for name, layers in self._lists.items():
+            whole = all(
+                name in stage.cuts and stage.cuts[name].last - stage.cuts[name].first == len(layers)
+                for stage in self._stages
+            )
+            if not whole:
+                for index, layer in enumerate(layers):
+                    self._patch_layer(layer, name, index)
+        in_layers = {module for layers in self._lists.values() for layer in layers for module in layer.modules()}
+        for path, module in self._root.named_modules():
+            own = [f"{path}.{name}" if path else name for name in module._parameters]
+            leaf = own and not any(True for child in module.children() for _ in child.parameters())
+            remote = frozenset(stage.name for stage, held in self._stages.items() if not held.intersection(own))
+            if leaf and remote and module not in in_layers and module is not self._root:
+                self._patch_leaf(module, remote)
+
+    def remove(self) -> None:
+        """Take the patches away again."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+
+    def _replace(self, module: nn.Module, method: str, replacement: Callable) -> None:
+        had = module.__dict__.get(method)
+        module.__dict__[method] = replacement
+
+        def undo() -> None:
+            if had is None:
+                module.__dict__.pop(method, None)
+            else:
+                module.__dict__[method] = had
+
+        self._undo.append(undo)
+
+    def _patch_boundary(self, module: nn.Module, method: str, name: str, modality: str) -> None:
+        original = getattr(module, method)
+
+        def boundary(*args: Any, **kwargs: Any) -> Any:
+            run = self.active
+            return original(*args, **kwargs) if run is None else run.boundary(name, modality, original, args, kwargs)
+
+        self._replace(module, method, boundary)
+
+    def _patch_leaf(self, module: nn.Module, remote: frozenset[str]) -> None:
+        original = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            run = self.active
+            if run is None or run.stage.name not in remote:
+                return original(*args, **kwargs)
+            return self._shapes.placeholder(module, original, args, kwargs)
+
+        self._replace(module, "forward", forward)
+
+    def _patch_layer(self, layer: nn.Module, modality: str, index: int) -> None:
+        original = layer.forward
+        checked = False
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            nonlocal checked
+            run = self.active
+            cut = run.stage.cuts.get(modality) if run is not None else None
+            if run is None:
+                return original(*args, **kwargs)
+            if cut is not None and cut.first <= index < cut.last:
+                result = original(*args, **kwargs)
+                if not checked:
+                    checked = True
+                    self._learn(modality, index, hidden_of(args, kwargs), result)
+                return result
+            if modality not in self._returns_tuple:
+                with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                    self._learn(modality, index, None, original(*args, **kwargs))
+            hidden = run.skip(modality, index, args, kwargs)
+            length = self._returns_tuple[modality]
+            return hidden if length is None else (hidden, *[None] * (length - 1))
+
+        def enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+            run = self.active
+            cut = run.stage.cuts.get(modality) if run is not None else None
+            if run is None or cut is None or not cut.first <= index < cut.last:
+                return None
+            return run.enters(modality, index, args, kwargs)
+
+        self._replace(layer, "forward", forward)
+        # a hook, not the forward: it stays outside of activation checkpointing
+        self._undo.append(layer.register_forward_pre_hook(enter, with_kwargs=True).remove)
+
+    def _learn(self, modality: str, index: int, hidden: Tensor | None, result: Any) -> None:
+        first = result[0] if isinstance(result, (tuple, list)) else result
+        self._returns_tuple[modality] = len(result) if isinstance(result, (tuple, list)) else None
+        if hidden is not None and isinstance(first, Tensor) and first.shape != hidden.shape:
+            raise StageError(
+                f"layer {index} of {modality} turns a hidden state of shape {list(hidden.shape)} into "
+                f"{list(first.shape)}; layers that change its shape cannot be split over stages: set "
+                f"modalities.{modality}.pp_size to 1"
+            )
+
+
+def views(partition: Partition, names: Mapping[str, Sequence[str]], consumes: Mapping[str, frozenset[str]]) -> dict:
+    """Return a `StageView` for each stage.
+
+    Args:
+        partition: what is cut where.
+        names: for each stage, the partition's stages that run as this one.
+        consumes: for each stage, the encoders whose results it is sent.
+    """
+    cuts = {cut.name: cut for stages in partition.stages.values() for cut in stages}
+    last = partition.stages[partition.terminal][-1].name
+    found = {}
+    for key, members in names.items():
+        held = {cuts[member].modality: cuts[member] for member in members}
+        found[key] = StageView(
+            name=key,
+            cuts=held,
+            consumes=consumes.get(key, frozenset()),
+            is_last=last in members,
+            stops_early=all(name in partition.encoders and partition.encoders[name].precedes for name in held),
+        )
+    return found

@@ -1,0 +1,75 @@
+"""Finds out which values depend on weights that other ranks do not hold.
+
+What a later layer takes beside the hidden state is either computable on every rank from the batch alone (masks,
+rotary tables) or not (an encoder's states, a position bias). Only the second kind must travel. Whether a tensor
+carries a gradient does not tell: a frozen model has none. So the first microbatch of each structure runs under
+`Trace`, which marks everything computed from parameters, received tensors or placeholders.
+
+It refuses nothing. A custom autograd function hides what it does from the trace; its results count as marked where
+they carry a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_mm5d.stage.payload import tensors_in
+
+_DEPENDS, _STANDS_IN = 1, 2
+# These take a tensor for its shape, dtype and device only.
+_SHAPE_ONLY = {
+    torch.zeros_like,
+    torch.ones_like,
+    torch.empty_like,
+    torch.full_like,
+    torch.rand_like,
+    torch.randn_like,
+    Tensor.new_zeros,
+    Tensor.new_ones,
+    Tensor.new_empty,
+    Tensor.new_full,
+    Tensor.new_tensor,
+    Tensor.size,
+}
+
+
+def mark_dependent(tensor: Tensor) -> None:
+    """Mark `tensor` as known to this rank only, for instance because it was received."""
+    tensor._mm5d_mark = _DEPENDS  # type: ignore[attr-defined]
+
+
+def mark_stand_in(tensor: Tensor) -> None:
+    """Mark `tensor` as standing in for what a later stage computes for itself."""
+    tensor._mm5d_mark = _STANDS_IN  # type: ignore[attr-defined]
+
+
+def must_travel(tensor: Tensor) -> bool:
+    """Whether a later stage cannot compute `tensor` by itself."""
+    mark = getattr(tensor, "_mm5d_mark", None)
+    return mark == _DEPENDS or (mark is None and (tensor.requires_grad or isinstance(tensor, torch.nn.Parameter)))
+
+
+class Trace(TorchFunctionMode):
+    """Marks the result of every torch function that takes a marked tensor or a parameter."""
+
+    def __torch_function__(
+        self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func in _SHAPE_ONLY:
+            return result
+        mark = 0
+        for _, tensor in tensors_in((args, kwargs)):
+            own = getattr(tensor, "_mm5d_mark", 0) or (_DEPENDS if isinstance(tensor, torch.nn.Parameter) else 0)
+            mark = max(mark, own)
+        if mark:
+            written = args[0] if result is None and args else result
+            for _, tensor in tensors_in(written):
+                tensor._mm5d_mark = mark  # type: ignore[attr-defined]
+        return result

@@ -1,0 +1,471 @@
+"""The Lightning strategy: Lightning's hooks, each a few lines that call the parts.
+
+It is the only part that knows the trainer. It refuses, before any process group exists, configurations that cannot
+work; manual optimization where a schedule runs; and tensor and context parallel sizes, which are laid out and shown
+but not computed yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cached_property, partial
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.callbacks import DeviceStatsMonitor
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from lightning_mm5d.checkpoint import OptimizerIndex, collect_module, load_module
+from lightning_mm5d.config import Modality, check
+from lightning_mm5d.engine.plan import Plan
+from lightning_mm5d.errors import ConfigError
+from lightning_mm5d.grouped import group_batches
+from lightning_mm5d.launch import cpu_threads, make_launcher
+from lightning_mm5d.layout import Layout
+from lightning_mm5d.loader import per_replica, shard_loader
+from lightning_mm5d.partition import partition, terminal_of
+from lightning_mm5d.schedule import SCHEDULES, Simulation, build, simulate
+from lightning_mm5d.session import Session
+
+
+class MultimodalStrategy(ParallelStrategy):
+    """Trains a LightningModule with a layout per modality.
+
+    Args:
+        modalities: layout of each modality by name; without any, all ranks are replicas of the whole model.
+        schedule: ``"gpipe"`` or ``"1f1b"``.
+        num_microbatches: parts that each replica's batch is split into, M.
+        microbatching: ``"split"`` splits a batch of the dataloader; ``"loader"`` takes one batch per microbatch.
+        loss_weight: what the loss of a microbatch weighs: its ``"samples"``, or its label ``"tokens"``, which makes a
+            loss that is a mean over tokens equal to that of the whole batch.
+        placement: rank of each position of the layout, instead of the automatic placement.
+        start_method: how Lightning starts processes on one machine: ``"popen"``, ``"spawn"`` or ``"fork"``.
+        process_group_backend: backend of torch.distributed; chosen by device where unset.
+        timeout: of every operation between ranks.
+        accelerator: set by the trainer.
+        parallel_devices: set by the trainer.
+        cluster_environment: set by the trainer.
+        checkpoint_io: set by the trainer.
+        precision_plugin: set by the trainer.
+
+    Raises:
+        ConfigError: a field cannot work, whatever the model and the number of ranks.
+    """
+
+    def __init__(
+        self,
+        modalities: dict[str, Modality] | None = None,
+        schedule: str = "1f1b",
+        num_microbatches: int = 1,
+        microbatching: Literal["split", "loader"] = "split",
+        loss_weight: Literal["samples", "tokens"] = "samples",
+        placement: list[int] | None = None,
+        start_method: Literal["popen", "spawn", "fork"] = "popen",
+        process_group_backend: str | None = None,
+        timeout: timedelta = default_pg_timeout,
+        accelerator: pl.accelerators.Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        self.modalities = dict(modalities) if modalities else {"model": Modality()}
+        self.schedule = schedule
+        self.num_microbatches = num_microbatches
+        self.microbatching = microbatching
+        self.loss_weight = loss_weight
+        self.num_nodes = 1
+        self._placement, self._start_method = placement, start_method
+        self._backend, self._timeout = process_group_backend, timeout
+        self._session: Session | None = None
+        self._failed = False
+        self._syncs = True
+        self._check_fields()
+
+    # --- configuration ---
+
+    def _check_fields(self) -> None:
+        terminal = terminal_of(self.modalities)
+        check(
+            self.modalities,
+            terminal=terminal,
+            num_microbatches=self.num_microbatches,
+            schedule=self.schedule,
+            schedules=SCHEDULES,
+        )
+        for field, got, known in (
+            ("microbatching", self.microbatching, ("split", "loader")),
+            ("loss_weight", self.loss_weight, ("samples", "tokens")),
+        ):
+            if got not in known:
+                raise ConfigError(field, got, f"It is one of {', '.join(known)}", f"Use {known[0]!r}")
+        for name, modality in self.modalities.items():
+            for axis in ("tp_size", "cp_size"):
+                if getattr(modality, axis) != 1:
+                    raise ConfigError(
+                        f"modalities.{name}.{axis}",
+                        getattr(modality, axis),
+                        "This version computes data, pipeline and modality parallelism only",
+                        "Use 1",
+                    )
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Which rank is where; raises ConfigError where the sizes do not fill the world."""
+        return Layout.build(
+            self.modalities,
+            world_size=self.num_nodes * self.num_processes,
+            terminal=terminal_of(self.modalities),
+            ranks_per_node=self.num_processes,
+            placement=self._placement,
+        )
+
+    def validate_before_launch(self, module: pl.LightningModule, *data: Any) -> None:
+        """Check everything that can be checked without processes; the launchers call it.
+
+        Args:
+            module: the module to run.
+            data: what was passed to the trainer beside it.
+
+        Raises:
+            ConfigError: the layout does not fill the world or does not fit the module or the data.
+        """
+        layout = self.layout
+        if not type(module).configure_model.__module__.startswith("lightning."):
+            return  # there is no model to look at yet
+        plan = self.plan(module)
+        if not module.automatic_optimization and (len(plan.members) > 1 or self.num_microbatches > 1):
+            raise ConfigError(
+                "automatic_optimization",
+                False,
+                "manual optimization runs its own backward, which a schedule over microbatches or stages leaves no place for",
+                "Use automatic optimization, or one stage (colocate all modalities, pp_size=1) and num_microbatches=1",
+            )
+        configs = [getattr(part, "config", None) for part in module.modules()]
+        if any(getattr(config, "output_router_logits", False) is True for config in configs):
+            for name, size in layout.axes.items():
+                if size.pp > 1:
+                    raise ConfigError(
+                        f"modalities.{name}.pp_size",
+                        size.pp,
+                        "a loss over the routers of all layers (output_router_logits) needs all layers on one rank",
+                        "Use 1, or set output_router_logits to False in the model's config",
+                    )
+        if self.microbatching == "split" and data and not callable(getattr(module, "split_batch", None)):
+            sizes = [getattr(item, "batch_size", None) for item in data if isinstance(item, DataLoader)]
+            sizes += [getattr(item, "batch_size", None) for item in data if isinstance(item, pl.LightningDataModule)]
+            for size in sizes:
+                if isinstance(size, int) and 0 < size < self.num_microbatches:
+                    raise ConfigError(
+                        "num_microbatches",
+                        self.num_microbatches,
+                        f"a batch of {size} samples cannot be split into more than {size} microbatches",
+                        f"Use {size} or fewer, or larger batches",
+                    )
+
+    def plan(self, module: pl.LightningModule) -> Plan:
+        """Return which rank runs which stage of `module`.
+
+        Raises:
+            ConfigError: the configuration does not fit the module.
+        """
+        sizes = {name: p.numel() for name, p in module.named_parameters(remove_duplicate=False)}
+        return Plan(self.layout, partition(module, self.modalities), self.modalities, sizes)
+
+    def simulate(self) -> Simulation:
+        """Return the ideal timeline of one training step, with a time unit of one forward of an average layer stack."""
+        assert self._session is not None, "simulate() works while the trainer runs"
+        graph = self._session.plan.graph(
+            range(self.layout.num_replicas), self.num_microbatches, self._session.steps.trainable()
+        )
+        return simulate(build(self.schedule, graph), graph)
+
+    # --- processes ---
+
+    @property
+    def is_distributed(self) -> bool:
+        """Lightning asks for samplers and synced logs only where this is true."""
+        return True
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on one node."""
+        return len(self.parallel_devices) if self.parallel_devices else 1
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        replica = self.layout.replicas_of_rank(self.global_rank)[0]
+        return {"num_replicas": self.layout.num_replicas, "rank": replica}
+
+    @override
+    def _configure_launcher(self) -> None:
+        self._launcher = make_launcher(self, start_method=self._start_method)
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        assert self.cluster_environment is not None
+        reset_seed()
+        self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank
+        if self.root_device.type == "cpu":
+            torch.set_num_threads(cpu_threads(self.num_processes))
+        Session.connect(self.cluster_environment, self._backend, self._timeout, self.root_device)
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        module = self.precision_plugin.convert_module(self.lightning_module)
+        assert isinstance(module, pl.LightningModule)
+        self.model = module
+        self.validate_before_launch(module)
+        Session.equalize(module, self.root_device)
+        self._failed = False
+        self._session = Session(
+            module,
+            self.plan(module),
+            schedule=self.schedule,
+            num_microbatches=self.num_microbatches,
+            loss_weight=self.loss_weight,
+            rank=self.global_rank,
+            device=self.root_device,
+            timeout=self._timeout,
+        )
+        self.model_to_device()
+        if any(isinstance(callback, DeviceStatsMonitor) for callback in trainer.callbacks):
+            self._session.figures.attach(self.accelerator)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+            self._session.adopt_optimizers(self.optimizers)
+        self.setup_precision_plugin()
+        self._clip_over_all_ranks()
+
+    @override
+    def model_to_device(self) -> None:
+        assert self.lightning_module is not None
+        self.lightning_module.to(self.root_device)
+
+    @override
+    def teardown(self) -> None:
+        assert self.lightning_module is not None
+        if self._session is not None:
+            targets = [node * self.num_processes for node in range(self.num_nodes)]
+            self._session.close(targets, gather=not self._failed)
+            self._session = None
+        vars(self.precision_plugin).pop("clip_grad_by_norm", None)
+        super().teardown()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._failed = True
+        if self._session is not None:
+            self._session.abort()
+        super().on_exception(exception)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        state["_session"] = None
+        return state
+
+    # --- data ---
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        assert self._session is not None
+        if not self._session.is_plain:
+            dataloader = shard_loader(
+                dataloader,
+                shards=self.layout.replicas_of_rank(self.global_rank),
+                num_shards=self.layout.num_replicas,
+                seed=self._session.seed,
+            )
+        if self.microbatching == "loader" and self.num_microbatches > 1:
+            return group_batches(dataloader, self.num_microbatches)
+        return dataloader
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        move = partial(super().batch_to_device, device=device, dataloader_idx=dataloader_idx)
+        return per_replica(move)(batch)
+
+    # --- steps ---
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._session is not None
+        if self._session.is_plain:
+            return super().training_step(*args, **kwargs)
+        self._drop_old_gradients()
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        scale: Callable[[Tensor], Tensor] = scaler.scale if scaler is not None else lambda loss: loss
+        batch, *rest = (*args, *kwargs.values())
+        output = self._session.steps.train(
+            batch, rest, self.precision_plugin.train_step_context, scale, self._number(rest)
+        )
+        self._session.figures.update()
+        return output
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("validation_step", self.precision_plugin.val_step_context, super().validation_step, args)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("test_step", self.precision_plugin.test_step_context, super().test_step, args)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("predict_step", self.precision_plugin.predict_step_context, super().predict_step, args)
+
+    def _evaluate(self, name: str, context: Any, plain: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        assert self._session is not None
+        if self._session.is_plain:
+            return plain(*args)
+        batch, *rest = args
+        return self._session.steps.evaluate(name, batch, rest, context, self._number(rest))
+
+    def _number(self, rest: list[Any]) -> tuple[int, ...]:
+        assert self.lightning_module is not None
+        index = rest[0] if rest and isinstance(rest[0], int) else self.lightning_module.global_step
+        return (self.lightning_module.current_epoch, index)
+
+    def _drop_old_gradients(self) -> None:
+        """Free gradients that Lightning is about to zero, or two sets of them would be held."""
+        module = self.lightning_module
+        assert module is not None
+        accumulate = module.trainer.accumulate_grad_batches
+        is_stock = type(module).optimizer_zero_grad is pl.LightningModule.optimizer_zero_grad
+        if is_stock and module.trainer.fit_loop.batch_idx % accumulate == 0:
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
+
+    # --- gradients ---
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        assert self._session is not None
+        with self._session.synced(self._syncs):
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        self._syncs = False
+        try:
+            yield
+        finally:
+            self._syncs = True
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        scaler = getattr(self.precision_plugin, "scaler", None)
+
+        def agreed() -> Any:
+            result = closure()
+            assert self._session is not None
+            self._session.agree_on_overflow(optimizer)
+            return result
+
+        return super().optimizer_step(optimizer, closure if scaler is None else agreed, model, **kwargs)
+
+    def _clip_over_all_ranks(self) -> None:
+        session, plugin = self._session, self.precision_plugin
+        assert session is not None
+
+        def clip_grad_by_norm(optimizer: Optimizer, clip_val: float) -> None:
+            parameters = list(plugin.main_params(optimizer))
+            total = session.gradients.norm(parameters, None)
+            torch.nn.utils.clip_grads_with_norm_(parameters, float(clip_val), total)
+
+        vars(plugin)["clip_grad_by_norm"] = clip_grad_by_norm
+
+    # --- communication of Lightning's own ---
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the replicas of the terminal modality, each counted once; the same result on all ranks."""
+        if not isinstance(tensor, Tensor) or self._session is None:
+            return tensor
+        return self._session.reduce(tensor, reduce_op)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gather ``[D, ...]`` from the D replicas of the terminal modality; inside a step, from within it."""
+        if self._session is None or self._session.is_plain or group is not None:
+            return super().all_gather(tensor, group, sync_grads)
+        return self._session.all_gather(tensor, sync_grads)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        flag = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(flag, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
+        return bool(flag)
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if dist.is_initialized():
+            dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not dist.is_initialized():
+            return obj
+        objects = [obj]
+        dist.broadcast_object_list(objects, src)
+        return objects[0]
+
+    # --- checkpoints ---
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        if self._session is None:
+            return self.lightning_module.state_dict()
+        return collect_module(self.lightning_module, self._session.plan, self.global_rank)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Any, strict: bool = True, **kwargs: Any) -> None:
+        assert self.lightning_module is not None
+        load_module(self.lightning_module, checkpoint["state_dict"], strict)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        assert self._session is not None
+        index: OptimizerIndex = self._session.index_of(optimizer)
+        return index.collect(self._session.plan, self.global_rank, Session.wire(self.root_device))
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Any, **kwargs: Any) -> None:
+        assert self._session is not None
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            self._session.index_of(optimizer).load(state)

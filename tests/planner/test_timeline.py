@@ -1,0 +1,88 @@
+"""Pictures and traces of a simulation: vision (worker 0, frozen) -> language (workers 1 and 2)."""
+
+from __future__ import annotations
+
+import builtins
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from lightning_mm5d.planner import chrome_trace, draw
+from lightning_mm5d.schedule import Graph, Node, Simulation, build, simulate
+
+
+@pytest.fixture
+def simulation() -> Simulation:
+    stages = {"vision.0": 0.0, "language.0": 2.0, "language.1": 2.0}
+    nodes = [
+        Node(stage=stage, worker=worker, microbatches=(0, 1, 2), backward_cost=cost)
+        for worker, (stage, cost) in enumerate(stages.items())
+    ]
+    graph = Graph(tuple(nodes), (("vision.0", "language.0"), ("language.0", "language.1")))
+    return simulate(build("1f1b", graph), graph)
+
+
+def _texts(svg: Path) -> str:
+    """All text of a picture: matplotlib writes it as comments beside the glyphs."""
+    parser = ElementTree.XMLParser(target=ElementTree.TreeBuilder(insert_comments=True))
+    root = ElementTree.parse(svg, parser).getroot()
+    return "\n".join(e.text or "" for e in root.iter() if e.tag is ElementTree.Comment)
+
+
+def test_picture_names_workers_modalities_and_bubbles(simulation: Simulation, tmp_path: Path) -> None:
+    draw(simulation, tmp_path / "plan.svg", names={2: "the last rank"}, title="A plan")
+    texts = _texts(tmp_path / "plan.svg")
+    for expected in (
+        "A plan",
+        "0  vision.0",
+        "the last rank",
+        "vision forward",
+        "language backward",
+        "bubble",
+    ):
+        assert expected in texts
+    assert f"{simulation.bubble[0]:.0%}" in texts
+    assert "vision backward" not in texts
+
+
+def test_suffix_decides_on_the_format(simulation: Simulation, tmp_path: Path) -> None:
+    draw(simulation, tmp_path / "plan.png", transparent=True)
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_boxes_too_narrow_for_a_number_stay_empty(tmp_path: Path) -> None:
+    nodes = (Node(stage="language.0", worker=0, microbatches=tuple(range(1000, 1400))),)
+    graph = Graph(nodes, ())
+    draw(simulate(build("1f1b", graph), graph), tmp_path / "dense.svg")
+    assert "1399" not in _texts(tmp_path / "dense.svg")
+
+
+def test_without_matplotlib_the_error_names_the_extra(
+    simulation: Simulation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = builtins.__import__
+
+    def without_matplotlib(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return original(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without_matplotlib)
+    with pytest.raises(ImportError, match=r"lightning_mm5d\[plot\]"):
+        draw(simulation, tmp_path / "plan.png")
+    assert not (tmp_path / "plan.png").exists()
+
+
+def test_trace_has_every_action_on_its_workers_thread(simulation: Simulation, tmp_path: Path) -> None:
+    chrome_trace(simulation, tmp_path / "plan.json")
+    events = json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))["traceEvents"]
+    threads = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert threads == {0: "0  vision.0", 1: "1  language.0", 2: "2  language.1"}
+    spans = [event for event in events if event["ph"] == "X"]
+    assert len(spans) == len(simulation.spans) == 3 + 6 + 6
+    last = max(spans, key=lambda event: event["ts"])
+    assert last["ts"] + last["dur"] == pytest.approx(simulation.makespan * 1e6)
+    assert last["args"] == {"stage": "language.0", "microbatch": 2}

@@ -1,0 +1,86 @@
+"""Graphs of stages that several test files schedule."""
+
+from __future__ import annotations
+
+from random import Random
+
+from lightning_mm5d.schedule import Graph, Node
+
+
+def links(modality: str, depth: int) -> list[tuple[str, str]]:
+    """The edges within a modality of ``depth`` stages."""
+    return [(f"{modality}.{i}", f"{modality}.{i + 1}") for i in range(depth - 1)]
+
+
+def chain(depth: int, microbatches: int, *, forward_cost: float = 1.0, backward_cost: float = 2.0) -> Graph:
+    """``language.0`` to ``language.<depth - 1>``, a worker each."""
+    nodes = [
+        Node(
+            stage=f"language.{i}",
+            worker=i,
+            microbatches=tuple(range(microbatches)),
+            forward_cost=forward_cost,
+            backward_cost=backward_cost,
+        )
+        for i in range(depth)
+    ]
+    return Graph(tuple(nodes), tuple(links("language", depth)))
+
+
+def tree(microbatches: int, *, frozen: tuple[str, ...] = (), **depths: int) -> Graph:
+    """Modalities of the given depths, all feeding the last one; a worker per stage, in order."""
+    *encoders, terminal = depths
+    stages = [f"{modality}.{i}" for modality, depth in depths.items() for i in range(depth)]
+    edges = [edge for modality, depth in depths.items() for edge in links(modality, depth)]
+    edges += [(f"{encoder}.{depths[encoder] - 1}", f"{terminal}.0") for encoder in encoders]
+    nodes = [
+        Node(
+            stage=stage,
+            worker=worker,
+            microbatches=tuple(range(microbatches)),
+            backward_cost=0.0 if stage.partition(".")[0] in frozen else 2.0,
+        )
+        for worker, stage in enumerate(stages)
+    ]
+    return Graph(tuple(nodes), tuple(edges))
+
+
+def interleaved(replicas: int, each: int) -> tuple[int, ...]:
+    """The microbatches of all terminal replicas, taking turns; replica r starts at r * each."""
+    return tuple(replica * each + i for i in range(each) for replica in range(replicas))
+
+
+def random_graph(rng: Random) -> Graph:
+    """Random encoders and depths, skip edges, costs, frozen encoders, replica counts and shared workers."""
+    depths = {f"encoder{i}": rng.randint(1, 3) for i in range(rng.randint(0, 3))}
+    depths["language"] = rng.randint(1, 4)
+    frozen = {modality for modality in depths if modality != "language" and rng.random() < 0.3}
+    edges = [edge for modality, depth in depths.items() for edge in links(modality, depth)]
+    for modality, depth in depths.items():
+        if modality != "language":
+            fed = rng.sample(range(depths["language"]), rng.randint(1, depths["language"]))
+            edges += [(f"{modality}.{depth - 1}", f"language.{i}") for i in fed]
+    each, terminal_replicas = rng.randint(1, 7), rng.randint(1, 4)
+    order = interleaved(terminal_replicas, each)
+    nodes: list[Node] = []
+    for modality, depth in depths.items():
+        replicas = terminal_replicas if modality == "language" else rng.randint(1, 6)
+        for stage in (f"{modality}.{i}" for i in range(depth)):
+            forward_cost = rng.choice([0.0, 0.3, 1.0, 1.0, 2.5])
+            for replica in range(replicas):
+                mine = order[replica::replicas]
+                if modality == "language":
+                    mine = tuple(m for m in order if m // each == replica)
+                taken = {node.worker for node in nodes if node.stage == stage}
+                nodes.append(
+                    Node(
+                        stage=stage,
+                        worker=rng.choice([worker for worker in range(16) if worker not in taken]),
+                        microbatches=mine,
+                        forward_cost=forward_cost,
+                        backward_cost=0.0 if modality in frozen else rng.choice([0.5, 1.0, 2.0]),
+                        replica=replica,
+                    )
+                )
+    rng.shuffle(nodes)
+    return Graph(tuple(nodes), tuple(edges))

@@ -1,0 +1,203 @@
+"""Schedules that builders make: warm-ups, makespans, memory, and validity of many random graphs."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+
+import pytest
+
+import lightning_mm5d.planner
+import lightning_mm5d.schedule
+from lightning_mm5d.errors import ConfigError
+from lightning_mm5d.schedule import (
+    SCHEDULES,
+    Action,
+    Graph,
+    Kind,
+    Node,
+    Schedule,
+    build,
+    in_flight_limits,
+    simulate,
+    validate,
+)
+
+from .graphs import chain, interleaved, random_graph, tree
+
+
+def _warm_ups(schedule: Schedule) -> list[int]:
+    """For each worker the number of forwards before the first backward."""
+    kinds = [[action.kind for action in schedule[worker]] for worker in sorted(schedule)]
+    return [worker_kinds.index(Kind.B) for worker_kinds in kinds]
+
+
+def test_chain_warms_up_one_forward_less_per_stage() -> None:
+    assert _warm_ups(build("1f1b", chain(4, 8))) == [4, 3, 2, 1]
+
+
+@pytest.mark.parametrize("microbatches", [6, 12, 24])
+def test_encoder_stages_extend_the_language_models_warm_up(microbatches: int) -> None:
+    graph = tree(microbatches, vision=2, language=4)
+    assert _warm_ups(build("1f1b", graph)) == [6, 5, 4, 3, 2, 1]
+
+
+@pytest.mark.parametrize("microbatches", [6, 12, 24])
+def test_parallel_encoders_warm_up_by_their_own_distance(microbatches: int) -> None:
+    graph = tree(microbatches, vision=2, audio=1, language=3)
+    assert _warm_ups(build("1f1b", graph)) == [5, 4, 4, 3, 2, 1]
+
+
+def test_after_the_warm_up_forwards_and_backwards_alternate() -> None:
+    actions = build("1f1b", chain(3, 5))[1]
+    kinds = "".join(action.kind.value for action in actions)
+    assert kinds == "FF" + "BF" * 3 + "BB"
+
+
+def test_gpipe_runs_all_forwards_of_a_worker_first() -> None:
+    colocated = Graph(
+        tuple(Node(stage=f"language.{i}", worker=i % 2, microbatches=(0, 1, 2)) for i in range(4)),
+        chain(4, 1).edges,
+    )
+    assert _warm_ups(build("gpipe", colocated)) == [6, 6]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("depth", "microbatches"), [(1, 3), (4, 1), (4, 4), (4, 16), (7, 5)])
+def test_chain_of_equal_costs_reaches_the_known_makespan(name: str, depth: int, microbatches: int) -> None:
+    graph = chain(depth, microbatches, forward_cost=1.5, backward_cost=2.5)
+    assert simulate(build(name, graph), graph).makespan == (microbatches + depth - 1) * (1.5 + 2.5)
+
+
+def test_parallel_encoders_cost_only_their_longest_path() -> None:
+    graph = tree(10, vision=2, audio=1, language=3)
+    assert simulate(build("1f1b", graph), graph).makespan == (10 + 5 - 1) * 3
+
+
+def test_1f1b_holds_as_many_activations_as_stages_follow_and_gpipe_holds_all() -> None:
+    graph = chain(4, 9)
+    assert simulate(build("1f1b", graph), graph).peak_activations == {0: 4, 1: 3, 2: 2, 3: 1}
+    assert simulate(build("gpipe", graph), graph).peak_activations == dict.fromkeys(range(4), 9)
+
+
+def test_frozen_encoder_runs_ahead_and_never_backward() -> None:
+    graph = tree(8, vision=1, language=2, frozen=("vision",))
+    schedule = build("1f1b", graph)
+    assert schedule[0] == [Action(Kind.F, "vision.0", m) for m in range(8)]
+    assert simulate(schedule, graph).busy[0] == 8
+
+
+def test_limits_scale_with_the_terminal_replicas_that_an_instance_serves() -> None:
+    """vision: a worker for both language replicas; audio: 4 workers; language: 2 replicas of 2 stages."""
+    order = interleaved(2, 8)
+    nodes = [Node(stage="vision.0", worker=0, microbatches=order)]
+    nodes += [Node(stage="audio.0", worker=1 + r, microbatches=order[r::4], replica=r) for r in range(4)]
+    nodes += [
+        Node(
+            stage=f"language.{i}",
+            worker=5 + 2 * r + i,
+            microbatches=tuple(range(8 * r, 8 * r + 8)),
+            replica=r,
+        )
+        for r in range(2)
+        for i in range(2)
+    ]
+    edges = (("vision.0", "language.0"), ("audio.0", "language.0"), ("language.0", "language.1"))
+    graph = Graph(tuple(nodes), edges)
+    assert in_flight_limits(graph) == {"vision.0": 6, "audio.0": 2, "language.0": 2, "language.1": 1}
+    schedule = build("1f1b", graph)
+    validate(schedule, graph, max_in_flight=in_flight_limits(graph))
+    assert [action.microbatch for action in schedule[0][:6]] == [0, 8, 1, 9, 2, 10]
+
+
+def test_shared_encoder_keeps_its_replicas_as_busy_as_an_own_one() -> None:
+    """vision: worker 0, twice as fast, for both replicas; language: 2 replicas of 2 stages."""
+    nodes = [Node(stage="vision.0", worker=0, microbatches=interleaved(2, 8), forward_cost=0.5, backward_cost=1)]
+    nodes += [
+        Node(
+            stage=f"language.{i}",
+            worker=1 + 2 * r + i,
+            microbatches=tuple(range(8 * r, 8 * r + 8)),
+            replica=r,
+        )
+        for r in range(2)
+        for i in range(2)
+    ]
+    graph = Graph(tuple(nodes), (("vision.0", "language.0"), ("language.0", "language.1")))
+    assert simulate(build("1f1b", graph), graph).makespan <= (8 + 3 - 1) * 3
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("seed", range(150))
+def test_schedules_of_random_graphs_validate(name: str, seed: int) -> None:
+    graph = random_graph(Random(seed))
+    limits = in_flight_limits(graph) if name == "1f1b" else None
+    validate(build(name, graph), graph, max_in_flight=limits)
+    validate(build(name, graph, forward_only=True), graph, forward_only=True)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_order_of_nodes_and_edges_does_not_change_the_schedule(seed: int) -> None:
+    graph = random_graph(Random(seed))
+    shuffled = Graph(tuple(reversed(graph.nodes)), tuple(reversed(graph.edges)))
+    for name in SCHEDULES:
+        assert build(name, graph) == build(name, shuffled)
+
+
+def test_processes_with_other_hash_seeds_build_the_same_schedule() -> None:
+    script = (
+        "from random import Random\n"
+        "from schedule.graphs import random_graph\n"
+        "from lightning_mm5d.schedule import build\n"
+        "graphs = [random_graph(Random(seed)) for seed in range(5)]\n"
+        "print([str(a) for g in graphs for actions in build('1f1b', g).values() for a in actions])\n"
+    )
+    paths = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", f"import sys; sys.path[:0] = {paths!r}\n{script}"],
+            env={"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(outputs) == 1
+    assert "B(language.0, 0)" in outputs.pop()
+
+
+def test_building_takes_a_number_of_looks_that_grows_with_the_actions_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks = 0
+    original = Graph.predecessors
+
+    def counting(graph: Graph, stage: str) -> tuple[str, ...]:
+        nonlocal looks
+        looks += 1
+        return original(graph, stage)
+
+    graph = chain(16, 512)
+    monkeypatch.setattr(Graph, "predecessors", counting)
+    actions = sum(len(actions) for actions in build("1f1b", graph).values())
+    assert actions == 2 * 16 * 512
+    assert looks < 3 * actions
+
+
+def test_unknown_schedule_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(ConfigError, match=r"schedule: got '1F1B'\. It must be one of gpipe, 1f1b\. Use '1f1b'"):
+        build("1F1B", chain(2, 2))
+
+
+def test_nothing_here_imports_torch() -> None:
+    for package in (lightning_mm5d.schedule, lightning_mm5d.planner):
+        for file in Path(package.__path__[0]).glob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+                assert not any(name.split(".")[0] in ("torch", "lightning") for name in names), file

@@ -1,0 +1,139 @@
+"""The validator: it passes what builders make (see test_builders) and names what is wrong elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from lightning_mm5d.schedule import (
+    Action,
+    Graph,
+    Kind,
+    Node,
+    Schedule,
+    ScheduleError,
+    build,
+    execution_order,
+    validate,
+)
+
+from .graphs import chain, tree
+
+
+def _f(stage: int, microbatch: int) -> Action:
+    return Action(Kind.F, f"language.{stage}", microbatch)
+
+
+def _b(stage: int, microbatch: int) -> Action:
+    return Action(Kind.B, f"language.{stage}", microbatch)
+
+
+def _drop(schedule: Schedule) -> None:
+    schedule[0].remove(_b(0, 1))
+
+
+def _double(schedule: Schedule) -> None:
+    schedule[1].append(_f(1, 0))
+
+
+def _move(schedule: Schedule) -> None:
+    schedule[0].append(schedule[1].pop())
+
+
+def _invent(schedule: Schedule) -> None:
+    schedule[0].append(_f(0, 7))
+
+
+def _backward_first(schedule: Schedule) -> None:
+    schedule[1] = [_b(1, 0), _f(1, 0), _f(1, 1), _b(1, 1)]
+
+
+def _circular(schedule: Schedule) -> None:
+    schedule[0] = [_f(0, 0), _b(0, 0), _f(0, 1), _b(0, 1)]
+    schedule[1] = [_f(1, 0), _f(1, 1), _b(1, 0), _b(1, 1)]
+
+
+def _overtake_forward(schedule: Schedule) -> None:
+    schedule[1] = [_f(1, 1), _f(1, 0), _b(1, 0), _b(1, 1)]
+    schedule[0] = [_f(0, 0), _f(0, 1), _b(0, 0), _b(0, 1)]
+
+
+def _overtake_backward(schedule: Schedule) -> None:
+    schedule[1] = [_f(1, 0), _f(1, 1), _b(1, 1), _b(1, 0)]
+    schedule[0] = [_f(0, 0), _f(0, 1), _b(0, 0), _b(0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (_drop, r"worker 0: B\(language\.0, 1\) is missing"),
+        (_double, r"worker 1: F\(language\.1, 0\) appears 2 times"),
+        (_move, r"worker 0: B\(language\.1, 1\) belongs to worker 1"),
+        (_invent, r"worker 0: F\(language\.0, 7\) has no place"),
+        (_backward_first, r"Deadlock: .*worker 1 at B\(language\.1, 0\) waits for F\(language\.1, 0\)"),
+        (
+            _circular,
+            r"worker 0 at B\(language\.0, 0\) waits for B\(language\.1, 0\); "
+            r"worker 1 at F\(language\.1, 1\) waits for F\(language\.0, 1\)",
+        ),
+        (
+            _overtake_forward,
+            r"F from language\.0 on worker 0 to language\.1 on worker 1: .*\[0, 1\].*\[1, 0\]",
+        ),
+        (
+            _overtake_backward,
+            r"B from language\.1 on worker 1 to language\.0 on worker 0: .*\[1, 0\].*\[0, 1\]",
+        ),
+    ],
+)
+def test_names_what_is_wrong_with_a_spoilt_schedule(spoil: Callable[[Schedule], None], message: str) -> None:
+    graph = chain(2, 2)
+    schedule = build("1f1b", graph)
+    validate(schedule, graph)
+    spoil(schedule)
+    with pytest.raises(ScheduleError, match=message):
+        validate(schedule, graph)
+
+
+def test_gpipe_exceeds_a_bound_on_activations_that_1f1b_keeps() -> None:
+    graph = chain(3, 6)
+    bound = {"language.0": 3}
+    validate(build("1f1b", graph), graph, max_in_flight=bound)
+    with pytest.raises(ScheduleError, match=r"F\(language\.0, 3\) puts 4 .* At most 3 are allowed"):
+        validate(build("gpipe", graph), graph, max_in_flight=bound)
+
+
+def test_frozen_stages_hold_nothing_and_may_not_run_backward() -> None:
+    graph = tree(4, vision=1, language=1, frozen=("vision",))
+    schedule = build("1f1b", graph)
+    validate(schedule, graph, max_in_flight={"vision.0": 0, "language.0": 1})
+    schedule[0].append(Action(Kind.B, "vision.0", 0))
+    with pytest.raises(ScheduleError, match=r"B\(vision\.0, 0\) has no place"):
+        validate(schedule, graph)
+
+
+def test_forward_only_refuses_backwards() -> None:
+    graph = chain(2, 2)
+    validate(build("1f1b", graph, forward_only=True), graph, forward_only=True)
+    with pytest.raises(ScheduleError, match="has no place"):
+        validate(build("1f1b", graph), graph, forward_only=True)
+
+
+def test_order_is_free_between_stages_of_one_worker() -> None:
+    """language.0 and language.1 share worker 0: nothing is sent, so nothing can overtake."""
+    nodes = tuple(Node(stage=f"language.{i}", worker=0, microbatches=(0, 1)) for i in range(2))
+    graph = Graph(nodes, (("language.0", "language.1"),))
+    actions = [_f(0, 0), _f(0, 1), _f(1, 1), _f(1, 0), _b(1, 0), _b(1, 1), _b(0, 1), _b(0, 0)]
+    validate({0: actions}, graph)
+
+
+def test_execution_order_runs_every_action_after_what_it_needs() -> None:
+    graph = tree(3, vision=1, audio=1, language=2)
+    schedule = build("1f1b", graph)
+    order = [action for _, action in execution_order(schedule, graph)]
+    assert sorted(map(str, order)) == sorted(str(action) for actions in schedule.values() for action in actions)
+    for m in range(3):
+        joint = order.index(Action(Kind.F, "language.0", m))
+        assert joint > order.index(Action(Kind.F, "vision.0", m))
+        assert joint > order.index(Action(Kind.F, "audio.0", m))

@@ -1,0 +1,400 @@
+"""Ranks: the order of the axes, inference from the world, replicas that pair up, packing onto nodes."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import random
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lightning_mm5d.config import Modality, check
+from lightning_mm5d.errors import ConfigError
+from lightning_mm5d.layout import Layout, Place, Share, Sizes
+
+WORLD = "Trainer(devices=..., num_nodes=...)"
+ONE = Modality(dp_size=1)
+
+
+def build(world_size: int, /, per_node: int | None = None, **modalities: Modality) -> Layout:
+    return Layout.build(modalities, world_size=world_size, terminal="language", ranks_per_node=per_node)
+
+
+def refusal(world_size: int, /, **modalities: Modality) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        build(world_size, **modalities)
+    return caught.value
+
+
+def numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]
+
+
+def random_modalities(rng: random.Random) -> dict[str, Modality]:
+    """One host or more, any of them with replicas left unset, and sometimes a guest; may be impossible."""
+
+    def sizes() -> dict[str, int]:
+        return {"tp_size": rng.choice([1, 2, 3, 4]), "cp_size": rng.choice([1, 2]), "pp_size": rng.choice([1, 2, 3])}
+
+    hosts = [f"host{index}" for index in range(rng.randrange(1, 4))]
+    made = {name: Modality(dp_size=rng.choice([None, None, 1, 2, 4]), **sizes()) for name in hosts}
+    if rng.random() < 0.5:
+        made["guest"] = Modality(colocate_with=rng.choice(hosts), **sizes())
+    names = rng.sample(list(made), len(made))
+    terminal = rng.choice(names)
+    return {
+        "language" if name == terminal else name: (
+            replace(made[name], colocate_with="language") if made[name].colocate_with == terminal else made[name]
+        )
+        for name in names
+    }
+
+
+@pytest.fixture(scope="module")
+def layouts() -> list[tuple[dict[str, Modality], Layout]]:
+    """Possible layouts of up to 32 ranks, of which some cross nodes."""
+    rng, found = random.Random(0), []
+    while len(found) < 100:
+        modalities = random_modalities(rng)
+        world, per_node = rng.randrange(1, 33), rng.choice([None, 2, 4, 8])
+        try:
+            check(modalities, terminal="language", num_microbatches=1, schedule="x", schedules=["x"])
+            layout = Layout.build(modalities, world_size=world, terminal="language", ranks_per_node=per_node)
+        except ConfigError:
+            continue
+        found.append((modalities, layout))
+    return found
+
+
+# ------------------------------------------------------------------ order of ranks
+
+
+def test_tensor_runs_fastest_then_context_then_data_then_pipeline() -> None:
+    """language: ranks 0-15."""
+    layout = build(16, language=Modality(tp_size=2, cp_size=2, pp_size=2))
+    assert layout.sizes("language") == Sizes(dp=2, pp=2, cp=2, tp=2)
+    order = [(p.pp, p.dp, p.cp, p.tp) for p in layout.places]
+    assert order == list(itertools.product(range(2), repeat=4))
+    assert [p.rank for p in layout.places] == list(range(16))
+    assert layout.ranks_of("language", pp=1, dp=0) == (8, 9, 10, 11)
+    assert layout.ranks_of("language", cp=1, tp=1) == (3, 7, 11, 15)
+    assert layout.ranks_of("language", dp=1, pp=0, cp=0, tp=1) == (5,)
+
+
+def test_modalities_take_consecutive_blocks_in_the_order_of_the_configuration() -> None:
+    """vision: ranks 0-1; language: ranks 2-7; audio: rank 8."""
+    layout = build(9, vision=Modality(tp_size=2), language=Modality(pp_size=3, tp_size=2), audio=Modality(dp_size=1))
+    assert layout.modalities == ("vision", "language", "audio")
+    assert [layout.ranks_of(name) for name in layout.modalities] == [(0, 1), (2, 3, 4, 5, 6, 7), (8,)]
+    assert layout.rank_of("language", dp=0, pp=2, tp=1) == 7
+    assert layout.places_of(8) == (Place(rank=8, node=0, modality="audio", dp=0, pp=0, cp=0, tp=0),)
+
+
+def test_colocated_modalities_divide_the_hosts_ranks_by_their_own_sizes() -> None:
+    """language and vision: ranks 0-3."""
+    layout = build(4, vision=Modality(colocate_with="language"), language=Modality(tp_size=2, pp_size=2))
+    assert layout.sizes("vision") == Sizes(dp=4, pp=1, cp=1, tp=1)
+    assert layout.ranks_of("vision") == layout.ranks_of("language") == (0, 1, 2, 3)
+    assert [p.modality for p in layout.places_of(3)] == ["vision", "language"]
+
+
+def test_the_terminal_may_be_the_guest() -> None:
+    """vision: ranks 0-3; language: the same."""
+    layout = build(4, vision=Modality(), language=Modality(pp_size=2, colocate_with="vision"))
+    assert layout.num_replicas == 2
+    assert layout.serves("vision", 3) == (Share(replica=1, start=1, step=2),)
+
+
+def test_every_position_is_on_exactly_one_rank(layouts: Any) -> None:
+    for modalities, layout in layouts:
+        for name, size in layout.axes.items():
+            spans = [range(n) for n in (size.dp, size.pp, size.cp, size.tp)]
+            ranks = [layout.rank_of(name, dp=d, pp=p, cp=c, tp=t) for d, p, c, t in itertools.product(*spans)]
+            assert len(set(ranks)) == len(ranks)
+            assert sorted(ranks) == sorted(layout.ranks_of(name))
+        owners = [r for n, m in modalities.items() if m.colocate_with is None for r in layout.ranks_of(n)]
+        assert sorted(owners) == list(range(layout.size))
+        for place in layout.places:
+            assert place in layout.places_of(place.rank)
+            assert place.node == place.rank // layout.ranks_per_node
+            at = place._asdict()
+            assert layout.rank_of(place.modality, **{a: at[a] for a in Sizes._fields}) == place.rank
+
+
+def test_ranks_ascend_along_every_axis(layouts: Any) -> None:
+    for _, layout in layouts:
+        for name in layout.modalities:
+            ranks = layout.ranks_of(name)
+            assert list(ranks) == sorted(ranks)
+
+
+def test_positions_outside_a_modality_are_a_bug() -> None:
+    layout = build(2, language=Modality())
+    with pytest.raises(AssertionError):
+        layout.rank_of("language", dp=2, pp=0)
+
+
+def test_layouts_compare_and_pickle() -> None:
+    layout = build(2, language=Modality())
+    assert layout.places
+    assert pickle.loads(pickle.dumps(layout)) == layout
+
+
+# ------------------------------------------------------------------ inference from the world
+
+
+def test_unset_replicas_share_one_value_that_fills_the_world() -> None:
+    """vision: ranks 0-3; audio: ranks 4-5; language: ranks 6-9."""
+    layout = build(10, vision=Modality(dp_size=4), audio=Modality(), language=Modality(tp_size=2))
+    assert [layout.sizes(name).dp for name in layout.modalities] == [4, 2, 2]
+
+
+def test_a_remainder_names_the_sizes_below_and_above() -> None:
+    error = refusal(8, vision=Modality(), language=Modality(tp_size=2))
+    assert (error.field, error.got) == (WORLD, 8)
+    assert error.rule == "The modalities (vision: 1 * dp_size + language: 2 * dp_size) fill a multiple of 3 ranks"
+    assert error.fix == "Nearest that fit: 6 or 9 ranks"
+
+
+def test_a_remainder_beside_set_sizes_counts_them() -> None:
+    error = refusal(8, vision=Modality(dp_size=1), language=Modality(tp_size=4))
+    assert "fill 1 plus a multiple of 4 ranks" in error.rule
+    assert error.fix == "Nearest that fit: 5 or 9 ranks"
+
+
+def test_a_world_that_is_too_small_names_the_smallest_and_colocation() -> None:
+    error = refusal(1, vision=Modality(), language=Modality())
+    assert error.fix == "Nearest that fit: 2 ranks, or let modalities share ranks with colocate_with"
+
+
+def test_one_rank_holds_everything_when_colocated() -> None:
+    """vision, audio, language: rank 0."""
+    guest = Modality(colocate_with="language")
+    layout = build(1, vision=guest, audio=guest, language=Modality())
+    assert [p.modality for p in layout.places_of(0)] == ["vision", "audio", "language"]
+
+
+def test_sizes_that_are_all_set_must_fill_the_world() -> None:
+    error = refusal(8, vision=Modality(dp_size=2), language=Modality(dp_size=2, tp_size=2))
+    assert (error.field, error.fix) == (WORLD, "Use 6 ranks")
+
+
+def test_refuses_replicas_that_do_not_pair_up() -> None:
+    error = refusal(7, vision=Modality(dp_size=3), language=Modality(dp_size=4))
+    assert (error.field, error.got) == ("modalities.vision.dp_size", 3)
+    assert error.rule == "It must divide the dp_size 4 of 'language', or be a multiple of it"
+    assert error.fix == "Use dp_size=2 (-1 ranks) or 4 (+1 ranks)"
+
+
+def test_inferred_replicas_that_do_not_pair_up_name_the_worlds_that_do() -> None:
+    error = refusal(7, vision=Modality(), language=Modality(dp_size=4))
+    assert error.field == "modalities.vision.dp_size"
+    assert error.rule.startswith("The inferred dp_size must divide the dp_size 4")
+    assert error.fix == "Nearest that fit: 6 or 8 ranks"
+
+
+def test_a_guest_that_does_not_pair_up_is_told_a_product() -> None:
+    """12 ranks: vision 3 replicas of 4, language 2 of 6."""
+    guest = Modality(tp_size=4, colocate_with="language")
+    error = refusal(12, vision=guest, language=Modality(dp_size=2, tp_size=6))
+    assert error.field == "modalities.vision.dp_size"
+    assert error.fix == "A product pp_size * cp_size * tp_size of 3 or 6 would fit"
+
+
+def test_a_terminal_that_is_the_guest_is_the_one_to_change() -> None:
+    guest = Modality(tp_size=3, colocate_with="vision")
+    error = refusal(12, vision=Modality(dp_size=6, tp_size=2), language=guest)
+    assert error.field == "modalities.language.dp_size"
+    assert error.fix == "A product pp_size * cp_size * tp_size of 2 or 4 would fit"
+
+
+def test_guests_that_no_world_can_hold_are_refused_by_their_sizes() -> None:
+    guest = Modality(tp_size=2, dp_size=3, colocate_with="language")
+    error = refusal(4, vision=guest, language=Modality(dp_size=2, tp_size=2), audio=Modality())
+    assert error.field == "modalities.vision.dp_size"
+    assert "dp_size=2" in error.fix
+
+
+def test_guests_with_unset_hosts_get_the_worlds_that_divide() -> None:
+    error = refusal(4, vision=Modality(tp_size=3, colocate_with="language"), language=Modality())
+    assert error.field == "modalities.vision"
+    assert error.fix == "Nearest that fit: 3 or 6 ranks"
+
+
+def test_the_worlds_that_an_error_names_do_fit() -> None:
+    rng, named = random.Random(1), 0
+    while named < 100:
+        modalities, world = random_modalities(rng), rng.randrange(1, 65)
+        try:
+            Layout.build(modalities, world_size=world, terminal="language")
+        except ConfigError as error:
+            if "Nearest that fit" not in error.fix:
+                continue
+            named += 1
+            for fits in numbers(error.fix):
+                assert Layout.build(modalities, world_size=fits, terminal="language").size == fits
+            for other in range(min(numbers(error.fix)) + 1, max(numbers(error.fix))):
+                with pytest.raises(ConfigError):
+                    Layout.build(modalities, world_size=other, terminal="language")
+
+
+# ------------------------------------------------------------------ who serves whom
+
+
+@pytest.mark.parametrize(
+    ("vision", "language", "shares"),
+    [
+        (2, 2, [(Share(0, 0, 1),), (Share(1, 0, 1),)]),
+        (4, 2, [(Share(0, 0, 2),), (Share(0, 1, 2),), (Share(1, 0, 2),), (Share(1, 1, 2),)]),
+        (2, 4, [(Share(0, 0, 1), Share(1, 0, 1)), (Share(2, 0, 1), Share(3, 0, 1))]),
+        (1, 3, [(Share(0, 0, 1), Share(1, 0, 1), Share(2, 0, 1))]),
+    ],
+)
+def test_encoders_with_other_replica_counts_split_or_gather(vision: int, language: int, shares: Any) -> None:
+    layout = build(vision + language, vision=Modality(dp_size=vision), language=Modality(dp_size=language))
+    assert [layout.serves("vision", dp) for dp in range(vision)] == shares
+    assert [layout.serves("language", dp) for dp in range(language)] == [(Share(d, 0, 1),) for d in range(language)]
+
+
+def test_every_microbatch_is_served_once_by_each_modality(layouts: Any) -> None:
+    microbatches = 12
+    for _, layout in layouts:
+        for name in layout.modalities:
+            served = [
+                (share.replica, microbatch, dp)
+                for dp in range(layout.sizes(name).dp)
+                for share in layout.serves(name, dp)
+                for microbatch in range(share.start, microbatches, share.step)
+            ]
+            every = itertools.product(range(layout.num_replicas), range(microbatches))
+            assert sorted((r, m) for r, m, _ in served) == list(every)
+            assert all(layout.instance_of(name, r, m) == dp for r, m, dp in served)
+
+
+def test_ranks_of_a_replica_are_those_of_every_instance_that_serves_it() -> None:
+    """vision: ranks 0-3; audio: rank 4; language: ranks 5-8."""
+    layout = build(9, vision=Modality(dp_size=4), audio=Modality(dp_size=1), language=Modality(dp_size=2, pp_size=2))
+    assert layout.replica_ranks(0) == (0, 1, 4, 5, 7)
+    assert layout.replica_ranks(1) == (2, 3, 4, 6, 8)
+    assert layout.replicas_of_rank(4) == (0, 1)
+    assert layout.replicas_of_rank(3) == (1,)
+
+
+def test_replicas_and_ranks_agree_both_ways(layouts: Any) -> None:
+    for _, layout in layouts:
+        pairs = {(r, rank) for r in range(layout.num_replicas) for rank in layout.replica_ranks(r)}
+        assert pairs == {(r, rank) for rank in range(layout.size) for r in layout.replicas_of_rank(rank)}
+
+
+def test_modalities_run_as_one_only_where_they_are_divided_alike_in_one_stage() -> None:
+    """vision, audio, text and language: ranks 0-3; other: ranks 4-5."""
+    layout = build(
+        6,
+        vision=Modality(tp_size=2, colocate_with="language"),
+        audio=Modality(colocate_with="language"),
+        text=Modality(pp_size=2, colocate_with="language"),
+        language=Modality(tp_size=2, dp_size=2),
+        other=Modality(dp_size=1, tp_size=2),
+    )
+    assert layout.same_ranks("vision", "language")
+    for apart in (("audio", "language"), ("text", "language"), ("text", "text"), ("other", "language")):
+        assert not layout.same_ranks(*apart)
+
+
+# ------------------------------------------------------------------ nodes
+
+
+def test_blocks_move_so_that_none_straddles_a_node() -> None:
+    """nodes of 4; vision: rank 7; language: ranks 0-3; audio: ranks 4-6."""
+    language, audio = Modality(dp_size=1, tp_size=2, cp_size=2), Modality(dp_size=1, tp_size=3)
+    layout = build(8, per_node=4, vision=ONE, language=language, audio=audio)
+    assert layout.straddling == ()
+    assert [layout.ranks_of(name) for name in layout.modalities] == [(7,), (0, 1, 2, 3), (4, 5, 6)]
+
+
+def test_what_cannot_be_packed_keeps_its_order_and_is_named() -> None:
+    """nodes of 4; language: ranks 0-2, 3-5, 6-8, 9-11."""
+    layout = build(12, per_node=4, language=Modality(tp_size=3))
+    assert layout.ranks_of("language") == tuple(range(12))
+    assert layout.straddling == (("language", "tp", (3, 4, 5)), ("language", "tp", (6, 7, 8)))
+
+
+def test_tensor_parallel_groups_stay_whole_where_context_parallel_blocks_are_larger_than_a_node() -> None:
+    """nodes of 4; vision: rank 8; language: ranks 0-7, tensor parallel pairs inside nodes; audio: rank 9."""
+    layout = build(10, per_node=4, vision=ONE, language=Modality(dp_size=1, tp_size=2, cp_size=4), audio=ONE)
+    assert [(s.modality, s.axis) for s in layout.straddling] == [("language", "cp")]
+    assert layout.ranks_of("language") == tuple(range(8))
+
+
+def test_guests_blocks_are_packed_with_their_hosts() -> None:
+    """nodes of 4; audio: ranks 4-5; vision and language: ranks 0-3."""
+    vision, language = Modality(dp_size=2, tp_size=2), Modality(tp_size=4, colocate_with="vision")
+    layout = build(6, per_node=4, audio=Modality(dp_size=2), vision=vision, language=language)
+    assert layout.straddling == ()
+    assert layout.ranks_of("language") == layout.ranks_of("vision") == (0, 1, 2, 3)
+    assert layout.ranks_of("audio") == (4, 5)
+
+
+def test_powers_of_two_always_pack_into_full_nodes() -> None:
+    rng, packed = random.Random(2), 0
+    while packed < 20:
+        modalities = {
+            name: Modality(dp_size=1, tp_size=2 ** rng.randrange(3), cp_size=2 ** rng.randrange(2), pp_size=pp)
+            for name, pp in (("vision", 1), ("audio", rng.randrange(1, 4)), ("language", rng.randrange(1, 4)))
+        }
+        world = sum(m.ranks_per_replica for m in modalities.values())
+        if world % 8 == 0 and world > 8:
+            packed += 1
+            layout = Layout.build(modalities, world_size=world, terminal="language", ranks_per_node=8)
+            assert layout.straddling == ()
+
+
+# ------------------------------------------------------------------ placement by hand
+
+
+def placed(placement: list[Any]) -> Layout:
+    modalities = {"vision": Modality(), "language": Modality(tp_size=2)}
+    return Layout.build(modalities, world_size=6, terminal="language", ranks_per_node=2, placement=placement)
+
+
+def test_a_placement_maps_slots_to_ranks() -> None:
+    """nodes of 2; vision: ranks 4-5; language: ranks 0-3."""
+    layout = placed([4, 5, 0, 1, 2, 3])
+    assert layout.ranks_of("vision") == (4, 5)
+    assert layout.ranks_of("language", dp=1) == (2, 3)
+    assert [p.node for p in layout.places_of(5)] == [2]
+    assert placed([0, 3, 1, 2, 4, 5]).straddling == (("language", "tp", (1, 2)),)
+
+
+def test_a_placement_may_reverse_pipeline_stages() -> None:
+    layout = Layout.build({"language": Modality(pp_size=2)}, world_size=4, terminal="language", placement=[2, 3, 0, 1])
+    assert layout.ranks_of("language", pp=0) == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("placement", "near"),
+    [
+        ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5]),
+        ([0, 1, 2, 2, 4, 5], [0, 1, 2, 4, 5, 3]),
+        ([0, 1, 2, 3, 4, 6], [0, 1, 2, 3, 4, 5]),
+        ([0, 1, 2, 3, 4, 5, 5], [0, 1, 2, 3, 4, 5]),
+        ([0, True, 2, 3, 4, 5], [0, 2, 3, 4, 5, 1]),
+    ],
+)
+def test_refuses_placements_that_are_no_permutation(placement: list[Any], near: list[int]) -> None:
+    with pytest.raises(ConfigError, match="each of the ranks 0 to 5 once") as caught:
+        placed(placement)
+    assert (caught.value.field, caught.value.fix) == ("placement", f"The nearest is {near}")
+
+
+@pytest.mark.parametrize(
+    ("placement", "axis", "name"), [([1, 0, 2, 3, 4, 5], "dp", "vision"), ([0, 1, 3, 2, 4, 5], "tp", "language")]
+)
+def test_refuses_placements_whose_ranks_descend_along_an_axis(placement: Any, axis: str, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"ascend along {axis}, and in '{name}'") as caught:
+        placed(placement)
+    assert caught.value.fix == "[0, 1, 2, 3, 4, 5] would do"
+    assert placed(numbers(caught.value.fix)).size == 6
