@@ -141,9 +141,9 @@ class Session:
         }
         last = plan.ranks_of(plan.last_stage)
         self._terminal = self._groups.get(sorted(last), "terminal") if len(last) > 1 else None
-        sharers = dict.fromkeys(plan.owners(name) for name in plan.partition.owners)
+        sharers = dict.fromkeys(plan.owners(name) for name in plan.sizes)
         made = {ranks: self._groups.get(ranks, "gradients") for ranks in sharers if len(ranks) > 1}
-        self._sharers = {name: made.get(plan.owners(name)) for name in plan.partition.owners}
+        self._sharers = {name: made.get(plan.owners(name)) for name in plan.sizes}
         self._groups.verify()
 
     def _cut(self, schedule: str) -> None:

@@ -3,7 +3,7 @@
 A sample is a scan of a digit, a recording of a digit, and the answer in text, "7+5=12": what is seen, what is
 heard, and their sum (padded with a blank, "1+2= 3", so that every answer has as many tokens).
 The scans are scikit-learn's bundled 8x8 digits, the recordings those of `make_audio.py`. Held out for validation
-are the last scans of the file and six of the thirty voices: no validation pair shares either with training.
+are 384 scans drawn at random and six of the thirty voices: no validation pair shares either with training.
 
 Which scan meets which recording, and in what order, is drawn once from the seed, so the loader does not shuffle
 and a run sees the same batches in one process and in many. Refuses an archive with clips longer than 0.77 s.
@@ -24,7 +24,7 @@ from transformers.audio_utils import mel_filter_bank
 
 SAMPLE_RATE, HOP, WINDOW = 8000, 128, 256  # Hz, samples, samples
 MELS, FRAMES = 32, 48
-IMAGE_TOKENS, AUDIO_TOKENS = 16, FRAMES // 2  # 2x2 patches of 8x8 pixels; Whisper halves the frames
+IMAGE_TOKENS, AUDIO_TOKENS = 4, FRAMES // 2  # patches of 4x4 pixels; Whisper halves the frames
 VOCABULARY = ("<scan>", "<recording>", "?", " ", "+", "=", *"0123456789")
 IMAGE_ID, AUDIO_ID = 0, 1
 ANSWER_LENGTH = len("7+5=12")
@@ -70,7 +70,8 @@ def load_scans(held_out: bool) -> tuple[Tensor, Tensor]:
     bunch = load_digits()
     scans = torch.tensor(bunch.images / 8 - 1, dtype=torch.float32).unsqueeze(1)
     digits = torch.tensor(bunch.target)
-    part = slice(-HELD_OUT_SCANS, None) if held_out else slice(None, -HELD_OUT_SCANS)
+    order = torch.randperm(len(scans), generator=torch.Generator().manual_seed(0))
+    part = order[:HELD_OUT_SCANS] if held_out else order[HELD_OUT_SCANS:]
     return scans[part], digits[part]
 
 
@@ -91,7 +92,7 @@ def load_recordings(held_out: bool) -> tuple[Tensor, Tensor, list[str]]:
 class Pairs(Dataset[dict[str, Tensor]]):
     """`size` pairs of one split; pair i is a function of (seed, i) alone.
 
-    Every scan comes once before any comes again; in training it is moved by up to a pixel each way. An item holds `pixel_values` (1, 8, 8), `input_features`
+    Every scan comes once before any comes again. An item holds `pixel_values` (1, 8, 8), `input_features`
     (MELS, FRAMES), `input_ids` and `labels` (S,), where labels are -100 but at the answer, and the digits
     `seen` and `heard` (scalars), which only the pictures use.
     """
@@ -104,8 +105,6 @@ class Pairs(Dataset[dict[str, Tensor]]):
         orders = [torch.randperm(len(self.scans), generator=generator) for _ in range(rounds)]
         self.scan_order = torch.cat(orders)[:size]
         self.recording_order = torch.randint(len(self.recordings), (size,), generator=generator)
-        moves = torch.randint(3, (size, 2), generator=generator)  # rows and columns to cut off the bordered scan
-        self.moves = torch.ones_like(moves) if held_out else moves
 
     def __len__(self) -> int:
         return len(self.scan_order)
@@ -113,12 +112,10 @@ class Pairs(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         scan, recording = self.scan_order[index], self.recording_order[index]
         seen, heard = int(self.seen[scan]), int(self.heard[recording])
-        row, column = self.moves[index].tolist()
-        bordered = pad(self.scans[scan], (1, 1, 1, 1), value=-1.0)
         answer = encode(f"{seen}+{heard}={seen + heard:2d}")
         prompt = [IMAGE_ID] * IMAGE_TOKENS + [AUDIO_ID] * AUDIO_TOKENS + encode("?")
         return {
-            "pixel_values": bordered[:, row : row + 8, column : column + 8],
+            "pixel_values": self.scans[scan],
             "input_features": self.recordings[recording],
             "input_ids": torch.tensor(prompt + answer),
             "labels": torch.tensor([-100] * len(prompt) + answer),

@@ -41,7 +41,7 @@ class DigitsModel(nn.Module):
                 num_attention_heads=heads,
                 intermediate_size=2 * encoder_width,
                 image_size=8,
-                patch_size=2,
+                patch_size=4,
                 num_channels=1,
                 initializer_range=0.06,
                 hidden_dropout_prob=0.0,

@@ -97,7 +97,7 @@ class Plan:
     def holds(self, stage: str) -> frozenset[str]:
         """The names of the parameters that a stage uses."""
         members = set(self.members[stage])
-        return frozenset(name for name, owners in self.partition.owners.items() if members.intersection(owners))
+        return frozenset(name for name in self.sizes if members.intersection(self.partition.owners[name]))
 
     def owners(self, name: str) -> tuple[int, ...]:
         """The ranks that hold a parameter, ascending."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_mm5d.stage.payload import map_tensors, tensors_in
+from lightning_mm5d.stage.payload import Packer, rebuild, tensors_in
 from lightning_mm5d.stage.taint import mark_dependent
 
 
@@ -73,8 +73,11 @@ class ShapeMemory:
         if key not in self._known:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
                 result = original(*args, **kwargs)
-            self._known[key] = map_tensors(result, lambda tensor: (tensor.shape, tensor.dtype, tensor.device))
-        return map_tensors(self._known[key], lambda spec: _filled(*spec))
+            packer = Packer()
+            description = packer.describe(result)
+            self._known[key] = description, [(t.shape, t.dtype, t.device) for t in packer.tensors]
+        description, specs = self._known[key]
+        return rebuild(description, [_filled(*spec) for spec in specs])
 
 
 def _filled(shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> Tensor:
