@@ -301,16 +301,19 @@ class Steps:
         """Share and replay the logs; return this rank's loss and outputs."""
         loss: Tensor | None = None
         found: dict[int, Any] = {}
+        shown = self._own if self._own is not None else next(iter(self._replicas))
+        repeated: list[MergedLog] = []
         for number, replica in self._replicas.items():
             own = number == self._own
             logs = replica.exchange.broadcast(merged if own else None)
             if any(log.options.name == _OUTPUTS for log in logs):
                 found[number] = broadcast_tree(outputs if own else None, replica.src, replica.group, self._device)
-            loss = next((log.value for log in logs if log.options.name == _LOSS), loss)
-            first = number == next(iter(self._replicas))
-            if own or (first and self._own is None):
-                replay(self._module, [log for log in logs if log.options.name not in (_LOSS, _OUTPUTS)])
-        return loss, found.get(self._own if self._own is not None else next(iter(self._replicas)))
+            if number == shown:
+                loss = next((log.value for log in logs if log.options.name == _LOSS), None)
+                repeated = [log for log in logs if log.options.name not in (_LOSS, _OUTPUTS)]
+        # behind the loop: with sync_dist it is collective over all ranks, and others wait for the next replica's logs
+        replay(self._module, repeated)
+        return loss, found.get(shown)
 
 
 def _detached(tree: Any) -> Any:

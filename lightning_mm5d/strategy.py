@@ -93,6 +93,7 @@ class MultimodalStrategy(ParallelStrategy):
         self._placement, self._start_method = placement, start_method
         self._backend, self._timeout = process_group_backend, timeout
         self._session: Session | None = None
+        self._plan: Plan | None = None
         self._failed = False
         self._syncs = True
         self._check_fields()
@@ -129,7 +130,7 @@ class MultimodalStrategy(ParallelStrategy):
         """Which rank is where; raises ConfigError where the sizes do not fill the world."""
         return Layout.build(
             self.modalities,
-            world_size=self.num_nodes * self.num_processes,
+            world_size=self.world_size,
             terminal=terminal_of(self.modalities),
             ranks_per_node=self.num_processes,
             placement=self._placement,
@@ -188,11 +189,15 @@ class MultimodalStrategy(ParallelStrategy):
         return Plan(self.layout, partition(module, self.modalities), self.modalities, sizes)
 
     def simulate(self) -> Simulation:
-        """Return the ideal timeline of one training step, with a time unit of one forward of an average layer stack."""
-        assert self._session is not None, "simulate() works while the trainer runs"
-        graph = self._session.plan.graph(
-            range(self.layout.num_replicas), self.num_microbatches, self._session.steps.trainable()
-        )
+        """Return the ideal timeline of one training step of the module that was set up last.
+
+        The time unit is that of the costs, elements of parameters; shares of it are what there is to read.
+        """
+        assert self._plan is not None, "simulate() needs a module: call it after fit, or while the trainer runs"
+        assert self.lightning_module is not None
+        named = self.lightning_module.named_parameters(remove_duplicate=False)
+        trainable = frozenset(name for name, parameter in named if parameter.requires_grad)
+        graph = self._plan.graph(range(self.layout.num_replicas), self.num_microbatches, trainable)
         return simulate(build(self.schedule, graph), graph)
 
     # --- processes ---
@@ -223,14 +228,22 @@ class MultimodalStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         self._launcher = make_launcher(self, start_method=self._start_method)
 
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment ranks and sizes; one that starts the processes itself keeps its own.
+
+        Lightning calls it before it makes a launcher, so that a layout can be checked before any process starts.
+        """
+        assert self.cluster_environment is not None
+        self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank
+
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
         assert self.cluster_environment is not None
         reset_seed()
-        self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-        self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank
+        self.set_world_ranks()
         if self.root_device.type == "cpu":
             torch.set_num_threads(cpu_threads(self.num_processes))
         Session.connect(self.cluster_environment, self._backend, self._timeout, self.root_device)
@@ -246,9 +259,10 @@ class MultimodalStrategy(ParallelStrategy):
         self.validate_before_launch(module)
         Session.equalize(module, self.root_device)
         self._failed = False
+        self._plan = self.plan(module)
         self._session = Session(
             module,
-            self.plan(module),
+            self._plan,
             schedule=self.schedule,
             num_microbatches=self.num_microbatches,
             loss_weight=self.loss_weight,
@@ -274,7 +288,7 @@ class MultimodalStrategy(ParallelStrategy):
     def teardown(self) -> None:
         assert self.lightning_module is not None
         if self._session is not None:
-            targets = [node * self.num_processes for node in range(self.num_nodes)]
+            targets = range(0, self.layout.size, self.num_processes)
             self._session.close(targets, gather=not self._failed)
             self._session = None
         vars(self.precision_plugin).pop("clip_grad_by_norm", None)

@@ -178,8 +178,7 @@ def test_augmentation_differs_between_epochs_steps_and_replicas(make: MakeLoader
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_what_is_read_depends_on_seed_and_epoch_not_on_what_was_read_before(num_workers: int) -> None:
     def read_epochs(seed: int, *epochs: int) -> list[float]:
-        loader = make_plain(0, 1)
-        loader.num_workers = num_workers
+        loader = DataLoader(Augmented(6), 2, sampler=DistributedSampler(range(6), 1, 0), num_workers=num_workers)
         sharded = shard_loader(loader, shards=[0], num_shards=1, seed=seed)
         for epoch in epochs:
             set_epoch(sharded, epoch)

@@ -233,7 +233,8 @@ class Engine:
             raise StageError(
                 f"the loss of the first step is NaN in stage {stage}. Either it is NaN on one process too, or the step "
                 f"uses something there that only other ranks compute ({', '.join(remote)}, embeddings, earlier layers) "
-                "and that does not pass through a boundary: set `boundary`, or `feeds` to the stages that use it"
+                "and that does not pass through a boundary: set `boundary`, or `feeds` to the stages that use it, or "
+                "pp_size to 1 where a modality uses states from between its layers"
             )
 
 

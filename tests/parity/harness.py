@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import tempfile
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -75,8 +76,6 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, limit: float
         ]
         for process in processes:
             process.start()
-        import time
-
         end = time.monotonic() + limit
         while time.monotonic() < end and any(p.is_alive() for p in processes):
             if any(p.exitcode not in (None, 0) for p in processes):
@@ -136,12 +135,10 @@ def fit(
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-            use_distributed_sampler=False,
             callbacks=callbacks,
-            **options,
+            **{"use_distributed_sampler": False, **options},
         )
         trainer.fit(module, DataLoader(Batches(batches), batch_size=None))
-    recorder.trainer = trainer  # type: ignore[attr-defined]
     return recorder
 
 

@@ -1,0 +1,216 @@
+"""Two sides of a comparison, trained step by step in turns, so that both meet the same noise of a shared machine.
+
+Each side is a set of forked processes, one a rank, with one thread each. All stay alive from beginning to end; a side
+runs one step while the other sleeps. The time of a step is that from letting its ranks go to the last one being done,
+everything included that happens between two batches. The order within a pair alternates, and what counts is the median
+of the ratios of pairs.
+
+It refuses sides that do not come to an end: a rank that is silent for `LIMIT_S` is an error.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import resource
+import socket
+import statistics
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import lightning as L
+import torch
+import torch.multiprocessing as mp
+from lightning.pytorch.callbacks import Callback
+from torch.utils.data import DataLoader
+
+LIMIT_S = 120
+WARMUP = 4
+
+
+class Turns(Callback):
+    """What a rank waits on: call it before every step, and `end` behind the last one."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+
+    def __call__(self) -> None:
+        """Say that the step before is done; return when the next one may begin."""
+        self._pipe.send(None)
+        self._pipe.recv()
+
+    def end(self) -> None:
+        """Say that the last step is done."""
+        self._pipe.send(None)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        """One turn is what lies between the beginnings of two batches."""
+        self()
+
+    def on_train_epoch_end(self, *_: Any) -> None:
+        """The last turn ends with the last batch."""
+        self.end()
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two things to compare.
+
+    Attributes:
+        world: number of processes.
+        train: called in each with the turns and the rank; makes as many steps as the race has, and returns something.
+    """
+
+    world: int
+    train: Callable[[Turns, int], Any]
+
+
+@dataclass(frozen=True)
+class Raced:
+    """What came of one side.
+
+    Attributes:
+        seconds: of each step behind the warm-up.
+        results: what `train` returned, by rank.
+        peak_bytes: the largest resident memory of each rank's process.
+    """
+
+    seconds: list[float]
+    results: list[Any]
+    peak_bytes: list[int]
+
+
+def race(first: Side, second: Side, steps: int) -> tuple[Raced, Raced]:
+    """Let both sides make `steps` steps each, in turns."""
+    sides = [_start(side) for side in (first, second)]
+    seconds: list[list[float]] = [[], []]
+    try:
+        for _, pipes in sides:
+            _gather(pipes)
+        for step in range(steps):
+            for index in (0, 1) if step % 2 else (1, 0):
+                seconds[index].append(_turn(sides[index][1]))
+        ends = [_gather(pipes) for _, pipes in sides]
+    finally:
+        for processes, _ in sides:
+            for process in processes:
+                process.join(timeout=10)
+                process.kill()
+    a, b = (
+        Raced(times[WARMUP:], [result for result, _ in end], [peak for _, peak in end])
+        for times, end in zip(seconds, ends, strict=True)
+    )
+    return a, b
+
+
+def median_ratio(first: Raced, second: Raced) -> float:
+    """The median over pairs of first / second, in time."""
+    return statistics.median(a / b for a, b in zip(first.seconds, second.seconds, strict=True))
+
+
+def run(side: Side) -> list[Any]:
+    """Run one side alone, without turns to wait for; return what `train` returned, by rank."""
+    processes, pipes = _start(side)
+    try:
+        results = []
+        for pipe in pipes:
+            while (message := _receive(pipe)) is None:
+                pipe.send(None)
+            results.append(message[0])
+        return results
+    finally:
+        for process in processes:
+            process.join(timeout=10)
+            process.kill()
+
+
+def fit(module: L.LightningModule, loader: DataLoader, strategy: Any, world: int, *callbacks: Callback) -> None:
+    """Train `module` for one epoch with nothing else switched on."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = L.Trainer(
+            accelerator="cpu",
+            devices=world,
+            strategy=strategy,
+            max_epochs=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=list(callbacks),
+        )
+        trainer.fit(module, loader)
+
+
+def row(figure: str, ratio: float, aim: str, measured: str) -> None:
+    """Print one row of the table in README.md."""
+    machine = f"{len(os.sched_getaffinity(0))} cores, torch {torch.__version__}, {datetime.date.today()}"
+    print(f"| {figure} | {ratio:.3f} | {aim} | {measured} | {machine} |", flush=True)
+
+
+def milliseconds(raced: Raced) -> str:
+    """The median step, for people."""
+    return f"{statistics.median(raced.seconds) * 1e3:.1f} ms"
+
+
+def _start(side: Side) -> tuple[list[Any], list[Connection]]:
+    context = mp.get_context("fork")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes, pipes = [], []
+    for rank in range(side.world):
+        here, there = context.Pipe()
+        process = context.Process(target=_entry, args=(there, side, rank, port), daemon=True)
+        process.start()
+        there.close()
+        processes.append(process)
+        pipes.append(here)
+    return processes, pipes
+
+
+def _entry(pipe: Connection, side: Side, rank: int, port: int) -> None:
+    os.environ |= {  # what torchrun sets, so that Lightning starts no processes of its own
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(side.world),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(side.world),
+        "GROUP_RANK": "0",
+        "TORCHELASTIC_RUN_ID": "benchmark",
+        "OMP_NUM_THREADS": "1",
+    }
+    torch.set_num_threads(1)
+    try:
+        result = side.train(Turns(pipe), rank)
+        pipe.send((result, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
+    except BaseException:
+        pipe.send(RuntimeError(f"rank {rank}:\n{traceback.format_exc()}"))
+    os._exit(0)
+
+
+def _turn(pipes: list[Connection]) -> float:
+    start = time.perf_counter()
+    for pipe in pipes:
+        pipe.send(None)
+    _gather(pipes)
+    return time.perf_counter() - start
+
+
+def _gather(pipes: list[Connection]) -> list[Any]:
+    return [_receive(pipe) for pipe in pipes]
+
+
+def _receive(pipe: Connection) -> Any:
+    if not pipe.poll(LIMIT_S):
+        raise TimeoutError(f"a rank was silent for {LIMIT_S} s")
+    message = pipe.recv()
+    if isinstance(message, RuntimeError):
+        raise message
+    return message

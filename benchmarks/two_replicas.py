@@ -1,0 +1,34 @@
+"""Data parallelism alone: two replicas under the strategy, against Lightning's DDPStrategy."""
+
+from typing import Any
+
+from lightning.pytorch.strategies import DDPStrategy
+from model import VisionLanguage, loader
+from turns import WARMUP, Side, Turns, fit, median_ratio, milliseconds, race, row
+
+from lightning_mm5d import MultimodalStrategy
+
+STEPS, BATCH, WORLD = 80 + WARMUP, 4, 2
+
+
+def train(turns: Turns, strategy: Any) -> list[float]:
+    """Returns this rank's losses."""
+    module = VisionLanguage(vision_layers=6, language_layers=6)
+    fit(module, loader(STEPS * WORLD, BATCH), strategy, WORLD, turns)
+    return module.losses
+
+
+def main() -> None:
+    ours, theirs = race(
+        Side(WORLD, lambda turns, rank: train(turns, MultimodalStrategy())),
+        Side(WORLD, lambda turns, rank: train(turns, DDPStrategy())),
+        STEPS,
+    )
+    for mine, others in zip(ours.results, theirs.results, strict=True):
+        assert all(abs(a - b) < 1e-3 for a, b in zip(mine, others, strict=True)), "both sides compute the same"
+    times = f"{milliseconds(ours)} / {milliseconds(theirs)}"
+    row("two replicas: time of a step, strategy / DDPStrategy", median_ratio(ours, theirs), "1.00", times)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,21 @@
+"""For all tests: one thread (processes are forked), quiet logs, float32 unless a test says otherwise."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero", "lightning.fabric"):
+    logging.getLogger(name).setLevel(logging.ERROR)
+
+
+@pytest.fixture
+def float64() -> Iterator[None]:
+    """Models and batches in float64."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)

@@ -1,0 +1,75 @@
+"""`self.log` and torchmetrics on every rank equal one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
+from lightning.pytorch.callbacks import Callback
+
+from features.toys import CLASSES, PAIR, PIPE, SHARED, TWINS, Run, Samples, Toy, alone, assert_same, figures, together
+
+
+class Loud(Toy):
+    """Logs in every way; `counted` proves that no sample is counted twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted = MeanMetric()
+        self.several = MetricCollection(
+            {"f1": MulticlassF1Score(CLASSES), "acc": MulticlassAccuracy(CLASSES, average="micro")}, prefix="m_"
+        )
+        self.steps: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self(batch)
+        loss = torch.nn.functional.cross_entropy(logits, batch["label"])
+        size = len(batch["label"])
+        self.log("plain", loss, sync_dist=True)
+        self.log("both", loss, on_step=True, on_epoch=True, prog_bar=True, sync_dist=True)
+        self.log("sized", loss, on_step=False, on_epoch=True, batch_size=size, sync_dist=True)
+        self.log("most", batch["images"].max(), on_step=False, on_epoch=True, reduce_fx="max", sync_dist=True)
+        self.log("number", 3.0, prog_bar=True)
+        self.log_dict({"d1": loss * 2, "d2": logits.mean()}, on_step=False, on_epoch=True, sync_dist=True)
+        self.accuracy(logits, batch["label"])
+        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+        self.counted.update(batch["label"].double())
+        self.log("mean_label", self.counted, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        logits = self(batch)
+        self.log("val_loss", torch.nn.functional.cross_entropy(logits, batch["label"]), sync_dist=True)
+        self.several(logits, batch["label"])
+        self.log_dict(self.several)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("made_at_end", 5.0, sync_dist=True)
+
+
+class Bars(Callback):
+    def __init__(self) -> None:
+        self.bar: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.bar.append({k: float(v) for k, v in trainer.progress_bar_metrics.items()})
+
+
+def log_everything(run: Run) -> dict[str, Any]:
+    module, bars = Loud(), Bars()
+    trainer = run.trainer(max_epochs=2, callbacks=[bars])
+    trainer.fit(module, run.training(16), [run.loader(16), run.loader(Samples(8, seed=1))])
+    return {"metrics": figures(trainer), "counts": int(module.counted._update_count), "bar": bars.bar}
+
+
+def test_every_logged_value_is_that_of_one_process_on_every_rank():
+    """vision: rank 0; language: rank 1 | vision, language in 2 stages | vision for 2 replicas | 2 replicas."""
+    expected = alone(log_everything)
+    assert {"both_step", "both_epoch", "val_loss/dataloader_idx_1", "m_f1/dataloader_idx_0", "made_at_end"} <= set(expected["metrics"])
+    for layout in (PAIR, PIPE, TWINS, SHARED):
+        for got in together(layout, log_everything):
+            # what is logged on a step only is the replica's own, as under any strategy
+            assert_same(got["metrics"], expected["metrics"])
+            assert_same(got["bar"], expected["bar"])

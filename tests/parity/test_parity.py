@@ -1,0 +1,159 @@
+"""Any layout gives the losses, gradients and parameters of the same module on one process.
+
+Each test trains a tiny model for two steps of SGD in float64 on the layout that its name says, and once on one
+process. In the layouts ``{e}`` stands for every encoder: "{e} | language pp 2" with vision and audio encoders is
+"vision: rank 0; audio: rank 1; language: ranks 2-3".
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache, partial
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from parity.harness import Recorder, fit, run_ranks, strategy
+from zoo import CASES, apply_freeze
+
+from lightning_mm5d import Modality
+
+MICROBATCHES = 4
+SAMPLES = 8
+STEPS = 2
+# layout of every encoder, layout of the language model, ranks per encoder, ranks of the language model
+ENCODER_LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], int, int]] = {
+    "{e} | language": ({}, {}, 1, 1),
+    "{e} | language pp 2": ({}, {"pp_size": 2}, 1, 2),
+    "{e} | language pp 3": ({}, {"pp_size": 3}, 1, 3),
+    "{e} pp 2 | language": ({"pp_size": 2}, {}, 2, 1),
+    "{e} pp 2 | language pp 2": ({"pp_size": 2}, {"pp_size": 2}, 2, 2),
+    "dp 2": ({}, {}, 2, 2),
+    "{e} dp 2 | language dp 1": ({"dp_size": 2}, {"dp_size": 1}, 2, 1),
+    "{e} dp 1 | language dp 2": ({"dp_size": 1}, {"dp_size": 2}, 1, 2),
+    "all on all": ({"colocate_with": "language"}, {}, 0, 2),
+    "{e} with language pp 2": ({"colocate_with": "language"}, {"pp_size": 2}, 0, 2),
+}
+SINGLE_LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
+    "pp 2": ({"pp_size": 2}, 2),
+    "pp 3": ({"pp_size": 3}, 3),
+    "dp 2": ({}, 2),
+    "pp 2 dp 2": ({"pp_size": 2}, 4),
+}
+FROZEN_LAYOUTS = ("{e} pp 2 | language pp 2", "{e} with language pp 2", "pp 2")
+WITH_ENCODERS = (
+    "llava",
+    "qwen2_vl",
+    "gemma3",
+    "qwen2_audio",
+    "whisper",
+    "clip",
+    "blip_2",
+    "handwritten",
+    "handwritten_flat",
+    "handwritten_two",
+    "handwritten_dual",
+    "qwen2_5_omni_thinker",
+)
+# transformers' causal loss drops to float32; these do not use it
+FLOAT64 = ("bert", "t5", "whisper", "clip", "qwen2_audio", *(name for name in WITH_ENCODERS if "handwritten" in name))
+SINGLE = ("t5", "llama_tied", "gpt2", "bert")
+
+
+def layout(name: str, which: str) -> tuple[dict[str, dict[str, Any]], int, int]:
+    """Return the fields of each modality, the number of ranks and of replicas of the language model."""
+    case = CASES[name]
+    *encoders, terminal = case.modalities
+    if which in ENCODER_LAYOUTS and encoders:
+        encoder, language, each, ranks = ENCODER_LAYOUTS[which]
+        fields = {**dict.fromkeys(encoders, encoder), terminal: language}
+        world = each * len(encoders) + ranks
+        replicas = 2 if which in ("dp 2", "{e} dp 1 | language dp 2", "all on all") else 1
+    else:
+        language, world = SINGLE_LAYOUTS[which]
+        fields, replicas = {terminal: language}, 2 if "dp 2" in which else 1
+    return {key: {**case.modality_paths.get(key, {}), **value} for key, value in fields.items()}, world, replicas
+
+
+def build(name: str, variant: str) -> L.LightningModule:
+    module = CASES[name].build()
+    apply_freeze(module, CASES[name], variant)
+    return module
+
+
+@lru_cache
+def reference(name: str, variant: str) -> tuple[Recorder, dict[str, torch.Tensor]]:
+    module = build(name, variant)
+    recorder = fit(module, [CASES[name].batch(SAMPLES, seed=step) for step in range(STEPS)])
+    return recorder, module.state_dict()
+
+
+def train(rank: int, name: str, which: str, variant: str) -> tuple[list[float], list[Any], dict[str, torch.Tensor]]:
+    """One rank's run: its losses, the gradients of each step, and at the end the parameters that it returns."""
+    case = CASES[name]
+    fields, world, replicas = layout(name, which)
+    # a loss over pairs of samples is no mean over microbatches
+    count = MICROBATCHES if case.mean_of_samples else 1
+    batches = [case.batch(SAMPLES, seed=step) for step in range(STEPS)]
+    chosen = strategy({key: Modality(**value) for key, value in fields.items()}, num_microbatches=count)
+    module = build(name, variant)
+    if replicas > 1:
+        parts = [part for batch in batches for part in case.split(batch, replicas)]
+        recorder = fit(module, parts, chosen, world, use_distributed_sampler=True)
+    else:
+        recorder = fit(module, batches, chosen, world)
+    return recorder.losses, recorder.gradients, module.state_dict()
+
+
+def check(name: str, which: str, variant: str) -> None:
+    recorder, parameters = reference(name, variant)
+    _, world, replicas = layout(name, which)
+    ranks = run_ranks(world, train, name, which, variant)
+    exact = name in FLOAT64
+    close = partial(torch.testing.assert_close, rtol=1e-9 if exact else 1e-6, atol=1e-12 if exact else 1e-7)
+    if replicas == 1:
+        for losses, _, _ in ranks:
+            close(torch.tensor(losses), torch.tensor(recorder.losses))
+    for step, expected in enumerate(recorder.gradients):
+        found: set[str] = set()
+        for _, gradients, _ in ranks:
+            found |= set(gradients[step])
+            for key, gradient in gradients[step].items():
+                close(gradient, expected[key], msg=lambda m, key=key: f"{key}: {m}")
+        assert found == set(expected), "some gradient is on no rank, or on one too many"
+    for key, value in parameters.items():
+        close(ranks[0][2][key], value, msg=lambda m, key=key: f"{key}: {m}")
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("which", ENCODER_LAYOUTS)
+@pytest.mark.parametrize("name", WITH_ENCODERS)
+def test_layouts_with_encoders_equal_one_process(name: str, which: str) -> None:
+    if layout(name, which)[2] > 1 and not CASES[name].mean_of_samples:
+        # two replicas of a contrastive loss are another loss; that they train is what there is to see
+        assert len(run_ranks(layout(name, which)[1], train, name, which, "none")[0][0]) == STEPS
+        return
+    check(name, which, "none")
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("which", SINGLE_LAYOUTS)
+@pytest.mark.parametrize("name", SINGLE)
+def test_layouts_of_one_modality_equal_one_process(name: str, which: str) -> None:
+    check(name, which, "none")
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize(
+    ("name", "variant", "which"),
+    [
+        (name, variant, which)
+        for name in (*WITH_ENCODERS, *SINGLE)
+        for variant in CASES[name].frozen
+        if variant != "none"
+        for which in FROZEN_LAYOUTS
+        if (which in SINGLE_LAYOUTS) == (name in SINGLE)
+    ],
+)
+def test_frozen_parts_equal_one_process(name: str, variant: str, which: str) -> None:
+    check(name, which, variant)
