@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_mm5d import Modality
 
-VOCABULARY, PATCHES, PATCH_WIDTH, TOKENS, WIDTH, HEADS = 512, 32, 48, 64, 256, 8
+VOCABULARY, IMAGE, PATCHES, PATCH_WIDTH, TOKENS, WIDTH, HEADS = 512, 0, 32, 48, 96, 256, 8
 VISION = Modality(module="encoder", boundary="encoder")
 LANGUAGE = Modality(module="decoder")
 
@@ -57,7 +57,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Features [B, P, D] in front of tokens [B, S] -> logits [B, S, VOCABULARY]."""
+    """Features [B, P, D], in the places where tokens [B, S] are `IMAGE` -> logits [B, S, VOCABULARY]."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()
@@ -67,10 +67,10 @@ class Decoder(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, features: Tensor, tokens: Tensor) -> Tensor:
-        hidden = torch.cat([features, self.embedding(tokens)], dim=1)
+        hidden = self.embedding(tokens).masked_scatter((tokens == IMAGE).unsqueeze(-1), features)
         for layer in self.layers:
             hidden = layer(hidden)
-        return self.head(self.norm(hidden[:, features.shape[1] :]))
+        return self.head(self.norm(hidden))
 
 
 def next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -109,7 +109,8 @@ class Samples(Dataset):
     def __init__(self, count: int) -> None:
         generator = torch.Generator().manual_seed(1)
         self._images = torch.randn(count, PATCHES, PATCH_WIDTH, generator=generator)
-        self._tokens = torch.randint(VOCABULARY, (count, TOKENS), generator=generator)
+        self._tokens = torch.randint(1, VOCABULARY, (count, TOKENS), generator=generator)
+        self._tokens[:, :PATCHES] = IMAGE
 
     def __len__(self) -> int:
         return len(self._tokens)

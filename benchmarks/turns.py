@@ -11,6 +11,7 @@ It refuses sides that do not come to an end: a rank that is silent for `LIMIT_S`
 from __future__ import annotations
 
 import datetime
+import logging
 import os
 import resource
 import socket
@@ -131,6 +132,8 @@ def run(side: Side) -> list[Any]:
 
 def fit(module: L.LightningModule, loader: DataLoader, strategy: Any, world: int, *callbacks: Callback) -> None:
     """Train `module` for one epoch with nothing else switched on."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = L.Trainer(

@@ -8,12 +8,12 @@ from turns import WARMUP, Side, Turns, fit, median_ratio, milliseconds, race, ro
 
 from lightning_mm5d import MultimodalStrategy
 
-STEPS, BATCH, WORLD = 80 + WARMUP, 4, 2
+STEPS, BATCH, WORLD = 60 + WARMUP, 4, 2
 
 
 def train(turns: Turns, strategy: Any) -> list[float]:
     """Returns this rank's losses."""
-    module = VisionLanguage(vision_layers=6, language_layers=6)
+    module = VisionLanguage(vision_layers=3, language_layers=3)
     fit(module, loader(STEPS * WORLD, BATCH), strategy, WORLD, turns)
     return module.losses
 

@@ -22,73 +22,61 @@ from lightning_mm5d.engine.plan import Plan
 from lightning_mm5d.stage.remote import is_placeholder
 
 
-class OptimizerIndex:
-    """Which parameters the user gave to an optimizer, and where, before those of other ranks were taken out.
+def drop_remote_state(optimizer: Optimizer) -> None:
+    """Free what an optimizer keeps for parameters of other ranks; some make state when they are constructed.
+
+    The parameters themselves stay in its groups: without a gradient every optimizer passes over them, and everything
+    that looks at the groups sees those of one process.
+    """
+    for parameter in [p for p in optimizer.state if is_placeholder(p)]:
+        del optimizer.state[parameter]
+
+
+def collect_optimizer(
+    optimizer: Optimizer, root: nn.Module, plan: Plan, rank: int, device: torch.device
+) -> dict[str, Any]:
+    """Return the state dict that the optimizer would have on one process, on rank 0; collective.
 
     Args:
-        optimizer: as `configure_optimizers` returned it.
-        names: names of all parameters by id.
+        optimizer: of the parameters of `root`, whatever is remote.
+        root: the LightningModule.
+        plan: all stages.
+        rank: global rank.
+        device: where messages live.
     """
-
-    def __init__(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
-        self._optimizer = optimizer
-        self._groups = [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
-        self._held = [
-            [(name, p) for name, p in zip(named, group["params"], strict=True) if not is_placeholder(p)]
-            for named, group in zip(self._groups, optimizer.param_groups, strict=True)
-        ]
-
-    def prune(self, device: torch.device) -> None:
-        """Take out the parameters of other ranks; an optimizer that has none left gets an empty one."""
-        for group, held in zip(self._optimizer.param_groups, self._held, strict=True):
-            group["params"] = [p for _, p in held]
-        if not any(self._held):
-            # a scaler refuses optimizers without any gradient
-            empty = nn.Parameter(torch.zeros(1, device=device))
-            empty.grad = torch.zeros_like(empty)
-            empty.register_post_accumulate_grad_hook(lambda p: None)
-            self._optimizer.param_groups[0]["params"] = [empty]
-        for parameter in [p for p in self._optimizer.state if is_placeholder(p)]:  # some make state when constructed
-            del self._optimizer.state[parameter]
-
-    def collect(self, plan: Plan, rank: int, device: torch.device) -> dict[str, Any]:
-        """Return the state dict that the optimizer would have on one process, on rank 0; collective."""
-        local = {name: p for held in self._held for name, p in held}
-        state: dict[int, Any] = {}
-        for index, name in enumerate(name for names in self._groups for name in names):
+    names: dict[int, str] = {}
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), name)
+    whole = optimizer.state_dict()
+    state: dict[int, Any] = {}
+    for group, saved in zip(optimizer.param_groups, whole["param_groups"], strict=True):
+        for parameter, index in zip(group["params"], saved["params"], strict=True):
+            name = names.get(id(parameter))
             keeper = plan.keeper(name) if name else 0
-            found = None
-            if rank == keeper and name in local:
-                found = dict(self._optimizer.state.get(local[name], {}))
+            found = whole["state"].get(index) if rank == keeper else None
             if keeper != 0 and rank == keeper:
                 send_tree(found, 0, device)
             elif keeper != 0 and rank == 0:
                 found = recv_tree(keeper, device)
             if rank == 0 and found:
                 state[index] = found
-        groups, start = [], 0
-        for group, names in zip(self._optimizer.param_groups, self._groups, strict=True):
-            options = {key: value for key, value in group.items() if key != "params"}
-            groups.append({**options, "params": list(range(start, start + len(names)))})
-            start += len(names)
-        return {"state": state, "param_groups": groups}
+    return {**whole, "state": state}
 
-    def load(self, whole: Mapping[str, Any]) -> None:
-        """Load this rank's part of a state dict of one process."""
-        state, groups, position, start = {}, [], 0, 0
-        for names, held, group in zip(self._groups, self._held, whole["param_groups"], strict=True):
-            kept = {name for name, _ in held}
-            first = position
-            for index, name in enumerate(names, start):
-                if name in kept:
-                    if index in whole["state"]:
-                        state[position] = whole["state"][index]
-                    position += 1
-            start += len(names)
-            groups.append({**group, "params": list(range(first, position))})
-        if not position:  # the empty parameter
-            groups[0]["params"] = [0]
-        self._optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+def load_optimizer(optimizer: Optimizer, whole: Mapping[str, Any]) -> None:
+    """Load this rank's part of a state dict of one process.
+
+    Raises:
+        ValueError: the groups are not those that it was saved from.
+    """
+    remote = {
+        index
+        for group, saved in zip(optimizer.param_groups, whole["param_groups"], strict=False)
+        for parameter, index in zip(group["params"], saved["params"], strict=False)
+        if is_placeholder(parameter)
+    }
+    state = {index: value for index, value in whole["state"].items() if index not in remote}
+    optimizer.load_state_dict({**whole, "state": state})
 
 
 def collect_module(root: nn.Module, plan: Plan, rank: int, targets: Sequence[int] = (0,)) -> dict[str, Any]:

@@ -11,10 +11,10 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from lightning_mm5d.loader import ReplicaBatches
+from lightning_mm5d.loader import Batches, ReplicaBatches
 
 
-class LoaderBatches(tuple[Any, ...]):
+class LoaderBatches(Batches):
     """The dataloader's batches that are the microbatches of one step."""
 
 

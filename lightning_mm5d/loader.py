@@ -66,7 +66,11 @@ _WRAPPERS = (DistributedSamplerWrapper, UnrepeatedDistributedSamplerWrapper)
 _MOVABLE = (DistributedSampler, UnrepeatedDistributedSampler, *_WRAPPERS)
 
 
-class ReplicaBatches(tuple[Any, ...]):
+class Batches(tuple[Any, ...]):
+    """Several batches where Lightning expects one."""
+
+
+class ReplicaBatches(Batches):
     """The batches of one step, one for each shard that the rank serves, in the order of its shards.
 
     In prediction, where no sample is repeated, the last step may have batches for the first shards only.
@@ -89,12 +93,12 @@ def split_replicas(batch: Any, count: int) -> list[Any]:
 
 
 def per_replica(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """`hook(batch, ...)`, applied to each of the batches where several come at once."""
+    """`hook(batch, ...)`, applied to each of the batches where several come at once, at any depth."""
 
     @functools.wraps(hook)
     def mapped(batch: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(batch, ReplicaBatches):
-            return ReplicaBatches(hook(one, *args, **kwargs) for one in batch)
+        if isinstance(batch, Batches):
+            return type(batch)(mapped(one, *args, **kwargs) for one in batch)
         return hook(batch, *args, **kwargs)
 
     return mapped

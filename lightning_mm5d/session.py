@@ -18,11 +18,12 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch.plugins import Precision
 from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_mm5d.checkpoint import OptimizerIndex, collect_module
+from lightning_mm5d.checkpoint import collect_module, collect_optimizer, drop_remote_state
 from lightning_mm5d.device import DeviceFigures
 from lightning_mm5d.engine.engine import Engine
 from lightning_mm5d.engine.groups import Groups
@@ -71,7 +72,6 @@ class Session:
         self.seed = self._agreed_seed(device)
         self._module, self._rank, self._device = module, rank, device
         self._unsynced = False
-        self._indices: dict[int, OptimizerIndex] = {}
         self._make_groups(timeout)
         self._cut(schedule)
         self._connect_parts(num_microbatches, loss_weight)
@@ -210,17 +210,14 @@ class Session:
     # --- optimizers and gradients ---
 
     def adopt_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Take the parameters of other ranks out of `optimizers`, remembering where they were."""
-        names: dict[int, str] = {}
-        for name, parameter in self._module.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), name)
+        """Free what `optimizers` keep for parameters of other ranks."""
         for optimizer in optimizers:
-            self._indices[id(optimizer)] = OptimizerIndex(optimizer, names)
-            self._indices[id(optimizer)].prune(self._device)
+            drop_remote_state(optimizer)
 
-    def index_of(self, optimizer: Any) -> OptimizerIndex:
-        """Return what an optimizer, or Lightning's wrapper of it, held before."""
-        return self._indices[id(getattr(optimizer, "optimizer", optimizer))]
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return the state of an optimizer, or of what Lightning's wrapper holds, whole on rank 0; collective."""
+        inner = getattr(optimizer, "optimizer", optimizer)
+        return collect_optimizer(inner, self._module, self.plan, self._rank, Session.wire(self._device))
 
     @contextmanager
     def synced(self, enabled: bool) -> Generator[None, None, None]:
@@ -239,6 +236,22 @@ class Session:
         if older is not None:
             self.gradients.add(older)
 
+    @contextmanager
+    def with_gradient(self, optimizer: Optimizer) -> Generator[None, None, None]:
+        """Give an optimizer that has no gradient here an empty one; a scaler refuses to step without any."""
+        params = optimizer.param_groups[0]["params"]
+        if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+            yield
+            return
+        empty = torch.nn.Parameter(torch.zeros(1, device=self._device))
+        empty.grad = torch.zeros_like(empty)
+        params.append(empty)
+        try:
+            yield
+        finally:
+            params.pop()
+            optimizer.state.pop(empty, None)
+
     def agree_on_overflow(self, optimizer: Optimizer) -> None:
         """Let all ranks skip an optimizer's step where any rank has a gradient that is not finite; collective."""
         grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -248,7 +261,18 @@ class Session:
             bad = torch.maximum(bad, (~norm.isfinite()).to(bad))
         dist.all_reduce(bad, dist.ReduceOp.MAX)
         if bool(bad) and grads:
-            grads[0].view(-1)[0] = float("inf")
+            grads[0].fill_(float("inf"))
+
+    def clip_over_all_ranks(self, plugin: Precision) -> None:
+        """Let a precision plugin clip by the norm over all ranks, until `close`."""
+
+        def clip_grad_by_norm(optimizer: Optimizer, clip_val: float) -> None:
+            parameters = list(plugin.main_params(optimizer))
+            total = self.gradients.norm(parameters, None)
+            torch.nn.utils.clip_grads_with_norm_(parameters, float(clip_val), total)
+
+        vars(plugin)["clip_grad_by_norm"] = clip_grad_by_norm
+        self._clipper = plugin
 
     # --- communication between replicas ---
 
@@ -292,6 +316,8 @@ class Session:
         """Undo what the session did to the module; with `gather`, whole on the ranks `targets`."""
         self._runtime.remove()
         self._metrics.detach()
+        if self._clipper is not None:
+            vars(self._clipper).pop("clip_grad_by_norm", None)
         self.figures.detach()
         if gather:
             if self.plan.edges:

@@ -140,7 +140,7 @@ class Steps:
                     "Return a tensor, or a dict with a tensor under 'loss'; multiply by zero what is to be skipped",
                 )
             losses[index] = loss.detach()
-            share = weights[index] / weights["total"]  # type: ignore[call-overload, index]
+            share = weights[index] / weights["total"]
             kept = {k: _detached(v) for k, v in result.items() if k != "loss"} if isinstance(result, Mapping) else None
             return scale(loss * share), kept
 
@@ -155,10 +155,10 @@ class Steps:
         merged: list[MergedLog] | None = None
         outputs = None
         if self._own is not None:
-            loss = sum(losses[index].double() * weights[index] for index in losses)  # type: ignore[index]
-            loss = loss / sum(weights[index] for index in losses)  # type: ignore[index]
+            whole = torch.stack([losses[index].double() * weights[index] for index in losses]).sum()
+            loss = (whole / sum(weights[index] for index in losses)).to(losses[0].dtype)
             outputs = self._merged(step, parts)
-            merged = self._logs(parts, weights, loss.to(losses[0].dtype), outputs is not None)
+            merged = self._logs(parts, weights, loss, outputs is not None)
         loss_value, outputs = self._shared(merged, outputs)
         assert loss_value is not None
         factor = 1.0 / scale(torch.ones((), device=self._device))
@@ -243,7 +243,7 @@ class Steps:
                 "loss_weight",
                 "tokens",
                 "label tokens are counted in batch['labels'], and this batch has none",
-                "Define `loss_weight(batch)` on the LightningModule, which returns the number of tokens of a microbatch",
+                "Define `loss_weight(batch)` on the LightningModule: the number of tokens of a microbatch",
             )
         configs = (getattr(module, "config", None) for module in self._module.modules())
         shifts = not any(getattr(config, "is_encoder_decoder", False) for config in configs)

@@ -8,7 +8,7 @@ but not computed yet.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -26,20 +26,19 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_mm5d.checkpoint import OptimizerIndex, collect_module, load_module
-from lightning_mm5d.config import Modality, check
+from lightning_mm5d.checkpoint import collect_module, load_module, load_optimizer
+from lightning_mm5d.config import Modality
 from lightning_mm5d.engine.plan import Plan
-from lightning_mm5d.errors import ConfigError
 from lightning_mm5d.grouped import group_batches
 from lightning_mm5d.launch import cpu_threads, make_launcher
 from lightning_mm5d.layout import Layout
 from lightning_mm5d.loader import per_replica, shard_loader
 from lightning_mm5d.partition import partition, terminal_of
-from lightning_mm5d.schedule import SCHEDULES, Simulation, build, simulate
+from lightning_mm5d.schedule import Simulation, build, simulate
 from lightning_mm5d.session import Session
+from lightning_mm5d.validation import check_batches, check_fields, check_module
 
 
 class MultimodalStrategy(ParallelStrategy):
@@ -94,36 +93,20 @@ class MultimodalStrategy(ParallelStrategy):
         self._backend, self._timeout = process_group_backend, timeout
         self._session: Session | None = None
         self._plan: Plan | None = None
+        self._hooked: list[Any] = []
         self._failed = False
         self._syncs = True
-        self._check_fields()
+        check_fields(
+            self.modalities,
+            schedule=schedule,
+            num_microbatches=num_microbatches,
+            choices={
+                "microbatching": (microbatching, "split", "loader"),
+                "loss_weight": (loss_weight, "samples", "tokens"),
+            },
+        )
 
     # --- configuration ---
-
-    def _check_fields(self) -> None:
-        terminal = terminal_of(self.modalities)
-        check(
-            self.modalities,
-            terminal=terminal,
-            num_microbatches=self.num_microbatches,
-            schedule=self.schedule,
-            schedules=SCHEDULES,
-        )
-        for field, got, known in (
-            ("microbatching", self.microbatching, ("split", "loader")),
-            ("loss_weight", self.loss_weight, ("samples", "tokens")),
-        ):
-            if got not in known:
-                raise ConfigError(field, got, f"It is one of {', '.join(known)}", f"Use {known[0]!r}")
-        for name, modality in self.modalities.items():
-            for axis in ("tp_size", "cp_size"):
-                if getattr(modality, axis) != 1:
-                    raise ConfigError(
-                        f"modalities.{name}.{axis}",
-                        getattr(modality, axis),
-                        "This version computes data, pipeline and modality parallelism only",
-                        "Use 1",
-                    )
 
     @cached_property
     def layout(self) -> Layout:
@@ -146,38 +129,12 @@ class MultimodalStrategy(ParallelStrategy):
         Raises:
             ConfigError: the layout does not fill the world or does not fit the module or the data.
         """
-        layout = self.layout
-        if not type(module).configure_model.__module__.startswith("lightning."):
-            return  # there is no model to look at yet
-        plan = self.plan(module)
-        if not module.automatic_optimization and (len(plan.members) > 1 or self.num_microbatches > 1):
-            raise ConfigError(
-                "automatic_optimization",
-                False,
-                "manual optimization runs its own backward, which a schedule over microbatches or stages leaves no place for",
-                "Use automatic optimization, or one stage (colocate all modalities, pp_size=1) and num_microbatches=1",
-            )
-        configs = [getattr(part, "config", None) for part in module.modules()]
-        if any(getattr(config, "output_router_logits", False) is True for config in configs):
-            for name, size in layout.axes.items():
-                if size.pp > 1:
-                    raise ConfigError(
-                        f"modalities.{name}.pp_size",
-                        size.pp,
-                        "a loss over the routers of all layers (output_router_logits) needs all layers on one rank",
-                        "Use 1, or set output_router_logits to False in the model's config",
-                    )
-        if self.microbatching == "split" and data and not callable(getattr(module, "split_batch", None)):
-            sizes = [getattr(item, "batch_size", None) for item in data if isinstance(item, DataLoader)]
-            sizes += [getattr(item, "batch_size", None) for item in data if isinstance(item, pl.LightningDataModule)]
-            for size in sizes:
-                if isinstance(size, int) and 0 < size < self.num_microbatches:
-                    raise ConfigError(
-                        "num_microbatches",
-                        self.num_microbatches,
-                        f"a batch of {size} samples cannot be split into more than {size} microbatches",
-                        f"Use {size} or fewer, or larger batches",
-                    )
+        assert self.layout.size  # raises where the sizes do not fill the world
+        if type(module).configure_model.__module__.startswith("lightning."):
+            check_module(module, self.plan(module), self.num_microbatches)
+        # else there is no model to look at before `configure_model`
+        if self.microbatching == "split" and not callable(getattr(module, "split_batch", None)):
+            check_batches(data, self.num_microbatches)
 
     def plan(self, module: pl.LightningModule) -> Plan:
         """Return which rank runs which stage of `module`.
@@ -236,7 +193,7 @@ class MultimodalStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
         self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     @override
     def setup_environment(self) -> None:
@@ -271,13 +228,17 @@ class MultimodalStrategy(ParallelStrategy):
             timeout=self._timeout,
         )
         self.model_to_device()
-        if any(isinstance(callback, DeviceStatsMonitor) for callback in trainer.callbacks):
+        if any(isinstance(callback, DeviceStatsMonitor) for callback in vars(trainer)["callbacks"]):
             self._session.figures.attach(self.accelerator)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             self._session.adopt_optimizers(self.optimizers)
         self.setup_precision_plugin()
-        self._clip_over_all_ranks()
+        self._session.clip_over_all_ranks(self.precision_plugin)
+        # Lightning calls it with whatever the loader yields, also where that is several batches
+        self._hooked = [module, *filter(None, [getattr(trainer, "datamodule", None)])]
+        for owner in self._hooked:
+            vars(owner)["on_before_batch_transfer"] = per_replica(owner.on_before_batch_transfer)
 
     @override
     def model_to_device(self) -> None:
@@ -291,7 +252,9 @@ class MultimodalStrategy(ParallelStrategy):
             targets = range(0, self.layout.size, self.num_processes)
             self._session.close(targets, gather=not self._failed)
             self._session = None
-        vars(self.precision_plugin).pop("clip_grad_by_norm", None)
+        for owner in self._hooked:
+            vars(owner).pop("on_before_batch_transfer", None)
+        self._hooked = []
         super().teardown()
 
     @override
@@ -398,25 +361,18 @@ class MultimodalStrategy(ParallelStrategy):
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         scaler = getattr(self.precision_plugin, "scaler", None)
+        if scaler is None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        with ExitStack() as stack:
 
-        def agreed() -> Any:
-            result = closure()
-            assert self._session is not None
-            self._session.agree_on_overflow(optimizer)
-            return result
+            def agreed() -> Any:
+                result = closure()
+                assert self._session is not None
+                stack.enter_context(self._session.with_gradient(optimizer))
+                self._session.agree_on_overflow(optimizer)
+                return result
 
-        return super().optimizer_step(optimizer, closure if scaler is None else agreed, model, **kwargs)
-
-    def _clip_over_all_ranks(self) -> None:
-        session, plugin = self._session, self.precision_plugin
-        assert session is not None
-
-        def clip_grad_by_norm(optimizer: Optimizer, clip_val: float) -> None:
-            parameters = list(plugin.main_params(optimizer))
-            total = session.gradients.norm(parameters, None)
-            torch.nn.utils.clip_grads_with_norm_(parameters, float(clip_val), total)
-
-        vars(plugin)["clip_grad_by_norm"] = clip_grad_by_norm
+            return super().optimizer_step(optimizer, agreed, model, **kwargs)
 
     # --- communication of Lightning's own ---
 
@@ -475,11 +431,9 @@ class MultimodalStrategy(ParallelStrategy):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         assert self._session is not None
-        index: OptimizerIndex = self._session.index_of(optimizer)
-        return index.collect(self._session.plan, self.global_rank, Session.wire(self.root_device))
+        return self._session.optimizer_state(optimizer)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Any, **kwargs: Any) -> None:
-        assert self._session is not None
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            self._session.index_of(optimizer).load(state)
+            load_optimizer(optimizer, state)

@@ -73,7 +73,7 @@ class TwoStages(ParallelStrategy):
     def root_device(self) -> torch.device:
         return torch.device("cpu")
 
-    def validate_before_launch(self, module: pl.LightningModule) -> None:
+    def validate_before_launch(self, module: pl.LightningModule, *data: Any) -> None:
         if not isinstance(module, Stages):
             raise ConfigError("modalities", type(module).__name__, "There must be two stages", "Use Stages")
 

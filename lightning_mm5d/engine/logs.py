@@ -314,7 +314,7 @@ def replay(module: LightningModule, merged: Sequence[MergedLog]) -> None:
             if value is not None:
                 metric._forward_cache = value
             value = metric
-        module.log(**asdict(log.options), value=value, batch_size=log.batch_size)
+        module.log(**asdict(log.options), value=value, batch_size=round(log.batch_size))
 
 
 def _as_tensor(value: Any, call: str) -> tuple[Tensor | None, torch.dtype]:

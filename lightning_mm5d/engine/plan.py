@@ -9,6 +9,7 @@ It refuses nothing: what it is given was checked.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -77,10 +78,10 @@ class Plan:
     @cached_property
     def edges(self) -> tuple[tuple[str, str], ...]:
         """Who feeds whom."""
-        found = []
+        found: list[tuple[str, str]] = []
         for cuts in self.partition.stages.values():
             keys = [self.stage_of[cut.name] for cut in cuts]
-            found += list(zip(keys, keys[1:], strict=False))
+            found += itertools.pairwise(keys)
         for target, names in self.consumes.items():
             found += [(self.stage_of[self.partition.stages[name][-1].name], target) for name in names]
         return tuple(sorted(set(found)))

@@ -60,12 +60,12 @@ class ShapeMemory:
 
         Not zero-stride: models write features into embeddings in place.
         """
-        if type(module).forward is nn.Linear.forward and args and isinstance(args[0], Tensor):
+        if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and args:
             device = args[0].device
             enabled = torch.is_autocast_enabled(device.type)
             dtype = torch.get_autocast_dtype(device.type) if enabled else module.weight.dtype
             return _filled((*args[0].shape[:-1], module.out_features), dtype, device)
-        if type(module).forward is nn.Embedding.forward and args and isinstance(args[0], Tensor):
+        if isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward and args:
             return _filled((*args[0].shape, module.embedding_dim), module.weight.dtype, args[0].device)
         signature = tuple((path, tensor.shape, tensor.dtype) for path, tensor in tensors_in((args, kwargs)))
         others = tuple(repr(value) for value in (*args, *kwargs.values()) if isinstance(value, (int, float, str)))

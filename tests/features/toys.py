@@ -92,11 +92,11 @@ class Toy(L.LightningModule):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
         loss = self.loss(batch)
-        self.log("train_loss", loss)
+        self.log("train_loss", loss, sync_dist=True)
         return loss
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        self.log("val_loss", self.loss(batch))
+        self.log("val_loss", self.loss(batch), sync_dist=True)
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
         return self(batch)
@@ -150,6 +150,7 @@ class Run:
 
     def trainer(self, **options: Any) -> L.Trainer:
         quiet = {
+            "accelerator": "cpu",
             "logger": False,
             "enable_checkpointing": False,
             "enable_progress_bar": False,
@@ -160,7 +161,6 @@ class Run:
         if self.layout is not None:
             chosen = strategy(self.layout.modalities, **{"num_microbatches": 2, **self.options})
         return L.Trainer(
-            accelerator="cpu",
             devices=1 if self.layout is None else self.layout.world,
             strategy=chosen,
             **{**quiet, **options},

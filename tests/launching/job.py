@@ -1,7 +1,7 @@
 """A training script as a user writes it; the tests start it in every way in which such a script is started.
 
-Its arguments are what the strategy is given. Rank 0 of the script's own process writes what training left there: the
-loss of every step and the weights. It refuses nothing.
+Its arguments choose what the trainer and the strategy are given. Every rank writes the loss of every step to a file,
+and whichever process has rank 0 when `fit` returns writes the weights that it then holds. It refuses nothing.
 """
 
 from __future__ import annotations
@@ -56,7 +56,6 @@ class Module(L.LightningModule):
         self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)])
         self.words = nn.Linear(4, 8)
         self.head = nn.Linear(8, 1)
-        self.losses: list[float] = []
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         images, words, targets = batch
@@ -72,7 +71,7 @@ class Module(L.LightningModule):
 
 
 class KeepLosses(L.Callback):
-    """The logged loss of every step; `losses` comes back from started processes as callback metrics do not."""
+    """Writes the logged loss of every step on every rank to a file."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -111,6 +110,7 @@ def main() -> None:
         strategy=strategy(options.start, options.start == "none"),
         plugins=[Elsewhere()] if options.elsewhere else None,
         max_epochs=2,
+        use_distributed_sampler=False,  # Lightning's own would shuffle, which one process does not
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -1,0 +1,252 @@
+"""The command ``mm5d``: looks at a LightningCLI configuration without training, processes or process groups.
+
+``mm5d inspect`` prints which rank holds what; ``mm5d simulate`` prints, and draws, how long ranks would idle. Both
+read the configuration with the parser of the user's own LightningCLI, so that its keys, defaults and links mean what
+they mean in training: the script that makes it is run until its parser exists. Without a script the parser is that of
+a LightningCLI whose classes the configuration names (``class_path``). Then only model, data module and strategy are
+made, the model without memory where its code allows it.
+
+It refuses, in one line and with exit code 2, what the parser and the strategy refuse, and settings that only the
+training machine could resolve (``devices: auto``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import runpy
+import sys
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+import yaml
+from jsonargparse import ArgumentError
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import LightningCLI
+
+from lightning_mm5d.errors import ConfigError
+from lightning_mm5d.planner.inspect import as_json, holdings, report, table, warnings
+from lightning_mm5d.planner.timeline import chrome_trace, draw
+from lightning_mm5d.schedule import build, simulate
+from lightning_mm5d.strategy import MultimodalStrategy
+
+# what Lightning's precision plugins make of a module's parameters; all other settings leave them alone
+_DTYPES = {"64-true": torch.float64, "64": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
+
+
+class Job(NamedTuple):
+    """What a configuration describes: a strategy that knows its ranks, and a module that may lack memory."""
+
+    strategy: MultimodalStrategy
+    module: LightningModule
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit code: 0, or 2 where the configuration is refused.
+
+    Args:
+        argv: the arguments, by default those of the process.
+    """
+    parser = argparse.ArgumentParser(prog="mm5d", description="Plan multimodal training before it runs.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("configs", nargs="+", type=Path, metavar="CONFIG", help="YAML files, later ones laid on top")
+    shared.add_argument(
+        "--script",
+        type=Path,
+        help="Python file that makes the LightningCLI; found beside CONFIG where that does not name the model's class",
+    )
+    rest = "Further options override the configuration, for instance --trainer.devices=8."
+    one = commands.add_parser("inspect", parents=[shared], epilog=rest, help="show which rank holds what")
+    one.add_argument("--json", action="store_true", help="print a list with an entry per rank and modality")
+    one.set_defaults(run=_inspect)
+    one = commands.add_parser("simulate", parents=[shared], epilog=rest, help="show how long ranks would idle")
+    one.add_argument("--out", type=Path, help="timeline: a picture (.png, .svg, .pdf), or a trace for Perfetto (.json)")
+    one.set_defaults(run=_simulate)
+    arguments, overrides = parser.parse_known_args(argv)
+    try:
+        arguments.run(load(arguments.configs, arguments.script, overrides), arguments)
+    except (ConfigError, ArgumentError) as error:
+        print(f"mm5d: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def load(configs: Sequence[Path], script: Path | None, overrides: Sequence[str]) -> Job:
+    """Read a job from the configuration of a LightningCLI.
+
+    Args:
+        configs: YAML files, later ones laid on top.
+        script: the file that makes the LightningCLI; unset, it is looked for if the configuration does not name
+            the model's class.
+        overrides: options of the LightningCLI.
+
+    Raises:
+        ConfigError: it cannot be read, or cannot work.
+        ArgumentError: the parser refuses it.
+    """
+    named = any(option.split("=")[0] in ("--model", "--model.class_path") for option in overrides)
+    for config in configs:
+        model = _read(config).get("model")
+        named = named or isinstance(model, str) or (isinstance(model, dict) and "class_path" in model)
+    if script is None and not named:
+        script = _script_beside(configs)
+    arguments = [part for config in configs for part in ("--config", str(config))] + list(overrides)
+    folders = [script.parent] if script else []
+    with _importable([*folders, *(config.parent for config in configs), Path()]):
+        return _job_of(script, arguments)
+
+
+def _inspect(job: Job, arguments: argparse.Namespace) -> None:
+    strategy, module = job
+    plan = strategy.plan(module)
+    if arguments.json:
+        print(json.dumps(as_json(holdings(plan, module)), indent=2))
+    else:
+        print(report(plan, module, schedule=strategy.schedule, num_microbatches=strategy.num_microbatches))
+    for warning in warnings(plan.layout):
+        print(f"mm5d: warning: {warning}", file=sys.stderr)
+
+
+def _simulate(job: Job, arguments: argparse.Namespace) -> None:
+    strategy, module = job
+    plan = strategy.plan(module)
+    trainable = frozenset(name for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad)
+    graph = plan.graph(range(plan.layout.num_replicas), strategy.num_microbatches, trainable)
+    result = simulate(build(strategy.schedule, graph), graph)
+    idle = sum(result.bubble.values()) / len(result.bubble)
+    longest = max(result.busy.values())
+    print(
+        f"{strategy.schedule}, microbatches: {strategy.num_microbatches} per replica, ranks idle {idle:.1%} of a step"
+    )
+    print(f"makespan {result.makespan:.4g}, the busiest rank works {longest:.4g} (unit: a forward of one parameter)\n")
+    rows = [
+        (rank, "+".join(plan.stages_of(rank)), f"{result.busy[rank]:.4g}", f"{result.bubble[rank]:.1%}", peak)
+        for rank, peak in sorted(result.peak_activations.items())
+    ]
+    print(table(("rank", "stages", "busy", "idle", "microbatches held"), rows))
+    if arguments.out is not None:
+        try:
+            (chrome_trace if arguments.out.suffix == ".json" else draw)(result, arguments.out)
+        except (ImportError, OSError, ValueError) as error:
+            raise ConfigError(
+                "--out", str(arguments.out), f"It cannot be drawn: {error}", "Try a .json file"
+            ) from error
+
+
+def _read(config: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(config.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError("CONFIG", str(config), f"It cannot be read: {error.strerror}", "Name a YAML file") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError("CONFIG", str(config), f"It is no YAML: {error}", "Correct it there") from error
+    if not isinstance(content, dict):
+        rule = "A configuration maps keys such as trainer, model and data to settings"
+        raise ConfigError("CONFIG", str(config), rule, "Name a configuration of a LightningCLI")
+    return content
+
+
+def _script_beside(configs: Sequence[Path]) -> Path:
+    """The only Python file in the folders of the configurations that mentions LightningCLI."""
+    files = sorted({file for config in configs for file in config.parent.glob("*.py")})
+    found = [file for file in files if "LightningCLI" in file.read_text(encoding="utf-8", errors="ignore")]
+    if len(found) != 1:
+        seen = ", ".join(map(str, found)) or "none"
+        rule = f"Without model.class_path the classes are those of a script, and of scripts beside it there are: {seen}"
+        raise ConfigError("CONFIG", str(configs[0]), rule, "Name the script that makes the LightningCLI with --script")
+    return found[0]
+
+
+@contextmanager
+def _importable(folders: Sequence[Path]) -> Generator[None, None, None]:
+    before = list(sys.path)
+    sys.path[:0] = [str(folder.resolve()) for folder in folders]
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+
+
+class _Finished(BaseException):
+    """Leaves the user's script with what was looked for; no `except Exception` of theirs stops it."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+
+
+def _job_of(script: Path | None, arguments: list[str]) -> Job:
+    """Run what makes a LightningCLI until it has made its parser, and let that parser read `arguments`."""
+    setup_parser = LightningCLI.setup_parser
+
+    def read(cli: LightningCLI, run: bool, main_kwargs: dict[str, Any], sub_kwargs: dict[str, Any]) -> None:
+        setup_parser(cli, run, main_kwargs | {"exit_on_error": False}, sub_kwargs)
+        raise _Finished(_parsed(cli.parser, ["fit"] if run else [], arguments))
+
+    make: Callable[[], Any] = LightningCLI
+    if script is not None:
+        make = lambda: runpy.run_path(str(script), run_name="__main__")  # noqa: E731
+    try:
+        with patch.object(LightningCLI, "setup_parser", read), patch.object(sys, "argv", [str(script)]):
+            make()
+    except _Finished as finished:
+        return finished.job
+    except OSError as error:
+        if script is None or script.exists():
+            raise
+        raise ConfigError("--script", str(script), f"It cannot be read: {error.strerror}", "Name a file") from error
+    raise ConfigError("--script", str(script), "It makes no LightningCLI", "Name the script that trains")
+
+
+def _parsed(parser: Any, command: list[str], arguments: list[str]) -> Job:
+    parsed = parser.parse_args([*command, *arguments])
+    config = parsed[command[0]] if command else parsed
+    settings = config.trainer
+    print(repr(settings.devices), type(settings.devices))
+    devices, nodes = _devices(settings.devices), settings.num_nodes
+    dtype = _DTYPES.get(str(settings.precision))
+    for key in [key for key in vars(settings) if key != "strategy"]:
+        del settings[key]  # callbacks and loggers need not be made
+    instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes  # renamed in jsonargparse 4.49
+
+    def make() -> tuple[Any, Any, LightningModule]:
+        made = instantiate(parsed)
+        made = made[command[0]] if command else made
+        made.model.configure_model()
+        return made.trainer.strategy, made.get("data"), made.model
+
+    try:
+        with torch.device("meta"):
+            strategy, data, module = make()
+    except ConfigError:
+        raise
+    except Exception:  # a constructor that computes with values, or loads them, needs memory
+        strategy, data, module = make()
+    if strategy == "mm5d":
+        strategy = MultimodalStrategy()
+    if not isinstance(strategy, MultimodalStrategy):
+        fix = "Use class_path: lightning_mm5d.MultimodalStrategy"
+        raise ConfigError("trainer.strategy", strategy, "The plans of lightning_mm5d's strategy are shown only", fix)
+    strategy.parallel_devices, strategy.num_nodes = [torch.device("cpu")] * devices, nodes
+    print(devices, nodes, strategy.num_processes, strategy.parallel_devices)
+    strategy.validate_before_launch(module, data)
+    return Job(strategy, module if dtype is None else module.to(dtype))
+
+
+def _devices(devices: Any) -> int:
+    """Processes per node, of the forms that Lightning knows: a number, a list of devices, or either as text."""
+    ids = devices if isinstance(devices, list) else [part for part in str(devices).split(",") if part.strip()]
+    if isinstance(devices, list) or len(ids) > 1:
+        return len(ids)
+    if str(devices).isdigit() and int(devices) > 0:
+        return int(devices)
+    rule = "It depends on the machine that trains, which may not be this one, so it must be a number here"
+    raise ConfigError("trainer.devices", devices, rule, "Add --trainer.devices=8, or whatever that machine has")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,173 @@
+"""What a plan puts where, as data and as text: ranks, stages, layers, parameters, bytes, cuts and copies.
+
+A layout is easier to correct on paper than on a cluster. Everything here is counted from a module that may be on the
+meta device, and from the same plan that a run executes. It refuses nothing: the plan was checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from lightning_mm5d.engine.plan import Plan
+from lightning_mm5d.layout import Layout, Place
+from lightning_mm5d.partition import StageCut
+
+
+class Holding(NamedTuple):
+    """What one place holds.
+
+    Attributes:
+        place: a rank's position in one modality.
+        cut: its stage.
+        layers: full names of the layers in it.
+        parameters: elements of the parameters that it uses, tied ones once.
+        bytes: memory of these parameters, without gradients and optimizer state.
+    """
+
+    place: Place
+    cut: StageCut
+    layers: tuple[str, ...]
+    parameters: int
+    bytes: int
+
+
+def holdings(plan: Plan, module: nn.Module) -> list[Holding]:
+    """Return what each place holds, by rank and then by modality; a rank with several modalities has several places."""
+    found = []
+    for place in sorted(plan.layout.places, key=lambda place: place.rank):  # stable: modalities keep their order
+        cut = plan.partition.stages[place.modality][place.pp]
+        held = _parameters(module, plan, [cut.name])
+        numbers = sum(p.numel() for p in held), sum(p.numel() * p.element_size() for p in held)
+        found.append(Holding(place, cut, _layers(plan, module, cut), *numbers))
+    return found
+
+
+def as_json(held: Sequence[Holding]) -> list[dict[str, Any]]:
+    """Return the holdings as ``{"rank", "node", "modality", "dp", "pp", "cp", "tp", "layers", "parameters"}``."""
+    return [one.place._asdict() | {"layers": list(one.layers), "parameters": one.parameters} for one in held]
+
+
+def report(plan: Plan, module: nn.Module, *, schedule: str, num_microbatches: int) -> str:
+    """Return the plan as text: how it runs, what is cut where, the stages, and the places of all ranks.
+
+    Args:
+        plan: what runs where.
+        module: the module, whole; the meta device will do.
+        schedule: name of the schedule.
+        num_microbatches: M.
+    """
+    layout = plan.layout
+    whole = sum(p.numel() for p in module.parameters())
+    lines = [
+        ("schedule", f"{schedule}, microbatches: {num_microbatches} per replica"),
+        ("ranks", f"{layout.size}, nodes: {-(-layout.size // layout.ranks_per_node)}, replicas: {layout.num_replicas}"),
+        ("model", f"{whole:,} parameters, loss in {plan.partition.terminal}"),
+        *_cuts(plan),
+        *_copies(plan, module),
+    ]
+    width = max(len(name) for name, _ in lines)
+    head = "\n".join(f"{name:{width}}  {text}" for name, text in lines)
+    return f"{head}\n\n{_stages(plan, module)}\n\n{_places(plan, module)}"
+
+
+def warnings(layout: Layout) -> list[str]:
+    """Return a sentence for each group of ranks that talk much over a link between nodes."""
+    words = {"tp": "tensor parallel group", "cp": "context parallel block"}
+    return [
+        f"ranks {_span(ranks)}, a {words[axis]} of {modality}, are on the nodes "
+        f"{_span({rank // layout.ranks_per_node for rank in ranks})}: their traffic crosses the slower link"
+        for modality, axis, ranks in layout.straddling
+    ]
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return columns of text: numbers to the right, all else to the left."""
+    cells = [[f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in row] for row in (header, *rows)]
+    columns = list(zip(*cells, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    right = [all(cell[:1].isdigit() for cell in column[1:]) for column in columns]
+    aligned = (
+        [cell.rjust(width) if to_right else cell.ljust(width) for cell, width, to_right in zip(row, widths, right)]  # noqa: B905
+        for row in cells
+    )
+    return "\n".join("  ".join(row).rstrip() for row in aligned)
+
+
+def _cuts(plan: Plan) -> Iterable[tuple[str, str]]:
+    for name, encoder in plan.partition.encoders.items():
+        source = plan.stage_of[plan.partition.stages[name][-1].name]
+        targets = [_title(plan, stage) for stage, names in plan.consumes.items() if name in names]
+        where = " and ".join(cut.name for cut in encoder.boundaries)
+        to = f"sends to {', '.join(targets)}" if targets else f"runs inside {_title(plan, source)}, sends nothing"
+        yield name, f"cut at {where}, {to}"
+
+
+def _copies(plan: Plan, module: nn.Module) -> Iterable[tuple[str, str]]:
+    """Parameters that several stages hold, with all their names."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for alike in names.values():
+        stages = dict.fromkeys(plan.stage_of[owner] for owner in plan.partition.owners[alike[0]])
+        if len(stages) > 1:
+            yield "copies", f"{' = '.join(alike)} in {', '.join(_title(plan, stage) for stage in stages)}, kept equal"
+
+
+def _stages(plan: Plan, module: nn.Module) -> str:
+    rows = []
+    for stage, members in plan.members.items():
+        held = _parameters(module, plan, members)
+        targets = [_title(plan, target) for source, target in plan.edges if source == stage]
+        total, trained = sum(p.numel() for p in held), sum(p.numel() for p in held if p.requires_grad)
+        rows.append((_title(plan, stage), _span(plan.ranks_of(stage)), total, trained, ", ".join(targets) or "-"))
+    return table(("stage", "ranks", "parameters", "trainable", "feeds"), rows)
+
+
+def _places(plan: Plan, module: nn.Module) -> str:
+    rows = []
+    for place, cut, layers, parameters, size in holdings(plan, module):
+        # as a slice, since a layer's index in its list is its name
+        where = f"{plan.partition.layers[place.modality]}[{cut.first}:{cut.last}]" if layers else "-"
+        rows.append((*place, where, parameters, _memory(size)))
+    return table((*Place._fields, "layers", "parameters", "bytes"), rows)
+
+
+def _parameters(module: nn.Module, plan: Plan, stages: Iterable[str]) -> list[nn.Parameter]:
+    """The distinct parameters that stages of the partition use."""
+    wanted = set(stages)
+    every = module.named_parameters(remove_duplicate=False)
+    return list({id(p): p for name, p in every if wanted.intersection(plan.partition.owners[name])}.values())
+
+
+def _layers(plan: Plan, module: nn.Module, cut: StageCut) -> tuple[str, ...]:
+    path = plan.partition.layers[cut.modality]
+    keys = list(module.get_submodule(path)._modules) if path is not None else []
+    return tuple(f"{path}.{key}" for key in keys[cut.first : cut.last])
+
+
+def _title(plan: Plan, stage: str) -> str:
+    return "+".join(plan.members[stage])
+
+
+def _span(numbers: Iterable[int]) -> str:
+    """``0-3, 6`` for 0, 1, 2, 3 and 6."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _memory(size: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            break
+        size /= 1024
+    else:
+        unit = "TiB"
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

@@ -1,0 +1,97 @@
+"""Checks of a configuration against a module and its data, before any process is started.
+
+What needs only the configuration is checked in `config` and `layout`. It refuses manual optimization where a schedule
+runs, losses that need all layers on one rank, and batches that are too small to be split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+from torch.utils.data import DataLoader
+
+from lightning_mm5d.config import Modality, check
+from lightning_mm5d.engine.plan import Plan
+from lightning_mm5d.errors import ConfigError
+from lightning_mm5d.partition import terminal_of
+from lightning_mm5d.schedule import SCHEDULES
+
+
+def check_fields(
+    modalities: Mapping[str, Modality], *, schedule: str, num_microbatches: int, choices: Mapping[str, tuple[str, ...]]
+) -> None:
+    """Refuse what is wrong whatever the model and the number of ranks.
+
+    Args:
+        modalities: what the user wrote, by name.
+        schedule: name of the schedule.
+        num_microbatches: microbatches per batch.
+        choices: other fields: what the user wrote, and behind it what is known.
+
+    Raises:
+        ConfigError: at the first field that cannot work.
+    """
+    terminal = terminal_of(modalities)
+    check(
+        modalities, terminal=terminal, num_microbatches=num_microbatches, schedule=schedule, schedules=tuple(SCHEDULES)
+    )
+    for field, (got, *known) in choices.items():
+        if got not in known:
+            raise ConfigError(field, got, f"It is one of {', '.join(known)}", f"Use {known[0]!r}")
+    for name, modality in modalities.items():
+        for axis in ("tp_size", "cp_size"):
+            if getattr(modality, axis) != 1:
+                raise ConfigError(
+                    f"modalities.{name}.{axis}",
+                    getattr(modality, axis),
+                    "This version computes data, pipeline and modality parallelism only",
+                    "Use 1",
+                )
+
+
+def check_module(module: pl.LightningModule, plan: Plan, num_microbatches: int) -> None:
+    """Refuse modules that cannot run in stages.
+
+    Raises:
+        ConfigError: it optimizes manually, or its loss needs all layers, and the layout has several stages.
+    """
+    if not module.automatic_optimization and (len(plan.members) > 1 or num_microbatches > 1):
+        raise ConfigError(
+            "automatic_optimization",
+            False,
+            "Manual optimization runs its own backward, and a schedule leaves no place for that",
+            "Use automatic optimization, or one stage (colocate all modalities, pp_size=1) and num_microbatches=1",
+        )
+    configs = [getattr(part, "config", None) for part in module.modules()]
+    if any(getattr(config, "output_router_logits", False) is True for config in configs):
+        for name, axes in plan.layout.axes.items():
+            if axes.pp > 1:
+                raise ConfigError(
+                    f"modalities.{name}.pp_size",
+                    axes.pp,
+                    "A loss over the routers of all layers (output_router_logits) needs all layers on one rank",
+                    "Use 1, or set output_router_logits to False in the model's config",
+                )
+
+
+def check_batches(data: Sequence[Any], num_microbatches: int) -> None:
+    """Refuse dataloaders whose batches are smaller than the number of microbatches.
+
+    Args:
+        data: what the trainer was given beside the module; datamodules count where they have a `batch_size`.
+        num_microbatches: parts that a batch is split into.
+
+    Raises:
+        ConfigError: a batch cannot be split into so many.
+    """
+    for item in data:
+        size = getattr(item, "batch_size", None) if isinstance(item, (DataLoader, pl.LightningDataModule)) else None
+        if isinstance(size, int) and 0 < size < num_microbatches:
+            raise ConfigError(
+                "num_microbatches",
+                num_microbatches,
+                f"A batch of {size} samples cannot be split into more than {size} microbatches",
+                f"Use {size} or fewer, or larger batches",
+            )
