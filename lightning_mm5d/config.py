@@ -48,7 +48,8 @@ class Modality:
         tp_size: Tensor parallel degree: ranks that share each layer.
         cp_size: Context parallel degree: ranks that share each sequence.
         pp_size: Number of pipeline stages. Unset: as many as ``pipeline_template`` has, else 1.
-        pipeline_template: Which layers run in which stage. Unset: balanced by cost.
+        pipeline_template: Which layers run in which stage. Unset: as evenly as can be, left-over layers first.
+        pp_chunks: Stages that each rank of the pipeline has, of as many model chunks; for interleaved schedules.
         colocate_with: Name of the modality whose ranks this one shares, instead of having ranks of its own.
     """
 
@@ -60,14 +61,20 @@ class Modality:
     cp_size: int = 1
     pp_size: int | None = None
     pipeline_template: PipelineTemplate | None = None
+    pp_chunks: int = 1
     colocate_with: str | None = None
 
     @property
     def stages(self) -> int:
-        """Number of pipeline stages: what was said, else what the template has, else 1."""
+        """Number of pipeline ranks: what was said, else what the template has room for, else 1."""
         if self.pp_size is not None:
             return self.pp_size
-        return 1 if self.pipeline_template is None else self.pipeline_template.num_stages
+        return 1 if self.pipeline_template is None else max(self.pipeline_template.num_stages // self.pp_chunks, 1)
+
+    @property
+    def num_cuts(self) -> int:
+        """Number of parts that the layers are cut into: pipeline ranks * pp_chunks."""
+        return self.stages * self.pp_chunks
 
     @property
     def ranks_per_replica(self) -> int:
@@ -167,17 +174,24 @@ def _check_name(name: object) -> None:
 
 
 def _check_sizes(field: str, modality: Modality) -> None:
-    for size in ("dp_size", "tp_size", "cp_size", "pp_size"):
+    for size in ("dp_size", "tp_size", "cp_size", "pp_size", "pp_chunks"):
         value = getattr(modality, size)
-        if value is not None or size in ("tp_size", "cp_size"):
+        if value is not None or size in ("tp_size", "cp_size", "pp_chunks"):
             _check_count(f"{field}.{size}", value)
     template = modality.pipeline_template
+    if modality.pp_chunks > 1 and modality.pp_size in (None, 1) and template is None:
+        rule = "Chunks interleave the stages of several pipeline ranks"
+        raise ConfigError(f"{field}.pp_chunks", modality.pp_chunks, rule, "Use pp_size=2 or more, or pp_chunks=1")
     if template is None:
         return
     _check_template(f"{field}.pipeline_template", template)
-    if modality.pp_size not in (None, template.num_stages):
+    fits, rest = divmod(template.num_stages, modality.pp_chunks)
+    if rest:
+        rule = f"The pipeline_template has {template.num_stages} stages, pp_chunks for each rank"
+        raise ConfigError(f"{field}.pp_chunks", modality.pp_chunks, rule, "Use a number that divides the stages, or 1")
+    if modality.pp_size not in (None, fits):
         rule = f"The pipeline_template has {template.num_stages} stages"
-        fix = f"Use pp_size={template.num_stages}, or leave it unset"
+        fix = f"Use pp_size={fits}, or leave it unset"
         raise ConfigError(f"{field}.pp_size", modality.pp_size, rule, fix)
 
 
@@ -224,7 +238,7 @@ def _check_paths(field: str, paths: object) -> None:
 
 
 def _check_feeds(name: str, modalities: Mapping[str, Modality], terminal: str) -> None:
-    field, feeds, stages = f"modalities.{name}.feeds", modalities[name].feeds, modalities[terminal].stages
+    field, feeds, stages = f"modalities.{name}.feeds", modalities[name].feeds, modalities[terminal].num_cuts
     if not _is_list(feeds) and feeds not in ("first", "all"):
         rule = "It is 'first', 'all' or a list of stages"
         raise ConfigError(field, feeds, rule, _did_you_mean(feeds, ("first", "all")))

@@ -17,7 +17,7 @@ from typing import Literal
 
 from lightning_mm5d.config import Modality
 from lightning_mm5d.layout import Layout
-from lightning_mm5d.partition import Partition
+from lightning_mm5d.partition import Partition, StageCut
 from lightning_mm5d.schedule import Graph, Node
 
 
@@ -30,12 +30,14 @@ class Plan:
         partition: what is cut where.
         modalities: the configuration.
         sizes: elements of every parameter by name, for costs.
+        v_shaped: whether model chunks go down the ranks and up again (``zbv``) instead of round and round.
     """
 
     layout: Layout
     partition: Partition
     modalities: Mapping[str, Modality]
     sizes: Mapping[str, int]
+    v_shaped: bool = False
 
     @cached_property
     def members(self) -> dict[str, tuple[str, ...]]:
@@ -89,7 +91,17 @@ class Plan:
     def ranks_of(self, stage: str) -> tuple[int, ...]:
         """The ranks of a stage's instances, by replica."""
         modality, _, index = stage.rpartition(".")
-        return self.layout.ranks_of(modality, pp=int(index))
+        return self.layout.ranks_of(modality, pp=self.pp_of(modality, int(index)))
+
+    def pp_of(self, modality: str, index: int) -> int:
+        """The pipeline rank of a stage: in turn, or there and back where the schedule is V-shaped."""
+        size = self.layout.sizes(modality).pp
+        turn, place = divmod(index, size)
+        return size - 1 - place if self.v_shaped and turn % 2 else place
+
+    def cuts_at(self, modality: str, pp: int) -> tuple[StageCut, ...]:
+        """The stages of a modality on one of its pipeline ranks."""
+        return tuple(cut for cut in self.partition.stages[modality] if self.pp_of(modality, cut.index) == pp)
 
     def stages_of(self, rank: int) -> tuple[str, ...]:
         """The stages of one rank."""
@@ -175,7 +187,8 @@ class Plan:
                             worker=rank,
                             microbatches=tuple(number for _, number in sorted(ids)),
                             forward_cost=cost,
-                            backward_cost=cost * ((2 if here and before else 1) + here) if here or before else 0.0,
+                            # weight gradients and input gradients, the latter alone where nothing is trained here
+                            backward_cost=cost * (2 if here else 1) if here or before else 0.0,
                             replica=dp,
                         )
                     )

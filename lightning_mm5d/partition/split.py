@@ -72,7 +72,7 @@ def partition(root: nn.Module, modalities: Mapping[str, Modality]) -> Partition:
         elif template is not None:
             sizes = _from_sizes(name, template, count)
         else:
-            sizes = _even(name, modality.stages, count)
+            sizes = _even(name, modality.num_cuts, count)
         starts = [sum(sizes[:index]) for index in range(len(sizes))]
         stages[name] = tuple(
             StageCut(name, index, start, start + size)

@@ -10,7 +10,7 @@ It refuses trees with other objects in them, by name.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -114,6 +114,29 @@ def tensors_in(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
             yield from tensors_in(value, (*path, index))
 
 
+def arguments(args: tuple, kwargs: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
+    """Yield the tensors among a call's arguments with their paths in ``(args, kwargs)``.
+
+    Of a dict that is an argument, whole entries: the other end's dict may not have them yet, in any shape.
+    """
+    for index, value in enumerate(args):
+        yield from _parts(value, (0, index))
+    for key, value in kwargs.items():
+        yield from _parts(value, (1, key))
+
+
+def _parts(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, entry in value.items():
+            if any(True for _ in tensors_in(entry)):
+                yield (*path, key), entry
+    elif isinstance(value, (list, tuple)):
+        for index, entry in enumerate(value):
+            yield from _parts(entry, (*path, index))
+
+
 def put(tree: Any, path: Path, value: Any) -> Any:
     """Return `tree` with `value` at `path`: tuples are rebuilt, dicts and lists updated in place.
 
@@ -130,7 +153,7 @@ def put(tree: Any, path: Path, value: Any) -> Any:
     if isinstance(tree, list):
         assert isinstance(key, int)
         tree[key] = put(tree[key], rest, value)
-    elif isinstance(tree, dict):
+    elif isinstance(tree, MutableMapping):
         tree[key] = put(tree.get(key), rest, value)
     else:  # this end passes nothing there: a plain value takes the place
         return value

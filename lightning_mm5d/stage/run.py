@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lightning_mm5d.partition import StageCut
-from lightning_mm5d.stage.payload import Packer, Path, Payload, put, rebuild, tensors_in
+from lightning_mm5d.stage.payload import Packer, Path, Payload, arguments, put, rebuild, tensors_in
 from lightning_mm5d.stage.taint import Trace, mark_dependent, mark_stand_in, must_travel
 
 if TYPE_CHECKING:
@@ -62,11 +62,12 @@ class LayerCall:
 
     Attributes:
         hidden: the hidden state at the entry of the first layer behind the stage.
-        sides: other arguments of later layers, by (layer, path in ``(args, kwargs)``).
+        sides: other arguments of later layers, by (layer, path in ``(args, kwargs)``): tensors, and whole entries of
+            dicts that layers share states in.
     """
 
     hidden: Tensor
-    sides: dict[tuple[int, Path], Tensor]
+    sides: dict[tuple[int, Path], Any]
 
 
 class Run:
@@ -119,7 +120,7 @@ class Run:
         for name, description in payload.meta["boundaries"]:
             self._boundaries_in.setdefault(name, []).append(rebuild(description, payload.tensors))
         for modality, hidden, sides in payload.meta["calls"]:
-            found = {(layer, tuple(path)): payload.tensors[index] for layer, path, index in sides}
+            found = {(layer, tuple(path)): rebuild(value, payload.tensors) for layer, path, value in sides}
             self._calls_in.setdefault(modality, []).append(LayerCall(payload.tensors[hidden], found))
 
     # --- the step ---
@@ -187,9 +188,9 @@ class Run:
         call = self._call(modality)
         if layer == cut.first:
             args, kwargs = put((args, kwargs), hidden_path(args, kwargs), call.hidden)
-        for (where, path), tensor in call.sides.items():
+        for (where, path), value in call.sides.items():
             if where == layer:
-                args, kwargs = put((args, kwargs), path, tensor)
+                args, kwargs = put((args, kwargs), path, value)
         return args, kwargs
 
     def _call(self, modality: str) -> LayerCall:
@@ -231,16 +232,16 @@ class Run:
     def _collect(self, modality: str, layer: int, args: tuple, kwargs: dict[str, Any]) -> None:
         call = self._calls_out[modality][-1]
         hidden = hidden_path(args, kwargs)
-        for path, tensor in tensors_in((args, kwargs)):
+        for path, value in arguments(args, kwargs):
             if path == hidden:
                 continue
             if self._sides is None:
-                if not must_travel(tensor):
+                if not any(must_travel(tensor) for _, tensor in tensors_in(value)):
                     continue
                 self._found.add((modality, layer, path))
             elif (modality, layer, path) not in self._sides:
                 continue
-            call.sides[layer, path] = tensor
+            call.sides[layer, path] = value
 
     def _is_over(self, modality: str, layer: int) -> bool:
         if self._sides is None:
@@ -266,7 +267,7 @@ class Run:
             [
                 calls_of,
                 packer.add(call.hidden),
-                [[layer, list(path), packer.add(tensor)] for (layer, path), tensor in call.sides.items()],
+                [[layer, list(path), packer.describe(value)] for (layer, path), value in call.sides.items()],
             ]
             for call in (self._calls_out.get(calls_of, []) if calls_of else [])
         ]

@@ -148,8 +148,7 @@ class Runtime:
                     self._learn(modality, index, hidden_of(args, kwargs), result)
                 return result
             if modality not in self._returns_tuple:
-                with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                    self._learn(modality, index, None, original(*args, **kwargs))
+                self._probe(modality, index, original, args, kwargs)
             hidden = run.skip(modality, index, args, kwargs)
             length = self._returns_tuple[modality]
             return hidden if length is None else (hidden, *[None] * (length - 1))
@@ -164,6 +163,14 @@ class Runtime:
         self._replace(layer, "forward", forward)
         # a hook, not the forward: it stays outside of activation checkpointing
         self._undo.append(layer.register_forward_pre_hook(enter, with_kwargs=True).remove)
+
+    def _probe(self, modality: str, index: int, original: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Find out what a remote layer returns by running it once on its NaN parameters."""
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                self._learn(modality, index, None, original(*args, **kwargs))
+        except RuntimeError:  # it writes to its parameters, and placeholders have no memory; a tensor is the rule
+            self._returns_tuple[modality] = None
 
     def _learn(self, modality: str, index: int, hidden: Tensor | None, result: Any) -> None:
         first = result[0] if isinstance(result, (tuple, list)) else result
