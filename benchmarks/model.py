@@ -104,10 +104,10 @@ class VisionLanguage(L.LightningModule):
 
 
 class Samples(Dataset):
-    """As many random samples as asked for, the same in every process."""
+    """As many random samples as asked for; equal seeds give equal samples."""
 
-    def __init__(self, count: int) -> None:
-        generator = torch.Generator().manual_seed(1)
+    def __init__(self, count: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
         self._images = torch.randn(count, PATCHES, PATCH_WIDTH, generator=generator)
         self._tokens = torch.randint(1, VOCABULARY, (count, TOKENS), generator=generator)
         self._tokens[:, :PATCHES] = IMAGE
@@ -119,6 +119,6 @@ class Samples(Dataset):
         return {"images": self._images[index], "tokens": self._tokens[index]}
 
 
-def loader(steps: int, batch_size: int) -> DataLoader:
+def loader(steps: int, batch_size: int, seed: int = 0) -> DataLoader:
     """`steps` batches of `batch_size` samples."""
-    return DataLoader(Samples(steps * batch_size), batch_size=batch_size)
+    return DataLoader(Samples(steps * batch_size, seed), batch_size=batch_size)

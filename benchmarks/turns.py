@@ -145,6 +145,7 @@ def fit(module: L.LightningModule, loader: DataLoader, strategy: Any, world: int
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
+            use_distributed_sampler=False,  # every side gets the very batches that it was given
             callbacks=list(callbacks),
         )
         trainer.fit(module, loader)

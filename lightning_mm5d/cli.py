@@ -18,24 +18,30 @@ import runpy
 import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 import yaml
-from jsonargparse import ArgumentError
+from jsonargparse import ArgumentError, ArgumentParser, Namespace
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.strategies import Strategy
 
 from lightning_mm5d.errors import ConfigError
 from lightning_mm5d.planner.inspect import as_json, holdings, report, table, warnings
 from lightning_mm5d.planner.timeline import chrome_trace, draw
-from lightning_mm5d.schedule import build, simulate
 from lightning_mm5d.strategy import MultimodalStrategy
 
 # what Lightning's precision plugins make of a module's parameters; all other settings leave them alone
 _DTYPES = {"64-true": torch.float64, "64": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
+_OPTIONS = ("--help", "--json", "--out", "--script")
+_UNION = "Does not validate against any of the Union subtypes"
+_NOISE = ("Subtypes:", "Errors:", "Given value", "Expected a <class 'NoneType'>", "Expected a <class 'str'>")
 
 
 class Job(NamedTuple):
@@ -51,7 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the arguments, by default those of the process.
     """
-    parser = argparse.ArgumentParser(prog="mm5d", description="Plan multimodal training before it runs.")
+    parser = argparse.ArgumentParser(
+        prog="mm5d", allow_abbrev=False, description="Plan multimodal training before it runs."
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("configs", nargs="+", type=Path, metavar="CONFIG", help="YAML files, later ones laid on top")
@@ -67,11 +75,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     one = commands.add_parser("simulate", parents=[shared], epilog=rest, help="show how long ranks would idle")
     one.add_argument("--out", type=Path, help="timeline: a picture (.png, .svg, .pdf), or a trace for Perfetto (.json)")
     one.set_defaults(run=_simulate)
-    arguments, overrides = parser.parse_known_args(argv)
+    own, overrides = _split(sys.argv[1:] if argv is None else argv)
+    arguments = parser.parse_args(own)
     try:
         arguments.run(load(arguments.configs, arguments.script, overrides), arguments)
     except (ConfigError, ArgumentError) as error:
-        print(f"mm5d: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"mm5d: error: {_one_line(str(error))}", file=sys.stderr)
         return 2
     return 0
 
@@ -95,10 +104,30 @@ def load(configs: Sequence[Path], script: Path | None, overrides: Sequence[str])
         named = named or isinstance(model, str) or (isinstance(model, dict) and "class_path" in model)
     if script is None and not named:
         script = _script_beside(configs)
+    if script is not None and not script.is_file():
+        raise ConfigError("--script", str(script), "There is no such file", "Name the script that trains")
     arguments = [part for config in configs for part in ("--config", str(config))] + list(overrides)
     folders = [script.parent] if script else []
     with _importable([*folders, *(config.parent for config in configs), Path()]):
         return _job_of(script, arguments)
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Arguments of this command, and those that override the configuration, each with its value."""
+    own, overrides, rest = [], [], iter(argv)
+    for argument in rest:
+        if not argument.startswith("--") or argument.split("=")[0] in _OPTIONS:
+            own.append(argument)
+        else:
+            overrides += [argument] if "=" in argument else [argument, *islice(rest, 1)]
+    return own, overrides
+
+
+def _one_line(message: str) -> str:
+    """The message without what jsonargparse tells of types that were tried in vain."""
+    lines = [line.strip().removeprefix("- ") for line in message.splitlines()]
+    kept = " ".join(line for line in lines if not line.startswith(_NOISE)).replace(_UNION, "")
+    return " ".join((" ".join(lines) if kept.rstrip().endswith(":") else kept).split())
 
 
 def _inspect(job: Job, arguments: argparse.Namespace) -> None:
@@ -115,9 +144,7 @@ def _inspect(job: Job, arguments: argparse.Namespace) -> None:
 def _simulate(job: Job, arguments: argparse.Namespace) -> None:
     strategy, module = job
     plan = strategy.plan(module)
-    trainable = frozenset(name for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad)
-    graph = plan.graph(range(plan.layout.num_replicas), strategy.num_microbatches, trainable)
-    result = simulate(build(strategy.schedule, graph), graph)
+    result = strategy.simulate(module)
     idle = sum(result.bubble.values()) / len(result.bubble)
     longest = max(result.busy.values())
     print(
@@ -173,68 +200,83 @@ def _importable(folders: Sequence[Path]) -> Generator[None, None, None]:
 
 
 class _Finished(BaseException):
-    """Leaves the user's script with what was looked for; no `except Exception` of theirs stops it."""
+    """Leaves the user's script with what came of it; no `except Exception` of theirs stops it, and goes on to train."""
 
-    def __init__(self, job: Job) -> None:
-        self.job = job
+    def __init__(self, outcome: Job | Exception) -> None:
+        self.outcome = outcome
 
 
 def _job_of(script: Path | None, arguments: list[str]) -> Job:
     """Run what makes a LightningCLI until it has made its parser, and let that parser read `arguments`."""
-    setup_parser = LightningCLI.setup_parser
+    setup_parser, fit = LightningCLI.setup_parser, {"fit": LightningCLI.subcommands()["fit"]}
 
     def read(cli: LightningCLI, run: bool, main_kwargs: dict[str, Any], sub_kwargs: dict[str, Any]) -> None:
         setup_parser(cli, run, main_kwargs | {"exit_on_error": False}, sub_kwargs)
-        raise _Finished(_parsed(cli.parser, ["fit"] if run else [], arguments))
+        try:
+            outcome: Job | Exception = _parsed(cli.parser, ["fit"] if run else [], arguments)
+        except Exception as error:
+            outcome = error
+        raise _Finished(outcome)
 
-    make: Callable[[], Any] = LightningCLI
-    if script is not None:
-        make = lambda: runpy.run_path(str(script), run_name="__main__")  # noqa: E731
+    run_script = partial(runpy.run_path, str(script), run_name="__main__")
+    make: Callable[[], Any] = LightningCLI if script is None else run_script
+    # a parser for each of the other subcommands would take most of the time
+    patched = patch.multiple(LightningCLI, setup_parser=read, subcommands=staticmethod(lambda: fit))
     try:
-        with patch.object(LightningCLI, "setup_parser", read), patch.object(sys, "argv", [str(script)]):
+        with patched, patch.object(sys, "argv", [str(script)]):
             make()
     except _Finished as finished:
-        return finished.job
-    except OSError as error:
-        if script is None or script.exists():
-            raise
-        raise ConfigError("--script", str(script), f"It cannot be read: {error.strerror}", "Name a file") from error
+        if isinstance(finished.outcome, Exception):
+            raise finished.outcome from None
+        return finished.outcome
     raise ConfigError("--script", str(script), "It makes no LightningCLI", "Name the script that trains")
 
 
 def _parsed(parser: Any, command: list[str], arguments: list[str]) -> Job:
     parsed = parser.parse_args([*command, *arguments])
-    config = parsed[command[0]] if command else parsed
-    settings = config.trainer
-    print(repr(settings.devices), type(settings.devices))
+    settings = (parsed[command[0]] if command else parsed).trainer
+    strategy = _strategy(settings.strategy)
     devices, nodes = _devices(settings.devices), settings.num_nodes
+    strategy.parallel_devices, strategy.num_nodes = [torch.device("cpu")] * devices, nodes
+    strategy.cluster_environment = LightningEnvironment()
+    strategy.cluster_environment.set_world_size(devices * nodes)
     dtype = _DTYPES.get(str(settings.precision))
-    for key in [key for key in vars(settings) if key != "strategy"]:
+    for key in list(vars(settings)):
         del settings[key]  # callbacks and loggers need not be made
-    instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes  # renamed in jsonargparse 4.49
 
-    def make() -> tuple[Any, Any, LightningModule]:
-        made = instantiate(parsed)
+    def make() -> tuple[LightningModule, Any]:
+        made = _instantiate(parser, parsed)
         made = made[command[0]] if command else made
         made.model.configure_model()
-        return made.trainer.strategy, made.get("data"), made.model
+        return made.model, made.get("data")
 
     try:
         with torch.device("meta"):
-            strategy, data, module = make()
-    except ConfigError:
-        raise
+            module, data = make()
     except Exception:  # a constructor that computes with values, or loads them, needs memory
-        strategy, data, module = make()
-    if strategy == "mm5d":
-        strategy = MultimodalStrategy()
-    if not isinstance(strategy, MultimodalStrategy):
-        fix = "Use class_path: lightning_mm5d.MultimodalStrategy"
-        raise ConfigError("trainer.strategy", strategy, "The plans of lightning_mm5d's strategy are shown only", fix)
-    strategy.parallel_devices, strategy.num_nodes = [torch.device("cpu")] * devices, nodes
-    print(devices, nodes, strategy.num_processes, strategy.parallel_devices)
-    strategy.validate_before_launch(module, data)
+        module, data = make()
+    strategy.validate(module, data)
     return Job(strategy, module if dtype is None else module.to(dtype))
+
+
+def _strategy(given: Any) -> MultimodalStrategy:
+    """The strategy of the trainer's settings: an object, a registered name, or a class and its arguments."""
+    if isinstance(given, Namespace):
+        # by a parser of its own: that of the trainer's `str | Strategy` would bury a ConfigError
+        parser = ArgumentParser(exit_on_error=False)
+        parser.add_argument("--strategy", type=Strategy)
+        given = _instantiate(parser, parser.parse_object({"strategy": given.as_dict()})).strategy
+    if given == "mm5d":
+        given = MultimodalStrategy()
+    if not isinstance(given, MultimodalStrategy):
+        got = given if isinstance(given, str) else type(given).__name__
+        fix = "Use class_path: lightning_mm5d.MultimodalStrategy"
+        raise ConfigError("trainer.strategy", got, "Only the plans of MultimodalStrategy can be shown", fix)
+    return given
+
+
+def _instantiate(parser: Any, config: Namespace) -> Namespace:
+    return (getattr(parser, "instantiate", None) or parser.instantiate_classes)(config)  # renamed in jsonargparse 4.49
 
 
 def _devices(devices: Any) -> int:

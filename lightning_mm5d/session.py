@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_mm5d.checkpoint import collect_module, collect_optimizer, drop_remote_state
+from lightning_mm5d.checkpoint import collect_module, drop_remote_state
 from lightning_mm5d.device import DeviceFigures
 from lightning_mm5d.engine.engine import Engine
 from lightning_mm5d.engine.groups import Groups
@@ -50,6 +50,7 @@ class Session:
         rank: global rank.
         device: where this rank computes.
         timeout: of operations between ranks.
+        seed: for random state, the same on all ranks.
 
     Attributes:
         is_plain: whether every rank is a replica of the whole model and steps need no schedule.
@@ -66,12 +67,14 @@ class Session:
         rank: int,
         device: torch.device,
         timeout: timedelta,
+        seed: int,
     ) -> None:
         self.plan = plan
-        self.is_plain = len(plan.members) == 1 and num_microbatches == 1
-        self.seed = self._agreed_seed(device)
+        weighs = loss_weight != "samples" or callable(getattr(module, "loss_weight", None))
+        is_whole = len(plan.members) == 1 and num_microbatches == 1
+        self.is_plain = is_whole and not (weighs and plan.layout.num_replicas > 1)
         self._module, self._rank, self._device = module, rank, device
-        self._unsynced = False
+        self._unsynced, self._seed = False, seed
         self._make_groups(timeout)
         self._cut(schedule)
         self._connect_parts(num_microbatches, loss_weight)
@@ -120,7 +123,8 @@ class Session:
                     tensor.copy_(piece.view_as(tensor))
 
     @staticmethod
-    def _agreed_seed(device: torch.device) -> int:
+    def agreed_seed(device: torch.device) -> int:
+        """Return rank 0's seed; collective."""
         own = int(os.environ.get("PL_GLOBAL_SEED") or torch.initial_seed() % 2**62)
         seed = torch.tensor([own], device=Session.wire(device))
         dist.broadcast(seed, 0)
@@ -202,7 +206,7 @@ class Session:
             terminal_group=self._terminal if self._is_last else None,
             num_microbatches=num_microbatches,
             loss_weight=loss_weight,
-            seed=None if alone else self.seed,
+            seed=None if alone else self._seed,
         )
         stages = ["+".join(plan.stages_of(rank)) for rank in range(layout.size)]
         self.figures = DeviceFigures(self._engine, self.transport, stages, self._device)
@@ -214,10 +218,13 @@ class Session:
         for optimizer in optimizers:
             drop_remote_state(optimizer)
 
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the state of an optimizer, or of what Lightning's wrapper holds, whole on rank 0; collective."""
-        inner = getattr(optimizer, "optimizer", optimizer)
-        return collect_optimizer(inner, self._module, self.plan, self._rank, Session.wire(self._device))
+    def drop_old_gradients(self, optimizers: Sequence[Optimizer]) -> None:
+        """Free gradients that Lightning is about to zero, or two sets of them would be held."""
+        module, trainer = self._module, self._module.trainer
+        is_stock = type(module).optimizer_zero_grad is pl.LightningModule.optimizer_zero_grad
+        if is_stock and trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
+            for optimizer in optimizers:
+                optimizer.zero_grad()
 
     @contextmanager
     def synced(self, enabled: bool) -> Generator[None, None, None]:
@@ -231,7 +238,8 @@ class Session:
             return
         older = None if self._unsynced else self.gradients.take()
         yield
-        self.gradients.reduce()
+        # a schedule has given each replica its share of the loss; plain replicas have their own mean
+        self.gradients.reduce(1.0 / self.plan.layout.num_replicas if self.is_plain else 1.0)
         self._unsynced = False
         if older is not None:
             self.gradients.add(older)

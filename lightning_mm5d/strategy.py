@@ -28,7 +28,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_mm5d.checkpoint import collect_module, load_module, load_optimizer
+from lightning_mm5d.checkpoint import collect_module, collect_optimizer, load_module, load_optimizer
 from lightning_mm5d.config import Modality
 from lightning_mm5d.engine.plan import Plan
 from lightning_mm5d.grouped import group_batches
@@ -36,9 +36,9 @@ from lightning_mm5d.launch import cpu_threads, make_launcher
 from lightning_mm5d.layout import Layout
 from lightning_mm5d.loader import per_replica, shard_loader
 from lightning_mm5d.partition import partition, terminal_of
-from lightning_mm5d.schedule import Simulation, build, simulate
+from lightning_mm5d.schedule import Simulation
 from lightning_mm5d.session import Session
-from lightning_mm5d.validation import check_batches, check_fields, check_module
+from lightning_mm5d.validation import check_batches, check_computed, check_fields, check_module
 
 
 class MultimodalStrategy(ParallelStrategy):
@@ -92,8 +92,8 @@ class MultimodalStrategy(ParallelStrategy):
         self._placement, self._start_method = placement, start_method
         self._backend, self._timeout = process_group_backend, timeout
         self._session: Session | None = None
-        self._plan: Plan | None = None
         self._hooked: list[Any] = []
+        self._seed = 0
         self._failed = False
         self._syncs = True
         check_fields(
@@ -120,7 +120,12 @@ class MultimodalStrategy(ParallelStrategy):
         )
 
     def validate_before_launch(self, module: pl.LightningModule, *data: Any) -> None:
-        """Check everything that can be checked without processes; the launchers call it.
+        """`validate`, and refuse what can be laid out but not computed yet; the launchers call it."""
+        check_computed(self.modalities, self.schedule)
+        self.validate(module, *data)
+
+    def validate(self, module: pl.LightningModule, *data: Any) -> None:
+        """Check everything that can be checked without processes.
 
         Args:
             module: the module to run.
@@ -143,19 +148,18 @@ class MultimodalStrategy(ParallelStrategy):
             ConfigError: the configuration does not fit the module.
         """
         sizes = {name: p.numel() for name, p in module.named_parameters(remove_duplicate=False)}
-        return Plan(self.layout, partition(module, self.modalities), self.modalities, sizes)
+        cut = partition(module, self.modalities)
+        return Plan(self.layout, cut, self.modalities, sizes, v_shaped=self.schedule == "zbv")
 
-    def simulate(self) -> Simulation:
-        """Return the ideal timeline of one training step of the module that was set up last.
+    def simulate(self, module: pl.LightningModule | None = None) -> Simulation:
+        """Return the ideal timeline of one training step of all replicas.
 
-        The time unit is that of the costs, elements of parameters; shares of it are what there is to read.
+        Args:
+            module: what to train; the trainer's where unset. A unit of time is a forward of one parameter.
         """
-        assert self._plan is not None, "simulate() needs a module: call it after fit, or while the trainer runs"
-        assert self.lightning_module is not None
-        named = self.lightning_module.named_parameters(remove_duplicate=False)
-        trainable = frozenset(name for name, parameter in named if parameter.requires_grad)
-        graph = self._plan.graph(range(self.layout.num_replicas), self.num_microbatches, trainable)
-        return simulate(build(self.schedule, graph), graph)
+        module = module or self.lightning_module
+        assert module is not None, "simulate() needs a module, or to be called after fit"
+        return self.plan(module).simulate(self.schedule, self.num_microbatches, module)
 
     # --- processes ---
 
@@ -204,6 +208,7 @@ class MultimodalStrategy(ParallelStrategy):
         if self.root_device.type == "cpu":
             torch.set_num_threads(cpu_threads(self.num_processes))
         Session.connect(self.cluster_environment, self._backend, self._timeout, self.root_device)
+        self._seed = Session.agreed_seed(self.root_device)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -216,16 +221,16 @@ class MultimodalStrategy(ParallelStrategy):
         self.validate_before_launch(module)
         Session.equalize(module, self.root_device)
         self._failed = False
-        self._plan = self.plan(module)
         self._session = Session(
             module,
-            self._plan,
+            self.plan(module),
             schedule=self.schedule,
             num_microbatches=self.num_microbatches,
             loss_weight=self.loss_weight,
             rank=self.global_rank,
             device=self.root_device,
             timeout=self._timeout,
+            seed=self._seed,
         )
         self.model_to_device()
         if any(isinstance(callback, DeviceStatsMonitor) for callback in vars(trainer)["callbacks"]):
@@ -273,14 +278,11 @@ class MultimodalStrategy(ParallelStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        assert self._session is not None
-        if not self._session.is_plain:
-            dataloader = shard_loader(
-                dataloader,
-                shards=self.layout.replicas_of_rank(self.global_rank),
-                num_shards=self.layout.num_replicas,
-                seed=self._session.seed,
-            )
+        # also before `setup`: a module may ask in its own hook how many steps there will be
+        count = self.layout.num_replicas
+        if any(len(self.layout.replica_ranks(number)) > 1 for number in range(count)):
+            served = self.layout.replicas_of_rank(self.global_rank)
+            dataloader = shard_loader(dataloader, shards=served, num_shards=count, seed=self._seed)
         if self.microbatching == "loader" and self.num_microbatches > 1:
             return group_batches(dataloader, self.num_microbatches)
         return dataloader
@@ -297,7 +299,7 @@ class MultimodalStrategy(ParallelStrategy):
         assert self._session is not None
         if self._session.is_plain:
             return super().training_step(*args, **kwargs)
-        self._drop_old_gradients()
+        self._session.drop_old_gradients(self.optimizers)
         scaler = getattr(self.precision_plugin, "scaler", None)
         scale: Callable[[Tensor], Tensor] = scaler.scale if scaler is not None else lambda loss: loss
         batch, *rest = (*args, *kwargs.values())
@@ -330,16 +332,6 @@ class MultimodalStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         index = rest[0] if rest and isinstance(rest[0], int) else self.lightning_module.global_step
         return (self.lightning_module.current_epoch, index)
-
-    def _drop_old_gradients(self) -> None:
-        """Free gradients that Lightning is about to zero, or two sets of them would be held."""
-        module = self.lightning_module
-        assert module is not None
-        accumulate = module.trainer.accumulate_grad_batches
-        is_stock = type(module).optimizer_zero_grad is pl.LightningModule.optimizer_zero_grad
-        if is_stock and module.trainer.fit_loop.batch_idx % accumulate == 0:
-            for optimizer in self.optimizers:
-                optimizer.zero_grad()
 
     # --- gradients ---
 
@@ -411,11 +403,6 @@ class MultimodalStrategy(ParallelStrategy):
 
     # --- checkpoints ---
 
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
-
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
@@ -430,8 +417,11 @@ class MultimodalStrategy(ParallelStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        assert self._session is not None
-        return self._session.optimizer_state(optimizer)
+        module = self.lightning_module
+        assert module is not None
+        plan = self.plan(module) if self._session is None else self._session.plan  # it may be saved after fit as well
+        inner = getattr(optimizer, "optimizer", optimizer)
+        return collect_optimizer(inner, module, plan, self.global_rank, Session.wire(self.root_device))
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Any, **kwargs: Any) -> None:

@@ -18,6 +18,9 @@ from lightning_mm5d.errors import ConfigError
 from lightning_mm5d.partition import terminal_of
 from lightning_mm5d.schedule import SCHEDULES
 
+RUNNABLE = ("gpipe", "1f1b")
+"""Schedules that the engine runs: those without split backwards."""
+
 
 def check_fields(
     modalities: Mapping[str, Modality], *, schedule: str, num_microbatches: int, choices: Mapping[str, tuple[str, ...]]
@@ -40,6 +43,18 @@ def check_fields(
     for field, (got, *known) in choices.items():
         if got not in known:
             raise ConfigError(field, got, f"It is one of {', '.join(known)}", f"Use {known[0]!r}")
+
+
+def check_computed(modalities: Mapping[str, Modality], schedule: str) -> None:
+    """Refuse what can be laid out, shown and simulated, but not computed in this version.
+
+    Raises:
+        ConfigError: tensor or context parallel sizes, or a schedule that splits backwards.
+    """
+    if schedule not in RUNNABLE:
+        raise ConfigError(
+            "schedule", schedule, f"This version runs {', '.join(RUNNABLE)}; others are simulated only", "Use '1f1b'"
+        )
     for name, modality in modalities.items():
         for axis in ("tp_size", "cp_size"):
             if getattr(modality, axis) != 1:

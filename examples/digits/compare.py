@@ -1,6 +1,11 @@
-"""Say how far two runs' losses are apart, step by step; exit with 1 if further than the tolerance.
+"""Say how far two runs' losses are apart; exit with 1 if the first steps differ by more than rounding does.
 
     python examples/digits/compare.py runs/digits/losses.csv runs/digits_one_process/losses.csv
+
+Only the first `--steps` steps are judged. Another layout adds the same numbers in another order, and training
+amplifies that: in this example the same job in one process, with each batch in four pieces instead of one, was
+at most 2e-6 (relative) apart over 50 steps, 2e-4 over 100, and beyond 150, where the losses near zero, on a
+path of its own to the same accuracy.
 
 Reads the `losses.csv` that `train.py` writes. Refuses files whose steps differ.
 """
@@ -17,9 +22,9 @@ def read(path: Path) -> dict[int, float]:
 
 
 def relative_differences(first: dict[int, float], second: dict[int, float]) -> dict[int, float]:
-    """|a - b| / |b| of each step; raises ValueError where the steps are not the same."""
-    if first.keys() != second.keys():
-        raise ValueError(f"the files hold different steps: {len(first)} and {len(second)} of them")
+    """|a - b| / |b| of each step; raises ValueError where the steps are not the same, or none."""
+    if first.keys() != second.keys() or not first:
+        raise ValueError(f"the files hold different steps, or none: {len(first)} and {len(second)} of them")
     return {step: abs(first[step] - second[step]) / abs(second[step]) for step in first}
 
 
@@ -29,14 +34,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("first", type=Path)
     parser.add_argument("second", type=Path)
     parser.add_argument("--tolerance", type=float, default=1e-4, help="largest relative difference")
+    parser.add_argument("--steps", type=int, default=50, help="how many steps are judged")
     options = parser.parse_args(arguments)
     try:
         differences = relative_differences(read(options.first), read(options.second))
     except ValueError as error:
         parser.error(str(error))
-    worst = max(differences, key=differences.__getitem__)
-    print(f"{len(differences)} steps, largest relative difference {differences[worst]:.2e} (step {worst})")
-    return int(differences[worst] > options.tolerance)
+    judged = {step: differences[step] for step in sorted(differences)[: options.steps]}
+    worst = max(judged.values())
+    print(f"first {len(judged)} of {len(differences)} steps: largest relative difference {worst:.2e}")
+    return int(not all(difference <= options.tolerance for difference in judged.values()))  # NaN fails
 
 
 if __name__ == "__main__":

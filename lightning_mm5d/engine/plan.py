@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from torch import nn
+
 from lightning_mm5d.config import Modality
 from lightning_mm5d.layout import Layout
 from lightning_mm5d.partition import Partition, StageCut
-from lightning_mm5d.schedule import Graph, Node
+from lightning_mm5d.schedule import Graph, Node, Simulation, build, simulate
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,19 @@ class Plan:
     def holds_any(self) -> dict[str, frozenset[str]]:
         """`holds` of every stage."""
         return {key: self.holds(key) for key in self.members}
+
+    def simulate(self, schedule: str, count: int, module: nn.Module) -> Simulation:
+        """Return the ideal timeline of one training step of all replicas; a unit is a forward of one parameter.
+
+        Args:
+            schedule: its name.
+            count: microbatches per replica, M.
+            module: the module, for what is trainable.
+        """
+        named = module.named_parameters(remove_duplicate=False)
+        trainable = frozenset(name for name, parameter in named if parameter.requires_grad)
+        graph = self.graph(range(self.layout.num_replicas), count, trainable)
+        return simulate(build(schedule, graph), graph)
 
     def graph(self, replicas: Sequence[int], counts: int, trainable: frozenset[str]) -> Graph:
         """Return the graph of stages for one step.

@@ -61,11 +61,18 @@ class Gradients:
                 gradient.mul_(factor)
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
-    def reduce(self) -> None:
-        """Sum each gradient over the ranks that hold its parameter. Collective; call it on all ranks alike."""
-        for work, bucket, flat in [item for key, held in self._shared.items() for item in _start(key[0], held)]:
+    def reduce(self, factor: float = 1.0) -> None:
+        """Sum each gradient over the ranks that hold its parameter. Collective; call it on all ranks alike.
+
+        What is frozen costs nothing; it must be frozen on all ranks alike.
+
+        Args:
+            factor: of each sum.
+        """
+        trained = {key: [p for p in held if p.requires_grad] for key, held in self._shared.items()}
+        for work, bucket, flat in [item for key, held in trained.items() for item in _start(key[0], held)]:
             work.wait()
-            _unpack(bucket, flat)
+            _unpack(bucket, flat if factor == 1.0 else flat.mul_(factor))
 
     def norm(self, parameters: Iterable[Tensor], group: dist.ProcessGroup | None, norm_type: float = 2.0) -> Tensor:
         """Return the norm of the gradients of `parameters` over all ranks, each parameter counted once.

@@ -21,14 +21,14 @@ class Holding(NamedTuple):
 
     Attributes:
         place: a rank's position in one modality.
-        cut: its stage.
-        layers: full names of the layers in it.
+        cuts: its stages; several where a rank has several chunks of its modality.
+        layers: full names of the layers in them.
         parameters: elements of the parameters that it uses, tied ones once.
         bytes: memory of these parameters, without gradients and optimizer state.
     """
 
     place: Place
-    cut: StageCut
+    cuts: tuple[StageCut, ...]
     layers: tuple[str, ...]
     parameters: int
     bytes: int
@@ -38,10 +38,11 @@ def holdings(plan: Plan, module: nn.Module) -> list[Holding]:
     """Return what each place holds, by rank and then by modality; a rank with several modalities has several places."""
     found = []
     for place in sorted(plan.layout.places, key=lambda place: place.rank):  # stable: modalities keep their order
-        cut = plan.partition.stages[place.modality][place.pp]
-        held = _parameters(module, plan, [cut.name])
-        numbers = sum(p.numel() for p in held), sum(p.numel() * p.element_size() for p in held)
-        found.append(Holding(place, cut, _layers(plan, module, cut), *numbers))
+        cuts = plan.cuts_at(place.modality, place.pp)
+        held = _parameters(module, plan, [cut.name for cut in cuts])
+        layers = tuple(layer for cut in cuts for layer in _layers(plan, module, cut))
+        size = sum(p.numel() * p.element_size() for p in held)
+        found.append(Holding(place, cuts, layers, sum(p.numel() for p in held), size))
     return found
 
 
@@ -90,7 +91,10 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     widths = [max(map(len, column)) for column in columns]
     right = [all(cell[:1].isdigit() for cell in column[1:]) for column in columns]
     aligned = (
-        [cell.rjust(width) if to_right else cell.ljust(width) for cell, width, to_right in zip(row, widths, right)]  # noqa: B905
+        [
+            cell.rjust(width) if to_right else cell.ljust(width)
+            for cell, width, to_right in zip(row, widths, right, strict=True)
+        ]
         for row in cells
     )
     return "\n".join("  ".join(row).rstrip() for row in aligned)
@@ -128,9 +132,9 @@ def _stages(plan: Plan, module: nn.Module) -> str:
 
 def _places(plan: Plan, module: nn.Module) -> str:
     rows = []
-    for place, cut, layers, parameters, size in holdings(plan, module):
-        # as a slice, since a layer's index in its list is its name
-        where = f"{plan.partition.layers[place.modality]}[{cut.first}:{cut.last}]" if layers else "-"
+    for place, cuts, layers, parameters, size in holdings(plan, module):
+        slices = ", ".join(f"[{cut.first}:{cut.last}]" for cut in cuts)
+        where = f"{plan.partition.layers[place.modality]}{slices}" if layers else "-"
         rows.append((*place, where, parameters, _memory(size)))
     return table((*Place._fields, "layers", "parameters", "bytes"), rows)
 
@@ -163,11 +167,6 @@ def _span(numbers: Iterable[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def _memory(size: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            break
-        size /= 1024
-    else:
-        unit = "TiB"
-    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+def _memory(size: int) -> str:
+    power = min((max(size, 1).bit_length() - 1) // 10, 4)
+    return f"{size / 1024**power:.1f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"

@@ -31,6 +31,8 @@ class Node:
             several terminal replicas should interleave theirs, or one replica waits for the other.
         forward_cost: duration of a forward in any unit, the same in the whole graph.
         backward_cost: duration of a backward; 0 means that there is none (nothing trainable at or before it).
+        weight_cost: the part of ``backward_cost`` that computes weight gradients; 0 where nothing in the stage is
+            trained. By default half of it, or all of it where the stage passes no gradient on.
         replica: number of this instance among those of its stage; a label only.
     """
 
@@ -39,6 +41,7 @@ class Node:
     microbatches: tuple[int, ...]
     forward_cost: float = 1.0
     backward_cost: float = 2.0
+    weight_cost: float | None = None
     replica: int = 0
 
 
@@ -109,6 +112,31 @@ class Graph:
         """Whether ``stage`` runs backwards, that is, whether anything at or before it is trained."""
         return self._instances[stage][0].backward_cost > 0
 
+    def weight_cost(self, node: Node) -> float:
+        """The part of ``node``'s backward that computes weight gradients, defaults resolved."""
+        if node.weight_cost is not None:
+            return node.weight_cost
+        passes_on = any(self.has_backward(src) for src in self._predecessors[node.stage])
+        return node.backward_cost / 2 if passes_on else node.backward_cost
+
+    def splits(self, node: Node) -> bool:
+        """Whether ``node``'s backward has two halves, both of which take time."""
+        return 0 < self.weight_cost(node) < node.backward_cost
+
+    def stages_of(self, worker: int) -> tuple[str, ...]:
+        """The stages on ``worker`` in the order of the pipeline; a stage's place in it is its chunk's number."""
+        return self._stages_of[worker]
+
+    @cached_property
+    def _stages_of(self) -> dict[int, tuple[str, ...]]:
+        mine: dict[int, list[str]] = {worker: [] for worker in self.workers}
+        for node in self.nodes:
+            mine[node.worker].append(node.stage)
+        return {
+            worker: tuple(sorted(stages, key=lambda stage: (-self._distances[stage], stage)))
+            for worker, stages in mine.items()
+        }
+
     @cached_property
     def _instances(self) -> dict[str, tuple[Node, ...]]:
         return {stage: tuple(node for node in self.nodes if node.stage == stage) for stage in self.stages}
@@ -140,6 +168,11 @@ class Graph:
                         f"{node.stage} on worker {node.worker}: {name} is {cost}. "
                         "A cost is a finite number that is not negative. Use 1.0 where it is not known."
                     )
+            if node.weight_cost is not None and not 0 <= node.weight_cost <= node.backward_cost:
+                raise ValueError(
+                    f"{node.stage} on worker {node.worker}: weight_cost is {node.weight_cost}. It is a part of "
+                    f"backward_cost, which is {node.backward_cost}. Use a number from 0 to that, or None."
+                )
         for (stage, worker), count in Counter((node.stage, node.worker) for node in self.nodes).items():
             if count > 1:
                 raise ValueError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lightning_mm5d.schedule.actions import Action, Kind, Schedule, dependencies
+from lightning_mm5d.schedule.actions import Action, Kind, Schedule, cost, dependencies
 from lightning_mm5d.schedule.graph import Graph
 from lightning_mm5d.schedule.validate import execution_order
 
@@ -34,8 +34,8 @@ class Simulation:
         busy: for each worker the time in which it computes.
         bubble: for each worker the share of the makespan in which it idles, between 0 and 1.
         peak_activations: for each worker the most microbatches, summed over its stages, that are at one time
-            between the start of their forward and the end of their backward; those without backward are not
-            held.
+            between the start of their forward and the end of their backward (of its weight-gradient half, where
+            it is split); those without backward are not held.
     """
 
     spans: tuple[Span, ...]
@@ -68,14 +68,12 @@ def simulate(
         for needed in dependencies(action, graph):
             arrival = spans[needed].end
             if spans[needed].worker != worker:
-                cost = transfer_cost
-                arrival += cost(needed.stage, action.stage) if callable(cost) else cost
+                arrival += transfer_cost(needed.stage, action.stage) if callable(transfer_cost) else transfer_cost
             start = max(start, arrival)
-        node = graph.node_of(action.stage, action.microbatch)
-        cost_of_action = node.forward_cost if action.kind is Kind.F else node.backward_cost
-        free[worker] = start + cost_of_action
-        busy[worker] += cost_of_action
-        spans[action] = Span(worker, action, start, free[worker])
+        duration = cost(action, graph)
+        free[worker] = start + duration
+        busy[worker] += duration
+        spans[action.provides] = Span(worker, action, start, free[worker])
     makespan = max(free.values(), default=0.0)
     return Simulation(
         spans=tuple(sorted(spans.values(), key=lambda span: (span.start, span.worker, span.end))),
@@ -87,10 +85,14 @@ def simulate(
 
 
 def _peak(actions: list[Action]) -> int:
-    held = {(action.stage, action.microbatch) for action in actions if action.kind is Kind.B}
+    held = {(action.stage, action.microbatch) for action in actions if action.frees}
     count = peak = 0
     for action in actions:
-        if (action.stage, action.microbatch) in held:
-            count += 1 if action.kind is Kind.F else -1
+        if (action.stage, action.microbatch) not in held:
+            continue
+        if action.kind is Kind.F:
+            count += 1
             peak = max(peak, count)
+        elif action.frees:
+            count -= 1
     return peak

@@ -32,7 +32,8 @@ def validate(
         graph: the stages that it is for.
         forward_only: whether backwards must be absent.
         max_in_flight: for each stage named, how many microbatches an instance may have in flight (forward
-            started, backward not ended) at any time; stages that run no backward hold nothing.
+            started; backward, or its weight-gradient half, not ended) at any time; stages that run no backward
+            hold nothing.
 
     Raises:
         ScheduleError: names the first action or pair of workers that breaks a rule.
@@ -40,9 +41,9 @@ def validate(
     _check_actions(schedule, graph, forward_only)
     for _ in execution_order(schedule, graph):
         pass
-    _check_message_order(schedule, graph, Kind.F)
+    _check_message_order(schedule, graph, gradients=False)
     if not forward_only:
-        _check_message_order(schedule, graph, Kind.B)
+        _check_message_order(schedule, graph, gradients=True)
         _check_in_flight(schedule, graph, max_in_flight or {})
 
 
@@ -66,9 +67,9 @@ def execution_order(schedule: Schedule, graph: Graph) -> Iterator[tuple[int, Act
                 blocked[missing].append(worker)
                 break
             yield worker, action
-            ended.add(action)
+            ended.add(action.provides)
             position[worker] += 1
-            runnable += blocked.pop(action, ())
+            runnable += blocked.pop(action.provides, ())
     if blocked:
         stuck = sorted(
             (worker, str(schedule[worker][position[worker]]), str(missing))
@@ -80,14 +81,19 @@ def execution_order(schedule: Schedule, graph: Graph) -> Iterator[tuple[int, Act
 
 
 def _check_actions(schedule: Schedule, graph: Graph, forward_only: bool) -> None:
+    counts = Counter(action for actions in schedule.values() for action in actions)
     homes: dict[Action, int] = {}
+    required: list[tuple[Action, ...]] = []
     for node in graph.nodes:
         for m in node.microbatches:
-            homes[Action(Kind.F, node.stage, m)] = node.worker
+            forward, whole, *halves = (Action(kind, node.stage, m) for kind in (Kind.F, Kind.B, Kind.I, Kind.W))
+            required.append((forward,))
+            homes[forward] = node.worker
             if graph.has_backward(node.stage) and not forward_only:
-                homes[Action(Kind.B, node.stage, m)] = node.worker
+                required.append(tuple(halves) if any(counts[half] for half in halves) else (whole,))
+                homes |= dict.fromkeys((whole, *halves), node.worker)
     for worker, actions in schedule.items():
-        for action, count in Counter(actions).items():
+        for action in actions:
             if action not in homes:
                 raise ScheduleError(
                     f"worker {worker}: {action} has no place in this graph. A schedule holds the forwards "
@@ -98,34 +104,37 @@ def _check_actions(schedule: Schedule, graph: Graph, forward_only: bool) -> None
                     f"worker {worker}: {action} belongs to worker {homes[action]}. "
                     "The worker of a stage's instance runs its actions."
                 )
-            if count > 1:
-                raise ScheduleError(f"worker {worker}: {action} appears {count} times. It must appear once.")
-    present = {action for actions in schedule.values() for action in actions}
-    for action, worker in homes.items():
-        if action not in present:
-            raise ScheduleError(f"worker {worker}: {action} is missing. It must appear once.")
+            if counts[action] > 1:
+                raise ScheduleError(f"worker {worker}: {action} appears {counts[action]} times. It must appear once.")
+    for wanted in required:
+        for action in wanted:
+            if not counts[action]:
+                raise ScheduleError(f"worker {homes[action]}: {action} is missing. It must appear once.")
+        whole = Action(Kind.B, wanted[0].stage, wanted[0].microbatch)
+        if len(wanted) > 1 and counts[whole]:
+            raise ScheduleError(
+                f"worker {homes[whole]}: {whole} appears beside {wanted[0]} and {wanted[1]}. "
+                "A backward runs whole or in halves. Leave out one or the other."
+            )
 
 
-def _check_message_order(schedule: Schedule, graph: Graph, kind: Kind) -> None:
+def _check_message_order(schedule: Schedule, graph: Graph, *, gradients: bool) -> None:
     """Both ends of every edge must run the microbatches that they share in the same order."""
     executed: dict[str, list[int]] = defaultdict(list)  # stage -> microbatches, in order for each worker
     for actions in schedule.values():
         for action in actions:
-            if action.kind is kind:
+            if action.passes_gradients if gradients else action.kind is Kind.F:
                 executed[action.stage].append(action.microbatch)
     for src, dst in graph.edges:
-        if kind is Kind.F:
-            sender, receiver = src, dst
-        elif graph.has_backward(src):
-            sender, receiver = dst, src
-        else:
+        if gradients and not graph.has_backward(src):
             continue
+        sender, receiver = (dst, src) if gradients else (src, dst)
         sent, received = (_by_workers(executed[stage], sender, receiver, graph) for stage in (sender, receiver))
         for (source, destination), microbatches in sent.items():
             if source != destination and received[source, destination] != microbatches:
                 raise ScheduleError(
-                    f"{kind.value} from {sender} on worker {source} to {receiver} on worker {destination}: "
-                    f"sent in the order {microbatches}, received in {received[source, destination]}. "
+                    f"{'B' if gradients else 'F'} from {sender} on worker {source} to {receiver} on worker "
+                    f"{destination}: sent in the order {microbatches}, received in {received[source, destination]}. "
                     "Messages between two instances keep their order. Order both ends alike."
                 )
 
@@ -145,7 +154,7 @@ def _check_in_flight(schedule: Schedule, graph: Graph, max_in_flight: Mapping[st
             stage = action.stage
             if not graph.has_backward(stage):
                 continue
-            in_flight[stage] += 1 if action.kind is Kind.F else -1
+            in_flight[stage] += (action.kind is Kind.F) - action.frees
             if in_flight[stage] > max_in_flight.get(stage, in_flight[stage]):
                 raise ScheduleError(
                     f"worker {worker}: {action} puts {in_flight[stage]} microbatches of {stage} in flight. "

@@ -85,12 +85,15 @@ class Runtime:
             if not whole:
                 for index, layer in enumerate(layers):
                     self._patch_layer(layer, name, index)
-        in_layers = {module for layers in self._lists.values() for layer in layers for module in layer.modules()}
+        patched = {module for layers in self._lists.values() for layer in layers for module in layer.modules()}
+        patched |= {
+            self._root.get_submodule(cut.path) for e in self._partition.encoders.values() for cut in e.boundaries
+        }
         for path, module in self._root.named_modules():
             own = [f"{path}.{name}" if path else name for name in module._parameters]
             leaf = own and not any(True for child in module.children() for _ in child.parameters())
             remote = frozenset(stage.name for stage, held in self._stages.items() if not held.intersection(own))
-            if leaf and remote and module not in in_layers and module is not self._root:
+            if leaf and remote and module not in patched and module is not self._root:
                 self._patch_leaf(module, remote)
 
     def remove(self) -> None:

@@ -90,18 +90,23 @@ def test_a_step_gives_every_weight_a_gradient_and_needs_both_inputs(example: dic
 def test_compare_passes_equal_losses_and_fails_others(
     example: dict[str, ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, last in (("a", 0.5), ("b", 0.50001), ("c", 0.6)):
+    for name, last in (("a", 0.5), ("b", 0.50001), ("c", 0.6), ("d", float("nan"))):
         (tmp_path / name).write_text(f"step,loss\n0,1.0\n1,{last}\n")
-    a, b, c = (str(tmp_path / name) for name in "abc")
-    assert example["compare"].main([a, b]) == 0
-    assert "2 steps, largest relative difference 2.00e-05 (step 1)" in capsys.readouterr().out
-    assert example["compare"].main([a, c]) == 1
-    assert example["compare"].main([a, c, "--tolerance", "0.5"]) == 0
+    a, b, c, d = (str(tmp_path / name) for name in "abcd")
+    assert example["compare"].main([b, a]) == 0
+    assert "first 2 of 2 steps: largest relative difference 2.00e-05" in capsys.readouterr().out
+    assert example["compare"].main([c, a]) == 1
+    assert example["compare"].main([c, a, "--tolerance", "0.5"]) == 0
+    assert example["compare"].main([c, a, "--steps", "1"]) == 0
+    assert example["compare"].main([d, a]) == 1
 
 
-def test_compare_refuses_runs_of_other_lengths(example: dict[str, ModuleType]) -> None:
-    with pytest.raises(ValueError, match="different steps: 1 and 2"):
-        example["compare"].relative_differences({0: 1.0}, {0: 1.0, 1: 1.0})
+@pytest.mark.parametrize(("first", "second"), [({0: 1.0}, {0: 1.0, 1: 1.0}), ({}, {})])
+def test_compare_refuses_runs_of_other_or_no_steps(
+    example: dict[str, ModuleType], first: dict[int, float], second: dict[int, float]
+) -> None:
+    with pytest.raises(ValueError, match="different steps, or none"):
+        example["compare"].relative_differences(first, second)
 
 
 def test_the_configuration_fits_its_own_sizes(example: dict[str, ModuleType]) -> None:

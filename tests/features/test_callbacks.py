@@ -6,7 +6,6 @@ import csv
 import io
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -29,16 +28,6 @@ from lightning.pytorch.loggers import CSVLogger
 from features.toys import PIPE, TWINS, Outcome, Run, Toy, assert_same, figures, outcomes, weights
 
 
-def shared_folder(run: Run) -> Path:
-    """A folder that all ranks know: rank 0's."""
-    folder = [mkdtemp()]
-    if run.layout is not None:
-        trainer = run.trainer()
-        trainer.strategy.setup_environment()
-        torch.distributed.broadcast_object_list(folder)
-    return Path(folder[0])
-
-
 class Falling(Toy):
     """The validation loss falls, then rises."""
 
@@ -50,7 +39,7 @@ class Falling(Toy):
 
 
 def checkpoint_and_stop(run: Run) -> Any:
-    folder = shared_folder(run)
+    folder = run.folder / "checkpoints"
     saver = ModelCheckpoint(folder, monitor="score", filename="{epoch}-{score:.0f}", save_top_k=1, save_last=True)
     stopper = EarlyStopping("score", patience=2)
     best = EarlyStopping("val_loss", patience=50)
@@ -75,7 +64,7 @@ class FewStats(CPUAccelerator):
 
 
 def rates_and_devices(run: Run) -> Any:
-    folder = shared_folder(run)
+    folder = run.folder / "logs"
     logger = CSVLogger(folder, name="", version="")
     callbacks = [LearningRateMonitor("step"), DeviceStatsMonitor(cpu_stats=True)]
 
@@ -84,15 +73,15 @@ def rates_and_devices(run: Run) -> Any:
             optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
-    trainer = run.trainer(
-        max_epochs=2, logger=logger, log_every_n_steps=1, callbacks=callbacks, accelerator=FewStats()
-    )
+    trainer = run.trainer(max_epochs=2, logger=logger, log_every_n_steps=1, callbacks=callbacks, accelerator=FewStats())
     trainer.fit(Scheduled(), run.training(), run.loader(8))
     logger.save()
     if trainer.global_rank:
         return None
     rows = list(csv.DictReader((folder / "metrics.csv").open()))
-    device = {key.split(".", 1)[1]: row[key] for row in rows for key in row if key.startswith("DeviceStats") and row[key]}
+    device = {
+        key.split(".", 1)[1]: row[key] for row in rows for key in row if key.startswith("DeviceStats") and row[key]
+    }
     return {
         "rates": [float(row["lr-SGD"]) for row in rows if row["lr-SGD"]],
         "losses": [float(row["train_loss"]) for row in rows if row["train_loss"]],
@@ -156,15 +145,15 @@ SCENARIOS = (
     checkpoint_and_stop,
     rates_and_devices,
     summary_and_bar,
-    #averaged_weights,
+    averaged_weights,
     scheduled_accumulation,
     unfrozen_later,
 )
 
 
 @pytest.fixture(scope="module", params=[PIPE, TWINS], ids=["pipe", "twins"])
-def found(request: Any) -> dict[str, Outcome]:
-    return outcomes(request.param, *SCENARIOS)
+def found(request: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    return outcomes(request.param, *SCENARIOS, folder=tmp_path_factory.mktemp("callbacks"))
 
 
 def test_checkpoints_and_early_stopping_follow_a_logged_metric(found: dict[str, Outcome]) -> None:

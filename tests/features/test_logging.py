@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import Callback
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
-from lightning.pytorch.callbacks import Callback
 
 from features.toys import CLASSES, PAIR, PIPE, SHARED, TWINS, Run, Samples, Toy, alone, assert_same, figures, together
 
@@ -67,7 +67,9 @@ def log_everything(run: Run) -> dict[str, Any]:
 def test_every_logged_value_is_that_of_one_process_on_every_rank():
     """vision: rank 0; language: rank 1 | vision, language in 2 stages | vision for 2 replicas | 2 replicas."""
     expected = alone(log_everything)
-    assert {"both_step", "both_epoch", "val_loss/dataloader_idx_1", "m_f1/dataloader_idx_0", "made_at_end"} <= set(expected["metrics"])
+    assert {"both_step", "both_epoch", "val_loss/dataloader_idx_1", "m_f1/dataloader_idx_0", "made_at_end"} <= set(
+        expected["metrics"]
+    )
     for layout in (PAIR, PIPE, TWINS, SHARED):
         for got in together(layout, log_everything):
             # what is logged on a step only is the replica's own, as under any strategy

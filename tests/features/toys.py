@@ -6,10 +6,10 @@ module is in float64, so that what ranks compute can be compared to 1e-9. It ref
 
 from __future__ import annotations
 
-import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -147,6 +147,8 @@ class Run:
 
     layout: Layout | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    folder: Path = Path()
+    """for files, the same on all ranks"""
 
     def trainer(self, **options: Any) -> L.Trainer:
         quiet = {
@@ -180,24 +182,23 @@ class Run:
         return self.loader(samples, batch_size, **options)
 
 
-def alone(scenario: Scenario, *args: Any) -> Any:
+def alone(scenario: Scenario, folder: Path = Path()) -> Any:
     """The scenario's result on one process."""
-    torch.set_num_threads(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return scenario(Run(), *args)
+        return scenario(Run(folder=folder))
 
 
-def together(layout: Layout, scenario: Scenario, *args: Any, limit: float = 60, **options: Any) -> list[Any]:
-    """The scenario's result on every rank of `layout`."""
-    torch.set_num_threads(1)
-    return run_ranks(layout.world, _on_rank, layout, options, scenario, args, limit=limit)
+def together(
+    layout: Layout, scenario: Scenario, folder: Path = Path(), *, limit: float = 60, **options: Any
+) -> list[Any]:
+    """The scenario's result on every rank of `layout`, with `options` of the strategy."""
+    return run_ranks(layout.world, _on_rank, scenario, Run(layout, options, folder), limit=limit)
 
 
-def _on_rank(rank: int, layout: Layout, options: dict[str, Any], scenario: Scenario, args: tuple[Any, ...]) -> Any:
+def _on_rank(rank: int, scenario: Scenario, run: Run) -> Any:
     warnings.simplefilter("ignore")
-    os.environ.pop("PL_GLOBAL_SEED", None)
-    return scenario(Run(layout, options), *args)
+    return scenario(run)
 
 
 @dataclass
@@ -208,14 +209,16 @@ class Outcome:
     ranks: list[Any]
 
 
-def outcomes(layout: Layout, *scenarios: Scenario, limit: float = 120, **options: Any) -> dict[str, Outcome]:
+def outcomes(
+    layout: Layout, *scenarios: Scenario, folder: Path = Path(), limit: float = 120, **options: Any
+) -> dict[str, Outcome]:
     """Run the scenarios one after the other, on one process and in the same processes on ranks; by name."""
 
     def everything(run: Run) -> list[Any]:
         return [scenario(run) for scenario in scenarios]
 
-    expected = alone(everything)
-    got = together(layout, everything, limit=limit, **options)
+    expected = alone(everything, folder / "one")
+    got = together(layout, everything, folder / "ranks", limit=limit, **options)
     return {
         scenario.__name__: Outcome(expected[index], [results[index] for results in got])
         for index, scenario in enumerate(scenarios)
@@ -231,6 +234,17 @@ def weights(module: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
-def assert_same(got: Any, expected: Any, tolerance: float = 1e-9) -> None:
+def assert_same(got: Any, expected: Any, tolerance: float = 1e-9, where: str = "") -> None:
     """Compare nested results: tensors and floats to `tolerance`, everything else exactly."""
-    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+    if isinstance(expected, Mapping):
+        assert sorted(got) == sorted(expected), where
+        for key in expected:
+            assert_same(got[key], expected[key], tolerance, f"{where}[{key!r}]")
+    elif isinstance(expected, list | tuple):
+        assert len(got) == len(expected), where
+        for index, (one, other) in enumerate(zip(got, expected, strict=True)):
+            assert_same(one, other, tolerance, f"{where}[{index}]")
+    elif isinstance(expected, float | Tensor):
+        torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance, msg=lambda m: f"{where}: {m}")
+    else:
+        assert got == expected, where

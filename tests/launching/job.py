@@ -119,7 +119,7 @@ def main() -> None:
     )
     trainer.fit(module, DataLoader(data, batch_size=4))
     if trainer.global_rank == 0:
-        weights = {name: weight.tolist() for name, weight in module.state_dict().items()}
+        weights = {name: weight.flatten().tolist() for name, weight in module.state_dict().items()}
         (options.folder / "weights").write_text(json.dumps(weights))
 
 

@@ -1,0 +1,225 @@
+"""The greedy list scheduler that all schedules come from, and the rules by which they differ.
+
+It plays the pipeline through in simulated time; a worker that gets free takes the best action that is ready. Rules
+say how many splits, what is held back and what comes first.
+
+No schedule of it can deadlock, whatever shares a worker and whatever is held back. Instances run microbatches in one
+common order. So something of the front, the first microbatch whose gradients have not come through, is always ready.
+An instance's limit never holds it back, since nothing earlier is in flight; a worker's limit lets it pass, once no
+weight gradient is left there that could free an activation. All ties are broken by names and numbers: ranks that
+build from equal graphs get equal schedules.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from lightning_mm5d.schedule.actions import Action, Kind, Schedule
+from lightning_mm5d.schedule.graph import Graph
+
+_SAME_TIME = 1e-9
+"""Ends that are closer than this share of the time are one, or rounding would decide on the order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What a worker may start, and what it starts first.
+
+    Args:
+        in_flight: by stage, the most microbatches per instance between the start of the forward and the end of the
+            (input-gradient) backward; stages that are not named have no limit.
+        held: by worker, the most activations, from the start of the forward until nothing more needs them. The front
+            may pass, so a worker of several stages can hold one more for each of them.
+        split: run input- and weight-gradient halves where both take time, the latter when nothing else is ready.
+        forwards_first: no backward before the worker's last forward.
+        groups: by stage, how many microbatches pass before the worker's next chunk has its turn; by default 1.
+        patience: how long a weight gradient waits for something better to arrive, as a share of its own time.
+    """
+
+    in_flight: Mapping[str, float] = field(default_factory=dict)
+    held: Mapping[int, float] = field(default_factory=dict)
+    split: bool = False
+    forward: int = 2
+    forwards_first: bool = False
+    groups: Mapping[str, int] = field(default_factory=dict)
+    patience: float = 0.0
+
+
+class Pipeline:
+    """A graph in numbers, to be played under many rules.
+
+    Args:
+        graph: the stages.
+        forward_only: leave out backwards.
+    """
+
+    def __init__(self, graph: Graph, *, forward_only: bool = False) -> None:
+        self.graph = graph
+        self.microbatches = graph.microbatches
+        self.nodes = sorted(graph.nodes, key=lambda node: (node.stage, node.worker))
+        self.stages = sorted(graph.stages)
+        number = {stage: index for index, stage in enumerate(self.stages)}
+        position = {m: index for index, m in enumerate(self.microbatches)}
+        self.stage_of = [number[node.stage] for node in self.nodes]
+        self.orders = [[position[m] for m in node.microbatches] for node in self.nodes]
+        self.backward = [graph.has_backward(stage) and not forward_only for stage in self.stages]
+        self.successors = [[number[dst] for dst in graph.successors(stage)] for stage in self.stages]
+        self.predecessors = [[number[src] for src in graph.predecessors(stage)] for stage in self.stages]
+        self.passes_to = [[src for src in sources if self.backward[src]] for sources in self.predecessors]
+        self.distances = [graph.distance_to_end(stage) for stage in self.stages]
+        self.home = [[0] * len(self.microbatches) for _ in self.stages]  # stage, position -> worker
+        self.at: dict[int, list[int]] = {worker: [] for worker in graph.workers}
+        for index, node in enumerate(self.nodes):
+            self.at[node.worker].append(index)
+            for p in self.orders[index]:
+                self.home[self.stage_of[index]][p] = node.worker
+        self.weights = [graph.weight_cost(node) for node in self.nodes]
+        self.splits = [graph.splits(node) for node in self.nodes]
+
+    def play(self, rules: Rules) -> tuple[Schedule, float]:
+        """The schedule that ``rules`` lead to, and its makespan."""
+        return _Run(self, rules).play()
+
+
+class _Run:
+    """One play: what has ended, what is in flight, and who is free."""
+
+    def __init__(self, pipeline: Pipeline, rules: Rules) -> None:
+        self.pipeline, self.rules = pipeline, rules
+        nodes, count = pipeline.nodes, len(pipeline.microbatches)
+        self.forwards = [0] * len(nodes)  # started
+        self.backwards = [0] * len(nodes)  # started, whole or input-gradient half
+        self.pending: list[deque[int]] = [deque() for _ in nodes]  # positions whose weight gradient is due
+        self.missing_forward = [[len(sources)] * count for sources in pipeline.predecessors]
+        self.missing_backward = [[1 + len(targets)] * count for targets in pipeline.successors]
+        self.in_flight = [rules.in_flight.get(node.stage, math.inf) for node in nodes]
+        self.groups = [rules.groups.get(node.stage, 1) for node in nodes]
+        self.splits = [rules.split and splits for splits in pipeline.splits]
+        self.held = dict.fromkeys(pipeline.at, 0)
+        self.limit = {worker: rules.held.get(worker, math.inf) for worker in pipeline.at}
+        self.forwards_left = {w: sum(len(pipeline.orders[i]) for i in mine) for w, mine in pipeline.at.items()}
+        self.unfinished = [len(pipeline.stages) + sum(pipeline.backward)] * count
+        self.front = 0
+        self.running: list[tuple[float, int, Kind, int, int]] = []  # a heap of (end, worker, kind, node, position)
+
+    def play(self) -> tuple[Schedule, float]:
+        pipeline = self.pipeline
+        schedule: Schedule = {worker: [] for worker in pipeline.at}
+        free, woken, now = set(pipeline.at), set(pipeline.at), 0.0
+        while True:
+            for worker in sorted(woken & free):
+                choice = self._choose(worker, now)
+                if choice is not None:
+                    kind, index, p = choice
+                    node = pipeline.nodes[index]
+                    schedule[worker].append(Action(kind, node.stage, pipeline.microbatches[p]))
+                    heapq.heappush(self.running, (now + self._start(kind, index, p), worker, kind, index, p))
+                    free.remove(worker)
+            if not self.running:
+                break
+            woken, front = set(), self.front
+            latest = self.running[0][0] * (1 + _SAME_TIME)
+            while self.running and self.running[0][0] <= latest:
+                now, worker, kind, index, p = heapq.heappop(self.running)
+                free.add(worker)
+                woken.add(worker)
+                self._end(kind, index, p, woken)
+            if self.front != front or self.rules.patience:
+                woken |= free
+        self._assert_complete()
+        return schedule, now
+
+    def _choose(self, worker: int, now: float) -> tuple[Kind, int, int] | None:
+        """What comes first of all that is ready: gradients, then forwards, then weight gradients."""
+        pipeline, best, chosen = self.pipeline, None, None
+        due = None
+        for index in pipeline.at[worker]:
+            stage, order = pipeline.stage_of[index], pipeline.orders[index]
+            forwards, backwards = self.forwards[index], self.backwards[index]
+            if pipeline.backward[stage] and forwards > backwards:
+                p = order[backwards]
+                ready = self.missing_backward[stage][p] == 0
+                if ready and not (self.rules.forwards_first and self.forwards_left[worker]):
+                    key = (1, backwards // self.groups[index], pipeline.distances[stage], p, stage)
+                    if best is None or key < best:
+                        best, chosen = key, (Kind.I if self.splits[index] else Kind.B, index, p)
+            if forwards < len(order) and (forwards - backwards < self.in_flight[index] or not pipeline.backward[stage]):
+                p = order[forwards]
+                if self.missing_forward[stage][p] == 0 and self._may_hold(worker, stage, p):
+                    key = (self.rules.forward, forwards // self.groups[index], -pipeline.distances[stage], p, stage)
+                    if best is None or key < best:
+                        best, chosen = key, (Kind.F, index, p)
+            if self.pending[index]:
+                p = self.pending[index][0]
+                if due is None or p < due[0]:
+                    due = (p, index)
+        if chosen is None and due is not None and not self._worth_waiting(worker, due[1], now):
+            return Kind.W, due[1], due[0]
+        return chosen
+
+    def _may_hold(self, worker: int, stage: int, p: int) -> bool:
+        if not self.pipeline.backward[stage] or self.held[worker] < self.limit[worker]:
+            return True
+        return p == self.front and not any(self.pending[index] for index in self.pipeline.at[worker])
+
+    def _worth_waiting(self, worker: int, index: int, now: float) -> bool:
+        """Whether a gradient arrives for ``worker`` soon enough to let a weight gradient of ``index`` wait."""
+        if not self.rules.patience:
+            return False
+        pipeline, until = self.pipeline, now + self.rules.patience * self.pipeline.weights[index]
+        for end, _, kind, source, p in self.running:
+            if end < until and kind in (Kind.B, Kind.I):
+                for stage in pipeline.passes_to[pipeline.stage_of[source]]:
+                    if pipeline.home[stage][p] == worker and self.missing_backward[stage][p] == 1:
+                        return True
+        return False
+
+    def _start(self, kind: Kind, index: int, p: int) -> float:
+        """Counts an action as started and returns how long it takes."""
+        node = self.pipeline.nodes[index]
+        if kind is Kind.F:
+            self.forwards[index] += 1
+            self.forwards_left[node.worker] -= 1
+            self.held[node.worker] += self.pipeline.backward[self.pipeline.stage_of[index]]
+            return node.forward_cost
+        if kind is Kind.W:
+            self.pending[index].popleft()
+            return self.pipeline.weights[index]
+        self.backwards[index] += 1
+        return node.backward_cost - (self.pipeline.weights[index] if kind is Kind.I else 0.0)
+
+    def _end(self, kind: Kind, index: int, p: int, woken: set[int]) -> None:
+        """Counts an action as ended and adds the workers to ``woken`` that waited for it."""
+        pipeline, stage = self.pipeline, self.pipeline.stage_of[index]
+        if kind is Kind.F:
+            self.missing_backward[stage][p] -= 1
+            receivers, missing = pipeline.successors[stage], self.missing_forward
+        elif kind is Kind.W:
+            receivers, missing = [], self.missing_backward
+        else:
+            receivers, missing = pipeline.passes_to[stage], self.missing_backward
+        for receiver in receivers:
+            missing[receiver][p] -= 1
+            if not missing[receiver][p]:
+                woken.add(pipeline.home[receiver][p])
+        if kind is Kind.I:
+            self.pending[index].append(p)
+        elif kind is not Kind.F:
+            self.held[pipeline.nodes[index].worker] -= 1
+        if kind is not Kind.W:
+            self.unfinished[p] -= 1
+            while self.front < len(self.unfinished) and not self.unfinished[self.front]:
+                self.front += 1
+
+    def _assert_complete(self) -> None:
+        for index, node in enumerate(self.pipeline.nodes):
+            count = len(node.microbatches)
+            backwards = count if self.pipeline.backward[self.pipeline.stage_of[index]] else 0
+            assert (self.forwards[index], self.backwards[index]) == (count, backwards), (
+                f"{node.stage} on worker {node.worker} stopped after {self.forwards[index]} forwards and "
+                f"{self.backwards[index]} backwards of {count} microbatches: nothing can run any more"
+            )

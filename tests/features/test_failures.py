@@ -1,0 +1,161 @@
+"""What cannot work raises on every rank, says why, and none hangs."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from features.toys import PAIR, PIPE, SHARED, TWINS, WIDTH, Layout, Run, Samples, Scenario, Toy, together
+from lightning_mm5d.errors import ConfigError
+
+
+def errors(layout: Layout, scenario: Scenario, **options: Any) -> list[str]:
+    """The error of every rank, as text."""
+
+    def scene(run: Run) -> str:
+        try:
+            scenario(run)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            if torch.distributed.is_initialized():  # as if the process had ended
+                torch.distributed.destroy_process_group()
+        return "no error"
+
+    start = time.monotonic()
+    found = together(layout, scene, **options)
+    assert time.monotonic() - start < 50, "a rank waited for the group's timeout"
+    return found
+
+
+class UsesTheEncoderLate(Toy):
+    """A penalty on weights that the last stage does not hold."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch) + self.encoder.patch.weight.norm()
+
+
+class Widening(nn.Module):
+    def __init__(self, factor: int) -> None:
+        super().__init__()
+        self.line = nn.Linear(WIDTH, WIDTH)
+        self.factor = factor
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.line(hidden).repeat(1, self.factor, 1)
+
+
+class ChangesShape(Toy):
+    """Every layer but the first doubles the sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder.layers = nn.ModuleList([Widening(1), Widening(2), Widening(2), Widening(2)]).double()
+
+
+class CallsTwice(Toy):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch) + self.loss(batch)
+
+
+class LastStageFails(Toy):
+    """Only its rank comes to this error, in the second step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        if batch_idx == 1:
+            raise KeyError("the user's own mistake")
+        return loss
+
+
+class NoLoss(Toy):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(batch)
+
+
+class OwnReduction(Toy):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss, on_epoch=True, reduce_fx=lambda values: values.sum())
+        return loss
+
+
+class NotANumber(Toy):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch) * float("nan")
+
+
+class Uncut(Toy):
+    """A batch with a tensor that has no row per sample."""
+
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        return {**batch, "table": torch.zeros(3, 2)}
+
+
+def fit(module: type[Toy], **options: Any) -> Scenario:
+    def scene(run: Run) -> None:
+        run.trainer(**options).fit(module(), run.training(16), run.loader(8))
+
+    return scene
+
+
+CASES = {
+    "a remote weight in the loss": (UsesTheEncoderLate, PAIR, "StageError", "NaN"),
+    "a loss that is NaN anyway": (NotANumber, PIPE, "StageError", "NaN"),
+    "layers that change the shape": (ChangesShape, PIPE, "StageError", "pp_size"),
+    "a model called twice": (CallsTwice, PIPE, "StageError", "pp_size=1"),
+    "no loss": (NoLoss, TWINS, "ConfigError", "training_step"),
+    "a reduction of one's own": (OwnReduction, PIPE, "ConfigError", "reduce_fx"),
+    "a batch that cannot be cut": (Uncut, PAIR, "ConfigError", "table"),
+    "an error of one rank": (LastStageFails, TWINS, "KeyError", "own mistake"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_failure_reaches_every_rank(name: str) -> None:
+    """vision: rank 0; language: rank 1, or ranks 1-2 as stages or as replicas."""
+    module, layout, kind, words = CASES[name]
+    found = errors(layout, fit(module, num_sanity_val_steps=0))
+    assert "no error" not in found
+    named = [error for error in found if error.startswith(kind)]
+    assert named
+    assert all(words in error for error in named), named
+    others = [error for error in found if not error.startswith(kind)]
+    assert all(error.startswith(("TransportError", "RuntimeError", "DistBackendError")) for error in others), others
+
+
+def test_too_many_microbatches_are_refused_before_any_process_starts() -> None:
+    trainer = Run(PIPE, {"num_microbatches": 9}).trainer()
+    with pytest.raises(ConfigError, match="num_microbatches") as caught:
+        trainer.fit(Toy(), Run().loader(16, batch_size=8))
+    assert "8" in str(caught.value)
+    assert not torch.distributed.is_initialized()
+
+
+class OneAtATime(torch.utils.data.IterableDataset):
+    """Batches whose size only shows when they come."""
+
+    def __iter__(self) -> Any:
+        samples = Samples(4)
+        for start in (0, 2):
+            yield torch.utils.data.default_collate([samples[start], samples[start + 1]])
+
+
+def unknown_batch_size(run: Run) -> None:
+    run.trainer().fit(Toy(), torch.utils.data.DataLoader(OneAtATime(), batch_size=None))
+
+
+def test_too_many_microbatches_are_refused_in_the_first_step_where_sizes_are_unknown() -> None:
+    """vision: rank 0; language: rank 1"""
+    found = errors(PAIR, unknown_batch_size, num_microbatches=4)
+    assert all(error.startswith("ConfigError") and "num_microbatches" in error for error in found), found
+
+
+def test_tokens_cannot_weigh_where_there_are_no_labels() -> None:
+    """two replicas of everything: ranks 0-1"""
+    found = errors(SHARED, fit(Toy), loss_weight="tokens")
+    assert all(error.startswith("ConfigError") and "loss_weight" in error for error in found), found

@@ -1,0 +1,212 @@
+"""However batches are cut, and whatever is missing in a part of them, the result is that of the whole batch."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from parity.harness import Batches
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from zoo import CASES
+
+from features.toys import (
+    PIPE,
+    TOKENS,
+    TWINS,
+    Layout,
+    Outcome,
+    Run,
+    Samples,
+    Toy,
+    alone,
+    assert_same,
+    figures,
+    outcomes,
+    together,
+    weights,
+)
+from lightning_mm5d import Modality
+
+
+def train(run: Run, module: Any, loader: Any, **options: Any) -> dict[str, Any]:
+    trainer = run.trainer(max_epochs=2, **options)
+    trainer.fit(module, loader)
+    return {"weights": weights(module), "metrics": figures(trainer), "steps": trainer.global_step}
+
+
+def short_last_batch(run: Run) -> Any:
+    """Batches of 8, 8 and 6 (or 4, 4 and 3 per replica)."""
+    return train(run, Toy(), run.training(22))
+
+
+def last_batch_smaller_than_microbatches(run: Run) -> Any:
+    """Batches of 8, 8 and 2: one sample per replica is left for two microbatches, or two for three."""
+    run = Run(run.layout, {"num_microbatches": 3})
+    return train(run, Toy(), run.training(18))
+
+
+class Sideways(Toy):
+    """Batches with images [PIXELS, B], which only the module itself knows how to cut, and a loss with weights."""
+
+    def split_batch(self, batch: dict[str, Tensor], count: int) -> list[dict[str, Tensor]]:
+        size = len(batch["label"])
+        cuts = [0, 1, *range(2, count), size]
+        return [self.rows(batch, start, end) for start, end in pairwise(cuts) if end > start]
+
+    @staticmethod
+    def rows(batch: dict[str, Tensor], start: int, end: int) -> dict[str, Tensor]:
+        return {k: v[:, start:end] if k == "images" else v[start:end] for k, v in batch.items()}
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        upright = {**batch, "images": batch["images"].T}
+        weight = batch["label"] + 1.0
+        return (F.cross_entropy(self(upright), batch["label"], reduction="none") * weight).sum() / weight.sum()
+
+    def loss_weight(self, batch: dict[str, Tensor]) -> Tensor:
+        return (batch["label"] + 1.0).sum()
+
+
+def sideways(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    batch = torch.utils.data.default_collate(samples)
+    return {**batch, "images": batch["images"].T}
+
+
+def own_split_and_weight(run: Run) -> Any:
+    return train(run, Sideways(), run.training(16, collate_fn=sideways))
+
+
+class Ragged(Samples):
+    """Every batch of 4 has texts of another length."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {**super().__getitem__(index), "tokens": self.tokens[index][: TOKENS - (index // 4) % 3]}
+
+
+def lengths_that_differ_between_steps(run: Run) -> Any:
+    samples = Ragged(16)
+    size = 4 // (run.layout.replicas if run.layout else 1)
+
+    if run.layout is None:
+        return train(run, Toy(), DataLoader(samples, size))
+    sampler = torch.utils.data.DistributedSampler(samples, run.layout.replicas, 0, shuffle=False)
+    return train(run, Toy(), DataLoader(samples, size, sampler=sampler))
+
+
+SCENARIOS = (
+    short_last_batch,
+    last_batch_smaller_than_microbatches,
+    own_split_and_weight,
+    lengths_that_differ_between_steps,
+)
+
+
+@pytest.fixture(scope="module", params=[PIPE, TWINS], ids=["pipe", "twins"])
+def found(request: Any) -> dict[str, Outcome]:
+    return outcomes(request.param, *SCENARIOS)
+
+
+@pytest.mark.parametrize("name", [scenario.__name__ for scenario in SCENARIOS])
+def test_cut_batches_train_like_whole_ones(found: dict[str, Outcome], name: str) -> None:
+    one, ranks = found[name].one, found[name].ranks
+    assert_same(ranks[0]["weights"], one["weights"])
+    for rank in ranks:
+        assert rank["steps"] == one["steps"]
+        assert_same(rank["metrics"], one["metrics"])
+
+
+def a_batch_per_microbatch(run: Run) -> Any:
+    """20 samples: steps of 2 loader batches of 4, the last step of one; on one process batches of 8, 8 and 4."""
+    size = 8 if run.layout is None else 4
+    return train(run, Toy(), run.training(20, batch_size=size))
+
+
+def unlike_batches_per_microbatch(run: Run) -> Any:
+    """Loader batches of other lengths in one step; on one process two batches are accumulated."""
+    samples = Ragged(16)
+    batches = [torch.utils.data.default_collate([samples[i] for i in range(at, at + 4)]) for at in range(0, 16, 4)]
+    options = {"accumulate_grad_batches": 2} if run.layout is None else {}
+    loader = DataLoader(Batches(batches), batch_size=None)
+    return train(run, Toy(), loader, use_distributed_sampler=False, **options)
+
+
+def test_loader_batches_can_be_the_microbatches() -> None:
+    """vision: rank 0; language: ranks 1-2 as stages."""
+    found = outcomes(PIPE, a_batch_per_microbatch, unlike_batches_per_microbatch, microbatching="loader")
+    for name, outcome in found.items():
+        assert_same(outcome.ranks[0]["weights"], outcome.one["weights"])
+        assert outcome.ranks[0]["steps"] == outcome.one["steps"], name
+    whole = found["a_batch_per_microbatch"]
+    for rank in whole.ranks:
+        assert_same(rank["metrics"], whole.one["metrics"])
+
+
+LLAVA = Layout({"vision": Modality(), "language": Modality(pp_size=2)}, 3)
+
+
+def missing_images(run: Run) -> Any:
+    """Steps in which the first half of the samples, all of them, or none has an image."""
+    case = CASES["llava"]
+    batches = [
+        case.batch(8, 1, some_without=True),
+        case.batch(8, 2, images=[0] * 8),
+        case.batch(8, 3, images=[0, 2, 0, 1, 0, 0, 1, 2]),
+        case.batch(8, 4),
+    ]
+    module = case.build()
+    trainer = run.trainer(use_distributed_sampler=False)
+    trainer.fit(module, DataLoader(Batches(batches), batch_size=None), DataLoader(Batches(batches), batch_size=None))
+    return {"weights": weights(module), "metrics": figures(trainer)}
+
+
+def test_parts_without_images_neither_hang_nor_change_the_result(float64: None) -> None:
+    """vision: rank 0; language: ranks 1-2 as stages; four microbatches of two samples."""
+    outcome = outcomes(LLAVA, missing_images, num_microbatches=4)["missing_images"]
+    assert_same(outcome.ranks[0]["weights"], outcome.one["weights"], 1e-6)
+    for rank in outcome.ranks:
+        assert_same(rank["metrics"], outcome.one["metrics"], 1e-6)
+
+
+class Rows(Dataset):
+    """Samples of a text batch with label tokens that differ a lot between samples."""
+
+    def __init__(self) -> None:
+        self.batch = CASES["llama"].batch(16, 5)
+        ids = self.batch["input_ids"]
+        kept = torch.rand(len(ids), 1, generator=torch.Generator().manual_seed(0)) * ids.shape[1]
+        self.batch["labels"] = torch.where(torch.arange(ids.shape[1]) <= kept.clamp(min=1), ids, -100)
+
+    def __len__(self) -> int:
+        return len(self.batch["labels"])
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {key: value[index] for key, value in self.batch.items()}
+
+
+def uneven_tokens(run: Run) -> Any:
+    module = CASES["llama"].build()
+    rows = Rows()
+    trainer = run.trainer(max_epochs=2)
+    trainer.fit(module, run.training(rows))
+    return {"weights": weights(module), "metrics": figures(trainer)}
+
+
+TEXT = Layout({"language": Modality(pp_size=2)}, 2)
+TEXT_TWINS = Layout({"language": Modality()}, 2, 2)
+
+
+@pytest.mark.parametrize("layout", [TEXT, TEXT_TWINS], ids=["language pp 2", "language dp 2"])
+def test_weights_by_tokens_make_a_token_mean_that_of_the_whole_batch(layout: Layout, float64: None) -> None:
+    expected = alone(uneven_tokens)
+    got = together(layout, uneven_tokens, loss_weight="tokens")
+    assert_same(got[0]["weights"], expected["weights"], 1e-6)
+
+
+def test_weights_by_samples_do_not(float64: None) -> None:
+    expected = alone(uneven_tokens)
+    got = together(TEXT, uneven_tokens, loss_weight="samples")
+    changed = max(float((got[0]["weights"][k] - v).abs().max()) for k, v in expected["weights"].items())
+    assert changed > 1e-4

@@ -1,0 +1,113 @@
+"""Random draws agree on all ranks of a replica, differ between steps and replicas, and leave the state alone."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning import seed_everything
+from lightning.pytorch.callbacks import Callback
+from torch.utils.checkpoint import checkpoint
+
+from features.toys import PIPE, TWINS, Run, Toy, assert_same, together, weights
+
+
+class Augmented(Toy):
+    """Draws in its step, in every library, and drops hidden units."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.3)
+        self.drawn: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        images = batch["images"] * (1 + 0.1 * torch.rand_like(batch["images"])) + float(np.random.rand())
+        self.drawn.append(float(images.sum()) + random.random())
+        loss = self.loss({**batch, "images": images})
+        self.log("draw", torch.rand(()), sync_dist=False)
+        return loss + 0.01 * torch.rand(())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Recomputed(Augmented):
+    """The same with every layer of the decoder computed again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.decoder.layers:
+            inner = layer.forward
+            layer.forward = lambda hidden, inner=inner: checkpoint(inner, hidden, use_reentrant=False)
+
+
+class Watch(Callback):
+    """The generators' states around each batch."""
+
+    def __init__(self) -> None:
+        self.kept = True
+
+    def states(self) -> Any:
+        return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.before = self.states()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.kept = self.kept and self.before == self.states()
+
+
+def train(run: Run, module: Augmented, seed: int) -> dict[str, Any]:
+    seed_everything(seed, verbose=False)
+    watch = Watch()
+    trainer = run.trainer(callbacks=[watch])
+    trainer.fit(module, run.training(8, batch_size=4))
+    draw = float(trainer.callback_metrics["draw"])
+    return {"drawn": module.drawn, "kept": watch.kept, "draw": draw, "weights": weights(module)}
+
+
+def four_times(run: Run) -> list[Any]:
+    return [
+        train(run, Augmented(), 1),
+        train(run, Augmented(), 1),
+        train(run, Augmented(), 2),
+        train(run, Recomputed(), 1),
+    ]
+
+
+@pytest.fixture(scope="module")
+def pipe() -> list[list[dict[str, Any]]]:
+    """vision: rank 0; language: ranks 1-2 as stages"""
+    return together(PIPE, four_times)
+
+
+def test_all_stages_see_the_same_augmentation(pipe: list[Any]) -> None:
+    drawn = [rank[0]["drawn"] for rank in pipe]
+    assert drawn[0] == drawn[1] == drawn[2]
+    assert len(set(drawn[0])) == 4  # two steps of two microbatches
+    assert pipe[0][0]["draw"] == pipe[1][0]["draw"] == pipe[2][0]["draw"]
+
+
+def test_a_seed_repeats_a_run_and_another_does_not(pipe: list[Any]) -> None:
+    first, again, other, _ = pipe[0]
+    assert first["drawn"] == again["drawn"]
+    assert_same(first["weights"], again["weights"], 0.0)
+    assert first["drawn"] != other["drawn"]
+
+
+def test_recomputed_layers_drop_the_same_units(pipe: list[Any]) -> None:
+    first, _, _, recomputed = pipe[0]
+    assert_same(recomputed["weights"], first["weights"], 1e-12)
+
+
+def test_the_state_around_a_step_is_left_alone(pipe: list[Any]) -> None:
+    assert all(result["kept"] for rank in pipe for result in rank)
+
+
+def test_replicas_draw_for_themselves() -> None:
+    """vision: rank 0, for both replicas of language: ranks 1-2."""
+    both, first, second = [ranks[0]["drawn"] for ranks in together(TWINS, four_times)]
+    assert set(first).isdisjoint(second)
+    assert set(both) == {*first, *second}
