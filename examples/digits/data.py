@@ -6,7 +6,9 @@ The scans are scikit-learn's bundled 8x8 digits, the recordings those of `make_a
 are 384 scans drawn at random and six of the thirty voices: no validation pair shares either with training.
 
 Which scan meets which recording, and in what order, is drawn once from the seed, so the loader does not shuffle
-and a run sees the same batches in one process and in many. Refuses an archive with clips longer than 0.77 s.
+and a run sees the same batches in one process and in many, as long as Lightning is told not to shuffle either
+(`use_distributed_sampler: false`, which suits layouts with one replica).
+Refuses an archive with clips longer than 0.77 s.
 
 Shapes: N samples, B batch, S tokens.
 """
@@ -132,7 +134,7 @@ class DigitsData(L.LightningDataModule):
         self.train_samples, self.batch_size, self.seed = train_samples, batch_size, seed
 
     def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        """In the order of the pairs: no sampler has a say in what a step sees."""
+        """In the order of the pairs."""
         pairs = Pairs(self.train_samples, held_out=False, seed=self.seed)
         return DataLoader(pairs, batch_size=self.batch_size, drop_last=True)
 

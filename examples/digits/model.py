@@ -139,7 +139,7 @@ class Digits(L.LightningModule):
         outputs = self._run(batch)
         answers = outputs.logits[:, -ANSWER_LENGTH - 1 : -1].argmax(dim=-1)
         self.val_accuracy(answers, batch["labels"][:, -ANSWER_LENGTH:])
-        self.log("val_loss", outputs.loss, prog_bar=True)
+        self.log("val_loss", outputs.loss, prog_bar=True, sync_dist=True)
         self.log("val_accuracy", self.val_accuracy, prog_bar=True)
         return {"answers": answers}
 

@@ -37,6 +37,7 @@ ENCODER_LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], int, int]] = {
 SINGLE_LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
     "pp 2": ({"pp_size": 2}, 2),
     "pp 3": ({"pp_size": 3}, 3),
+    "pp 2 in 2 chunks each": ({"pp_size": 2, "pp_chunks": 2}, 2),
     "dp 2": ({}, 2),
     "pp 2 dp 2": ({"pp_size": 2}, 4),
 }
