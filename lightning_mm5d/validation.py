@@ -1,7 +1,8 @@
 """Checks of a configuration against a module and its data, before any process is started.
 
 What needs only the configuration is checked in `config` and `layout`. It refuses manual optimization where a schedule
-runs, losses that need all layers on one rank, and batches that are too small to be split.
+runs, losses that need all layers on one rank, callbacks that save a copy of the module, and batches that are too small
+to be split.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import WeightAveraging
 from torch.utils.data import DataLoader
 
 from lightning_mm5d.config import Modality, check
@@ -18,7 +20,7 @@ from lightning_mm5d.errors import ConfigError
 from lightning_mm5d.partition import terminal_of
 from lightning_mm5d.schedule import SCHEDULES
 
-RUNNABLE = ("gpipe", "1f1b")
+RUNNABLE = ("gpipe", "1f1b", "interleaved")
 """Schedules that the engine runs: those without split backwards."""
 
 
@@ -89,6 +91,22 @@ def check_module(module: pl.LightningModule, plan: Plan, num_microbatches: int) 
                     "A loss over the routers of all layers (output_router_logits) needs all layers on one rank",
                     "Use 1, or set output_router_logits to False in the model's config",
                 )
+
+
+def check_callbacks(callbacks: Sequence[pl.Callback], plan: Plan) -> None:
+    """Refuse callbacks that keep a copy of the module and save it, which is whole on no rank.
+
+    Raises:
+        ConfigError: `WeightAveraging` with several stages.
+    """
+    for callback in callbacks:
+        if isinstance(callback, WeightAveraging) and len(plan.members) > 1:
+            raise ConfigError(
+                "callbacks",
+                type(callback).__name__,
+                "It saves the copy of the module that it averages, and with several stages no rank has all of it",
+                "Use StochasticWeightAveraging, or one stage (colocate all modalities, pp_size=1)",
+            )
 
 
 def check_batches(data: Sequence[Any], num_microbatches: int) -> None:
