@@ -51,8 +51,7 @@ def collect_optimizer(
     state: dict[int, Any] = {}
     for group, saved in zip(optimizer.param_groups, whole["param_groups"], strict=True):
         for parameter, index in zip(group["params"], saved["params"], strict=True):
-            name = names.get(id(parameter))
-            keeper = plan.keeper(name) if name else 0
+            keeper = plan.keeper(names[id(parameter)]) if id(parameter) in names else 0
             found = whole["state"].get(index) if rank == keeper else None
             if keeper != 0 and rank == keeper:
                 send_tree(found, 0, device)
@@ -90,7 +89,7 @@ def collect_module(root: nn.Module, plan: Plan, rank: int, targets: Sequence[int
     for name, value in state.items():
         if not isinstance(value, Tensor):
             continue
-        keeper = plan.keeper(name) if name in plan.partition.owners else plan.ranks_of(plan.last_stage)[0]
+        keeper = plan.keeper(name)
         for target in targets:
             if target == keeper:
                 continue

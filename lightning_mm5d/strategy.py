@@ -38,7 +38,7 @@ from lightning_mm5d.loader import per_replica, shard_loader
 from lightning_mm5d.partition import partition, terminal_of
 from lightning_mm5d.schedule import Simulation
 from lightning_mm5d.session import Session
-from lightning_mm5d.validation import check_batches, check_computed, check_fields, check_module
+from lightning_mm5d.validation import check_batches, check_callbacks, check_computed, check_fields, check_module
 
 
 class MultimodalStrategy(ParallelStrategy):
@@ -219,6 +219,7 @@ class MultimodalStrategy(ParallelStrategy):
         assert isinstance(module, pl.LightningModule)
         self.model = module
         self.validate_before_launch(module)
+        check_callbacks(vars(trainer)["callbacks"], self.plan(module))
         Session.equalize(module, self.root_device)
         self._failed = False
         self._session = Session(
@@ -337,9 +338,17 @@ class MultimodalStrategy(ParallelStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """As Lightning's own, but with gradients summed over ranks before `on_after_backward` shows them to users."""
+        module = self.lightning_module
         assert self._session is not None
+        assert module is not None
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         with self._session.synced(self._syncs):
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
+            self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
 
     @override
     @contextmanager
@@ -378,7 +387,8 @@ class MultimodalStrategy(ParallelStrategy):
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gather ``[D, ...]`` from the D replicas of the terminal modality; inside a step, from within it."""
-        if self._session is None or self._session.is_plain or group is not None:
+        # a LightningModule passes the world where its user passed nothing
+        if self._session is None or self._session.is_plain or group not in (None, dist.group.WORLD):
             return super().all_gather(tensor, group, sync_grads)
         return self._session.all_gather(tensor, sync_grads)
 

@@ -13,6 +13,7 @@ from typing import Any
 import lightning as L
 import torch
 from data import ANSWER_LENGTH, AUDIO_ID, AUDIO_TOKENS, IMAGE_ID, IMAGE_TOKENS, MELS, VOCABULARY
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassExactMatch
 from transformers import LlamaConfig, LlamaForCausalLM, ViTConfig, ViTModel, WhisperConfig
@@ -121,7 +122,7 @@ class Digits(L.LightningModule):
         self.learning_rate, self.warmup_steps = learning_rate, warmup_steps
         self.val_accuracy = MulticlassExactMatch(num_classes=len(VOCABULARY))
 
-    def _run(self, batch: dict[str, Tensor]) -> CausalLMOutputWithPast:
+    def _run(self, batch: dict[str, Tensor]) -> Any:
         return self.model(batch["input_ids"], batch["pixel_values"], batch["input_features"], batch["labels"])
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
@@ -143,7 +144,7 @@ class Digits(L.LightningModule):
         self.log("val_accuracy", self.val_accuracy, prog_bar=True)
         return {"answers": answers}
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self) -> OptimizerLRScheduler:
         """AdamW; the rate rises linearly for `warmup_steps`, then falls linearly to nothing at the last step."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.learning_rate, weight_decay=0.01)
         steps = int(self.trainer.estimated_stepping_batches)

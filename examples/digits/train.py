@@ -24,7 +24,7 @@ class Report(L.Callback):
     def __init__(self, pictures: int = 40) -> None:
         self.pictures = pictures
         self.losses: list[tuple[int, float]] = []
-        self.shown: list[tuple[Tensor, int, str, str]] = []  # scan (8, 8), digit heard, answer, right answer
+        self.shown: list[tuple[Tensor, int, str, bool]] = []  # scan (8, 8), digit heard, answer, is it right
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -48,7 +48,7 @@ class Report(L.Callback):
         """Keep the first `pictures` samples, each with the model's answer."""
         scans, heard, labels = batch["pixel_values"][:, 0].cpu(), batch["heard"].tolist(), batch["labels"].cpu()
         for i, answer in enumerate(outputs["answers"].cpu()[: self.pictures - len(self.shown)]):
-            self.shown.append((scans[i], heard[i], decode(answer), decode(labels[i, -ANSWER_LENGTH:])))
+            self.shown.append((scans[i], heard[i], *judged(decode(answer), decode(labels[i, -ANSWER_LENGTH:]))))
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Write the files and say where they are."""
@@ -72,7 +72,18 @@ class Report(L.Callback):
         print(f"\nheld-out accuracy {accuracy:.1%} (by chance about 1%); see {folder}")
 
 
-def draw_answers(shown: list[tuple[Tensor, int, str, str]], path: Path, columns: int = 8) -> None:
+def judged(answer: str, right: str) -> tuple[str, bool]:
+    """The answer and whether it is right; a wrong one ends at its first wrong character.
+
+    What came behind that was predicted after the right character, so it is not what the model would have said.
+    """
+    for i, (got, wanted) in enumerate(zip(answer, right, strict=True)):
+        if got != wanted:
+            return answer[: i + 1] + ("…" if i + 1 < len(answer) else ""), False
+    return answer, True
+
+
+def draw_answers(shown: list[tuple[Tensor, int, str, bool]], path: Path, columns: int = 8) -> None:
     """Draw a grid of scans, each with the digit heard and the answer, green where it is right, else red."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -85,7 +96,7 @@ def draw_answers(shown: list[tuple[Tensor, int, str, str]], path: Path, columns:
     ):
         axes.imshow(scan.numpy(), cmap="gray_r")
         axes.set_title(f"heard {heard}", fontsize=9)
-        axes.set_xlabel(answer, color="green" if answer == right else "red", fontsize=12, weight="bold")
+        axes.set_xlabel(answer, color="green" if right else "red", fontsize=12, weight="bold")
     for axes in figure.axes:
         axes.set_xticks([])
         axes.set_yticks([])

@@ -124,8 +124,26 @@ class Plan:
         return self.keeper(name) == rank
 
     def keeper(self, name: str) -> int:
-        """The one rank that stands for a parameter: the first replica of the first stage that uses it."""
-        return self.ranks_of(self.stage_of[self.partition.owners[name][0]])[0]
+        """The one rank that stands for a parameter or buffer: the first replica of the first stage that uses it.
+
+        A buffer that every stage computes is kept by the last. One that came after the plan was made (pruning adds
+        some) belongs with the others of its module.
+        """
+        owners = self.partition.owners
+        prefix = f"{name.rpartition('.')[0]}."
+        known = name if name in owners else next((other for other in owners if other.startswith(prefix)), None)
+        if known is None:
+            return self.ranks_of(self.last_stage)[0]
+        owner = owners[known][0]
+        if name not in self.sizes and not self._stays(name):
+            owner = self.partition.stages[owner.rpartition(".")[0]][-1].name
+        return self.ranks_of(self.stage_of[owner])[0]
+
+    def _stays(self, buffer: str) -> bool:
+        """Whether only the owner of a buffer runs the module that it is in; else the last stage has come furthest."""
+        path = buffer.rpartition(".")[0]
+        in_layers = any(layers and buffer.startswith(f"{layers}.") for layers in self.partition.layers.values())
+        return in_layers or (path != "" and any(name.rpartition(".")[0] == path for name in self.sizes))
 
     def component(self, rank: int) -> tuple[int, ...]:
         """The replicas whose microbatches `rank` depends on, directly or through encoders that serve several."""
@@ -204,6 +222,7 @@ class Plan:
                             forward_cost=cost,
                             # weight gradients and input gradients, the latter alone where nothing is trained here
                             backward_cost=cost * (2 if here else 1) if here or before else 0.0,
+                            weight_cost=cost if here else 0.0,
                             replica=dp,
                         )
                     )

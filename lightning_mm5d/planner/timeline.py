@@ -17,14 +17,16 @@ from lightning_mm5d.schedule import Kind, Simulation, Span
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_COLOURS = (  # (forward, backward), for modalities in the order in which they start
-    ("#a9c9ec", "#2b69ae"),
-    ("#fac88c", "#c0600a"),
-    ("#abdcb5", "#237a3c"),
-    ("#d8b9e5", "#7f4196"),
-    ("#f3b1b6", "#b22f3a"),
-    ("#d6c3af", "#755030"),
+_COLOURS = (  # (forward, weight gradient, backward), for modalities in the order in which they start
+    ("#a9c9ec", "#6f9fd2", "#2b69ae"),
+    ("#fac88c", "#e29a4f", "#c0600a"),
+    ("#abdcb5", "#6cb27d", "#237a3c"),
+    ("#d8b9e5", "#b184c4", "#7f4196"),
+    ("#f3b1b6", "#d97780", "#b22f3a"),
+    ("#d6c3af", "#ab8e74", "#755030"),
 )
+_SHADES = {Kind.F: 0, Kind.W: 1, Kind.B: 2, Kind.I: 2}
+_WORDS = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W: "weight gradient"}
 _INK, _MUTED, _IDLE = "#22272e", "#66707c", "#eef0f2"
 _BAR = 0.84  # height of a bar, where rows are 1 apart
 _WIDTH, _ROW = 13.0, 0.42  # inches
@@ -40,6 +42,8 @@ def draw(
     transparent: bool = False,
 ) -> None:
     """Draws a row per worker: a hue per modality, forwards light, backwards dark, idle time grey.
+
+    Of backwards in halves the input gradient is dark and the weight gradient of middling shade.
 
     Boxes hold the microbatch's id where it fits; the column on the right is the bubble, the share of idle
     time.
@@ -97,7 +101,7 @@ def chrome_trace(simulation: Simulation, path: str | PathLike[str]) -> None:
         events.append(
             {
                 "name": str(action),
-                "cat": "forward" if action.kind is Kind.F else "backward",
+                "cat": _WORDS[action.kind],
                 "ph": "X",
                 "pid": 0,
                 "tid": span.worker,
@@ -131,7 +135,7 @@ def _bars(axes: Axes, simulation: Simulation, spans: list[Span], row: int, point
             ha="center",
             va="center_baseline",
             fontsize=_FONT,
-            color=_INK if span.action.kind is Kind.F else "white",
+            color=_INK if _SHADES[span.action.kind] < 2 else "white",
         )
 
 
@@ -163,9 +167,8 @@ def _legend(axes: Axes, simulation: Simulation) -> None:
     from matplotlib.patches import Patch
 
     present = {(_modality(span), span.action.kind) for span in simulation.spans}
-    words = {Kind.F: "forward", Kind.B: "backward"}
     patches = [
-        Patch(facecolor=colour, label=f"{modality} {words[kind]}")
+        Patch(facecolor=colour, label=f"{modality} {_WORDS[kind]}")
         for (modality, kind), colour in _colours(simulation).items()
         if (modality, kind) in present
     ]
@@ -187,9 +190,9 @@ def _legend(axes: Axes, simulation: Simulation) -> None:
 def _colours(simulation: Simulation) -> dict[tuple[str, Kind], str]:
     modalities = dict.fromkeys(_modality(span) for span in simulation.spans)
     return {
-        (modality, kind): _COLOURS[number % len(_COLOURS)][kind is Kind.B]
+        (modality, kind): _COLOURS[number % len(_COLOURS)][shade]
         for number, modality in enumerate(modalities)
-        for kind in Kind
+        for kind, shade in _SHADES.items()
     }
 
 

@@ -1,7 +1,7 @@
 """The greedy list scheduler that all schedules come from, and the rules by which they differ.
 
 It plays the pipeline through in simulated time; a worker that gets free takes the best action that is ready. Rules
-say how many splits, what is held back and what comes first.
+say what is split, what is held back and what comes first.
 
 No schedule of it can deadlock, whatever shares a worker and whatever is held back. Instances run microbatches in one
 common order. So something of the front, the first microbatch whose gradients have not come through, is always ready.
@@ -15,11 +15,13 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from lightning_mm5d.schedule.actions import Action, Kind, Schedule
 from lightning_mm5d.schedule.graph import Graph
+from lightning_mm5d.schedule.simulate import simulate
 
 _SAME_TIME = 1e-9
 """Ends that are closer than this share of the time are one, or rounding would decide on the order."""
@@ -35,18 +37,27 @@ class Rules:
         held: by worker, the most activations, from the start of the forward until nothing more needs them. The front
             may pass, so a worker of several stages can hold one more for each of them.
         split: run input- and weight-gradient halves where both take time, the latter when nothing else is ready.
-        forwards_first: no backward before the worker's last forward.
+        eager: forwards come before gradients, else the other way round.
+        flush: no gradients before the worker's last forward.
         groups: by stage, how many microbatches pass before the worker's next chunk has its turn; by default 1.
-        patience: how long a weight gradient waits for something better to arrive, as a share of its own time.
+        patience: how long a weight gradient waits for a gradient to arrive, as a share of its own time.
     """
 
     in_flight: Mapping[str, float] = field(default_factory=dict)
     held: Mapping[int, float] = field(default_factory=dict)
     split: bool = False
-    forward: int = 2
-    forwards_first: bool = False
+    eager: bool = False
+    flush: bool = False
     groups: Mapping[str, int] = field(default_factory=dict)
     patience: float = 0.0
+
+
+class Played(NamedTuple):
+    """What came of playing rules: the schedule, its makespan, and the most activations that a worker held."""
+
+    schedule: Schedule
+    makespan: float
+    held: dict[int, int]
 
 
 class Pipeline:
@@ -80,9 +91,13 @@ class Pipeline:
         self.weights = [graph.weight_cost(node) for node in self.nodes]
         self.splits = [graph.splits(node) for node in self.nodes]
 
-    def play(self, rules: Rules) -> tuple[Schedule, float]:
-        """The schedule that ``rules`` lead to, and its makespan."""
+    def play(self, rules: Rules) -> Played:
+        """The schedule that ``rules`` lead to."""
         return _Run(self, rules).play()
+
+    def best(self, candidates: Iterable[Rules]) -> Played:
+        """The shortest of the schedules that ``candidates`` lead to; the first of them where several are."""
+        return min((self.play(rules) for rules in candidates), key=lambda played: round(played.makespan, 9))
 
 
 class _Run:
@@ -100,13 +115,15 @@ class _Run:
         self.groups = [rules.groups.get(node.stage, 1) for node in nodes]
         self.splits = [rules.split and splits for splits in pipeline.splits]
         self.held = dict.fromkeys(pipeline.at, 0)
+        self.peak = dict(self.held)
         self.limit = {worker: rules.held.get(worker, math.inf) for worker in pipeline.at}
         self.forwards_left = {w: sum(len(pipeline.orders[i]) for i in mine) for w, mine in pipeline.at.items()}
         self.unfinished = [len(pipeline.stages) + sum(pipeline.backward)] * count
         self.front = 0
+        self.waived = False
         self.running: list[tuple[float, int, Kind, int, int]] = []  # a heap of (end, worker, kind, node, position)
 
-    def play(self) -> tuple[Schedule, float]:
+    def play(self) -> Played:
         pipeline = self.pipeline
         schedule: Schedule = {worker: [] for worker in pipeline.at}
         free, woken, now = set(pipeline.at), set(pipeline.at), 0.0
@@ -131,32 +148,42 @@ class _Run:
             if self.front != front or self.rules.patience:
                 woken |= free
         self._assert_complete()
-        return schedule, now
+        if self.waived:  # the front waited to become it, which nobody does who has the list
+            now = simulate(schedule, pipeline.graph).makespan
+        return Played(schedule, now, self.peak)
 
     def _choose(self, worker: int, now: float) -> tuple[Kind, int, int] | None:
-        """What comes first of all that is ready: gradients, then forwards, then weight gradients."""
-        pipeline, best, chosen = self.pipeline, None, None
-        due = None
+        """What comes first of all that is ready; weight gradients last."""
+        pipeline, rules = self.pipeline, self.rules
+        best: tuple[int, ...] | None = None
+        chosen: tuple[Kind, int, int] | None = None
+        due: tuple[int, int] | None = None
         for index in pipeline.at[worker]:
             stage, order = pipeline.stage_of[index], pipeline.orders[index]
             forwards, backwards = self.forwards[index], self.backwards[index]
-            if pipeline.backward[stage] and forwards > backwards:
-                p = order[backwards]
-                ready = self.missing_backward[stage][p] == 0
-                if ready and not (self.rules.forwards_first and self.forwards_left[worker]):
-                    key = (1, backwards // self.groups[index], pipeline.distances[stage], p, stage)
-                    if best is None or key < best:
-                        best, chosen = key, (Kind.I if self.splits[index] else Kind.B, index, p)
-            if forwards < len(order) and (forwards - backwards < self.in_flight[index] or not pipeline.backward[stage]):
+            held_back = False
+            if pipeline.backward[stage]:
+                held_back = forwards - backwards >= self.in_flight[index]
+                if forwards > backwards and not (rules.flush and self.forwards_left[worker]):
+                    p = order[backwards]
+                    if not self.missing_backward[stage][p]:
+                        key = (1, backwards // self.groups[index], pipeline.distances[stage], p, stage)
+                        if best is None or key < best:
+                            best, chosen = key, (Kind.I if self.splits[index] else Kind.B, index, p)
+                if self.pending[index] and (due is None or self.pending[index][0] < due[0]):
+                    due = (self.pending[index][0], index)
+            if forwards < len(order) and not held_back:
                 p = order[forwards]
-                if self.missing_forward[stage][p] == 0 and self._may_hold(worker, stage, p):
-                    key = (self.rules.forward, forwards // self.groups[index], -pipeline.distances[stage], p, stage)
+                if not self.missing_forward[stage][p] and self._may_hold(worker, stage, p):
+                    key = (
+                        0 if rules.eager else 2,
+                        forwards // self.groups[index],
+                        -pipeline.distances[stage],
+                        p,
+                        stage,
+                    )
                     if best is None or key < best:
                         best, chosen = key, (Kind.F, index, p)
-            if self.pending[index]:
-                p = self.pending[index][0]
-                if due is None or p < due[0]:
-                    due = (p, index)
         if chosen is None and due is not None and not self._worth_waiting(worker, due[1], now):
             return Kind.W, due[1], due[0]
         return chosen
@@ -164,7 +191,10 @@ class _Run:
     def _may_hold(self, worker: int, stage: int, p: int) -> bool:
         if not self.pipeline.backward[stage] or self.held[worker] < self.limit[worker]:
             return True
-        return p == self.front and not any(self.pending[index] for index in self.pipeline.at[worker])
+        if p != self.front or any(self.pending[index] for index in self.pipeline.at[worker]):
+            return False
+        self.waived = True
+        return True
 
     def _worth_waiting(self, worker: int, index: int, now: float) -> bool:
         """Whether a gradient arrives for ``worker`` soon enough to let a weight gradient of ``index`` wait."""
@@ -185,6 +215,7 @@ class _Run:
             self.forwards[index] += 1
             self.forwards_left[node.worker] -= 1
             self.held[node.worker] += self.pipeline.backward[self.pipeline.stage_of[index]]
+            self.peak[node.worker] = max(self.peak[node.worker], self.held[node.worker])
             return node.forward_cost
         if kind is Kind.W:
             self.pending[index].popleft()

@@ -11,7 +11,7 @@ import torch
 import yaml
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "digits"
-NAMES = ("data", "model", "compare", "make_audio")
+NAMES = ("data", "model", "compare", "make_audio", "train")
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +85,12 @@ def test_a_step_gives_every_weight_a_gradient_and_needs_both_inputs(example: dic
     for key in ("pixel_values", "input_features"):
         changed = model(**{**batch, key: torch.zeros_like(batch[key])})
         assert not torch.allclose(changed.loss, output.loss)
+
+
+def test_a_wrong_answer_ends_at_its_first_wrong_character(example: dict[str, ModuleType]) -> None:
+    assert example["train"].judged("7+5=12", "7+5=12") == ("7+5=12", True)
+    assert example["train"].judged("5+2=11", "9+2=11") == ("5…", False)
+    assert example["train"].judged("9+2=12", "9+2=11") == ("9+2=12", False)
 
 
 def test_compare_passes_equal_losses_and_fails_others(

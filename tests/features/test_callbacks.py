@@ -20,7 +20,6 @@ from lightning.pytorch.callbacks import (
     LearningRateMonitor,
     ModelCheckpoint,
     ModelSummary,
-    StochasticWeightAveraging,
     TQDMProgressBar,
 )
 from lightning.pytorch.loggers import CSVLogger
@@ -106,13 +105,6 @@ def summary_and_bar(run: Run) -> Any:
     return {"numbers": numbers, "bar": "100%" in out.getvalue() + err.getvalue(), "rank": trainer.global_rank}
 
 
-def averaged_weights(run: Run) -> Any:
-    module = Toy()
-    trainer = run.trainer(max_epochs=4, callbacks=[StochasticWeightAveraging(0.05, swa_epoch_start=2)])
-    trainer.fit(module, run.training(), run.loader(8))
-    return weights(module)
-
-
 def scheduled_accumulation(run: Run) -> Any:
     module = Toy(lr=0.5)
     trainer = run.trainer(max_epochs=3, callbacks=[GradientAccumulationScheduler({1: 2, 2: 3})])
@@ -145,7 +137,6 @@ SCENARIOS = (
     checkpoint_and_stop,
     rates_and_devices,
     summary_and_bar,
-    averaged_weights,
     scheduled_accumulation,
     unfrozen_later,
 )
@@ -189,10 +180,6 @@ def test_the_summary_counts_the_whole_model_and_the_bar_runs(found: dict[str, Ou
         assert rank["numbers"] == one["numbers"]
         assert rank["bar"] == (rank["rank"] == 0)
     assert one["numbers"][0] == sum(p.numel() for p in Toy().parameters())
-
-
-def test_stochastic_weight_averaging_equals_one_process(found: dict[str, Outcome]) -> None:
-    assert_same(found["averaged_weights"].ranks[0], found["averaged_weights"].one)
 
 
 def test_scheduled_accumulation_equals_one_process(found: dict[str, Outcome]) -> None:

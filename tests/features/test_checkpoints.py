@@ -149,6 +149,50 @@ def test_groups_that_a_callback_added_are_saved_and_resumed(found: Any) -> None:
     assert_same(got.ranks[0]["weights"], got.one["weights"])
 
 
+class Buffered(Toy):
+    """Buffers that steps write: of a remote encoder's norm, of a layer, and one made of the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder.projector = torch.nn.Sequential(self.encoder.projector, torch.nn.BatchNorm1d(8)).double()
+        self.register_buffer("average", torch.zeros((), dtype=torch.float64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.average.mul_(0.9).add_(0.1 * loss.detach())
+        return loss
+
+
+def with_buffers(run: Run) -> Any:
+    return fit(run, Buffered(), 2, "buffered")
+
+
+def test_buffers_come_from_the_stage_that_computes_them(tmp_path: Path) -> None:
+    """vision: rank 0; language: ranks 1-2 as stages; a norm over the batch needs it whole."""
+    got = outcomes(PIPE, with_buffers, folder=tmp_path, num_microbatches=1)["with_buffers"]
+    assert_same(got.ranks[0]["weights"], got.one["weights"])
+    one, ranks = (torch.load(tmp_path / name / "buffered/last.ckpt", weights_only=True) for name in ("one", "ranks"))
+    assert_same(ranks["state_dict"], one["state_dict"])
+    assert one["state_dict"]["average"] > 0
+    assert bool(one["state_dict"]["encoder.projector.1.running_mean"].any())
+
+
+def saved_after_training(run: Run) -> Any:
+    """Not by a callback, but when the trainer has ended."""
+    module = Adaptive()
+    trainer = run.trainer(max_epochs=1)
+    trainer.fit(module, run.training())
+    trainer.save_checkpoint(run.folder / "after.ckpt")
+
+
+def test_a_trainer_that_has_ended_saves_the_whole_of_it(tmp_path: Path) -> None:
+    """vision: rank 0; language: ranks 1-2 as stages."""
+    outcomes(PIPE, saved_after_training, folder=tmp_path)
+    one, ranks = (torch.load(tmp_path / name / "after.ckpt", weights_only=True) for name in ("one", "ranks"))
+    assert_same(ranks["state_dict"], one["state_dict"])
+    assert_same(ranks["optimizer_states"], one["optimizer_states"])
+
+
 @pytest.mark.parametrize("kind", ["missing", "unexpected"])
 def test_every_rank_refuses_a_file_with_other_keys(found: Any, tmp_path: Path, kind: str) -> None:
     checkpoint = torch.load(found[0] / "ranks/half/last.ckpt", weights_only=True)

@@ -144,6 +144,28 @@ def test_loader_batches_can_be_the_microbatches() -> None:
         assert_same(rank["metrics"], whole.one["metrics"])
 
 
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self) -> Any:
+        samples = Samples(20)
+        return (samples[index] for index in range(20))
+
+
+def trainer_flags(run: Run) -> Any:
+    """A stream without a length, stopped and validated in the middle of an epoch."""
+    module = Toy()
+    flags = {"max_steps": 5, "limit_train_batches": 3, "val_check_interval": 2, "limit_val_batches": 1}
+    trainer = run.trainer(max_epochs=-1, log_every_n_steps=1, **flags)
+    trainer.fit(module, run.loader(Stream()), run.loader(16))
+    return {"weights": weights(module), "metrics": figures(trainer), "steps": trainer.global_step}
+
+
+def test_a_stream_and_limits_of_the_trainer_work_as_on_one_process() -> None:
+    """vision: rank 0; language: ranks 1-2 as stages."""
+    outcome = outcomes(PIPE, trainer_flags)["trainer_flags"]
+    assert_same(outcome.ranks[0], outcome.one)
+    assert outcome.one["steps"] == 5
+
+
 LLAVA = Layout({"vision": Modality(), "language": Modality(pp_size=2)}, 3)
 
 

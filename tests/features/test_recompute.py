@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from parity.harness import Batches
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from features.toys import PIPE, SHARED, Layout, Run, Toy, assert_same, figures, outcomes, together, weights
+from lightning_mm5d import Modality
 from lightning_mm5d.errors import ConfigError
 
 
@@ -104,6 +105,14 @@ def test_plain_replicas_train_like_one_process_by_hand_or_not() -> None:
         for rank in outcome.ranks:
             assert_same(rank["metrics"], outcome.one["metrics"])
             assert rank["steps"] == outcome.one["steps"]
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_one_rank_under_the_strategy_trains_like_one_process(microbatches: int) -> None:
+    """everything: rank 0"""
+    alone_under_it = Layout({"model": Modality()}, 1)
+    outcome = outcomes(alone_under_it, automatic, num_microbatches=microbatches)["automatic"]
+    assert_same(outcome.ranks[0], outcome.one)
 
 
 @pytest.mark.parametrize(("layout", "microbatches"), [(PIPE, 1), (SHARED, 2)], ids=["stages", "microbatches"])

@@ -1,7 +1,8 @@
 """A training script as a user writes it; the tests start it in every way in which such a script is started.
 
 Its arguments choose what the trainer and the strategy are given. Every rank writes the loss of every step to a file,
-and whichever process has rank 0 when `fit` returns writes the weights that it then holds. It refuses nothing.
+and whichever process has rank 0 when `fit` returns writes the weights that it then holds; a checkpoint is saved too.
+It refuses nothing.
 """
 
 from __future__ import annotations
@@ -57,6 +58,9 @@ class Module(L.LightningModule):
         self.words = nn.Linear(4, 8)
         self.head = nn.Linear(8, 1)
 
+    def setup(self, stage: str) -> None:
+        assert self.trainer.estimated_stepping_batches == 12  # also before the strategy's own setup
+
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         images, words, targets = batch
         hidden = self.encoder(images) + self.words(words)
@@ -67,7 +71,7 @@ class Module(L.LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.5)
 
 
 class KeepLosses(L.Callback):
@@ -118,6 +122,7 @@ def main() -> None:
         callbacks=[KeepLosses(options.folder)],
     )
     trainer.fit(module, DataLoader(data, batch_size=4))
+    trainer.save_checkpoint(options.folder / "saved.ckpt")
     if trainer.global_rank == 0:
         weights = {name: weight.flatten().tolist() for name, weight in module.state_dict().items()}
         (options.folder / "weights").write_text(json.dumps(weights))

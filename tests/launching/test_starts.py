@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 HERE = Path(__file__).parent
 LIMIT_S = 240
@@ -173,6 +174,11 @@ def test_however_it_is_started_it_trains_as_one_process_does(
     assert ran.weights.keys() == one_process.weights.keys()
     for name, weights in ran.weights.items():
         assert weights == pytest.approx(one_process.weights[name], rel=1e-4, abs=1e-6), name
+    saved = torch.load(tmp_path / "saved.ckpt", weights_only=True)
+    assert {name: weight.flatten().tolist() for name, weight in saved["state_dict"].items()} == ran.weights
+    # a process that only waited for others has no optimizer
+    states = [len(state["state"]) for state in saved["optimizer_states"]]
+    assert states == ([len(ran.weights)] if processes == 2 else [])
 
 
 def test_a_wrong_configuration_is_printed_once_and_starts_no_children(tmp_path: Path) -> None:

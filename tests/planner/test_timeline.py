@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -11,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 from lightning_mm5d.planner import chrome_trace, draw
-from lightning_mm5d.schedule import Graph, Node, Simulation, build, simulate
+from lightning_mm5d.schedule import Graph, Node, Simulation, build, case, simulate
 
 
 @pytest.fixture
@@ -86,3 +87,16 @@ def test_trace_has_every_action_on_its_workers_thread(simulation: Simulation, tm
     last = max(spans, key=lambda event: event["ts"])
     assert last["ts"] + last["dur"] == pytest.approx(simulation.makespan * 1e6)
     assert last["args"] == {"stage": "language.0", "microbatch": 2}
+
+
+def test_halves_of_backwards_are_named_in_picture_and_trace(tmp_path: Path) -> None:
+    graph = case({"language": {"stages": 3}}, 4)
+    simulation = simulate(build("zero_bubble", graph), graph)
+    draw(simulation, tmp_path / "plan.svg")
+    chrome_trace(simulation, tmp_path / "plan.json")
+    texts = _texts(tmp_path / "plan.svg")
+    for words in ("forward", "backward", "input gradient", "weight gradient"):
+        assert f"language {words}" in texts
+    events = json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))["traceEvents"]
+    counts = Counter(event["cat"] for event in events if event["ph"] == "X")
+    assert counts == {"forward": 12, "backward": 4, "input gradient": 8, "weight gradient": 8}

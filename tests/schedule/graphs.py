@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from lightning_mm5d.schedule import Graph, Node
+from lightning_mm5d.schedule import Graph, Node, place
 
 
 def links(modality: str, depth: int) -> list[tuple[str, str]]:
@@ -23,6 +23,31 @@ def chain(depth: int, microbatches: int, *, forward_cost: float = 1.0, backward_
             backward_cost=backward_cost,
         )
         for i in range(depth)
+    ]
+    return Graph(tuple(nodes), tuple(links("language", depth)))
+
+
+def chunked(
+    workers: int,
+    chunks: int,
+    microbatches: int,
+    *,
+    schedule: str = "interleaved",
+    times: tuple[float, float, float] = (1.0, 1.0, 1.0),
+) -> Graph:
+    """A chain of ``workers * chunks`` stages placed for ``schedule``; times of a chunk's forward, I and W."""
+    depth = workers * chunks
+    forward, inputs, weights = times
+    nodes = [
+        Node(
+            stage=f"language.{i}",
+            worker=worker,
+            microbatches=tuple(range(microbatches)),
+            forward_cost=forward,
+            backward_cost=inputs + weights,
+            weight_cost=weights,
+        )
+        for i, worker in enumerate(place(schedule, depth, workers))
     ]
     return Graph(tuple(nodes), tuple(links("language", depth)))
 

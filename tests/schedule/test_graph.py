@@ -6,7 +6,7 @@ import pytest
 
 from lightning_mm5d.schedule import Graph, Node
 
-from .graphs import chain, tree
+from .graphs import chain, chunked, tree
 
 
 def test_neighbours_follow_the_edges() -> None:
@@ -40,6 +40,31 @@ def test_microbatches_come_in_the_order_that_all_instances_keep() -> None:
         (("vision.0", "language.0"),),
     )
     assert graph.microbatches == (2, 0, 3, 1)
+
+
+def test_weight_gradients_take_half_where_a_gradient_is_passed_on_and_all_where_not() -> None:
+    graph = chain(2, 1)
+    first, second = graph.nodes
+    assert [graph.weight_cost(node) for node in (first, second)] == [2.0, 1.0]
+    assert [graph.splits(node) for node in (first, second)] == [False, True]
+
+
+def test_a_frozen_stage_that_passes_gradients_on_runs_its_backward_whole() -> None:
+    frozen = Node(stage="b.0", worker=1, microbatches=(0,), backward_cost=1.0, weight_cost=0.0)
+    graph = Graph((_node("a.0", 0, 0), frozen), (("a.0", "b.0"),))
+    assert not graph.splits(frozen)
+
+
+def test_stages_of_a_worker_come_in_the_order_of_the_pipeline() -> None:
+    graph = chunked(2, 2, 1, schedule="zbv")
+    assert graph.stages_of(0) == ("language.0", "language.3")
+    assert graph.stages_of(1) == ("language.1", "language.2")
+
+
+def test_refuses_a_weight_cost_beyond_the_backward_cost() -> None:
+    node = Node(stage="a.0", worker=0, microbatches=(0,), backward_cost=1.0, weight_cost=1.5)
+    with pytest.raises(ValueError, match=r"weight_cost is 1\.5.*backward_cost, which is 1\.0"):
+        Graph((node,), ())
 
 
 def _node(stage: str, worker: int, *microbatches: int, backward_cost: float = 2.0) -> Node:

@@ -137,3 +137,44 @@ def test_execution_order_runs_every_action_after_what_it_needs() -> None:
         joint = order.index(Action(Kind.F, "language.0", m))
         assert joint > order.index(Action(Kind.F, "vision.0", m))
         assert joint > order.index(Action(Kind.F, "audio.0", m))
+
+
+def _halves(stage: int, microbatch: int) -> list[Action]:
+    return [Action(kind, f"language.{stage}", microbatch) for kind in (Kind.I, Kind.W)]
+
+
+def test_a_backward_may_run_in_halves_for_some_microbatches_and_whole_for_others() -> None:
+    graph = chain(2, 2)
+    first, second = _halves(1, 1)
+    validate({0: [_f(0, 0), _f(0, 1), _b(0, 0), _b(0, 1)], 1: [_f(1, 0), _b(1, 0), _f(1, 1), first, second]}, graph)
+
+
+@pytest.mark.parametrize(
+    ("actions", "message"),
+    [
+        ([_f(0, 0), *_halves(0, 0), _b(0, 0)], r"B\(language\.0, 0\) appears beside I\(language\.0, 0\) and W"),
+        ([_f(0, 0), _halves(0, 0)[0]], r"W\(language\.0, 0\) is missing"),
+        ([_f(0, 0), _halves(0, 0)[1]], r"I\(language\.0, 0\) is missing"),
+        ([_f(0, 0), *reversed(_halves(0, 0))], r"Deadlock: worker 0 at W\(language\.0, 0\) waits for B"),
+    ],
+)
+def test_refuses_halves_that_are_alone_doubled_or_in_the_wrong_order(actions: list[Action], message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        validate({0: actions}, chain(1, 1))
+
+
+def test_weight_gradients_may_run_in_any_order_but_input_gradients_may_not() -> None:
+    graph = chain(2, 2)
+    (i0, w0), (i1, w1) = _halves(1, 0), _halves(1, 1)
+    first = [_f(0, 0), _f(0, 1), _b(0, 0), _b(0, 1)]
+    validate({0: first, 1: [_f(1, 0), _f(1, 1), i0, i1, w1, w0]}, graph)
+    with pytest.raises(ScheduleError, match=r"B from language\.1 on worker 1 to language\.0"):
+        validate({0: first, 1: [_f(1, 0), _f(1, 1), i1, i0, w1, w0]}, graph)
+
+
+def test_activations_count_until_the_weight_gradient() -> None:
+    graph = chain(1, 2)
+    (i0, w0), (i1, w1) = _halves(0, 0), _halves(0, 1)
+    with pytest.raises(ScheduleError, match=r"F\(language\.0, 1\) puts 2 .*At most 1"):
+        validate({0: [_f(0, 0), i0, _f(0, 1), i1, w0, w1]}, graph, max_in_flight={"language.0": 1})
+    validate({0: [_f(0, 0), i0, w0, _f(0, 1), i1, w1]}, graph, max_in_flight={"language.0": 1})

@@ -1,0 +1,149 @@
+"""What engine and transport add to a schedule: stages that only sleep, against the simulated ideal of the same schedule.
+
+Eight to sixteen ranks share two cores, so a stage takes its time by sleeping and every core is free for what is to be
+measured. The ideal is the simulation of the very action lists that ran, with the durations that the sleeps had. The
+step is the whole one, from one batch to the next: data, engine, transport, losses and logs, optimizer.
+"""
+
+import dataclasses
+import statistics
+import time
+from collections import defaultdict
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from turns import Side, Turns, fit, row, run
+
+from lightning_mm5d import Modality, MultimodalStrategy
+from lightning_mm5d.schedule import build, simulate
+
+FORWARD_S, BACKWARD_S, MICROBATCHES = 0.02, 0.04, 16
+STEPS, WARMUP, WIDTH, TOKENS = 8, 2, 64, 16
+SCHEDULE = "1f1b"
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, slept: dict[str, list[float]]) -> Tensor:
+        ctx.slept = slept
+        slept["forward"].append(_sleep(FORWARD_S))
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.slept["backward"].append(_sleep(BACKWARD_S))
+        return gradient[0], None
+
+
+def _sleep(seconds: float) -> float:
+    start = time.perf_counter()
+    time.sleep(seconds)
+    return time.perf_counter() - start
+
+
+class SleepingLayer(nn.Module):
+    """Hidden states [B, S, D] -> the same shape, later. `slept` holds how long each time took, in seconds."""
+
+    slept: defaultdict[str, list[float]] = defaultdict(list)  # of the one layer that this rank holds
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return _Sleep.apply(self.linear(hidden), self.slept)
+
+
+class Tower(nn.Module):
+    """[B, S, D] -> [B, S, D] through layers that sleep."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([SleepingLayer() for _ in range(layers)])
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+
+class Sleepers(L.LightningModule):
+    """A decoder, and two encoders side by side in front of it where `towers` names their layers too."""
+
+    def __init__(self, towers: dict[str, int]) -> None:
+        super().__init__()
+        self.language = Tower(towers["language"])
+        self.has_encoders = "vision" in towers
+        if self.has_encoders:
+            self.vision, self.audio = Tower(towers["vision"]), Tower(towers["audio"])
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        hidden = self.vision(batch) + self.audio(batch) if self.has_encoders else batch
+        return self.language(hidden).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Clock(Callback):
+    """When each batch began."""
+
+    def __init__(self) -> None:
+        self.starts: list[float] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.starts.append(time.perf_counter())
+
+
+def measure(towers: dict[str, int], replicas: int) -> None:
+    """Train with one stage a layer and one rank a stage, and print the row."""
+    world = replicas * sum(towers.values())
+
+    def train(turns: Turns, rank: int) -> tuple[list[float], float, float, Any]:
+        modalities = {
+            name: Modality(module=name, boundary=None if name == "language" else name, pp_size=layers)
+            for name, layers in towers.items()
+        }
+        strategy = MultimodalStrategy(modalities, schedule=SCHEDULE, num_microbatches=MICROBATCHES)
+        module, clock = Sleepers(towers), Clock()
+        batches = [torch.randn(MICROBATCHES, TOKENS, WIDTH) for _ in range(STEPS)]
+        fit(module, DataLoader(batches, batch_size=None), strategy, world, clock)
+        names = frozenset(name for name, _ in module.named_parameters())
+        graph = strategy.plan(module).graph(range(replicas), MICROBATCHES, names)
+        skipped = WARMUP * MICROBATCHES
+        forward, backward = (statistics.mean(SleepingLayer.slept[key][skipped:]) for key in ("forward", "backward"))
+        return clock.starts, forward, backward, graph
+
+    results = run(Side(world, train))
+    graph = results[0][3]
+    slept = dataclasses.replace(
+        graph,
+        nodes=tuple(
+            dataclasses.replace(node, forward_cost=results[node.worker][1], backward_cost=results[node.worker][2])
+            for node in graph.nodes
+        ),
+    )
+    ideal = simulate(build(SCHEDULE, graph), slept).makespan
+    starts = results[-1][0][WARMUP:]
+    step = statistics.median(end - start for start, end in zip(starts, starts[1:], strict=False))
+    shape = " | ".join(f"{name} pp {layers}" for name, layers in towers.items())
+    row(
+        f"sleeping layers, {world} ranks ({shape}, dp {replicas}): measured step / simulated ideal",
+        step / ideal,
+        "1.03",
+        f"{step * 1e3:.0f} ms / {ideal * 1e3:.0f} ms",
+    )
+
+
+def main() -> None:
+    measure({"language": 8}, replicas=1)
+    measure({"vision": 2, "audio": 2, "language": 4}, replicas=1)
+    measure({"vision": 2, "audio": 2, "language": 4}, replicas=2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""``auto``: the shortest schedule that a search over rules finds within a bound on activations.
+
+It plays the named schedules' rules, then their mixtures, then climbs by changing one stage's limit at a time. How many
+rules are played depends on the number of actions only, never on a clock: all ranks must find the same schedule. For
+16 workers and 32 microbatches that is about half a second. It stops early at the lower bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import cycle, product
+
+from lightning_mm5d.schedule.bound import lower_bound
+from lightning_mm5d.schedule.graph import Graph
+from lightning_mm5d.schedule.greedy import Pipeline, Played, Rules
+from lightning_mm5d.schedule.interleaved import interleaved, turns
+from lightning_mm5d.schedule.plain import gpipe, in_flight_limits, one_f_one_b
+from lightning_mm5d.schedule.validate import ScheduleError
+from lightning_mm5d.schedule.zero_bubble import PATIENCE, zero_bubble
+
+_ACTIONS = 30_000
+"""Actions that a search plays in all, at some 10 microseconds each."""
+_FEWEST, _MOST = 14, 300
+"""How many rules a search plays whatever the number of actions is."""
+
+
+def auto(graph: Graph, max_activations: int | Mapping[int, int] | None = None) -> Played:
+    """Searches for the shortest schedule.
+
+    Args:
+        graph: the stages; their placement stays.
+        max_activations: the most activations that a worker may hold, for all or by worker (those that are not named
+            have no bound). By default what the fullest worker holds under the hungriest named schedule but
+            ``gpipe``.
+
+    Raises:
+        ScheduleError: where all schedules that it knows hold more.
+    """
+    search = _Search(graph, max_activations)
+    search.run()
+    return search.answer()
+
+
+class _Search:
+    def __init__(self, graph: Graph, max_activations: int | Mapping[int, int] | None) -> None:
+        self.graph, self.pipeline = graph, Pipeline(graph)
+        actions = sum(len(node.microbatches) * (3 if graph.has_backward(node.stage) else 1) for node in graph.nodes)
+        self.plays_left = min(_MOST, max(_FEWEST, _ACTIONS // max(actions, 1)))
+        self.enough = lower_bound(graph) * (1 + 1e-9)
+        self.best: tuple[Rules, Played] | None = None
+        self.frugal: Played | None = None
+        named = [(rules, self.pipeline.play(rules)) for make in _NAMED for rules in make(graph)]
+        self.plays_left -= len(named)
+        if max_activations is None:
+            max_activations = max((max(played.held.values()) for _, played in named), default=0)
+        if not isinstance(max_activations, Mapping):
+            max_activations = dict.fromkeys(graph.workers, max_activations)
+        self.bound = max_activations
+        for rules, played in named:
+            self._offer(rules, played)
+
+    def run(self) -> None:
+        for rules in (*gpipe(self.graph), *self._mixtures()):
+            if self._done():
+                return
+            self._try(rules)
+        if self.best is None:
+            self._shrink()
+        if self.best is not None:
+            self._climb()
+
+    def answer(self) -> Played:
+        if self.best is None:
+            assert self.frugal is not None
+            worker = next(w for w, held in self.frugal.held.items() if held > self.bound.get(w, held))
+            raise ScheduleError(
+                f"schedule auto: max_activations is {self.bound[worker]} on worker {worker}, but no schedule was found "
+                f"that holds fewer than {self.frugal.held[worker]} there. Allow that many, or use fewer stages."
+            )
+        return self.best[1]
+
+    def _mixtures(self) -> Iterator[Rules]:
+        """What the named schedules vary, in all combinations; weight gradients are split first."""
+        limits, grouped = in_flight_limits(self.graph), turns(self.graph)
+        limit_sets: list[dict[str, int]] = [
+            limits,
+            {},
+            {stage: limit + 1 for stage, limit in limits.items()},
+            {stage: 2 * limit for stage, limit in limits.items()},
+        ]
+        for split, in_flight, eager, groups in product(
+            (True, False), limit_sets, (True, False), ({}, grouped) if grouped else ({},)
+        ):
+            for patience in (PATIENCE, 0.0) if split else (0.0,):
+                yield Rules(
+                    in_flight=in_flight, held=self.bound, split=split, eager=eager, groups=groups, patience=patience
+                )
+
+    def _shrink(self) -> None:
+        """Half as many microbatches in flight again and again, down to one, until the schedule fits."""
+        limit = max(self.bound.values())
+        while limit > 0 and not self._try(Rules(in_flight=dict.fromkeys(self.graph.stages, limit), held=self.bound)):
+            limit //= 2
+
+    def _climb(self) -> None:
+        """One stage's limit raised or lowered at a time, until no such change helps."""
+        limits = in_flight_limits(self.graph)
+        moves = cycle(product(sorted(limits), (1, -1)))
+        since = 0
+        while since < 2 * len(limits) and not self._done():
+            assert self.best is not None
+            (stage, step), rules = next(moves), self.best[0]
+            limit = rules.in_flight.get(stage, limits[stage]) + step
+            improved = limit > 0 and self._try(replace(rules, in_flight={**rules.in_flight, stage: limit}))
+            since = 0 if improved else since + 1
+
+    def _try(self, rules: Rules) -> bool:
+        self.plays_left -= 1
+        return self._offer(rules, self.pipeline.play(rules))
+
+    def _offer(self, rules: Rules, played: Played) -> bool:
+        """Keeps ``played`` where it fits and is shorter than the best; returns whether it did."""
+        excess = self._excess(played)
+        if self.frugal is None or excess < self._excess(self.frugal):
+            self.frugal = played
+        if excess > 0 or (self.best is not None and played.makespan >= self.best[1].makespan * (1 - 1e-9)):
+            return False
+        self.best = rules, played
+        return True
+
+    def _excess(self, played: Played) -> int:
+        return max((held - self.bound.get(worker, held) for worker, held in played.held.items()), default=0)
+
+    def _done(self) -> bool:
+        return self.plays_left <= 0 or (self.best is not None and self.best[1].makespan <= self.enough)
+
+
+_NAMED = (one_f_one_b, interleaved, zero_bubble)

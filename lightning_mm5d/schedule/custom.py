@@ -1,0 +1,96 @@
+"""A user's own schedule: as a table of actions, or made by a function of the graph.
+
+A table is CSV text. Each row begins with a worker, then come its actions in order::
+
+    worker
+    0, F0, F1, F2, I0, F3, W0, ...
+    1, F0, B0, F1, B1, ...
+
+An action is the kind (F forward, B whole backward, I input-gradient half, W weight-gradient half), the microbatch's
+global id and, where the worker has several stages, a dot and the chunk: ``F3.1`` is the forward of microbatch 3
+through the second of the worker's stages in the order of the pipeline (`Graph.stages_of`). Rows of one worker continue
+each other, so a row may hold one action only. Empty cells and lines, a first line of headings and what stands
+behind ``#`` are skipped. `to_csv` writes a schedule in this form.
+
+What is no such table is refused with its line; what does not fit the graph is refused by `validate`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from lightning_mm5d.schedule.actions import Action, Kind, Schedule
+from lightning_mm5d.schedule.graph import Graph
+from lightning_mm5d.schedule.validate import ScheduleError, validate
+
+_ACTION = re.compile(r"([FBIW])(\d+)(?:\.(\d+))?")
+
+
+def from_csv(text: str, graph: Graph) -> Schedule:
+    """Reads a schedule from a table and validates it.
+
+    Args:
+        text: the table (see the module's docstring).
+        graph: the stages that it is for.
+
+    Raises:
+        ScheduleError: for what cannot be read, with its line, and for what `validate` refuses.
+    """
+    schedule: Schedule = {worker: [] for worker in graph.workers}
+    rows = 0
+    for number, line in enumerate(text.splitlines(), start=1):
+        cells = [cell.strip() for cell in line.partition("#")[0].split(",")]
+        if not any(cells):
+            continue
+        rows += 1
+        if rows == 1 and not cells[0].lstrip("-").isdigit():
+            continue
+        if not cells[0].isdigit() or int(cells[0]) not in schedule:
+            raise ScheduleError(
+                f"schedule, line {number}: got {cells[0]!r} as the worker. A row begins with the number of a worker of "
+                f"the graph. Use one of {', '.join(map(str, graph.workers))}."
+            )
+        worker = int(cells[0])
+        schedule[worker] += [_parse(cell, worker, graph, number) for cell in cells[1:] if cell]
+    validate(schedule, graph)
+    return schedule
+
+
+def to_csv(schedule: Schedule, graph: Graph) -> str:
+    """Writes a schedule as a table that `from_csv` reads."""
+    return "".join(
+        ",".join([str(worker), *(label(action, worker, graph) for action in schedule[worker])]) + "\n"
+        for worker in sorted(schedule)
+    )
+
+
+def from_function(make: Callable[[Graph], Schedule], graph: Graph) -> Schedule:
+    """Calls ``make(graph)`` and validates the schedule that it returns.
+
+    Raises:
+        ScheduleError: for what `validate` refuses.
+    """
+    schedule = make(graph)
+    validate(schedule, graph)
+    return schedule
+
+
+def label(action: Action, worker: int, graph: Graph) -> str:
+    """An action in the table's form: ``F3``, or ``F3.1`` where ``worker`` has several stages."""
+    mine = graph.stages_of(worker)
+    chunk = f".{mine.index(action.stage)}" if len(mine) > 1 else ""
+    return f"{action.kind.value}{action.microbatch}{chunk}"
+
+
+def _parse(cell: str, worker: int, graph: Graph, line: int) -> Action:
+    match, mine = _ACTION.fullmatch(cell), graph.stages_of(worker)
+    if match is None or (match[3] is None and len(mine) > 1) or int(match[3] or 0) >= len(mine):
+        example = f"F0.{len(mine) - 1}" if len(mine) > 1 else "F0"
+        raise ScheduleError(
+            f"schedule, line {line}: got {cell!r}. An action of worker {worker}, which has "
+            f"{', '.join(mine)}, is F, B, I or W, a microbatch"
+            + (f" and a chunk from 0 to {len(mine) - 1}" if len(mine) > 1 else "")
+            + f". Write for instance {example}."
+        )
+    return Action(Kind(match[1]), mine[int(match[3] or 0)], int(match[2]))
