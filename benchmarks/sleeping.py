@@ -123,7 +123,9 @@ def measure(towers: dict[str, int], replicas: int) -> None:
     slept = dataclasses.replace(
         graph,
         nodes=tuple(
-            dataclasses.replace(node, forward_cost=results[node.worker][1], backward_cost=results[node.worker][2])
+            dataclasses.replace(
+                node, forward_cost=results[node.worker][1], backward_cost=results[node.worker][2], weight_cost=None
+            )
             for node in graph.nodes
         ),
     )

@@ -35,6 +35,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning_mm5d.errors import ConfigError
 from lightning_mm5d.planner.inspect import as_json, holdings, report, table, warnings
 from lightning_mm5d.planner.timeline import chrome_trace, draw
+from lightning_mm5d.schedule import compare
 from lightning_mm5d.strategy import MultimodalStrategy
 
 # what Lightning's precision plugins make of a module's parameters; all other settings leave them alone
@@ -74,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     one.set_defaults(run=_inspect)
     one = commands.add_parser("simulate", parents=[shared], epilog=rest, help="show how long ranks would idle")
     one.add_argument("--out", type=Path, help="timeline: a picture (.png, .svg, .pdf), or a trace for Perfetto (.json)")
+    one.add_argument("--json", action="store_true", help="print what every schedule would do, rank by rank")
     one.set_defaults(run=_simulate)
     own, overrides = _split(sys.argv[1:] if argv is None else argv)
     arguments = parser.parse_args(own)
@@ -144,6 +146,10 @@ def _inspect(job: Job, arguments: argparse.Namespace) -> None:
 def _simulate(job: Job, arguments: argparse.Namespace) -> None:
     strategy, module = job
     plan = strategy.plan(module)
+    if arguments.json:
+        graphs = partial(plan.whole_graph, count=strategy.num_microbatches, module=module)
+        print(json.dumps(compare(graphs)))
+        return
     result = strategy.simulate(module)
     idle = sum(result.bubble.values()) / len(result.bubble)
     longest = max(result.busy.values())

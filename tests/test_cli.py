@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from zoo.handwritten import FlatModule
 
 from lightning_mm5d.cli import main
 from lightning_mm5d.config import Modality
 from lightning_mm5d.layout import Layout
 from lightning_mm5d.planner.inspect import warnings
+from zoo.handwritten import FlatModule
 
 DIGITS = Path(__file__).parents[1] / "examples" / "digits"
 KEYS = ["rank", "node", "modality", "dp", "pp", "cp", "tp", "layers", "parameters"]
@@ -343,6 +343,15 @@ def test_warns_of_groups_that_cross_nodes() -> None:
 
 def idle(out: str) -> float:
     return float(out.split("ranks idle ")[1].split("%")[0])
+
+
+def test_simulates_every_schedule_as_json(inspect: Inspect) -> None:
+    code, out, _ = inspect.run("simulate", two_nodes(num_microbatches=4), "--json")
+    found = {entry["schedule"]: entry for entry in json.loads(out)}
+    assert code == 0
+    assert {"gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "auto"} == set(found)
+    assert set(found["1f1b"]["ranks"][0]) == {"rank", "modality", "stage", "peak_activations", "actions"}
+    assert found["zero_bubble"]["makespan"] <= found["1f1b"]["makespan"]
 
 
 def test_simulates_less_idling_with_more_microbatches(inspect: Inspect) -> None:

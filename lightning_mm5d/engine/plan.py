@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -187,10 +187,15 @@ class Plan:
             count: microbatches per replica, M.
             module: the module, for what is trainable.
         """
+        graph = self.whole_graph(schedule, count, module)
+        return simulate(build(schedule, graph), graph)
+
+    def whole_graph(self, schedule: str, count: int, module: nn.Module) -> Graph:
+        """Return the graph of stages of all replicas, placed as `schedule` wants it; arguments as in `simulate`."""
         named = module.named_parameters(remove_duplicate=False)
         trainable = frozenset(name for name, parameter in named if parameter.requires_grad)
-        graph = self.graph(range(self.layout.num_replicas), count, trainable)
-        return simulate(build(schedule, graph), graph)
+        placed = replace(self, v_shaped=schedule == "zbv")
+        return placed.graph(range(self.layout.num_replicas), count, trainable)
 
     def graph(self, replicas: Sequence[int], counts: int, trainable: frozenset[str]) -> Graph:
         """Return the graph of stages for one step.

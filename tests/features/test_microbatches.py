@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from parity.harness import Batches
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
-from zoo import CASES
 
 from features.toys import (
     PIPE,
@@ -30,6 +28,8 @@ from features.toys import (
     weights,
 )
 from lightning_mm5d import Modality
+from parity.harness import Batches
+from zoo import CASES
 
 
 def train(run: Run, module: Any, loader: Any, **options: Any) -> dict[str, Any]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from parity.harness import Batches
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
-from zoo import CASES
 
 from features.toys import PIPE, Layout, Run, Toy, alone, assert_same, outcomes, together, weights
 from lightning_mm5d import Modality
+from parity.harness import Batches
+from zoo import CASES
 
 LLAVA = Layout({"vision": Modality(), "language": Modality(pp_size=2)}, 3)
 

@@ -15,12 +15,12 @@ from typing import Any
 import lightning as L
 import torch
 import torch.nn.functional as F
-from parity.harness import run_ranks, strategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_mm5d import Modality
+from parity.harness import run_ranks, strategy
 
 WIDTH, PIXELS, TOKENS, CLASSES = 8, 6, 5, 3
 Scenario = Callable[..., Any]

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import yaml
-from launching.job import Module
 from lightning.pytorch.cli import LightningCLI
 
+from launching.job import Module
 from lightning_mm5d import Modality, MultimodalStrategy, PipelineTemplate
 
 EVERY_FIELD = """

@@ -13,10 +13,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from parity.harness import Recorder, fit, run_ranks, strategy
-from zoo import CASES, apply_freeze
 
 from lightning_mm5d import Modality
+from parity.harness import Recorder, fit, run_ranks, strategy
+from zoo import CASES, apply_freeze
 
 MICROBATCHES = 4
 SAMPLES = 8

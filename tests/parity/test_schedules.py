@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from parity.harness import fit, run_ranks, strategy
-from parity.test_parity import SAMPLES, build
-from zoo import CASES
 
 from lightning_mm5d import Modality
 from lightning_mm5d.validation import RUNNABLE
+from parity.harness import fit, run_ranks, strategy
+from parity.test_parity import SAMPLES, build
+from zoo import CASES
 
 STEPS = 5
 AROUND: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
