@@ -18,9 +18,32 @@ from lightning_mm5d.stage.payload import Packer, rebuild, tensors_in
 from lightning_mm5d.stage.taint import mark_dependent
 
 
+class _Unwritten(Tensor):
+    """A view of a placeholder. What is written to it in place is dropped: callbacks copy averages into modules."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        own = bool(args) and isinstance(args[0], (_Unwritten, Placeholder))
+        if own and name.endswith("_") and not name.endswith("__") and name != "requires_grad_":
+            return args[0]
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        return result.as_subclass(_Unwritten) if own and func in _VIEWS else result
+
+
+_VIEWS = (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
+
+
+class Placeholder(nn.Parameter):
+    """A parameter of other ranks: NaN of its shape without memory, and nothing that is written to it stays."""
+
+    __torch_function__ = _Unwritten.__torch_function__
+
+
 def is_placeholder(tensor: Tensor) -> bool:
     """Whether `tensor` is a parameter that `drop_parameters` left without memory."""
-    return getattr(tensor, "_mm5d_placeholder", False)
+    return isinstance(tensor, Placeholder)
 
 
 def drop_parameters(root: nn.Module, names: Iterable[str], device: torch.device) -> None:
@@ -34,8 +57,7 @@ def drop_parameters(root: nn.Module, names: Iterable[str], device: torch.device)
         if id(parameter) not in replaced:
             filler = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
             empty = torch.full((), filler, dtype=parameter.dtype, device=device).expand(parameter.shape)
-            new = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-            new._mm5d_placeholder = True  # type: ignore[attr-defined]
+            new = Placeholder(empty, requires_grad=parameter.requires_grad)
             replaced[id(parameter)] = new
         module._parameters[attribute] = replaced[id(parameter)]
 
@@ -46,7 +68,7 @@ def give_memory(parameters: Iterable[nn.Parameter]) -> None:
         if is_placeholder(parameter):
             parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
             parameter.grad = None
-            del parameter._mm5d_placeholder  # type: ignore[attr-defined]
+            parameter.__class__ = nn.Parameter
 
 
 class ShapeMemory:
