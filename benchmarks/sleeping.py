@@ -1,4 +1,4 @@
-"""What engine and transport add to a schedule: stages that only sleep, against the simulated ideal of the same schedule.
+"""What engine and transport add to a schedule: stages that only sleep, against the simulated ideal of the schedule.
 
 Eight to sixteen ranks share two cores, so a stage takes its time by sleeping and every core is free for what is to be
 measured. The ideal is the simulation of the very action lists that ran, with the durations that the sleeps had. The
@@ -9,7 +9,8 @@ import dataclasses
 import statistics
 import time
 from collections import defaultdict
-from typing import Any
+from itertools import pairwise
+from typing import Any, ClassVar
 
 import lightning as L
 import torch
@@ -48,7 +49,7 @@ def _sleep(seconds: float) -> float:
 class SleepingLayer(nn.Module):
     """Hidden states [B, S, D] -> the same shape, later. `slept` holds how long each time took, in seconds."""
 
-    slept: defaultdict[str, list[float]] = defaultdict(list)  # of the one layer that this rank holds
+    slept: ClassVar[defaultdict[str, list[float]]] = defaultdict(list)  # of the one layer that this rank holds
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +132,7 @@ def measure(towers: dict[str, int], replicas: int) -> None:
     )
     ideal = simulate(build(SCHEDULE, graph), slept).makespan
     starts = results[-1][0][WARMUP:]
-    step = statistics.median(end - start for start, end in zip(starts, starts[1:], strict=False))
+    step = statistics.median(end - start for start, end in pairwise(starts))
     shape = " | ".join(f"{name} pp {layers}" for name, layers in towers.items())
     row(
         f"sleeping layers, {world} ranks ({shape}, dp {replicas}): measured step / simulated ideal",
