@@ -51,7 +51,7 @@ def main() -> None:
     pairs = zip(ours.results[1], theirs.results[1], strict=True)
     assert all(abs(a - b) < 1e-3 for a, b in pairs), "both sides compute the same"
     times = f"{milliseconds(ours)} / {milliseconds(theirs)}"
-    row("vision | language, 1F1B: time of a step, strategy / torch.distributed.pipelining by hand",
+    row("vision, language under 1F1B: time of a step, strategy / torch.distributed.pipelining by hand",
         median_ratio(ours, theirs), "1.00", times)  # fmt: skip
 
 

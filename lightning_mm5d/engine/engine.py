@@ -139,8 +139,7 @@ class Engine:
         return graph, build(self._schedule_name, graph)
 
     def _prepared(self, count: int, trainable: frozenset[str], forward_only: bool) -> tuple[Graph, list, Counter]:
-        trains = () if forward_only else tuple(sorted(self._plan.trains(trainable).items()))
-        key = (count, trains, forward_only)
+        key = (count, trainable, forward_only)
         if key not in self._built:
             graph = self._plan.graph(self._replicas, count, trainable)
             actions = build(self._schedule_name, graph, forward_only=forward_only)[self._rank]
