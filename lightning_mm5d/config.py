@@ -10,9 +10,10 @@ depends on the model by `partition`.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypeGuard
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 from lightning_mm5d.errors import ConfigError
 
@@ -33,6 +34,16 @@ class PipelineTemplate:
         return len(self.stages)
 
 
+class Host(NamedTuple):
+    """Whose ranks a modality shares: all of another modality's, or those of one of its pipeline ranks."""
+
+    modality: str
+    pp: int | None
+
+    def __str__(self) -> str:
+        return self.modality if self.pp is None else f"{self.modality}.{self.pp}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Modality:
     """Where one modality of the model runs and how its work is divided. Every field is optional.
@@ -50,7 +61,11 @@ class Modality:
         pp_size: Number of pipeline stages. Unset: as many as ``pipeline_template`` has, else 1.
         pipeline_template: Which layers run in which stage. Unset: as evenly as can be, left-over layers first.
         pp_chunks: Stages that each rank of the pipeline has, of as many model chunks; for interleaved schedules.
-        colocate_with: Name of the modality whose ranks this one shares, instead of having ranks of its own.
+        colocate_with: Name of the modality whose ranks this one shares, instead of having ranks of its own. With the
+            number of one of its pipeline ranks, as in ``language.0``, the last stage of this one runs there, and
+            earlier stages have ranks of their own.
+        cost: Duration of a forward through the layers of one pipeline rank, in any unit, the same for all
+            modalities; or one for each of its pipeline ranks. Unset: estimated from the parameters.
     """
 
     module: str | list[str] | None = None
@@ -63,6 +78,7 @@ class Modality:
     pipeline_template: PipelineTemplate | None = None
     pp_chunks: int = 1
     colocate_with: str | None = None
+    cost: float | list[float] | None = None
 
     @property
     def stages(self) -> int:
@@ -80,6 +96,21 @@ class Modality:
     def ranks_per_replica(self) -> int:
         """Ranks that one replica occupies: stages * cp_size * tp_size."""
         return self.stages * self.cp_size * self.tp_size
+
+    @property
+    def host(self) -> Host | None:
+        """What `colocate_with` names."""
+        if self.colocate_with is None:
+            return None
+        name, dot, pp = str(self.colocate_with).rpartition(".")
+        return Host(name, int(pp)) if dot and pp.isdecimal() else Host(self.colocate_with, None)
+
+    @property
+    def own_ranks_per_replica(self) -> int:
+        """Of `ranks_per_replica`, those that it does not share with a host."""
+        if self.host is None:
+            return self.ranks_per_replica
+        return 0 if self.host.pp is None else (self.stages - 1) * self.cp_size * self.tp_size
 
 
 def check(
@@ -116,12 +147,26 @@ def check(
         _check_sizes(f"modalities.{name}", modality)
         _check_paths(f"modalities.{name}.module", modality.module)
         _check_paths(f"modalities.{name}.boundary", modality.boundary)
+        _check_cost(f"modalities.{name}.cost", modality)
     for name in modalities:
         _check_feeds(name, modalities, terminal)
         _check_colocation(name, modalities)
     _check_count("num_microbatches", num_microbatches)
     if schedule not in schedules:
         raise ConfigError("schedule", schedule, "No such schedule", _did_you_mean(schedule, schedules))
+
+
+def for_schedule(modalities: Mapping[str, Modality], schedule: object, terminal: str) -> dict[str, Modality]:
+    """The modalities as a schedule wants them: ``zbv`` runs two chunks of the terminal modality on each of its ranks.
+
+    What the user said about chunks or layers per stage stays, and so do modalities with one pipeline rank.
+    """
+    found = dict(modalities)
+    modality = found.get(terminal)
+    if schedule == "zbv" and modality is not None and modality.pipeline_template is None:
+        in_one_piece = modality.pp_chunks == 1 and modality.stages > 1
+        found[terminal] = replace(modality, pp_chunks=2) if in_one_piece else modality
+    return found
 
 
 def colocated_dp(name: str, modality: Modality, host_ranks: int) -> int:
@@ -261,31 +306,61 @@ def _check_feeds(name: str, modalities: Mapping[str, Modality], terminal: str) -
 
 def _check_colocation(name: str, modalities: Mapping[str, Modality]) -> None:
     modality = modalities[name]
-    field, host = f"modalities.{name}.colocate_with", modality.colocate_with
+    field, host = f"modalities.{name}.colocate_with", modality.host
     if host is None:
         return
     others = [other for other in modalities if other != name]
-    if host not in others:
-        rule = "It names another modality"
-        raise ConfigError(field, host, rule, _did_you_mean(host, others) if others else "Leave it unset")
-    seen, root = {name}, host
-    while root not in seen and (further := modalities[root].colocate_with) in others:
-        seen.add(root)
-        root = str(further)
-    if modalities[host].colocate_with is not None:
-        rule = f"{host!r} is itself colocated and has no ranks of its own"
-        end = modalities[root].colocate_with is None
-        fix = f"Use colocate_with={root!r}" if end else f"Leave it unset for {host!r}"
-        raise ConfigError(field, host, rule, fix)
-    dp_size = modalities[host].dp_size
+    if host.modality not in others:
+        rule = "It names another modality, or one of its pipeline ranks as in 'language.0'"
+        fix = _did_you_mean(host.modality, others) if others else "Leave it unset"
+        raise ConfigError(field, modality.colocate_with, rule, fix)
+    chain = [host]
+    while len(chain) <= len(modalities) and (further := modalities[chain[-1].modality].host) is not None:
+        chain.append(further)
+        if further.modality not in modalities:
+            break
+    if len(chain) > 1:
+        rule = f"{host.modality!r} is itself colocated" + (" and has no ranks of its own" if host.pp is None else "")
+        ends = len(chain) <= len(modalities) and chain[-1].modality in others
+        fix = f"Use colocate_with={str(chain[-1])!r}" if ends else f"Leave it unset for {host.modality!r}"
+        raise ConfigError(field, modality.colocate_with, rule, fix)
+    if host.pp is not None:
+        _check_shared_stage(name, modality, host.modality, host.pp, modalities[host.modality])
+        return
+    dp_size = modalities[host.modality].dp_size
     if dp_size is not None:
-        colocated_dp(name, modality, dp_size * modalities[host].ranks_per_replica)
+        colocated_dp(name, modality, dp_size * modalities[host.modality].ranks_per_replica)
+
+
+def _check_shared_stage(name: str, modality: Modality, host: str, pp: int, shared: Modality) -> None:
+    if pp >= shared.stages:
+        rule = f"{host!r} has the pipeline ranks 0 to {shared.stages - 1}"
+        fix = f"The nearest is '{host}.{shared.stages - 1}'"
+        raise ConfigError(f"modalities.{name}.colocate_with", modality.colocate_with, rule, fix)
+    for size in ("dp_size", "tp_size", "cp_size"):
+        own, others = getattr(modality, size), getattr(shared, size)
+        if own != others and (size != "dp_size" or None not in (own, others)):
+            rule = f"Its last stage shares the ranks of '{host}.{pp}', so {size} is that of {host!r}, {others}"
+            fix = f"Use {size}={others}, or leave colocate_with unset"
+            raise ConfigError(f"modalities.{name}.{size}", own, rule, fix)
 
 
 def _check_count(field: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         near = max(1, int(value)) if isinstance(value, int | float) and value < 2**31 else 1
         raise ConfigError(field, value, "It is a whole number of at least 1", f"The nearest is {near}")
+
+
+def _check_cost(field: str, modality: Modality) -> None:
+    cost, ranks = modality.cost, modality.stages
+    if cost is None:
+        return
+    if _is_list(cost) and len(cost) != ranks:
+        rule = f"A list has one number for each of the {ranks} pipeline ranks"
+        raise ConfigError(field, cost, rule, f"Give {ranks}, or one number for all")
+    for one in cost if _is_list(cost) else [cost]:
+        if isinstance(one, bool) or not isinstance(one, int | float) or not 0 < one < math.inf:
+            raise ConfigError(field, cost, "A forward takes a positive, finite time", "Use for instance 1.0")
 
 
 def _is_list(value: object) -> TypeGuard[list[Any]]:

@@ -9,7 +9,7 @@ It refuses nothing: what it is given was checked.
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
@@ -32,6 +32,7 @@ from lightning_mm5d.engine.metrics import MetricSync
 from lightning_mm5d.engine.plan import Plan
 from lightning_mm5d.engine.transport import Transport
 from lightning_mm5d.parallel.gradients import Gradients
+from lightning_mm5d.schedule import WHOLE_BACKWARDS, Graph, Schedule
 from lightning_mm5d.stage import Runtime, drop_parameters, give_memory, is_placeholder, views
 from lightning_mm5d.steps import Replica, Steps
 
@@ -44,7 +45,7 @@ class Session:
     Args:
         module: whole, and equal on all ranks.
         plan: all stages.
-        schedule: name of the schedule.
+        schedule: its name, a table or a function.
         num_microbatches: M.
         loss_weight: what microbatches weigh.
         rank: global rank.
@@ -61,7 +62,7 @@ class Session:
         module: pl.LightningModule,
         plan: Plan,
         *,
-        schedule: str,
+        schedule: str | Callable[[Graph], Schedule],
         num_microbatches: int,
         loss_weight: Literal["samples", "tokens"],
         rank: int,
@@ -76,7 +77,7 @@ class Session:
         self._module, self._rank, self._device = module, rank, device
         self._unsynced, self._seed = False, seed
         self._make_groups(timeout)
-        self._cut(schedule)
+        self._cut(schedule, num_microbatches)
         self._connect_parts(num_microbatches, loss_weight)
 
     # --- before a session ---
@@ -150,7 +151,7 @@ class Session:
         self._sharers = {name: made.get(plan.owners(name)) for name in plan.sizes}
         self._groups.verify()
 
-    def _cut(self, schedule: str) -> None:
+    def _cut(self, schedule: str | Callable[[Graph], Schedule], num_microbatches: int) -> None:
         plan, module = self.plan, self._module
         own = plan.stages_of(self._rank)
         held = {key: plan.holds_any[key] for key in own}
@@ -159,14 +160,26 @@ class Session:
         drop_parameters(module, [name for name in names if name not in local], self._device)
         every = views(plan.partition, plan.members, plan.consumes)
         self._views = {key: every[key] for key in own}
-        self._runtime = Runtime(module, plan.partition, {self._views[key]: held[key] for key in own})
+        self._runtime = Runtime(
+            module,
+            plan.partition,
+            {self._views[key]: held[key] for key in own},
+            defers=schedule not in WHOLE_BACKWARDS,
+        )
         self.transport: Transport | None = None
         if plan.edges:
             self._runtime.install()
             assert self._ascending is not None and self._descending is not None  # noqa: PT018
             self.transport = Transport(self._ascending, self._descending, self._device, self._rank)
         self._engine = Engine(
-            plan, self._runtime, self._views, self.transport, schedule=schedule, rank=self._rank, device=self._device
+            plan,
+            self._runtime,
+            self._views,
+            self.transport,
+            schedule=schedule,
+            num_microbatches=num_microbatches,
+            rank=self._rank,
+            device=self._device,
         )
 
     def _connect_parts(self, num_microbatches: int, loss_weight: Literal["samples", "tokens"]) -> None:

@@ -29,14 +29,14 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mm5d.checkpoint import collect_module, collect_optimizer, load_module, load_optimizer
-from lightning_mm5d.config import Modality
+from lightning_mm5d.config import Modality, for_schedule
 from lightning_mm5d.engine.plan import Plan
 from lightning_mm5d.grouped import group_batches
 from lightning_mm5d.launch import cpu_threads, make_launcher
 from lightning_mm5d.layout import Layout
 from lightning_mm5d.loader import per_replica, shard_loader
 from lightning_mm5d.partition import partition, terminal_of
-from lightning_mm5d.schedule import Simulation
+from lightning_mm5d.schedule import Graph, Schedule, Simulation
 from lightning_mm5d.session import Session
 from lightning_mm5d.validation import check_batches, check_callbacks, check_computed, check_fields, check_module
 
@@ -46,7 +46,8 @@ class MultimodalStrategy(ParallelStrategy):
 
     Args:
         modalities: layout of each modality by name; without any, all ranks are replicas of the whole model.
-        schedule: ``"gpipe"`` or ``"1f1b"``.
+        schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved"``, ``"zero_bubble"``, ``"zbv"`` or ``"auto"``; the path of a
+            table of actions (``.csv``); or a function that makes one of the graph of stages.
         num_microbatches: parts that each replica's batch is split into, M.
         microbatching: ``"split"`` splits a batch of the dataloader; ``"loader"`` takes one batch per microbatch.
         loss_weight: what the loss of a microbatch weighs: its ``"samples"``, or its label ``"tokens"``, which makes a
@@ -68,7 +69,7 @@ class MultimodalStrategy(ParallelStrategy):
     def __init__(
         self,
         modalities: dict[str, Modality] | None = None,
-        schedule: str = "1f1b",
+        schedule: str | Callable[[Graph], Schedule] = "1f1b",
         num_microbatches: int = 1,
         microbatching: Literal["split", "loader"] = "split",
         loss_weight: Literal["samples", "tokens"] = "samples",
@@ -83,7 +84,6 @@ class MultimodalStrategy(ParallelStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
-        self.modalities = dict(modalities) if modalities else {"model": Modality()}
         self.schedule = schedule
         self.num_microbatches = num_microbatches
         self.microbatching = microbatching
@@ -96,8 +96,9 @@ class MultimodalStrategy(ParallelStrategy):
         self._seed = 0
         self._failed = False
         self._syncs = True
+        modalities = modalities or {"model": Modality()}
         check_fields(
-            self.modalities,
+            modalities,
             schedule=schedule,
             num_microbatches=num_microbatches,
             choices={
@@ -105,6 +106,7 @@ class MultimodalStrategy(ParallelStrategy):
                 "loss_weight": (loss_weight, "samples", "tokens"),
             },
         )
+        self.modalities = for_schedule(modalities, schedule, terminal_of(modalities))
 
     # --- configuration ---
 
@@ -121,7 +123,7 @@ class MultimodalStrategy(ParallelStrategy):
 
     def validate_before_launch(self, module: pl.LightningModule, *data: Any) -> None:
         """`validate`, and refuse what can be laid out but not computed yet; the launchers call it."""
-        check_computed(self.modalities, self.schedule)
+        check_computed(self.modalities)
         self.validate(module, *data)
 
     def validate(self, module: pl.LightningModule, *data: Any) -> None:
@@ -136,7 +138,7 @@ class MultimodalStrategy(ParallelStrategy):
         """
         assert self.layout.size  # raises where the sizes do not fill the world
         if type(module).configure_model.__module__.startswith("lightning."):
-            check_module(module, self.plan(module), self.num_microbatches)
+            check_module(module, self.plan(module), self.num_microbatches, self.schedule)
         # else there is no model to look at before `configure_model`
         if self.microbatching == "split" and not callable(getattr(module, "split_batch", None)):
             check_batches(data, self.num_microbatches)

@@ -7,7 +7,7 @@ to be split.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,45 +18,46 @@ from lightning_mm5d.config import Modality, check
 from lightning_mm5d.engine.plan import Plan
 from lightning_mm5d.errors import ConfigError
 from lightning_mm5d.partition import terminal_of
-from lightning_mm5d.schedule import SCHEDULES
-
-RUNNABLE = ("gpipe", "1f1b", "interleaved")
-"""Schedules that the engine runs: those without split backwards."""
+from lightning_mm5d.schedule import SCHEDULES, Graph, Schedule, build, is_table
 
 
 def check_fields(
-    modalities: Mapping[str, Modality], *, schedule: str, num_microbatches: int, choices: Mapping[str, tuple[str, ...]]
+    modalities: Mapping[str, Modality],
+    *,
+    schedule: str | Callable[[Graph], Schedule],
+    num_microbatches: int,
+    choices: Mapping[str, tuple[str, ...]],
 ) -> None:
     """Refuse what is wrong whatever the model and the number of ranks.
 
     Args:
         modalities: what the user wrote, by name.
-        schedule: name of the schedule.
+        schedule: its name, a table or a function.
         num_microbatches: microbatches per batch.
         choices: other fields: what the user wrote, and behind it what is known.
 
     Raises:
         ConfigError: at the first field that cannot work.
     """
-    terminal = terminal_of(modalities)
+    own = callable(schedule) or is_table(schedule)
     check(
-        modalities, terminal=terminal, num_microbatches=num_microbatches, schedule=schedule, schedules=tuple(SCHEDULES)
+        modalities,
+        terminal=terminal_of(modalities),
+        num_microbatches=num_microbatches,
+        schedule="own" if own else schedule,  # type: ignore[arg-type]
+        schedules=("own",) if own else SCHEDULES,
     )
     for field, (got, *known) in choices.items():
         if got not in known:
             raise ConfigError(field, got, f"It is one of {', '.join(known)}", f"Use {known[0]!r}")
 
 
-def check_computed(modalities: Mapping[str, Modality], schedule: str) -> None:
+def check_computed(modalities: Mapping[str, Modality]) -> None:
     """Refuse what can be laid out, shown and simulated, but not computed in this version.
 
     Raises:
-        ConfigError: tensor or context parallel sizes, or a schedule that splits backwards.
+        ConfigError: tensor or context parallel sizes.
     """
-    if schedule not in RUNNABLE:
-        raise ConfigError(
-            "schedule", schedule, f"This version runs {', '.join(RUNNABLE)}; others are simulated only", "Use '1f1b'"
-        )
     for name, modality in modalities.items():
         for axis in ("tp_size", "cp_size"):
             if getattr(modality, axis) != 1:
@@ -68,12 +69,17 @@ def check_computed(modalities: Mapping[str, Modality], schedule: str) -> None:
                 )
 
 
-def check_module(module: pl.LightningModule, plan: Plan, num_microbatches: int) -> None:
-    """Refuse modules that cannot run in stages.
+def check_module(
+    module: pl.LightningModule, plan: Plan, num_microbatches: int, schedule: str | Callable[[Graph], Schedule]
+) -> None:
+    """Refuse modules that cannot run in stages, and a user's own schedule that does not fit them.
 
     Raises:
         ConfigError: it optimizes manually, or its loss needs all layers, and the layout has several stages.
+        ScheduleError: the schedule is not one of the stages of this module.
     """
+    if callable(schedule) or is_table(schedule):
+        build(schedule, plan.whole_graph(schedule, num_microbatches, module))
     if not module.automatic_optimization and (len(plan.members) > 1 or num_microbatches > 1):
         raise ConfigError(
             "automatic_optimization",

@@ -2,8 +2,9 @@
 
 A step has four phases. (1) Every channel is told how many payloads will come, so that receiving goes on beside the
 computation. (2) The actions of this rank run: a forward runs the user's step as one stage on one microbatch and keeps
-its graph; a backward takes the gradients of what it sent and passes on those of what it received. (3) What is still
-being sent leaves. (4) The results of the last stage are returned.
+its graph; a backward takes the gradients of what it sent and passes on those of what it received, and where it runs in
+halves puts weight gradients off until their own action. (3) What is still being sent leaves. (4) The results of the
+last stage are returned.
 
 Nothing waits for a peer but the receipt of a payload that is needed now. It knows nothing of Lightning.
 
@@ -17,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +28,8 @@ from lightning_mm5d.engine.microbatch import Microbatch
 from lightning_mm5d.engine.plan import Plan
 from lightning_mm5d.engine.rng import kept_random_state, seed_all, seed_of
 from lightning_mm5d.engine.transport import Channel, Transport
-from lightning_mm5d.schedule import Graph, Kind, Schedule, build
-from lightning_mm5d.stage import Payload, Run, Runtime, StageError, StageView
+from lightning_mm5d.schedule import Action, Graph, Kind, Schedule, is_table
+from lightning_mm5d.stage import Deferred, Payload, Run, Runtime, StageError, StageView
 
 
 @dataclass
@@ -67,6 +68,15 @@ class _Flight:
     loss: Tensor | None
 
 
+class _Prepared(NamedTuple):
+    """What a step of one kind takes: its graph, this rank's actions, what arrives, and stages with split backwards."""
+
+    graph: Graph
+    actions: list[Action]
+    arrivals: Counter[Channel]
+    in_halves: frozenset[str]
+
+
 class Engine:
     """Executes steps on one rank.
 
@@ -75,7 +85,8 @@ class Engine:
         runtime: the patched module.
         views: this rank's stages.
         transport: how payloads travel.
-        schedule: name of the schedule.
+        schedule: its name, a table or a function; for steps with fewer microbatches than a table has it is ``1f1b``.
+        num_microbatches: M.
         rank: global rank.
         device: where this rank computes.
 
@@ -91,16 +102,17 @@ class Engine:
         views: Mapping[str, StageView],
         transport: Transport | None,
         *,
-        schedule: str,
+        schedule: str | Callable[[Graph], Schedule],
+        num_microbatches: int,
         rank: int,
         device: torch.device,
     ) -> None:
         self.seconds = 0.0
         self.waited = 0.0
         self._plan, self._runtime, self._views, self._transport = plan, runtime, views, transport
-        self._schedule_name, self._rank, self._device = schedule, rank, device
-        self._replicas = plan.component(rank)
-        self._built: dict[Any, tuple[Graph, list, Counter[Channel]]] = {}
+        self._schedule, self._num_microbatches = schedule, num_microbatches
+        self._rank, self._device = rank, device
+        self._built: dict[Any, _Prepared] = {}
         self._checked = False
 
     def execute(self, step: Step, trainable: frozenset[str], metrics: MetricSync) -> None:
@@ -113,38 +125,46 @@ class Engine:
         """
         start, waited = time.perf_counter(), self._transport.waited if self._transport else 0.0
         count = max(len(parts) for parts in step.microbatches.values())
-        graph, actions, arrivals = self._prepared(count, trainable, step.loss is None)
+        graph, actions, arrivals, in_halves = self._prepared(count, trainable, step.loss is None)
         for channel, number in arrivals.items():
             self._wire.expect(channel, number)
         flights: dict[tuple[str, int], _Flight] = {}
+        due: dict[tuple[str, int], Deferred] = {}
         discards = len(self._views) > 1 and any(view.is_last for view in self._views.values())
         with kept_random_state(self._device) if step.number is not None else nullcontext():
             for action in actions:
+                stage, key = action.stage, (action.stage, action.microbatch)
                 if action.kind is Kind.F:
-                    others = discards and not self._views[action.stage].is_last
-                    with metrics.discarded() if others else nullcontext():
-                        flight = self._forward(step, graph, action.stage, *divmod(action.microbatch, count))
-                    if step.loss is not None and graph.has_backward(action.stage):
-                        flights[action.stage, action.microbatch] = flight
+                    deferred = Deferred() if stage in in_halves else None
+                    with metrics.discarded() if discards and not self._views[stage].is_last else nullcontext():
+                        flight = self._forward(step, graph, stage, *divmod(action.microbatch, count), deferred)
+                    if step.loss is not None and graph.has_backward(stage):
+                        flights[key] = flight
+                elif action.kind is Kind.W:
+                    due.pop(key).compute()
                 else:
-                    self._backward(flights.pop((action.stage, action.microbatch)))
+                    deferred = self._backward(flights.pop(key))
+                    if deferred is not None and action.kind is Kind.I:
+                        due[key] = deferred
+                    elif deferred is not None:
+                        deferred.compute()
         if self._transport is not None:
             self._transport.flush()
             self.waited += self._transport.waited - waited
         self.seconds += time.perf_counter() - start
 
-    def graph(self, count: int, trainable: frozenset[str]) -> tuple[Graph, Schedule]:
-        """Return the graph and the schedule of a training step with `count` microbatches per replica."""
-        graph = self._plan.graph(self._replicas, count, trainable)
-        return graph, build(self._schedule_name, graph)
-
-    def _prepared(self, count: int, trainable: frozenset[str], forward_only: bool) -> tuple[Graph, list, Counter]:
+    def _prepared(self, count: int, trainable: frozenset[str], forward_only: bool) -> _Prepared:
         key = (count, trainable, forward_only)
         if key not in self._built:
-            graph = self._plan.graph(self._replicas, count, trainable)
-            actions = build(self._schedule_name, graph, forward_only=forward_only)[self._rank]
+            table = is_table(self._schedule) and count != self._num_microbatches
+            graph, schedule = self._plan.schedule(
+                "1f1b" if table else self._schedule, count, trainable, rank=self._rank, forward_only=forward_only
+            )
+            actions = schedule[self._rank]
             arrivals: Counter[Channel] = Counter()
             for action in actions:
+                if action.kind is Kind.W:
+                    continue
                 if action.kind is Kind.F:
                     others = graph.predecessors(action.stage)
                     arrivals.update(self._channel(graph, other, action.stage, action.microbatch) for other in others)
@@ -153,7 +173,8 @@ class Engine:
                     arrivals.update(
                         self._channel(graph, action.stage, other, action.microbatch, back=True) for other in others
                     )
-            self._built[key] = graph, actions, arrivals
+            halves = frozenset(action.stage for action in actions if action.kind is Kind.I)
+            self._built[key] = _Prepared(graph, actions, arrivals, halves)
         return self._built[key]
 
     def _channel(self, graph: Graph, source: str, target: str, microbatch: int, back: bool = False) -> Channel:
@@ -167,7 +188,9 @@ class Engine:
         assert self._transport is not None, "one stage sends to nobody"
         return self._transport
 
-    def _forward(self, step: Step, graph: Graph, stage: str, replica: int, index: int) -> _Flight:
+    def _forward(
+        self, step: Step, graph: Graph, stage: str, replica: int, index: int, deferred: Deferred | None
+    ) -> _Flight:
         view = self._views[stage]
         count = max(len(parts) for parts in step.microbatches.values())
         number = replica * count + index
@@ -181,7 +204,7 @@ class Engine:
         training = step.loss is not None and graph.has_backward(stage)
         loss = None
         with torch.set_grad_enabled(training):
-            run = Run(self._runtime, view, payloads, step.structure(part.batch), seed)
+            run = Run(self._runtime, view, payloads, step.structure(part.batch), seed, deferred)
             step.begin(part, index)
             with step.context():
                 result = run.execute(lambda: step.run(part.batch))
@@ -205,7 +228,8 @@ class Engine:
         self._wire.send(self._channel(graph, stage, other, number), payload.meta, payload.tensors)
         return self._channel(graph, stage, other, number, back=True), _with_grads(payload)
 
-    def _backward(self, flight: _Flight) -> None:
+    def _backward(self, flight: _Flight) -> Deferred | None:
+        """Run a backward; return the weight gradients that it put off."""
         outputs: dict[int, Tensor] = {}
         gradients: dict[int, Tensor] = {}
         if flight.loss is not None and flight.loss.requires_grad:
@@ -222,6 +246,7 @@ class Engine:
         for channel, tensors in flight.received:
             missing = [index for index, tensor in enumerate(tensors) if tensor.grad is None]
             self._wire.send(channel, missing, [tensor.grad for tensor in tensors if tensor.grad is not None])
+        return flight.run.deferred
 
     def _check(self, loss: Tensor, stage: str) -> None:
         if self._checked:

@@ -10,7 +10,7 @@ It refuses nothing: what it is given was checked.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -20,7 +20,7 @@ from torch import nn
 from lightning_mm5d.config import Modality
 from lightning_mm5d.layout import Layout
 from lightning_mm5d.partition import Partition, StageCut
-from lightning_mm5d.schedule import Graph, Node, Simulation, build, simulate
+from lightning_mm5d.schedule import SCHEDULES, Graph, Node, Schedule, Simulation, build, simulate
 
 
 @dataclass(frozen=True)
@@ -179,18 +179,44 @@ class Plan:
         """`holds` of every stage."""
         return {key: self.holds(key) for key in self.members}
 
-    def simulate(self, schedule: str, count: int, module: nn.Module) -> Simulation:
+    def simulate(self, schedule: str | Callable[[Graph], Schedule], count: int, module: nn.Module) -> Simulation:
         """Return the ideal timeline of one training step of all replicas; a unit is a forward of one parameter.
 
         Args:
-            schedule: its name.
+            schedule: as `build` takes it.
             count: microbatches per replica, M.
             module: the module, for what is trainable.
         """
         graph = self.whole_graph(schedule, count, module)
         return simulate(build(schedule, graph), graph)
 
-    def whole_graph(self, schedule: str, count: int, module: nn.Module) -> Graph:
+    def schedule(
+        self,
+        schedule: str | Callable[[Graph], Schedule],
+        count: int,
+        trainable: frozenset[str],
+        *,
+        rank: int,
+        forward_only: bool = False,
+    ) -> tuple[Graph, Schedule]:
+        """Return the stages that `rank` depends on and what their ranks do in one step.
+
+        A named schedule covers the replicas that `rank` depends on; a user's own covers all, since it says so.
+
+        Args:
+            schedule: as `build` takes it.
+            count: microbatches per replica, M.
+            trainable: names of the parameters that require a gradient.
+            rank: global rank.
+            forward_only: leave out backwards.
+        """
+        own = callable(schedule) or schedule not in SCHEDULES
+        replicas = range(self.layout.num_replicas) if own and not forward_only else self.component(rank)
+        graph = self.graph(replicas, count, trainable)
+        # forwards run in the order of their microbatches whatever the schedule is
+        return graph, build("1f1b" if own and forward_only else schedule, graph, forward_only=forward_only)
+
+    def whole_graph(self, schedule: object, count: int, module: nn.Module) -> Graph:
         """Return the graph of stages of all replicas, placed as `schedule` wants it; arguments as in `simulate`."""
         named = module.named_parameters(remove_duplicate=False)
         trainable = frozenset(name for name, parameter in named if parameter.requires_grad)

@@ -6,28 +6,30 @@ transport, and refuses what could not be executed before a rank starts on it.
 
 from lightning_mm5d.schedule.actions import Action, Kind, Schedule, cost, dependencies
 from lightning_mm5d.schedule.bound import lower_bound
-from lightning_mm5d.schedule.builders import SCHEDULES, build, place
+from lightning_mm5d.schedule.builders import SCHEDULES, WHOLE_BACKWARDS, build, is_table, place
 from lightning_mm5d.schedule.custom import from_csv, to_csv
 from lightning_mm5d.schedule.graph import Graph, Node
 from lightning_mm5d.schedule.plain import in_flight_limits
-from lightning_mm5d.schedule.report import backward_costs, case, compare
+from lightning_mm5d.schedule.report import AnySchedule, Outcome, backward_costs, compare
 from lightning_mm5d.schedule.simulate import Simulation, Span, simulate
 from lightning_mm5d.schedule.validate import ScheduleError, execution_order, validate
 from lightning_mm5d.schedule.zero_bubble import held_limits
 
 __all__ = [
     "SCHEDULES",
+    "WHOLE_BACKWARDS",
     "Action",
+    "AnySchedule",
     "Graph",
     "Kind",
     "Node",
+    "Outcome",
     "Schedule",
     "ScheduleError",
     "Simulation",
     "Span",
     "backward_costs",
     "build",
-    "case",
     "compare",
     "cost",
     "dependencies",
@@ -35,6 +37,7 @@ __all__ = [
     "from_csv",
     "held_limits",
     "in_flight_limits",
+    "is_table",
     "lower_bound",
     "place",
     "simulate",

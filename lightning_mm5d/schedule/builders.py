@@ -31,6 +31,8 @@ _RULES: dict[str, Callable[[Graph], list[Rules]]] = {
 
 SCHEDULES = (*_RULES, "auto")
 """The names that `build` knows."""
+WHOLE_BACKWARDS = ("gpipe", "1f1b", "interleaved")
+"""Of these, the schedules that never split a backward."""
 
 
 def build(
@@ -58,11 +60,9 @@ def build(
     """
     if callable(schedule):
         return _part(from_function(schedule, graph), forward_only)
+    if is_table(schedule):
+        return _part(from_csv(_table(schedule), graph), forward_only)
     if schedule not in SCHEDULES:
-        if "\n" in str(schedule) or "," in str(schedule):
-            return _part(from_csv(schedule, graph), forward_only)
-        if str(schedule).endswith(".csv"):
-            return _part(from_csv(Path(schedule).read_text(encoding="utf-8"), graph), forward_only)
         nearest = difflib.get_close_matches(str(schedule), SCHEDULES, n=1, cutoff=0.4) or ["1f1b"]
         names = ", ".join(SCHEDULES)
         raise ConfigError(
@@ -73,6 +73,11 @@ def build(
     if schedule == "auto":
         return auto(graph, max_activations).schedule
     return Pipeline(graph).best(_RULES[schedule](graph)).schedule
+
+
+def is_table(schedule: object) -> bool:
+    """Whether a schedule is given as a table: the path of one that ends in ``.csv``, or its text."""
+    return isinstance(schedule, str) and (schedule.endswith(".csv") or "\n" in schedule or "," in schedule)
 
 
 def place(schedule: str, stages: int, workers: int) -> list[int]:
@@ -87,6 +92,16 @@ def place(schedule: str, stages: int, workers: int) -> list[int]:
         return [stage % workers for stage in range(stages)]
     there_and_back = [*range(workers), *reversed(range(workers))]
     return [there_and_back[stage % (2 * workers)] for stage in range(stages)]
+
+
+def _table(schedule: str) -> str:
+    if "\n" in schedule or "," in schedule:
+        return schedule
+    try:
+        return Path(schedule).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        rule = f"It cannot be read: {getattr(error, 'strerror', None) or error}"
+        raise ConfigError("schedule", schedule, rule, "Name a table of actions that is there") from error
 
 
 def _part(schedule: Schedule, forward_only: bool) -> Schedule:

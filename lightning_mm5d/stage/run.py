@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from lightning_mm5d.partition import StageCut
+from lightning_mm5d.stage.deferred import Deferred
 from lightning_mm5d.stage.payload import Packer, Path, Payload, arguments, put, rebuild, tensors_in
 from lightning_mm5d.stage.taint import Trace, mark_dependent, mark_stand_in, must_travel
 
@@ -79,6 +80,7 @@ class Run:
         received: payloads of the stages before.
         structure: key of batches that take the same way through the model, for what later layers need.
         local_seed: seed for the stage's own layers; None leaves the random state alone.
+        deferred: where weight gradients are noted that the backward is to put off; None puts none off.
     """
 
     def __init__(
@@ -88,8 +90,10 @@ class Run:
         received: Sequence[Payload],
         structure: Any,
         local_seed: int | None = None,
+        deferred: Deferred | None = None,
     ) -> None:
         self.stage = stage
+        self.deferred = deferred
         self.received = received
         self.result: Any = None
         self._runtime = runtime

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_mm5d.partition import Partition
 from lightning_mm5d.partition.order import used_fields
+from lightning_mm5d.stage.deferred import deferred_linear, defers, is_linear
 from lightning_mm5d.stage.remote import ShapeMemory
 from lightning_mm5d.stage.run import Run, StageError, StageView, hidden_of
 
@@ -28,14 +29,23 @@ class Runtime:
         root: the LightningModule.
         partition: what is cut where.
         stages: the stages of this rank, with the parameters that each of them holds.
+        defers: whether backwards may put weight gradients off.
 
     Attributes:
         active: the run that patched callables obey.
         known_sides: what layers behind a stage need, by structure of the batch.
     """
 
-    def __init__(self, root: nn.Module, partition: Partition, stages: Mapping[StageView, frozenset[str]]) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        partition: Partition,
+        stages: Mapping[StageView, frozenset[str]],
+        *,
+        defers: bool = False,
+    ) -> None:
         self.active: Run | None = None
+        self._defers = defers
         self.known_sides: dict[Any, frozenset] = {}
         self.terminal = partition.terminal
         self._root, self._partition, self._stages = root, partition, stages
@@ -72,6 +82,11 @@ class Runtime:
 
     def install(self) -> None:
         """Put the patches in front of the module's own callables."""
+        if self._defers:
+            held = frozenset().union(*self._stages.values())
+            for path, module in self._root.named_modules():
+                if is_linear(module) and f"{path}.weight" in held:
+                    self._patch_linear(module)
         for name, encoder in self._partition.encoders.items():
             for cut in encoder.boundaries:
                 self._wanted[cut.name] = used_fields(self._root, cut.path, cut.method)
@@ -131,6 +146,17 @@ class Runtime:
             if run is None or run.stage.name not in remote:
                 return original(*args, **kwargs)
             return self._shapes.placeholder(module, original, args, kwargs)
+
+        self._replace(module, "forward", forward)
+
+    def _patch_linear(self, module: nn.Module) -> None:
+        original = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Tensor:
+            run = self.active
+            if run is None or run.deferred is None or kwargs or not defers(module, *args):
+                return original(*args, **kwargs)
+            return deferred_linear(module, args[0], run.deferred)
 
         self._replace(module, "forward", forward)
 

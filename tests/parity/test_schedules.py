@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_mm5d import Modality
-from lightning_mm5d.validation import RUNNABLE
+from lightning_mm5d.schedule import SCHEDULES
 from parity.harness import fit, run_ranks, strategy
 from parity.test_parity import SAMPLES, build
 from zoo import CASES
@@ -35,7 +35,7 @@ def train(rank: int, schedule: str, variant: str) -> tuple[list[float], dict[str
 
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("variant", ["none", "encoder"])
-@pytest.mark.parametrize("schedule", RUNNABLE)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_schedules_with_accumulation_and_clipping_equal_one_process(schedule: str, variant: str) -> None:
     module = build("llava", variant)
     expected = fit(module, batches(), **AROUND)

@@ -1,0 +1,112 @@
+"""A rank that holds the end of an encoder and a stage of the language model trains as one process does.
+
+Each layout names what its ranks hold, in order: "vision.0 | vision.1+language.0 | language.1" is three ranks, the
+second of which runs the encoder's last stage and the language model's first one.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_mm5d import Modality
+from parity.harness import fit, run_ranks, strategy
+from parity.test_parity import FLOAT64, MICROBATCHES, SAMPLES, STEPS, build, reference
+from zoo import CASES
+
+SHARES = {"colocate_with": "language.0"}
+LAYOUTS: dict[str, tuple[dict[str, dict[str, Any]], int]] = {
+    "vision+language.0 | language.1": ({"vision": SHARES, "language": {"pp_size": 2}}, 2),
+    "vision+language": ({"vision": SHARES, "language": {}}, 1),
+    "vision.0 | vision.1+language.0 | language.1": (
+        {"vision": {"pp_size": 2, **SHARES}, "language": {"pp_size": 2}},
+        3,
+    ),
+    "vision.0 | language.0 | vision.1+language.1": (
+        {"vision": {"pp_size": 2, "colocate_with": "language.1"}, "language": {"pp_size": 2}},
+        3,
+    ),
+    "vision+audio+language.0 | language.1": (
+        {"vision": SHARES, "audio": SHARES, "language": {"pp_size": 2}},
+        2,
+    ),
+    "vision.0 | vision.1+audio+language.0 | language.1": (
+        {"vision": {"pp_size": 2, **SHARES}, "audio": SHARES, "language": {"pp_size": 2}},
+        3,
+    ),
+    "vision.0+audio | vision.1 | language": (
+        {"vision": {"pp_size": 2}, "audio": {"colocate_with": "vision.0"}, "language": {}},
+        3,
+    ),
+    "vision+language.0+language.2 | language.1+language.3": (
+        {"vision": SHARES, "language": {"pp_size": 2, "pp_chunks": 2}},
+        2,
+    ),
+}
+ONE_ENCODER = [which for which, (fields, _) in LAYOUTS.items() if "audio" not in fields]
+TWO_ENCODERS = [which for which, (fields, _) in LAYOUTS.items() if "audio" in fields]
+
+
+def train(
+    rank: int, name: str, which: str, variant: str, schedule: str, replicas: int
+) -> tuple[list[float], list[Any], dict[str, torch.Tensor]]:
+    """One rank's run: its losses, the gradients of each step, and at the end the parameters that it returns."""
+    case = CASES[name]
+    fields, ranks = LAYOUTS[which]
+    modalities = {key: Modality(**case.modality_paths.get(key, {}), **value) for key, value in fields.items()}
+    batches = [case.batch(SAMPLES, seed=step) for step in range(STEPS)]
+    if replicas > 1:
+        batches = [part for batch in batches for part in case.split(batch, replicas)]
+    module = build(name, variant)
+    chosen = strategy(modalities, num_microbatches=MICROBATCHES, schedule=schedule)
+    recorder = fit(module, batches, chosen, ranks * replicas, use_distributed_sampler=replicas > 1)
+    return recorder.losses, recorder.gradients, module.state_dict()
+
+
+def check(name: str, which: str, *, variant: str = "none", schedule: str = "1f1b", replicas: int = 1) -> None:
+    recorder, parameters = reference(name, variant)
+    ranks = run_ranks(LAYOUTS[which][1] * replicas, train, name, which, variant, schedule, replicas)
+    exact = name in FLOAT64
+    close = partial(torch.testing.assert_close, rtol=1e-9 if exact else 1e-6, atol=1e-12 if exact else 1e-7)
+    for losses, _, _ in ranks:
+        if replicas == 1:
+            close(torch.tensor(losses), torch.tensor(recorder.losses))
+    for step, expected in enumerate(recorder.gradients):
+        for _, gradients, _ in ranks:
+            for key, gradient in gradients[step].items():
+                close(gradient, expected[key], msg=lambda m, key=key: f"{key}: {m}")
+        assert set().union(*(gradients[step] for _, gradients, _ in ranks)) == set(expected)
+    for key, value in parameters.items():
+        close(ranks[0][2][key], value, msg=lambda m, key=key: f"{key}: {m}")
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("which", ONE_ENCODER)
+@pytest.mark.parametrize("name", ["llava", "handwritten"])
+def test_an_encoder_on_a_rank_of_the_language_model_equals_one_process(name: str, which: str, schedule: str) -> None:
+    check(name, which, schedule=schedule)
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("which", TWO_ENCODERS)
+def test_two_encoders_that_share_ranks_equal_one_process(which: str, schedule: str) -> None:
+    check("handwritten_two", which, schedule=schedule)
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("variant", ["encoder", "projector_only", "language"])
+@pytest.mark.parametrize("which", ONE_ENCODER[:3])
+def test_frozen_parts_on_shared_ranks_equal_one_process(which: str, variant: str) -> None:
+    check("handwritten", which, variant=variant)
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("which", [ONE_ENCODER[0], ONE_ENCODER[2]])
+def test_replicas_with_shared_ranks_equal_one_process(which: str) -> None:
+    """Two replicas of each layout: dp runs inside a pipeline rank, so a replica has every second rank."""
+    check("handwritten", which, replicas=2)

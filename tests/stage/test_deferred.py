@@ -1,0 +1,153 @@
+"""Weight gradients that are put off: what the first half computes, what it frees, and that nothing is lost."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.pytorch_utils import Conv1D
+
+from lightning_mm5d.stage.deferred import Deferred, deferred_linear, defers, is_linear
+
+
+class Block(nn.Module):
+    """Two projections around a norm and a nonlinearity; `due` puts their weight gradients off."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.up = Conv1D(6, 4) if kind is Conv1D else nn.Linear(4, 6)
+        self.norm = nn.LayerNorm(6)
+        self.down = Conv1D(4, 6) if kind is Conv1D else nn.Linear(6, 4, bias=False)
+        self.due: Deferred | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.exp(self.norm(self._run(self.up, x)))
+        return x + self._run(self.down, hidden * 2)
+
+    def _run(self, layer: nn.Module, x: Tensor) -> Tensor:
+        return layer(x) if self.due is None or not defers(layer, x) else deferred_linear(layer, x, self.due)
+
+
+def gradients(block: Block) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in block.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Conv1D])
+def test_both_halves_together_give_the_gradients_of_a_whole_backward(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    block = Block(kind).double()
+    x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    block(block(x)).square().sum().backward()
+    expected, below = gradients(block), x.grad
+    block.zero_grad()
+    x.grad, block.due = None, Deferred()
+    block(block(x)).square().sum().backward()
+    assert set(gradients(block)) == {name for name in expected if "norm" in name or "bias" in name}
+    torch.testing.assert_close(x.grad, below)
+    block.due.compute()
+    torch.testing.assert_close(gradients(block), expected)
+    block.due.compute()  # nothing is due any more
+    torch.testing.assert_close(gradients(block), expected)
+
+
+class Saved:
+    """What autograd saves, in a wrapper that can be watched."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def test_the_first_half_frees_what_autograd_saved() -> None:
+    block, alive = Block(nn.Linear), weakref.WeakSet()
+    block.due = Deferred()
+
+    def pack(tensor: Tensor) -> Saved:
+        alive.add(saved := Saved(tensor))
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
+        loss = block(torch.randn(3, 4, requires_grad=True)).sum()
+    assert len(alive) > 6
+    loss.backward()
+    assert not alive
+    block.due.compute()
+    assert block.up.weight.grad is not None
+
+
+def test_a_frozen_weight_is_left_to_the_layer() -> None:
+    layer, x = nn.Linear(4, 4), torch.zeros(1, 4, requires_grad=True)
+    assert defers(layer, x)
+    assert not defers(layer, x.detach())
+    with torch.no_grad():
+        assert not defers(layer, x)
+    layer.weight.requires_grad_(False)
+    assert not defers(layer, x)
+
+
+def test_only_layers_with_their_own_forward_are_linear() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    replaced = nn.Linear(2, 2)
+    replaced.forward = lambda x: x
+    assert is_linear(nn.Linear(2, 2))
+    assert is_linear(Conv1D(2, 2))
+    assert not any(is_linear(module) for module in (Scaled(2, 2), replaced, nn.LayerNorm(2)))
+
+
+def test_a_weight_that_is_computed_from_others_is_not_put_off() -> None:
+    layer = nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
+    assert not defers(layer, torch.zeros(1, 3, requires_grad=True))
+
+
+def test_hooks_on_parameters_see_what_was_put_off() -> None:
+    block = Block(nn.Linear)
+    block.due, seen = Deferred(), []
+    block.up.weight.register_hook(lambda gradient: seen.append(gradient.shape))
+    block(torch.randn(3, 4, requires_grad=True)).sum().backward()
+    assert seen == []
+    block.due.compute()
+    assert seen == [block.up.weight.shape]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_layers_that_are_computed_again_put_off_once(use_reentrant: bool) -> None:
+    torch.manual_seed(0)
+    block, x = Block(nn.Linear).double(), torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    block(x).square().sum().backward()
+    expected = gradients(block)
+    block.zero_grad()
+    block.due = Deferred()
+    checkpoint(block, x, use_reentrant=use_reentrant).square().sum().backward()
+    block.due.compute()
+    torch.testing.assert_close(gradients(block), expected)
+
+
+def test_autocast_computes_in_sixteen_bits_and_keeps_gradients_in_thirty_two() -> None:
+    torch.manual_seed(0)
+    block, x = Block(nn.Linear), torch.randn(3, 4, requires_grad=True)
+    found = []
+    for due in (None, Deferred()):
+        block.zero_grad()
+        x.grad, block.due = None, due
+        with torch.autocast("cpu", torch.bfloat16):
+            out = block.up(x) if due is None else deferred_linear(block.up, x, due)
+        assert out.dtype == torch.bfloat16
+        out.float().square().sum().backward()
+        if due is not None:
+            due.compute()
+        assert block.up.weight.grad is not None
+        assert block.up.weight.grad.dtype == torch.float32
+        found.append((block.up.weight.grad, x.grad))
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_a_second_differentiation_is_refused() -> None:
+    layer, x = nn.Linear(3, 3), torch.randn(2, 3, requires_grad=True)
+    (below,) = torch.autograd.grad(deferred_linear(layer, x, Deferred()).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        below.sum().backward()
