@@ -30,8 +30,10 @@ from lightning_mm5d.engine.groups import Groups
 from lightning_mm5d.engine.logs import LogExchange
 from lightning_mm5d.engine.metrics import MetricSync
 from lightning_mm5d.engine.plan import Plan
+from lightning_mm5d.engine.recorder import Recorder
 from lightning_mm5d.engine.transport import Transport
 from lightning_mm5d.parallel.gradients import Gradients
+from lightning_mm5d.recorded import write_timeline
 from lightning_mm5d.schedule import WHOLE_BACKWARDS, Graph, Schedule
 from lightning_mm5d.stage import Runtime, drop_parameters, give_memory, is_placeholder, views
 from lightning_mm5d.steps import Replica, Steps
@@ -52,6 +54,7 @@ class Session:
         device: where this rank computes.
         timeout: of operations between ranks.
         seed: for random state, the same on all ranks.
+        timeline: file for the timeline of the last training step; None records none.
 
     Attributes:
         is_plain: whether every rank is a replica of the whole model and steps need no schedule.
@@ -69,6 +72,7 @@ class Session:
         device: torch.device,
         timeout: timedelta,
         seed: int,
+        timeline: str | None = None,
     ) -> None:
         self.plan = plan
         weighs = loss_weight != "samples" or callable(getattr(module, "loss_weight", None))
@@ -79,6 +83,9 @@ class Session:
         self._make_groups(timeout)
         self._cut(schedule, num_microbatches)
         self._connect_parts(num_microbatches, loss_weight)
+        self._timeline, self._schedule, self._num_microbatches = timeline, schedule, num_microbatches
+        if timeline is not None:
+            self._engine.recorder = Recorder(device)
 
     # --- before a session ---
 
@@ -341,6 +348,16 @@ class Session:
             vars(self._clipper).pop("clip_grad_by_norm", None)
         self.figures.detach()
         if gather:
+            if self._timeline is not None and self._engine.recorder is not None:
+                write_timeline(
+                    self._timeline,
+                    self._engine.recorder,
+                    self.plan,
+                    self._schedule,
+                    self._num_microbatches,
+                    rank=self._rank,
+                    wire=Session.wire(self._device),
+                )
             if self.plan.edges:
                 self._gather(targets)
             dist.barrier()

@@ -38,7 +38,14 @@ from lightning_mm5d.loader import per_replica, shard_loader
 from lightning_mm5d.partition import partition, terminal_of
 from lightning_mm5d.schedule import Graph, Schedule, Simulation
 from lightning_mm5d.session import Session
-from lightning_mm5d.validation import check_batches, check_callbacks, check_computed, check_fields, check_module
+from lightning_mm5d.validation import (
+    check_batches,
+    check_callbacks,
+    check_computed,
+    check_fields,
+    check_module,
+    check_timeline,
+)
 
 
 class MultimodalStrategy(ParallelStrategy):
@@ -56,6 +63,8 @@ class MultimodalStrategy(ParallelStrategy):
         start_method: how Lightning starts processes on one machine: ``"popen"``, ``"spawn"`` or ``"fork"``.
         process_group_backend: backend of torch.distributed; chosen by device where unset.
         timeout: of every operation between ranks.
+        timeline: file for the timeline of the last whole training step, measured beside simulated: a picture (``.png``,
+            ``.svg``, ``.pdf``) or a Chrome trace (``.json``).
         accelerator: set by the trainer.
         parallel_devices: set by the trainer.
         cluster_environment: set by the trainer.
@@ -77,6 +86,7 @@ class MultimodalStrategy(ParallelStrategy):
         start_method: Literal["popen", "spawn", "fork"] = "popen",
         process_group_backend: str | None = None,
         timeout: timedelta = default_pg_timeout,
+        timeline: str | None = None,
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -90,7 +100,7 @@ class MultimodalStrategy(ParallelStrategy):
         self.loss_weight = loss_weight
         self.num_nodes = 1
         self._placement, self._start_method = placement, start_method
-        self._backend, self._timeout = process_group_backend, timeout
+        self._backend, self._timeout, self._timeline = process_group_backend, timeout, timeline
         self._session: Session | None = None
         self._hooked: list[Any] = []
         self._seed = 0
@@ -106,6 +116,7 @@ class MultimodalStrategy(ParallelStrategy):
                 "loss_weight": (loss_weight, "samples", "tokens"),
             },
         )
+        check_timeline(timeline)
         self.modalities = for_schedule(modalities, schedule, terminal_of(modalities))
 
     # --- configuration ---
@@ -138,7 +149,9 @@ class MultimodalStrategy(ParallelStrategy):
         """
         assert self.layout.size  # raises where the sizes do not fill the world
         if type(module).configure_model.__module__.startswith("lightning."):
-            check_module(module, self.plan(module), self.num_microbatches, self.schedule)
+            plan = self.plan(module)
+            check_module(module, plan, self.num_microbatches, self.schedule)
+            check_timeline(self._timeline, is_plain=len(plan.members) == 1 and self.num_microbatches == 1)
         # else there is no model to look at before `configure_model`
         if self.microbatching == "split" and not callable(getattr(module, "split_batch", None)):
             check_batches(data, self.num_microbatches)
@@ -234,6 +247,7 @@ class MultimodalStrategy(ParallelStrategy):
             device=self.root_device,
             timeout=self._timeout,
             seed=self._seed,
+            timeline=self._timeline if trainer.state.fn == TrainerFn.FITTING else None,
         )
         self.model_to_device()
         if any(isinstance(callback, DeviceStatsMonitor) for callback in vars(trainer)["callbacks"]):

@@ -8,6 +8,8 @@ to be split.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -97,6 +99,30 @@ def check_module(
                     "A loss over the routers of all layers (output_router_logits) needs all layers on one rank",
                     "Use 1, or set output_router_logits to False in the model's config",
                 )
+
+
+def check_timeline(path: str | None, is_plain: bool = False) -> None:
+    """Refuse files that no timeline can be written to, and runs that have none.
+
+    Args:
+        path: what the user wrote.
+        is_plain: whether all ranks run the whole model in one piece.
+
+    Raises:
+        ConfigError: by its suffix, because matplotlib is missing for a picture, or because there is no schedule.
+    """
+    if path is None:
+        return
+    suffix = Path(path).suffix
+    if suffix not in (".json", ".png", ".svg", ".pdf"):
+        rule = "A timeline is a picture (.png, .svg, .pdf) or a Chrome trace (.json)"
+        raise ConfigError("timeline", path, rule, f"Use {Path(path).with_suffix('.json').name!r}")
+    if suffix != ".json" and find_spec("matplotlib") is None:
+        rule = "Pictures are drawn by matplotlib, which is not installed"
+        raise ConfigError("timeline", path, rule, "Install lightning_mm5d[plot], or use a .json file")
+    if is_plain:
+        rule = "Every rank runs the whole model in one piece, so there is no schedule to draw"
+        raise ConfigError("timeline", path, rule, "Leave it unset, or set num_microbatches or a layout with stages")
 
 
 def check_callbacks(callbacks: Sequence[pl.Callback], plan: Plan) -> None:

@@ -26,6 +26,7 @@ from torch import Tensor
 from lightning_mm5d.engine.metrics import MetricSync
 from lightning_mm5d.engine.microbatch import Microbatch
 from lightning_mm5d.engine.plan import Plan
+from lightning_mm5d.engine.recorder import Recorder
 from lightning_mm5d.engine.rng import kept_random_state, seed_all, seed_of
 from lightning_mm5d.engine.transport import Channel, Transport
 from lightning_mm5d.schedule import Action, Graph, Kind, Schedule, is_table
@@ -93,6 +94,7 @@ class Engine:
     Attributes:
         seconds: spent in steps.
         waited: of these, spent waiting for peers.
+        recorder: notes when actions run; None notes nothing.
     """
 
     def __init__(
@@ -109,6 +111,7 @@ class Engine:
     ) -> None:
         self.seconds = 0.0
         self.waited = 0.0
+        self.recorder: Recorder | None = None
         self._plan, self._runtime, self._views, self._transport = plan, runtime, views, transport
         self._schedule, self._num_microbatches = schedule, num_microbatches
         self._rank, self._device = rank, device
@@ -130,6 +133,9 @@ class Engine:
             self._wire.expect(channel, number)
         flights: dict[tuple[str, int], _Flight] = {}
         due: dict[tuple[str, int], Deferred] = {}
+        recorder = self.recorder if step.loss is not None and count == self._num_microbatches else None
+        if recorder is not None:
+            recorder.begin(trainable)
         discards = len(self._views) > 1 and any(view.is_last for view in self._views.values())
         with kept_random_state(self._device) if step.number is not None else nullcontext():
             for action in actions:
@@ -141,6 +147,7 @@ class Engine:
                     if step.loss is not None and graph.has_backward(stage):
                         flights[key] = flight
                 elif action.kind is Kind.W:
+                    self._starts()
                     due.pop(key).compute()
                 else:
                     deferred = self._backward(flights.pop(key))
@@ -148,6 +155,8 @@ class Engine:
                         due[key] = deferred
                     elif deferred is not None:
                         deferred.compute()
+                if recorder is not None:
+                    recorder.end(action)
         if self._transport is not None:
             self._transport.flush()
             self.waited += self._transport.waited - waited
@@ -177,6 +186,11 @@ class Engine:
             self._built[key] = _Prepared(graph, actions, arrivals, halves)
         return self._built[key]
 
+    def _starts(self) -> None:
+        """An action has what it waited for."""
+        if self.recorder is not None:
+            self.recorder.start()
+
     def _channel(self, graph: Graph, source: str, target: str, microbatch: int, back: bool = False) -> Channel:
         ends = [graph.node_of(stage, microbatch).worker for stage in (source, target)]
         if back:
@@ -196,6 +210,7 @@ class Engine:
         number = replica * count + index
         channels = [self._channel(graph, other, stage, number) for other in graph.predecessors(stage)]
         payloads = [Payload(*self._wire.recv(channel)) for channel in channels]
+        self._starts()
         part = step.microbatches[replica][index]
         seed = None
         if step.number is not None:
@@ -234,8 +249,9 @@ class Engine:
         gradients: dict[int, Tensor] = {}
         if flight.loss is not None and flight.loss.requires_grad:
             outputs[id(flight.loss)], gradients[id(flight.loss)] = flight.loss, torch.ones_like(flight.loss)
-        for channel, tensors in flight.sent:
-            missing, arrived = self._wire.recv(channel)
+        arrivals = [self._wire.recv(channel) for channel, _ in flight.sent]
+        self._starts()
+        for (_, tensors), (missing, arrived) in zip(flight.sent, arrivals, strict=True):
             wanted = [tensor for index, tensor in enumerate(tensors) if index not in missing]
             for tensor, gradient in zip(wanted, arrived, strict=True):
                 key = id(tensor)

@@ -19,7 +19,7 @@ from torch import nn
 
 from lightning_mm5d.config import Modality
 from lightning_mm5d.layout import Layout
-from lightning_mm5d.partition import Partition, StageCut
+from lightning_mm5d.partition import Partition, StageCut, Unit, stage_costs
 from lightning_mm5d.schedule import SCHEDULES, Graph, Node, Schedule, Simulation, build, simulate
 
 
@@ -31,7 +31,7 @@ class Plan:
         layout: which rank is where.
         partition: what is cut where.
         modalities: the configuration.
-        sizes: elements of every parameter by name, for costs.
+        sizes: elements of every parameter by name.
         v_shaped: whether model chunks go down the ranks and up again (``zbv``) instead of round and round.
     """
 
@@ -179,8 +179,37 @@ class Plan:
         """`holds` of every stage."""
         return {key: self.holds(key) for key in self.members}
 
+    @cached_property
+    def timed_units(self) -> dict[str, tuple[Unit, ...]]:
+        """What each stage consists of, in the order in which it runs, a modality that the loss needs before that one.
+
+        The unit of cost is a multiply-add per token, or that of `Modality.cost` where the configuration says it.
+        """
+        terminal = self.partition.terminal
+        return {
+            key: tuple(
+                unit
+                for member in sorted(members, key=lambda member: member.rpartition(".")[0] == terminal)
+                for unit in self._timed(member)
+            )
+            for key, members in self.members.items()
+        }
+
+    def _timed(self, member: str) -> tuple[Unit, ...]:
+        name, _, index = member.rpartition(".")
+        modality, units = self.modalities[name], self.partition.units[member]
+        estimate = sum(unit.forward for unit in units)
+        if not estimate:  # no matrices: it still takes a moment
+            units, estimate = (*units, Unit(1.0, {})), 1.0
+        cost = modality.cost
+        if cost is None:
+            return units
+        if not isinstance(cost, int | float):
+            cost = cost[self.pp_of(name, int(index))]
+        return tuple(unit.scaled(cost / modality.pp_chunks / estimate) for unit in units)
+
     def simulate(self, schedule: str | Callable[[Graph], Schedule], count: int, module: nn.Module) -> Simulation:
-        """Return the ideal timeline of one training step of all replicas; a unit is a forward of one parameter.
+        """Return the ideal timeline of one training step of all replicas; its unit is that of `timed_units`.
 
         Args:
             schedule: as `build` takes it.
@@ -235,8 +264,10 @@ class Plan:
         nodes = []
         for key in self.members:
             modality = key.rpartition(".")[0]
-            cost = float(max(sum(self.sizes[name] for name in self.holds_any[key]), 1))
             here, before = trains[key]
+            forward, backward, weight = stage_costs(self.timed_units[key], trainable, before)
+            # whether there is a backward is not a matter of costs: what is trained may be free, such as an embedding
+            backward = max(backward, forward / 1000) if here or before else 0.0
             for dp, rank in enumerate(self.ranks_of(key)):
                 ids = [
                     (index, share.replica * counts + index)
@@ -250,10 +281,9 @@ class Plan:
                             stage=key,
                             worker=rank,
                             microbatches=tuple(number for _, number in sorted(ids)),
-                            forward_cost=cost,
-                            # weight gradients and input gradients, the latter alone where nothing is trained here
-                            backward_cost=cost * (2 if here else 1) if here or before else 0.0,
-                            weight_cost=cost if here else 0.0,
+                            forward_cost=forward,
+                            backward_cost=backward,
+                            weight_cost=min(weight, backward),
                             replica=dp,
                         )
                     )

@@ -81,18 +81,19 @@ def draw(
     figure.savefig(path, dpi=160, transparent=transparent)
 
 
-def chrome_trace(simulation: Simulation, path: str | PathLike[str]) -> None:
+def chrome_trace(simulation: Simulation, path: str | PathLike[str], *, names: Mapping[int, str] | None = None) -> None:
     """Writes the simulation as JSON in the Trace Event Format, which Perfetto and chrome://tracing open.
 
-    A thread per worker; the unit of the costs is taken as seconds.
+    A thread per worker; the unit of the costs is taken as seconds. `names` are labels of workers, as in `draw`.
     """
+    labels = {worker: _label(simulation, worker) for worker in simulation.busy} | dict(names or {})
     events: list[dict[str, Any]] = [
         {
             "name": "thread_name",
             "ph": "M",
             "pid": 0,
             "tid": worker,
-            "args": {"name": _label(simulation, worker)},
+            "args": {"name": labels[worker]},
         }
         for worker in sorted(simulation.busy)
     ]

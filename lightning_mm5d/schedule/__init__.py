@@ -10,8 +10,8 @@ from lightning_mm5d.schedule.builders import SCHEDULES, WHOLE_BACKWARDS, build, 
 from lightning_mm5d.schedule.custom import from_csv, to_csv
 from lightning_mm5d.schedule.graph import Graph, Node
 from lightning_mm5d.schedule.plain import in_flight_limits
-from lightning_mm5d.schedule.report import AnySchedule, Outcome, backward_costs, compare
-from lightning_mm5d.schedule.simulate import Simulation, Span, simulate
+from lightning_mm5d.schedule.report import AnySchedule, Outcome, compare, name_of
+from lightning_mm5d.schedule.simulate import Simulation, Span, measured, simulate
 from lightning_mm5d.schedule.validate import ScheduleError, execution_order, validate
 from lightning_mm5d.schedule.zero_bubble import held_limits
 
@@ -28,7 +28,6 @@ __all__ = [
     "ScheduleError",
     "Simulation",
     "Span",
-    "backward_costs",
     "build",
     "compare",
     "cost",
@@ -39,6 +38,8 @@ __all__ = [
     "in_flight_limits",
     "is_table",
     "lower_bound",
+    "measured",
+    "name_of",
     "place",
     "simulate",
     "to_csv",

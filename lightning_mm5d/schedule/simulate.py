@@ -6,8 +6,8 @@ refuses schedules that deadlock.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 from lightning_mm5d.schedule.actions import Action, Kind, Schedule, cost, dependencies
 from lightning_mm5d.schedule.graph import Graph
@@ -74,9 +74,27 @@ def simulate(
         free[worker] = start + duration
         busy[worker] += duration
         spans[action.provides] = Span(worker, action, start, free[worker])
-    makespan = max(free.values(), default=0.0)
+    return _summary(spans.values(), schedule, busy)
+
+
+def measured(spans: Iterable[Span]) -> Simulation:
+    """The same summary of what was measured: the first span begins at 0, and what workers wait for is idle time."""
+    found = sorted(spans, key=lambda span: (span.worker, span.start))
+    first = min((span.start for span in found), default=0.0)
+    found = [replace(span, start=span.start - first, end=span.end - first) for span in found]
+    schedule: Schedule = {span.worker: [] for span in found}
+    busy = dict.fromkeys(schedule, 0.0)
+    for span in found:
+        schedule[span.worker].append(span.action)
+        busy[span.worker] += span.end - span.start
+    return _summary(found, schedule, busy)
+
+
+def _summary(spans: Iterable[Span], schedule: Schedule, busy: dict[int, float]) -> Simulation:
+    ordered = tuple(sorted(spans, key=lambda span: (span.start, span.worker, span.end)))
+    makespan = max((span.end for span in ordered), default=0.0)
     return Simulation(
-        spans=tuple(sorted(spans.values(), key=lambda span: (span.start, span.worker, span.end))),
+        spans=ordered,
         makespan=makespan,
         busy=busy,
         bubble={worker: 1 - time / makespan if makespan else 0.0 for worker, time in busy.items()},
