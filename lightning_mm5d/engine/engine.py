@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from lightning_mm5d.engine.metrics import MetricSync
 from lightning_mm5d.engine.microbatch import Microbatch
 from lightning_mm5d.engine.plan import Plan
 from lightning_mm5d.engine.recorder import Recorder
-from lightning_mm5d.engine.rng import kept_random_state, seed_all, seed_of
+from lightning_mm5d.engine.rng import kept_random_state, seed_all, seed_of, seed_torch
 from lightning_mm5d.engine.transport import Channel, Transport
 from lightning_mm5d.schedule import Action, Graph, Kind, Schedule, is_table
 from lightning_mm5d.stage import Deferred, Payload, Run, Runtime, StageError, StageView
@@ -212,14 +213,14 @@ class Engine:
         payloads = [Payload(*self._wire.recv(channel)) for channel in channels]
         self._starts()
         part = step.microbatches[replica][index]
-        seed = None
+        reseed = None
         if step.number is not None:
-            seed_all(seed_of(*step.number, index, replica))
-            seed = seed_of(*step.number, index, replica, stage)
+            seed_all(seed_of(*step.number, index, replica), self._device)
+            reseed = partial(seed_torch, seed_of(*step.number, index, replica, stage), self._device)
         training = step.loss is not None and graph.has_backward(stage)
         loss = None
         with torch.set_grad_enabled(training):
-            run = Run(self._runtime, view, payloads, step.structure(part.batch), seed, deferred)
+            run = Run(self._runtime, view, payloads, step.structure(part.batch), reseed, deferred)
             step.begin(part, index)
             with step.context():
                 result = run.execute(lambda: step.run(part.batch))

@@ -79,7 +79,7 @@ class Run:
         stage: what is local.
         received: payloads of the stages before.
         structure: key of batches that take the same way through the model, for what later layers need.
-        local_seed: seed for the stage's own layers; None leaves the random state alone.
+        reseed: called where the stage's own layers begin, for a random state of their own; None leaves it alone.
         deferred: where weight gradients are noted that the backward is to put off; None puts none off.
     """
 
@@ -89,7 +89,7 @@ class Run:
         stage: StageView,
         received: Sequence[Payload],
         structure: Any,
-        local_seed: int | None = None,
+        reseed: Callable[[], None] | None = None,
         deferred: Deferred | None = None,
     ) -> None:
         self.stage = stage
@@ -98,7 +98,7 @@ class Run:
         self.result: Any = None
         self._runtime = runtime
         self._structure = (stage.name, structure)
-        self._local_seed = local_seed
+        self._reseed = reseed
         self._replays = False
         self._depth = 0  # inside how many boundaries
         self._boundaries_in: dict[str, list[Any]] = {}
@@ -184,8 +184,8 @@ class Run:
         """Swap the arguments of a local layer, or one behind the stage, for what was received."""
         cut = self.stage.cuts[modality]
         if layer == cut.first and not self._replays:
-            if self._local_seed is not None:
-                torch.manual_seed(self._local_seed)
+            if self._reseed is not None:
+                self._reseed()
             self._entered[modality] = self._entered.get(modality, 0) + 1
         if cut.index == 0:
             return args, kwargs
