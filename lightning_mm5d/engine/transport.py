@@ -9,10 +9,10 @@ One *link* is all that goes from one rank to another. It is a single ordered str
 means the same on gloo and on NCCL:
 
 1. `expect` tells the receiving end how many payloads the step will bring.
-2. `send` posts, per payload, a control message of two int64 (header slot, header bytes: 0 when the header is
-   known), the header where it is new (JSON, never pickle: channel, meta, dtypes, shapes), and the tensors as
-   bytes, packed into one message where they are small. A sender thread per link waits for completion and then
-   lets go of them.
+2. `send` posts, per payload, a first message: two int64 (header slot, header bytes: 0 when the header is known),
+   and behind them the header where it is new (JSON, never pickle: channel, meta, dtypes, shapes) and the tensors
+   as bytes, as far as there is room. What has no room follows as messages of its own. A sender thread per link
+   waits for completion and then lets go of them.
 3. A receiver thread per link takes payloads off the wire ahead of their use, in the sender's order, and puts
    each into the queue of the channel that its header names.
 4. `recv` takes from that queue, which is first in, first out.
@@ -31,19 +31,24 @@ It refuses to go on after the first failure: every later call raises the error t
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from queue import SimpleQueue
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-PACK_BYTES = 64 * 1024  # below this, one message for all tensors: each further message costs 0.12 ms on gloo
+CONTROL_BYTES = 16
+# Each further message costs 0.12 ms on gloo, which takes messages that are shorter than the buffer; NCCL does not.
+FIRST_BYTES = 256 * 1024
+PACK_BYTES = 64 * 1024  # below this, one message for all tensors that have no room in the first
 HEADER_SLOTS = 256  # headers that both ends of a link remember
 
 _Body = Callable[[int, SimpleQueue[Any]], None]  # what a thread does: for a peer, with its inbox
@@ -84,6 +89,15 @@ class _Payload:
     ready: torch.cuda.Event | None = None  # set where a side stream of a GPU has yet to fill the tensors
 
 
+class _Header(NamedTuple):
+    """What is said once of all payloads that are alike; ``sizes`` are in bytes, of the leaves that are not empty."""
+
+    channel: Channel
+    meta: Any
+    leaves: list[tuple[torch.dtype, tuple[int, ...]]]
+    sizes: list[int]
+
+
 class Transport:
     """The payloads that leave and reach one rank.
 
@@ -108,7 +122,9 @@ class Transport:
         self._groups = (ascending, descending)
         self._device = device
         # gloo moves host memory only; what lives elsewhere is staged
-        self._wire = device if dist.get_backend(ascending) == "nccl" else torch.device("cpu")
+        is_nccl = dist.get_backend(ascending) == "nccl"
+        self._wire = device if is_nccl else torch.device("cpu")
+        self._room = CONTROL_BYTES if is_nccl else FIRST_BYTES
         self._rank = rank
         self._known: defaultdict[int, dict[str, int]] = defaultdict(dict)  # per receiver: header -> slot
         self._inboxes: dict[tuple[str, int], SimpleQueue[Any]] = {}
@@ -165,9 +181,7 @@ class Transport:
         )
         parts = [_bytes_of(leaf.to(self._wire)) for leaf in leaves if leaf.numel()]
         size = sum(part.numel() for part in parts)
-        if _packs(len(parts), size):
-            parts = [torch.cat(parts)]
-        messages = [*self._preamble(channel.dst_rank, header), *parts]
+        messages = self._messages(channel.dst_rank, header, parts)
         group = self._group(channel.src_rank, channel.dst_rank)
         try:
             requests = [dist.isend(message, channel.dst_rank, group) for message in messages]
@@ -236,18 +250,26 @@ class Transport:
 
     # --- sending end ---
 
-    def _preamble(self, dst: int, header: str) -> list[Tensor]:
-        """The control message, and the header where the receiver does not know it."""
+    def _messages(self, dst: int, header: str, parts: list[Tensor]) -> list[Tensor]:
+        """What a payload of `parts` is sent as; the header is in it where the receiver does not know it."""
         known = self._known[dst]
         encoded = b""
         if header not in known:
             encoded = header.encode()
             # the oldest header gives up its slot; the receiver sees the same order and overwrites it
             known[header] = len(known) if len(known) < HEADER_SLOTS else known.pop(next(iter(known)))
-        messages = [torch.tensor([known[header], len(encoded)], device=self._wire)]
+        first = [torch.tensor([known[header], len(encoded)], device=self._wire).view(torch.uint8)]
+        own: list[Tensor] = []
         if encoded:
-            messages.append(torch.frombuffer(bytearray(encoded), dtype=torch.uint8).to(self._wire))
-        return messages
+            text = torch.frombuffer(bytearray(encoded), dtype=torch.uint8).to(self._wire)
+            (first if CONTROL_BYTES + len(encoded) <= self._room else own).append(text)
+        sizes = [part.numel() for part in parts]
+        riding = _riders(sizes, self._room - CONTROL_BYTES - len(encoded))
+        first += parts[:riding]
+        rest = parts[riding:]
+        if _packs(sizes[riding:]):
+            rest = [torch.cat(rest)]
+        return [torch.cat(first) if len(first) > 1 else first[0], *own, *rest]
 
     def _complete(self, dst: int, inbox: SimpleQueue[Any]) -> None:
         """Body of a sender thread: hold what is on its way until it has left."""
@@ -269,42 +291,56 @@ class Transport:
 
     def _receive(self, src: int, inbox: SimpleQueue[Any]) -> None:
         """Body of a receiver thread: as many payloads as were expected, into their channels' queues."""
-        headers: dict[int, str] = {}
+        headers: dict[int, _Header] = {}
+        first = torch.empty(self._room, dtype=torch.uint8, device=self._wire)
         names: dict[str, None] = {}
         while (item := inbox.get()) is not None:
             channel, count = item
             names[str(channel)] = None
             for _ in range(count):
                 try:
-                    self._deliver(*self._receive_one(src, headers))
+                    self._deliver(*self._receive_one(src, first, headers))
                 except Exception as error:
                     self._fail(src, f"receiving {', '.join(names)}", error)
                     return
 
-    def _receive_one(self, src: int, headers: dict[int, str]) -> tuple[Channel, _Payload]:
-        control = torch.empty(2, dtype=torch.int64, device=self._wire)
-        self._fill(src, [control])
-        slot, header_bytes = control.tolist()
+    def _receive_one(self, src: int, first: Tensor, headers: dict[int, _Header]) -> tuple[Channel, _Payload]:
+        self._fill(src, [first])
+        slot, header_bytes = first[:CONTROL_BYTES].view(torch.int64).tolist()
+        start = CONTROL_BYTES
         if header_bytes:
-            encoded = torch.empty(header_bytes, dtype=torch.uint8, device=self._wire)
-            self._fill(src, [encoded])
-            headers[slot] = bytes(encoded.tolist()).decode()
-        header = json.loads(headers[slot])
-        leaves = [
-            torch.empty(shape, dtype=getattr(torch, dtype), device=self._wire) for dtype, *shape in header["tensors"]
-        ]
-        parts = [_bytes_of(leaf) for leaf in leaves if leaf.numel()]
-        sizes = [part.numel() for part in parts]
-        if _packs(len(parts), sum(sizes)):
-            packed = torch.empty(sum(sizes), dtype=torch.uint8, device=self._wire)
+            text = first[start : start + header_bytes]
+            if start + header_bytes > self._room:
+                text = torch.empty(header_bytes, dtype=torch.uint8, device=self._wire)
+                self._fill(src, [text])
+            headers[slot] = self._parse(src, bytes(text.tolist()).decode())
+            start += header_bytes
+        header = headers[slot]
+        riding = _riders(header.sizes, self._room - start)
+        parts = []
+        for size in header.sizes[:riding]:
+            parts.append(first[start : start + size].clone())
+            start += size
+        rest = [torch.empty(size, dtype=torch.uint8, device=self._wire) for size in header.sizes[riding:]]
+        if _packs(header.sizes[riding:]):
+            packed = torch.empty(sum(header.sizes[riding:]), dtype=torch.uint8, device=self._wire)
             self._fill(src, [packed])
-            for part, piece in zip(parts, packed.split(sizes), strict=True):
-                part.copy_(piece)
+            rest = [piece.clone() for piece in packed.split(header.sizes[riding:])]
         else:
-            self._fill(src, parts)
+            self._fill(src, rest)
+        filled = iter([*parts, *rest])
+        leaves = [
+            torch.empty(shape, dtype=dtype, device=self._wire) if 0 in shape else next(filled).view(dtype).view(shape)
+            for dtype, shape in header.leaves
+        ]
+        return header.channel, _Payload(header.meta, [leaf.to(self._device) for leaf in leaves], self._mark())
+
+    def _parse(self, src: int, text: str) -> _Header:
+        header = json.loads(text)
         direction, name = header["channel"]
-        leaves = [leaf.to(self._device) for leaf in leaves]
-        return Channel(direction, src, self._rank, name), _Payload(header["meta"], leaves, self._mark())
+        leaves = [(getattr(torch, dtype), tuple(shape)) for dtype, *shape in header["tensors"]]
+        sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in leaves if 0 not in shape]
+        return _Header(Channel(direction, src, self._rank, name), header["meta"], leaves, sizes)
 
     def _fill(self, src: int, buffers: list[Tensor]) -> None:
         group = self._group(src, self._rank)
@@ -373,6 +409,11 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
-def _packs(parts: int, size: int) -> bool:
-    """Whether tensors of ``size`` bytes together travel as one message; both ends ask."""
-    return parts > 1 and size <= PACK_BYTES
+def _riders(sizes: Sequence[int], room: int) -> int:
+    """How many of the first parts, of ``sizes`` bytes, travel in the first message; both ends ask."""
+    return sum(end <= room for end in accumulate(sizes))
+
+
+def _packs(sizes: Sequence[int]) -> bool:
+    """Whether parts of ``sizes`` bytes travel as one message; both ends ask."""
+    return len(sizes) > 1 and sum(sizes) <= PACK_BYTES
