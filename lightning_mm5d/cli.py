@@ -1,55 +1,38 @@
-"""The command ``mm5d``: looks at a LightningCLI configuration without training, processes or process groups.
+"""The command ``mm5d``: plans multimodal training before it runs, without processes or process groups.
 
-``mm5d inspect`` prints which rank holds what; ``mm5d simulate`` prints, and draws, how long ranks would idle. Both
-read the configuration with the parser of the user's own LightningCLI, so that its keys, defaults and links mean what
-they mean in training: the script that makes it is run until its parser exists. Without a script the parser is that of
-a LightningCLI whose classes the configuration names (``class_path``). Then only model, data module and strategy are
-made, the model without memory where its code allows it.
+``mm5d inspect`` prints which rank holds what; ``mm5d simulate`` prints, and draws, how long ranks would idle under
+every schedule; ``mm5d plan`` searches a better layout. All read the configuration of a LightningCLI (see `job`); for ``simulate`` sizes alone will do.
 
-It refuses, in one line and with exit code 2, what the parser and the strategy refuse, and settings that only the
-training machine could resolve (``devices: auto``).
+It refuses, in one line and with exit code 2, whatever cannot work.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import runpy
+import math
 import sys
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
-from unittest.mock import patch
 
-import torch
-import yaml
-from jsonargparse import ArgumentError, ArgumentParser, Namespace
-from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning.pytorch import LightningModule
-from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.strategies import Strategy
+from jsonargparse import ArgumentError
 
+from lightning_mm5d.config import Modality, for_schedule
 from lightning_mm5d.errors import ConfigError
-from lightning_mm5d.planner.inspect import as_json, holdings, report, table, warnings
+from lightning_mm5d.job import Job, load
+from lightning_mm5d.planner.comparison import comparison, num_stages, ranks
+from lightning_mm5d.planner.inspect import as_json, holdings, report, warnings
+from lightning_mm5d.planner.proposal import as_yaml, propose
+from lightning_mm5d.planner.sketch import sketch
 from lightning_mm5d.planner.timeline import chrome_trace, draw
-from lightning_mm5d.schedule import compare
-from lightning_mm5d.strategy import MultimodalStrategy
+from lightning_mm5d.schedule import SCHEDULES, AnySchedule, Graph, Outcome, ScheduleError, compare, name_of
 
-# what Lightning's precision plugins make of a module's parameters; all other settings leave them alone
-_DTYPES = {"64-true": torch.float64, "64": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
-_OPTIONS = ("--help", "--json", "--out", "--script")
+_OPTIONS = ("--help", "--json", "--out", "--script", "--cost", "--frozen")
 _UNION = "Does not validate against any of the Union subtypes"
 _NOISE = ("Subtypes:", "Errors:", "Given value", "Expected a <class 'NoneType'>", "Expected a <class 'str'>")
-
-
-class Job(NamedTuple):
-    """What a configuration describes: a strategy that knows its ranks, and a module that may lack memory."""
-
-    strategy: MultimodalStrategy
-    module: LightningModule
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,6 +41,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the arguments, by default those of the process.
     """
+    own, overrides = _split(sys.argv[1:] if argv is None else argv)
+    arguments = _parser().parse_args(own)
+    try:
+        arguments.run(arguments, overrides)
+    except (ConfigError, ArgumentError, ScheduleError) as error:
+        print(f"mm5d: error: {_one_line(str(error))}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    """A subparser for each command, whose `run` takes the arguments and what overrides the configuration."""
     parser = argparse.ArgumentParser(
         prog="mm5d", allow_abbrev=False, description="Plan multimodal training before it runs."
     )
@@ -70,48 +65,61 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="Python file that makes the LightningCLI; found beside CONFIG where that does not name the model's class",
     )
     rest = "Further options override the configuration, for instance --trainer.devices=8."
+
     one = commands.add_parser("inspect", parents=[shared], epilog=rest, help="show which rank holds what")
     one.add_argument("--json", action="store_true", help="print a list with an entry per rank and modality")
     one.set_defaults(run=_inspect)
-    one = commands.add_parser("simulate", parents=[shared], epilog=rest, help="show how long ranks would idle")
-    one.add_argument("--out", type=Path, help="timeline: a picture (.png, .svg, .pdf), or a trace for Perfetto (.json)")
+
+    about = (
+        "Show how long ranks would idle, under every schedule and rank by rank under the configured one. A CONFIG "
+        "without a model, or with nothing but the arguments of the strategy (modalities, num_microbatches, schedule), "
+        "is simulated from its sizes."
+    )
+    one = commands.add_parser(
+        "simulate", parents=[shared], epilog=rest, description=about, help="show how long ranks would idle"
+    )
+    one.add_argument(
+        "--cost",
+        metavar="NAME=NUMBER,...",
+        help="duration of a forward on each pipeline rank of these modalities, instead of an estimate; without a model "
+        "it is 1 where nothing is said",
+    )
+    one.add_argument(
+        "--frozen",
+        metavar="NAME,...",
+        help="modalities of which nothing is trained; only where there is no model to say so by requires_grad",
+    )
+    one.add_argument(
+        "--out",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="FILE",
+        help="draw the configured schedule: a picture (.png, .svg, .pdf), or a Chrome trace for Perfetto (.json); may "
+        "be given several times",
+    )
     one.add_argument("--json", action="store_true", help="print what every schedule would do, rank by rank")
     one.set_defaults(run=_simulate)
-    own, overrides = _split(sys.argv[1:] if argv is None else argv)
-    arguments = parser.parse_args(own)
-    try:
-        arguments.run(load(arguments.configs, arguments.script, overrides), arguments)
-    except (ConfigError, ArgumentError) as error:
-        print(f"mm5d: error: {_one_line(str(error))}", file=sys.stderr)
-        return 2
-    return 0
 
-
-def load(configs: Sequence[Path], script: Path | None, overrides: Sequence[str]) -> Job:
-    """Read a job from the configuration of a LightningCLI.
-
-    Args:
-        configs: YAML files, later ones laid on top.
-        script: the file that makes the LightningCLI; unset, it is looked for if the configuration does not name
-            the model's class.
-        overrides: options of the LightningCLI.
-
-    Raises:
-        ConfigError: it cannot be read, or cannot work.
-        ArgumentError: the parser refuses it.
-    """
-    named = any(option.split("=")[0] in ("--model", "--model.class_path") for option in overrides)
-    for config in configs:
-        model = _read(config).get("model")
-        named = named or isinstance(model, str) or (isinstance(model, dict) and "class_path" in model)
-    if script is None and not named:
-        script = _script_beside(configs)
-    if script is not None and not script.is_file():
-        raise ConfigError("--script", str(script), "There is no such file", "Name the script that trains")
-    arguments = [part for config in configs for part in ("--config", str(config))] + list(overrides)
-    folders = [script.parent] if script else []
-    with _importable([*folders, *(config.parent for config in configs), Path()]):
-        return _job_of(script, arguments)
+    about = (
+        "Search how many ranks each modality should have and which stages should share one, for the configured number "
+        "of ranks, schedule and microbatches."
+    )
+    one = commands.add_parser("plan", parents=[shared], epilog=rest, description=about, help="search a better layout")
+    one.add_argument(
+        "--cost",
+        metavar="NAME=NUMBER,...",
+        help="duration of a forward through each whole modality, in any unit, instead of an estimate; for all of them",
+    )
+    one.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="write the modalities there, as YAML that --trainer.strategy.init_args.modalities=FILE reads",
+    )
+    one.add_argument("--json", action="store_true", help="print what was found as JSON")
+    one.set_defaults(run=_plan)
+    return parser
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -132,168 +140,187 @@ def _one_line(message: str) -> str:
     return " ".join((" ".join(lines) if kept.rstrip().endswith(":") else kept).split())
 
 
-def _inspect(job: Job, arguments: argparse.Namespace) -> None:
-    strategy, module = job
+def _inspect(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
+    strategy, module, _ = load(arguments.configs, arguments.script, overrides)
+    assert module is not None
     plan = strategy.plan(module)
     if arguments.json:
         print(json.dumps(as_json(holdings(plan, module)), indent=2))
     else:
-        print(report(plan, module, schedule=strategy.schedule, num_microbatches=strategy.num_microbatches))
-    for warning in warnings(plan.layout):
-        print(f"mm5d: warning: {warning}", file=sys.stderr)
+        name = name_of(strategy.schedule)
+        print(report(plan, module, schedule=name, num_microbatches=strategy.num_microbatches))
+    _warn(warnings(plan.layout))
 
 
-def _simulate(job: Job, arguments: argparse.Namespace) -> None:
-    strategy, module = job
-    plan = strategy.plan(module)
+def _simulate(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
+    job = load(arguments.configs, arguments.script, overrides, sizes_will_do=True)
+    job = job._replace(modalities=_costed(job, arguments.cost))
+    frozen = _frozen(job, arguments.frozen)
+    configured = job.strategy.schedule
+    schedules = [*SCHEDULES, *([configured] if configured not in SCHEDULES else [])]
+    outcomes = compare(lambda schedule: _graph(job, schedule, frozen), schedules)
+    at = schedules.index(configured)
+    if configured == "auto" and job.module is not None:  # training chooses the order only, not the placement
+        outcomes[at : at + 1] = compare(_graph(job, configured, frozen), [configured])
+    chosen = outcomes[at]
+    for path in arguments.out:
+        _write(chosen, path)
     if arguments.json:
-        graphs = partial(plan.whole_graph, count=strategy.num_microbatches, module=module)
-        print(json.dumps(compare(graphs)))
-        return
-    result = strategy.simulate(module)
-    idle = sum(result.bubble.values()) / len(result.bubble)
-    longest = max(result.busy.values())
-    print(
-        f"{strategy.schedule}, microbatches: {strategy.num_microbatches} per replica, ranks idle {idle:.1%} of a step"
+        print(json.dumps([outcome.as_json() for outcome in outcomes]))
+    else:
+        print(_simulated(job, outcomes, chosen))
+    _warn(_untold(job, chosen))
+
+
+def _plan(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
+    strategy, module, modalities = load(arguments.configs, arguments.script, overrides)
+    assert module is not None
+    if strategy.schedule not in SCHEDULES:
+        rule = "A table or a function is for one layout, and others are searched"
+        raise ConfigError(
+            "schedule", name_of(strategy.schedule), rule, "Add --trainer.strategy.init_args.schedule=1f1b"
+        )
+    durations = _durations(arguments.cost, modalities)
+    missing = [name for name in modalities if durations and name not in durations]
+    if missing:
+        rule = f"Those of {', '.join(missing)} would be estimated in another unit"
+        raise ConfigError("--cost", arguments.cost, rule, "Give a duration for every modality, or for none")
+    proposal = propose(
+        strategy.plan(module),
+        module,
+        schedule=strategy.schedule,
+        num_microbatches=strategy.num_microbatches,
+        durations=durations,
     )
-    print(f"makespan {result.makespan:.4g}, the busiest rank works {longest:.4g} (unit: a forward of one parameter)\n")
-    rows = [
-        (rank, "+".join(plan.stages_of(rank)), f"{result.busy[rank]:.4g}", f"{result.bubble[rank]:.1%}", peak)
-        for rank, peak in sorted(result.peak_activations.items())
-    ]
-    print(table(("rank", "stages", "busy", "idle", "microbatches held"), rows))
     if arguments.out is not None:
         try:
-            (chrome_trace if arguments.out.suffix == ".json" else draw)(result, arguments.out)
-        except (ImportError, OSError, ValueError) as error:
-            raise ConfigError(
-                "--out", str(arguments.out), f"It cannot be drawn: {error}", "Try a .json file"
-            ) from error
+            arguments.out.write_text(as_yaml(proposal.found.modalities), encoding="utf-8")
+        except OSError as error:
+            rule = f"It cannot be written: {error.strerror}"
+            raise ConfigError("--out", str(arguments.out), rule, "Name another file") from error
+    print(json.dumps(proposal.as_json()) if arguments.json else proposal.as_text())
+    _warn(warnings(proposal.proposed.plan.layout))
 
 
-def _read(config: Path) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load(config.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError("CONFIG", str(config), f"It cannot be read: {error.strerror}", "Name a YAML file") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError("CONFIG", str(config), f"It is no YAML: {error}", "Correct it there") from error
-    if not isinstance(content, dict):
-        rule = "A configuration maps keys such as trainer, model and data to settings"
-        raise ConfigError("CONFIG", str(config), rule, "Name a configuration of a LightningCLI")
-    return content
-
-
-def _script_beside(configs: Sequence[Path]) -> Path:
-    """The only Python file in the folders of the configurations that mentions LightningCLI."""
-    files = sorted({file for config in configs for file in config.parent.glob("*.py")})
-    found = [file for file in files if "LightningCLI" in file.read_text(encoding="utf-8", errors="ignore")]
-    if len(found) != 1:
-        seen = ", ".join(map(str, found)) or "none"
-        rule = f"Without model.class_path the classes are those of a script, and of scripts beside it there are: {seen}"
-        raise ConfigError("CONFIG", str(configs[0]), rule, "Name the script that makes the LightningCLI with --script")
-    return found[0]
-
-
-@contextmanager
-def _importable(folders: Sequence[Path]) -> Generator[None, None, None]:
-    before = list(sys.path)
-    sys.path[:0] = [str(folder.resolve()) for folder in folders]
-    try:
-        yield
-    finally:
-        sys.path[:] = before
-
-
-class _Finished(BaseException):
-    """Leaves the user's script with what came of it; no `except Exception` of theirs stops it, and goes on to train."""
-
-    def __init__(self, outcome: Job | Exception) -> None:
-        self.outcome = outcome
-
-
-def _job_of(script: Path | None, arguments: list[str]) -> Job:
-    """Run what makes a LightningCLI until it has made its parser, and let that parser read `arguments`."""
-    setup_parser, fit = LightningCLI.setup_parser, {"fit": LightningCLI.subcommands()["fit"]}
-
-    def read(cli: LightningCLI, run: bool, main_kwargs: dict[str, Any], sub_kwargs: dict[str, Any]) -> None:
-        setup_parser(cli, run, main_kwargs | {"exit_on_error": False}, sub_kwargs)
+def _durations(given: str | None, modalities: Mapping[str, Modality]) -> dict[str, float]:
+    """What ``--cost`` says, by name of the modality."""
+    found: dict[str, float] = {}
+    for part in given.split(",") if given is not None else ():
+        name, _, number = part.partition("=")
+        _check_name("--cost", name, modalities)
         try:
-            outcome: Job | Exception = _parsed(cli.parser, ["fit"] if run else [], arguments)
-        except Exception as error:
-            outcome = error
-        raise _Finished(outcome)
+            found[name] = float(number)
+        except ValueError:
+            found[name] = math.nan
+        if not 0 < found[name] < math.inf:
+            rule = "A forward takes a positive, finite time"
+            raise ConfigError("--cost", part, rule, f"Write for instance --cost {name}=1.5")
+    return found
 
-    run_script = partial(runpy.run_path, str(script), run_name="__main__")
-    make: Callable[[], Any] = LightningCLI if script is None else run_script
-    # a parser for each of the other subcommands would take most of the time
-    patched = patch.multiple(LightningCLI, setup_parser=read, subcommands=staticmethod(lambda: fit))
+
+def _costed(job: Job, given: str | None) -> dict[str, Modality]:
+    """The modalities as they were written, with the costs of ``--cost``."""
+    modalities = dict(job.modalities)
+    modalities |= {name: replace(modalities[name], cost=cost) for name, cost in _durations(given, modalities).items()}
+    without = [name for name, modality in modalities.items() if modality.cost is None]
+    if job.module is not None and 0 < len(without) < len(modalities):
+        got = {name: modality.cost for name, modality in modalities.items() if modality.cost is not None}
+        rule = f"Those of {', '.join(without)} would be estimated in another unit"
+        raise ConfigError("cost", got, rule, "Give a cost for every modality, or for none")
+    return modalities
+
+
+def _frozen(job: Job, given: str | None) -> frozenset[str]:
+    names = given.split(",") if given is not None else []
+    if names and job.module is not None:
+        rule = "There is a model, which says by requires_grad what is frozen"
+        raise ConfigError("--frozen", given, rule, "Freeze it there, or leave the model out of the configuration")
+    for name in names:
+        _check_name("--frozen", name, job.modalities)
+    return frozenset(names)
+
+
+def _check_name(option: str, name: str, modalities: Mapping[str, Modality]) -> None:
+    if name not in modalities:
+        raise ConfigError(option, name, "There is no such modality", f"There are {', '.join(modalities)}")
+
+
+def _graph(job: Job, schedule: AnySchedule, frozen: frozenset[str]) -> Graph:
+    """The graph of stages as `schedule` wants them.
+
+    ``interleaved`` and ``zbv`` are given two chunks of the terminal modality a rank where the user said nothing about
+    chunks, and the model has the layers for it.
+    """
+    strategy, module, written = job
+    terminal = strategy.layout.terminal
+    wanted = for_schedule(written, "zbv" if schedule == "interleaved" else schedule, terminal)
+    if module is None:
+        v_shaped = schedule == "zbv"
+        return sketch(strategy.layout, wanted, strategy.num_microbatches, frozen=frozen, v_shaped=v_shaped)
+    placed = copy(strategy)
+    placed.schedule, placed.modalities = schedule, wanted
     try:
-        with patched, patch.object(sys, "argv", [str(script)]):
-            make()
-    except _Finished as finished:
-        if isinstance(finished.outcome, Exception):
-            raise finished.outcome from None
-        return finished.outcome
-    raise ConfigError("--script", str(script), "It makes no LightningCLI", "Name the script that trains")
+        plan = placed.plan(module)
+    except ConfigError:
+        placed.modalities = dict(written)
+        plan = placed.plan(module)
+    return plan.whole_graph(schedule, strategy.num_microbatches, module)
 
 
-def _parsed(parser: Any, command: list[str], arguments: list[str]) -> Job:
-    parsed = parser.parse_args([*command, *arguments])
-    settings = (parsed[command[0]] if command else parsed).trainer
-    strategy = _strategy(settings.strategy)
-    devices, nodes = _devices(settings.devices), settings.num_nodes
-    strategy.parallel_devices, strategy.num_nodes = [torch.device("cpu")] * devices, nodes
-    strategy.cluster_environment = LightningEnvironment()
-    strategy.cluster_environment.set_world_size(devices * nodes)
-    dtype = _DTYPES.get(str(settings.precision))
-    for key in list(vars(settings)):
-        del settings[key]  # callbacks and loggers need not be made
+def _simulated(job: Job, outcomes: Sequence[Outcome], chosen: Outcome) -> str:
+    strategy, terminal = job.strategy, job.strategy.layout.terminal
+    longest = max(chosen.simulation.busy.values())
+    parts = (
+        f"microbatches: {strategy.num_microbatches} per replica, ranks: {strategy.layout.size}, "
+        f"unit of time: {_unit(job)}",
+        comparison(outcomes, configured=chosen.schedule, terminal=terminal),
+        f"* {_summary(chosen)}, the busiest rank works {longest:.5g}",
+        ranks(chosen),
+    )
+    return "\n\n".join(parts)
 
-    def make() -> tuple[LightningModule, Any]:
-        made = _instantiate(parser, parsed)
-        made = made[command[0]] if command else made
-        made.model.configure_model()
-        return made.model, made.get("data")
 
+def _summary(outcome: Outcome) -> str:
+    return f"{outcome.schedule}: makespan {outcome.simulation.makespan:.5g}, ranks idle {outcome.bubble:.1%} of a step"
+
+
+def _unit(job: Job) -> str:
+    costed = [modality.cost is not None for modality in job.modalities.values()]
+    if all(costed):
+        return "that of the costs"
+    if job.module is not None:
+        return "a multiply-add per token"
+    return "that of the costs, 1 where none is given" if any(costed) else "a forward on one rank of any modality"
+
+
+def _write(outcome: Outcome, path: Path) -> None:
     try:
-        with torch.device("meta"):
-            module, data = make()
-    except Exception:  # a constructor that computes with values, or loads them, needs memory
-        module, data = make()
-    strategy.validate(module, data)
-    return Job(strategy, module if dtype is None else module.to(dtype))
+        if path.suffix == ".json":
+            chrome_trace(outcome.simulation, path)
+        else:
+            draw(outcome.simulation, path, title=_summary(outcome))
+    except OSError as error:
+        raise ConfigError("--out", str(path), f"It cannot be written: {error.strerror}", "Name another file") from error
+    except (ImportError, ValueError) as error:
+        raise ConfigError("--out", str(path), f"It cannot be drawn: {error}", "Try a .json file") from error
 
 
-def _strategy(given: Any) -> MultimodalStrategy:
-    """The strategy of the trainer's settings: an object, a registered name, or a class and its arguments."""
-    if isinstance(given, Namespace):
-        # by a parser of its own: that of the trainer's `str | Strategy` would bury a ConfigError
-        parser = ArgumentParser(exit_on_error=False)
-        parser.add_argument("--strategy", type=Strategy)
-        given = _instantiate(parser, parser.parse_object({"strategy": given.as_dict()})).strategy
-    if given == "mm5d":
-        given = MultimodalStrategy()
-    if not isinstance(given, MultimodalStrategy):
-        got = given if isinstance(given, str) else type(given).__name__
-        fix = "Use class_path: lightning_mm5d.MultimodalStrategy"
-        raise ConfigError("trainer.strategy", got, "Only the plans of MultimodalStrategy can be shown", fix)
-    return given
+def _untold(job: Job, chosen: Outcome) -> list[str]:
+    """Says where training would have fewer stages than were shown, for nobody told it to have more."""
+    terminal = job.strategy.layout.terminal
+    modality, shown = job.strategy.modalities[terminal], num_stages(chosen.graph, terminal)
+    if job.module is None or shown == modality.num_cuts:
+        return []
+    chunks = shown // modality.stages
+    return [
+        f"{chosen.schedule} is shown with {chunks} stages of {terminal} on a rank, and training would have "
+        f"{modality.pp_chunks}: set modalities.{terminal}.pp_chunks to {chunks}"
+    ]
 
 
-def _instantiate(parser: Any, config: Namespace) -> Namespace:
-    return (getattr(parser, "instantiate", None) or parser.instantiate_classes)(config)  # renamed in jsonargparse 4.49
-
-
-def _devices(devices: Any) -> int:
-    """Processes per node, of the forms that Lightning knows: a number, a list of devices, or either as text."""
-    ids = devices if isinstance(devices, list) else [part for part in str(devices).split(",") if part.strip()]
-    if isinstance(devices, list) or len(ids) > 1:
-        return len(ids)
-    if str(devices).isdigit() and int(devices) > 0:
-        return int(devices)
-    rule = "It depends on the machine that trains, which may not be this one, so it must be a number here"
-    raise ConfigError("trainer.devices", devices, rule, "Add --trainer.devices=8, or whatever that machine has")
+def _warn(sentences: Sequence[str]) -> None:
+    for sentence in sentences:
+        print(f"mm5d: warning: {sentence}", file=sys.stderr)
 
 
 if __name__ == "__main__":

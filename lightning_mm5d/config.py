@@ -20,18 +20,21 @@ from lightning_mm5d.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineTemplate:
-    """Which layers run in which pipeline stage of a modality.
+    """Which layers run in which pipeline stage of a modality. One of its fields is given.
 
     Args:
         stages: One entry per stage, in order: either its number of layers, as in ``[8, 12, 12]``, or the
             dotted paths of its layers and modules, as in ``[["layers.0", "layers.1"], ["layers.2"]]``.
+        offsets: For each stage how many layers more it has than when they are dealt out evenly, left-over layers
+            first, as in ``[0, 1, 1, -2]``.
     """
 
-    stages: list[int] | list[list[str]]
+    stages: list[int] | list[list[str]] | None = None
+    offsets: list[int] | None = None
 
     @property
     def num_stages(self) -> int:
-        return len(self.stages)
+        return len((self.offsets if self.stages is None else self.stages) or ())
 
 
 class Host(NamedTuple):
@@ -244,11 +247,18 @@ def _check_template(field: str, template: object) -> None:
     if not isinstance(template, PipelineTemplate):
         rule = "It is a PipelineTemplate"
         raise ConfigError(field, template, rule, "Write PipelineTemplate(stages=...)")
-    field = f"{field}.stages"
-    stages: Any = template.stages
+    if (template.stages is None) == (template.offsets is None):
+        rule = "It says how many layers each stage has, or how many more than an even share"
+        fix = "Use for instance stages=[2, 2] or offsets=[0, 0]" if template.stages is None else "Leave offsets unset"
+        raise ConfigError(field, template, rule, fix)
+    given = "stages" if template.offsets is None else "offsets"
+    field, stages = f"{field}.{given}", getattr(template, given)
     if not _is_list(stages) or not stages:
         rule = "A template lists at least one stage"
         raise ConfigError(field, stages, rule, "For one stage leave pipeline_template unset")
+    if given == "offsets":
+        _check_offsets(field, stages)
+        return
     named = [_is_list(stage) for stage in stages]
     if not any(named):
         for index, count in enumerate(stages):
@@ -266,6 +276,16 @@ def _check_template(field: str, template: object) -> None:
                     rule = f"{path!r} overlaps with {other!r} of stage {where}"
                     raise ConfigError(f"{field}[{index}]", path, rule, f"Leave it in stage {where} only")
             seen[path] = index
+
+
+def _check_offsets(field: str, offsets: Sequence[Any]) -> None:
+    for index, offset in enumerate(offsets):
+        if isinstance(offset, bool) or not isinstance(offset, int):
+            near = int(offset) if isinstance(offset, float) and abs(offset) < 2**31 else 0
+            raise ConfigError(f"{field}[{index}]", offset, "It is a whole number of layers", f"The nearest is {near}")
+    if sum(offsets):
+        rule = f"What one stage has more another has less, and they sum to {sum(offsets)}"
+        raise ConfigError(field, offsets, rule, f"Use {[*offsets[:-1], offsets[-1] - sum(offsets)]}")
 
 
 def _check_paths(field: str, paths: object) -> None:

@@ -3,13 +3,14 @@
 Modalities take consecutive blocks of *slots* in the order of the configuration; within a modality tensor
 parallel runs fastest, then context, then data, and pipeline slowest: ``arange(n).view(pp, dp, cp, tp)``. A
 placement then maps slots to ranks so that the axes that talk most stay inside a node. A colocated modality
-takes the slots of its host and divides them by its own sizes.
+takes the slots of its host and divides them by its own sizes; one that shares a pipeline rank has a block of its
+own for its earlier stages, and for its last one takes the slots of that rank.
 
 The *replicas* are those of the terminal modality, whose last stage computes the loss; an encoder has k times
 as many (then each takes every k-th microbatch) or a k-th of them (then each serves k replicas).
 
-It refuses sizes that do not fill the world, replicas that do not pair up, and placements that are no
-permutation. It expects modalities that passed `config.check`.
+It refuses what `sizes.solve` refuses, and placements that are no permutation or descend along an axis. It expects
+modalities that passed `config.check`.
 """
 
 from __future__ import annotations
@@ -21,19 +22,9 @@ from functools import cached_property
 from itertools import product
 from typing import NamedTuple
 
-from lightning_mm5d.config import Modality, colocated_dp, nearest, one_of
+from lightning_mm5d.config import Modality
 from lightning_mm5d.errors import ConfigError
-
-_WORLD = "Trainer(devices=..., num_nodes=...)"
-
-
-class Sizes(NamedTuple):
-    """Lengths of a modality's axes."""
-
-    dp: int
-    pp: int
-    cp: int
-    tp: int
+from lightning_mm5d.sizes import Sizes, solve
 
 
 class Place(NamedTuple):
@@ -106,8 +97,8 @@ class Layout:
         Raises:
             ConfigError: when the sizes do not fill the world, do not pair up, or the placement is wrong.
         """
-        axes = _solve(modalities, world_size, terminal)
-        slots = _slots(modalities, axes)
+        axes = solve(modalities, world_size, terminal)
+        blocks, slots = _slots(modalities, axes)
         per_node = ranks_per_node or world_size
 
         def placed(order: Sequence[int]) -> Layout:
@@ -117,10 +108,10 @@ class Layout:
         if placement is not None:
             _check_permutation(placement, world_size)
             layout = placed(placement)
-            _check_ascending(layout, placement, slots)
+            _check_ascending(layout, placement, blocks)
             return layout
         layout = placed(range(world_size))
-        if layout.straddling and (packed := _pack(modalities, axes, slots, world_size, per_node)):
+        if layout.straddling and (packed := _pack(modalities, axes, blocks, world_size, per_node)):
             layout = min(layout, placed(packed), key=lambda candidate: len(candidate.straddling))
         return layout
 
@@ -236,97 +227,31 @@ def _positions(size: Sizes) -> Iterator[tuple[int, ...]]:
     return product(range(size.pp), range(size.dp), range(size.cp), range(size.tp))
 
 
-def _solve(modalities: Mapping[str, Modality], world_size: int, terminal: str) -> dict[str, Sizes]:
-    """Sizes of all modalities, with one common value for every unset `dp_size`."""
-    hosts = {name: modality for name, modality in modalities.items() if modality.colocate_with is None}
-    fixed = sum(m.dp_size * m.ranks_per_replica for m in hosts.values() if m.dp_size is not None)
-    free = sum(m.ranks_per_replica for m in hosts.values() if m.dp_size is None)
-    needs = " + ".join(
-        f"{name}: {m.ranks_per_replica} * {'dp_size' if m.dp_size is None else m.dp_size}" for name, m in hosts.items()
-    )
-    if not free:
-        axes = _axes(modalities, 1, terminal)
-        if fixed != world_size:
-            rule = f"The modalities ({needs}) fill {fixed} ranks"
-            raise ConfigError(_WORLD, world_size, rule, f"Use {fixed} ranks")
-        return axes
-    common, remainder = divmod(world_size - fixed, free)
-    rule = f"The modalities ({needs}) fill {f'{fixed} plus ' if fixed else ''}a multiple of {free} ranks"
-    problem = ConfigError(_WORLD, world_size, rule, "")
-    if common >= 1 and not remainder:
-        try:
-            return _axes(modalities, common, terminal)
-        except ConfigError as error:
-            problem = error
-    fits = [fixed + n * free for n in nearest(common, lambda n: _fits(modalities, n, terminal))]
-    if not fits:  # what is wrong is no matter of the size of the world
-        return _axes(modalities, max(common, 1), terminal)
-    fix = f"Nearest that fit: {one_of(fits)} ranks"
-    if len(hosts) > 1 and world_size < fixed + free:
-        fix += ", or let modalities share ranks with colocate_with"
-    raise ConfigError(problem.field, problem.got, problem.rule, fix)
-
-
-def _fits(modalities: Mapping[str, Modality], common: int, terminal: str) -> bool:
-    """Whether `_axes` would succeed, without the cost of its advice."""
-    replicas = {}
+def _slots(
+    modalities: Mapping[str, Modality], axes: Mapping[str, Sizes]
+) -> tuple[dict[str, range], dict[str, Sequence[int]]]:
+    """Consecutive slots that modalities have to themselves, and all slots of each: own ones, then those of its host."""
+    blocks, first = {}, 0
     for name, modality in modalities.items():
-        host = modalities[modality.colocate_with or name]
-        ranks = (host.dp_size or common) * host.ranks_per_replica
-        replicas[name], rest = divmod(ranks, modality.ranks_per_replica)
-        if rest or (host is not modality and modality.dp_size not in (None, replicas[name])):
-            return False
-    return all(_pair(dp, replicas[terminal]) for dp in replicas.values())
-
-
-def _axes(modalities: Mapping[str, Modality], common: int, terminal: str) -> dict[str, Sizes]:
-    """Sizes where each unset `dp_size` is `common`; refuses replicas that do not pair up."""
-    axes: dict[str, Sizes] = {}
-    owned: dict[str, int] = {}
+        if modality.own_ranks_per_replica:
+            blocks[name] = range(first, first := first + axes[name].dp * modality.own_ranks_per_replica)
+    slots: dict[str, Sequence[int]] = {}
     for name, modality in modalities.items():
-        host = modalities[modality.colocate_with or name]
-        owned[name] = (host.dp_size or common) * host.ranks_per_replica
-        dp = (host.dp_size or common) if host is modality else colocated_dp(name, modality, owned[name])
-        axes[name] = Sizes(dp, modality.stages, modality.cp_size, modality.tp_size)
-    for name in modalities:
-        # of a host and its guest, the guest is the one whose sizes can change alone
-        guest, other = (terminal, name) if modalities[terminal].colocate_with == name else (name, terminal)
-        _check_pairs(guest, modalities[guest], axes[guest].dp, owned[guest], other, axes[other].dp)
-    return axes
-
-
-def _check_pairs(name: str, modality: Modality, dp: int, ranks: int, other: str, replicas: int) -> None:
-    if _pair(dp, replicas):
-        return
-    what = "The inferred dp_size" if modality.dp_size is None else "It"
-    rule = f"{what} must divide the dp_size {replicas} of {other!r}, or be a multiple of it"
-    if modality.colocate_with is None:
-        each = modality.ranks_per_replica
-        choices = nearest(dp, lambda n: _pair(n, replicas))
-        fix = f"Use dp_size={one_of(f'{n} ({(n - dp) * each:+d} ranks)' for n in choices)}"
-    else:
-        products = sorted(ranks // n for n in nearest(dp, lambda n: ranks % n == 0 and _pair(n, replicas)))
-        fix = f"A product pp_size * cp_size * tp_size of {one_of(products)} would fit"
-    raise ConfigError(f"modalities.{name}.dp_size", dp, rule, fix)
-
-
-def _pair(dp: int, replicas: int) -> bool:
-    return dp % replicas == 0 or replicas % dp == 0
-
-
-def _slots(modalities: Mapping[str, Modality], axes: Mapping[str, Sizes]) -> dict[str, range]:
-    """Consecutive slots of each modality; a colocated one has those of its host."""
-    slots, first = {}, 0
-    for name, modality in modalities.items():
-        if modality.colocate_with is None:
-            slots[name] = range(first, first := first + math.prod(axes[name]))
-    return {name: slots[modality.colocate_with or name] for name, modality in modalities.items()}
+        if modality.host is None:
+            slots[name] = blocks[name]
+        elif modality.host.pp is None:
+            slots[name] = blocks[modality.host.modality]
+        else:
+            stage = math.prod(axes[name]) // axes[name].pp
+            first = modality.host.pp * stage
+            slots[name] = [*blocks.get(name, ()), *blocks[modality.host.modality][first : first + stage]]
+    return blocks, slots
 
 
 def _pack(
     modalities: Mapping[str, Modality],
     axes: Mapping[str, Sizes],
-    slots: Mapping[str, range],
+    blocks: Mapping[str, range],
     world_size: int,
     per_node: int,
 ) -> list[int] | None:
@@ -336,15 +261,14 @@ def _pack(
     ranks still ascend along every axis. None where the packing leaves something over.
     """
     units = {}
-    for name, modality in modalities.items():
-        if modality.colocate_with is None:
-            guests = [axes[n] for n, m in modalities.items() if name in (n, m.colocate_with)]
-            blocks, groups = math.lcm(*(g.cp * g.tp for g in guests)), math.lcm(*(g.tp for g in guests))
-            units[name] = next((unit for unit in (blocks, groups) if unit <= per_node), 1)
+    for name in blocks:
+        guests = [axes[n] for n, m in modalities.items() if name in (n, m.colocate_with)]
+        wide, narrow = math.lcm(*(g.cp * g.tp for g in guests)), math.lcm(*(g.tp for g in guests))
+        units[name] = next((unit for unit in (wide, narrow) if unit <= per_node), 1)
     order = [0] * world_size
     used = list(range(0, world_size, per_node))  # first free rank of each node
     for name, unit in sorted(units.items(), key=lambda item: -item[1]):
-        starts = iter(slots[name][::unit])
+        starts = iter(blocks[name][::unit])
         slot = next(starts, None)
         for node in range(len(used)):
             end = min((node + 1) * per_node, world_size)
@@ -366,7 +290,7 @@ def _check_permutation(placement: Sequence[int], world_size: int) -> None:
         raise ConfigError("placement", list(placement), rule, f"The nearest is {kept + missing}")
 
 
-def _check_ascending(layout: Layout, placement: Sequence[int], slots: Mapping[str, range]) -> None:
+def _check_ascending(layout: Layout, placement: Sequence[int], blocks: Mapping[str, range]) -> None:
     """Refuse a mesh that torch would build wrongly: it sorts the ranks of a group."""
     for _, _, name, dp, pp, cp, tp in layout.places:
         rank = layout.rank_of(name, dp=dp, pp=pp, cp=cp, tp=tp)
@@ -374,7 +298,6 @@ def _check_ascending(layout: Layout, placement: Sequence[int], slots: Mapping[st
             if min(before) >= 0:
                 other = layout.rank_of(name, pp=pp, dp=before[0], cp=before[1], tp=before[2])
                 if other > rank:
-                    blocks = dict.fromkeys(slots.values())  # a colocated modality has the block of its host
-                    fixed = [r for block in blocks for r in sorted(placement[slot] for slot in block)]
+                    fixed = [r for block in blocks.values() for r in sorted(placement[slot] for slot in block)]
                     rule = f"Ranks must ascend along {axis}, and in {name!r} {other} comes before {rank}"
                     raise ConfigError("placement", list(placement), rule, f"{fixed} would do")

@@ -341,36 +341,9 @@ def test_warns_of_groups_that_cross_nodes() -> None:
     assert warnings(whole) == []
 
 
-def idle(out: str) -> float:
-    return float(out.split("ranks idle ")[1].split("%")[0])
-
-
-def test_simulates_every_schedule_as_json(inspect: Inspect) -> None:
-    code, out, _ = inspect.run("simulate", two_nodes(num_microbatches=4), "--json")
-    found = {entry["schedule"]: entry for entry in json.loads(out)}
-    assert code == 0
-    assert {"gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "auto"} == set(found)
-    assert set(found["1f1b"]["ranks"][0]) == {"rank", "modality", "stage", "peak_activations", "actions"}
-    assert found["zero_bubble"]["makespan"] <= found["1f1b"]["makespan"]
-
-
-def test_simulates_less_idling_with_more_microbatches(inspect: Inspect) -> None:
-    shown = [inspect.run("simulate", two_nodes(num_microbatches=count)) for count in (1, 4, 16)]
-    assert [(code, err) for code, _, err in shown] == [(0, "")] * 3
-    first, second, third = (idle(out) for _, out, _ in shown)
-    assert first > second > third > 0
-
-
-def test_writes_the_timeline(inspect: Inspect) -> None:
-    trace, picture = inspect.folder / "trace.json", inspect.folder / "timeline.svg"
-    for path in (trace, picture):
-        assert inspect.run("simulate", two_nodes(num_microbatches=3), f"--out={path}")[0] == 0
-    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
-    assert len(events) == 4 * 2 * 3 * 2  # stages, replicas, microbatches, forward and backward
-    assert "<svg" in picture.read_text()
-    code, _, err = inspect.run("simulate", two_nodes(), f"--out={inspect.folder / 'timeline.what'}")
-    assert code == 2
-    assert "--out" in err
+def test_inspect_wants_a_model(inspect: Inspect) -> None:
+    sizes = {"modalities": {"language": {"pp_size": 2}}}
+    assert "Without model.class_path" in inspect.refusal(sizes)
 
 
 def test_main_shows_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ import yaml
 from jsonargparse import ArgumentParser, auto_cli
 
 from lightning_mm5d import config
-from lightning_mm5d.config import Modality, PipelineTemplate, check, colocated_dp, nearest, one_of
+from lightning_mm5d.config import Modality, PipelineTemplate, check, nearest, one_of
 from lightning_mm5d.errors import ConfigError
 
 SCHEDULES = ("gpipe", "1f1b")
@@ -82,6 +82,15 @@ def test_template_by_counts_comes_from_the_command_line() -> None:
     assert made["a"].stages == 2
 
 
+def test_template_by_offsets_comes_from_yaml_and_the_command_line(tmp_path: Any) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("modalities: {a: {pipeline_template: {offsets: [0, 1, -1]}}}")
+    made = command(f"--config={path}")
+    assert made == command('--modalities={"a": {"pipeline_template": {"offsets": [0, 1, -1]}}}')
+    assert made["a"].pipeline_template == PipelineTemplate(offsets=[0, 1, -1])
+    assert made["a"].stages == 3
+
+
 def test_print_config_shows_every_field_and_reads_back(tmp_path: Any, capsys: Any) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(YAML)
@@ -111,7 +120,7 @@ def test_help_describes_every_field(capsys: Any) -> None:
         assert words in shown
     for words in ("in the LightningModule", "consume the result", "pipeline stages", "whose ranks this one"):
         assert words in shown
-    for words in ("Which layers run in which stage", "One entry per stage"):
+    for words in ("Which layers run in which stage", "One entry per stage", "dealt out evenly"):
         assert words in shown
 
 
@@ -136,6 +145,7 @@ assert "torch" not in sys.modules
         (Modality(), 1, 1),
         (Modality(pp_size=3, tp_size=2), 3, 6),
         (Modality(pipeline_template=PipelineTemplate(stages=[4, 2]), cp_size=2), 2, 4),
+        (Modality(pipeline_template=PipelineTemplate(offsets=[0, 1, 1, -2]), pp_chunks=2), 2, 2),
         (Modality(pp_size=2, pipeline_template=PipelineTemplate(stages=[["a"], ["b"]])), 2, 2),
     ],
 )
@@ -158,6 +168,7 @@ def test_stages_come_from_pp_size_or_the_template(modality: Modality, stages: in
             "vision": Modality(pipeline_template=PipelineTemplate(stages=[["a.b"], ["a.bc"]])),
             "language": Modality(),
         },
+        {"vision": Modality(pipeline_template=PipelineTemplate(offsets=[1, -1])), "language": Modality()},
         {
             "vision": Modality(module=["a", "b.0"], boundary="model.get_image_features"),
             "language": Modality(),
@@ -245,6 +256,32 @@ def test_refuses_templates_that_are_empty_overlap_or_mix(stages: Any, where: str
     assert error.field == f"modalities.vision.pipeline_template.stages{where}"
 
 
+@pytest.mark.parametrize(
+    ("offsets", "where", "fix"),
+    [
+        ([], "", "For one stage leave pipeline_template unset"),
+        ("1", "", "For one stage leave pipeline_template unset"),
+        ([0, 1, 1], "", "Use [0, 1, -1]"),
+        ([-1], "", "Use [0]"),
+        ([1, -1.0], "[1]", "The nearest is -1"),
+        ([True, -1], "[0]", "The nearest is 0"),
+        ([1, [-1]], "[1]", "The nearest is 0"),
+        ([float("inf"), 0], "[0]", "The nearest is 0"),
+    ],
+)
+def test_refuses_offsets_that_are_no_whole_numbers_or_do_not_sum_to_zero(offsets: Any, where: str, fix: str) -> None:
+    error = refused_vision(pipeline_template=PipelineTemplate(offsets=offsets))
+    assert (error.field, error.fix) == (f"modalities.vision.pipeline_template.offsets{where}", fix)
+
+
+def test_refuses_a_template_with_both_of_its_fields_or_none() -> None:
+    both = refused_vision(pipeline_template=PipelineTemplate(stages=[2, 2], offsets=[0, 0]))
+    assert (both.field, both.fix) == ("modalities.vision.pipeline_template", "Leave offsets unset")
+    neither = refused_vision(pipeline_template=PipelineTemplate())
+    assert neither.field == "modalities.vision.pipeline_template"
+    assert "offsets=[0, 0]" in neither.fix
+
+
 def test_refuses_a_template_that_is_none() -> None:
     assert refused_vision(pipeline_template=[2, 2]).field == "modalities.vision.pipeline_template"
 
@@ -270,49 +307,6 @@ def test_refuses_feeds_of_the_terminal(feeds: Any) -> None:
     assert refusal({"language": Modality(feeds=feeds)}).field == "modalities.language.feeds"
 
 
-@pytest.mark.parametrize(
-    ("hosts", "field", "fix"),
-    [
-        ({"vision": "vision", "language": None}, "vision", "Use 'language'"),
-        ({"vision": "langage", "language": None}, "vision", "Use 'language'"),
-        ({"vision": "x", "audio": None, "language": None}, "vision", "There are audio, language"),
-        ({"language": "language"}, "language", "Leave it unset"),
-        ({"vision": ["language"], "language": None}, "vision", "Use 'language'"),
-        ({"vision": "audio", "audio": "language", "language": None}, "vision", "colocate_with='language'"),
-        ({"vision": "language", "language": "vision"}, "vision", "Leave it unset for 'language'"),
-        (
-            {"vision": "audio", "audio": "language", "language": "audio"},
-            "vision",
-            "Leave it unset for 'audio'",
-        ),
-        ({"vision": "audio", "audio": "x", "language": None}, "vision", "Leave it unset for 'audio'"),
-    ],
-)
-def test_refuses_colocation_with_nothing_itself_or_a_chain(hosts: Any, field: str, fix: str) -> None:
-    error = refusal({name: Modality(colocate_with=host) for name, host in hosts.items()})
-    assert error.field == f"modalities.{field}.colocate_with"
-    assert fix in error.fix
-
-
-def test_refuses_colocated_sizes_that_do_not_divide_the_hosts_ranks() -> None:
-    guest = Modality(tp_size=5, colocate_with="language")
-    error = refusal({"vision": guest, "language": Modality(dp_size=4, tp_size=2)})
-    assert error.field == "modalities.vision"
-    assert "8 ranks of 'language'" in error.rule
-    assert error.fix == "A product of 4 or 8 would fit"
-
-
-def test_refuses_a_colocated_dp_size_that_does_not_fill_the_hosts_ranks() -> None:
-    guest = Modality(dp_size=3, tp_size=2, colocate_with="language")
-    error = refusal({"vision": guest, "language": Modality(dp_size=4, tp_size=2)})
-    assert (error.field, error.got) == ("modalities.vision.dp_size", 3)
-    assert "dp_size=4" in error.fix
-
-
-def test_colocated_replicas_fill_the_hosts_ranks() -> None:
-    assert colocated_dp("vision", Modality(tp_size=2, cp_size=2, colocate_with="language"), 12) == 3
-
-
 # ------------------------------------------------------------------ helpers of advice
 
 
@@ -324,3 +318,28 @@ def test_nearest_looks_below_then_above() -> None:
     assert nearest(5, lambda n: n == 2) == [2]
     assert nearest(5, lambda n: False) == []
     assert one_of([4, 8]) == "4 or 8"
+
+
+@pytest.mark.parametrize(
+    ("cost", "fix"),
+    [
+        (0, "Use for instance 1.0"),
+        (float("inf"), "Use for instance 1.0"),
+        (True, "Use for instance 1.0"),
+        ("2", "Use for instance 1.0"),
+        ([1.0, -1.0], "Use for instance 1.0"),
+        ([1.0], "Give 2, or one number for all"),
+    ],
+)
+def test_refuses_costs_that_are_no_durations_of_its_ranks(cost: Any, fix: str) -> None:
+    error = refused_vision(pp_size=2, cost=cost)
+    assert (error.field, error.got, error.fix) == ("modalities.vision.cost", cost, fix)
+
+
+@pytest.mark.parametrize("cost", [2, 0.5, [1, 2.5]])
+def test_a_cost_is_a_number_or_one_for_each_rank_from_yaml_too(cost: Any, tmp_path: Any) -> None:
+    path = tmp_path / "layout.yaml"
+    path.write_text(yaml.safe_dump({"modalities": {"language": {"pp_size": 2, "pp_chunks": 2, "cost": cost}}}))
+    modalities = command("--config", str(path))
+    assert modalities["language"].cost == cost
+    run(modalities)

@@ -1,56 +1,20 @@
-"""Ranks: the order of the axes, inference from the world, replicas that pair up, packing onto nodes."""
+"""Ranks: the order of the axes, shared ranks, who serves whom, packing onto nodes, placements by hand."""
 
 from __future__ import annotations
 
 import itertools
 import pickle
 import random
-import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from layouts import build, numbers, random_modalities
 from lightning_mm5d.config import Modality, check
 from lightning_mm5d.errors import ConfigError
 from lightning_mm5d.layout import Layout, Place, Share, Sizes
 
-WORLD = "Trainer(devices=..., num_nodes=...)"
 ONE = Modality(dp_size=1)
-
-
-def build(world_size: int, /, per_node: int | None = None, **modalities: Modality) -> Layout:
-    return Layout.build(modalities, world_size=world_size, terminal="language", ranks_per_node=per_node)
-
-
-def refusal(world_size: int, /, **modalities: Modality) -> ConfigError:
-    with pytest.raises(ConfigError) as caught:
-        build(world_size, **modalities)
-    return caught.value
-
-
-def numbers(text: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", text)]
-
-
-def random_modalities(rng: random.Random) -> dict[str, Modality]:
-    """One host or more, any of them with replicas left unset, and sometimes a guest; may be impossible."""
-
-    def sizes() -> dict[str, int]:
-        return {"tp_size": rng.choice([1, 2, 3, 4]), "cp_size": rng.choice([1, 2]), "pp_size": rng.choice([1, 2, 3])}
-
-    hosts = [f"host{index}" for index in range(rng.randrange(1, 4))]
-    made = {name: Modality(dp_size=rng.choice([None, None, 1, 2, 4]), **sizes()) for name in hosts}
-    if rng.random() < 0.5:
-        made["guest"] = Modality(colocate_with=rng.choice(hosts), **sizes())
-    names = rng.sample(list(made), len(made))
-    terminal = rng.choice(names)
-    return {
-        "language" if name == terminal else name: (
-            replace(made[name], colocate_with="language") if made[name].colocate_with == terminal else made[name]
-        )
-        for name in names
-    }
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +72,41 @@ def test_the_terminal_may_be_the_guest() -> None:
     assert layout.serves("vision", 3) == (Share(replica=1, start=1, step=2),)
 
 
+def test_the_last_stage_of_a_guest_runs_on_a_pipeline_rank_of_its_host() -> None:
+    """vision: ranks 0-1 and 4-5; audio: ranks 2-3 and 6-7; language: ranks 4-5, 6-7."""
+    vision, audio = Modality(pp_size=2, colocate_with="language.0"), Modality(pp_size=2, colocate_with="language.1")
+    layout = build(8, vision=vision, audio=audio, language=Modality(pp_size=2))
+    assert layout.sizes("vision") == Sizes(dp=2, pp=2, cp=1, tp=1)
+    assert layout.ranks_of("vision", pp=1) == layout.ranks_of("language", pp=0) == (4, 5)
+    assert layout.ranks_of("audio", pp=1) == layout.ranks_of("language", pp=1) == (6, 7)
+    assert layout.ranks_of("vision", pp=0) + layout.ranks_of("audio", pp=0) == (0, 1, 2, 3)
+    assert [(p.modality, p.pp, p.dp) for p in layout.places_of(5)] == [("vision", 1, 1), ("language", 0, 1)]
+    assert layout.replica_ranks(1) == (1, 3, 5, 7)
+
+
+def test_guests_of_one_pipeline_rank_share_it_and_may_run_as_one() -> None:
+    """vision, audio and language.0: rank 0; language.1: rank 1."""
+    guest = Modality(colocate_with="language.0")
+    layout = build(2, vision=guest, audio=guest, language=Modality(pp_size=2))
+    assert [p.modality for p in layout.places_of(0)] == ["vision", "audio", "language"]
+    assert layout.same_ranks("vision", "audio")
+    assert not layout.same_ranks("vision", "language")
+
+
+def test_a_guest_of_the_only_pipeline_rank_runs_as_one_with_its_host() -> None:
+    """vision and language: ranks 0-1."""
+    layout = build(2, vision=Modality(colocate_with="language.0"), language=Modality())
+    assert layout.sizes("vision").dp == 2
+    assert layout.same_ranks("vision", "language")
+
+
+def test_an_encoder_may_host_another_one_and_the_terminal() -> None:
+    """vision: ranks 0-1; audio and the language model's second stage: rank 1; its first: rank 2."""
+    audio, language = Modality(colocate_with="vision.1"), Modality(pp_size=2, colocate_with="vision.1")
+    layout = build(3, vision=Modality(pp_size=2), audio=audio, language=language)
+    assert [layout.ranks_of(name) for name in layout.modalities] == [(0, 1), (1,), (2, 1)]
+
+
 def test_every_position_is_on_exactly_one_rank(layouts: Any) -> None:
     for modalities, layout in layouts:
         for name, size in layout.axes.items():
@@ -115,7 +114,8 @@ def test_every_position_is_on_exactly_one_rank(layouts: Any) -> None:
             ranks = [layout.rank_of(name, dp=d, pp=p, cp=c, tp=t) for d, p, c, t in itertools.product(*spans)]
             assert len(set(ranks)) == len(ranks)
             assert sorted(ranks) == sorted(layout.ranks_of(name))
-        owners = [r for n, m in modalities.items() if m.colocate_with is None for r in layout.ranks_of(n)]
+        own = {name: layout.sizes(name).dp * modality.own_ranks_per_replica for name, modality in modalities.items()}
+        owners = [rank for name, count in own.items() for rank in layout.ranks_of(name)[:count]]
         assert sorted(owners) == list(range(layout.size))
         for place in layout.places:
             assert place in layout.places_of(place.rank)
@@ -127,8 +127,9 @@ def test_every_position_is_on_exactly_one_rank(layouts: Any) -> None:
 def test_ranks_ascend_along_every_axis(layouts: Any) -> None:
     for _, layout in layouts:
         for name in layout.modalities:
-            ranks = layout.ranks_of(name)
-            assert list(ranks) == sorted(ranks)
+            for pp in range(layout.sizes(name).pp):
+                ranks = layout.ranks_of(name, pp=pp)
+                assert list(ranks) == sorted(ranks)
 
 
 def test_positions_outside_a_modality_are_a_bug() -> None:
@@ -141,104 +142,6 @@ def test_layouts_compare_and_pickle() -> None:
     layout = build(2, language=Modality())
     assert layout.places
     assert pickle.loads(pickle.dumps(layout)) == layout
-
-
-# ------------------------------------------------------------------ inference from the world
-
-
-def test_unset_replicas_share_one_value_that_fills_the_world() -> None:
-    """vision: ranks 0-3; audio: ranks 4-5; language: ranks 6-9."""
-    layout = build(10, vision=Modality(dp_size=4), audio=Modality(), language=Modality(tp_size=2))
-    assert [layout.sizes(name).dp for name in layout.modalities] == [4, 2, 2]
-
-
-def test_a_remainder_names_the_sizes_below_and_above() -> None:
-    error = refusal(8, vision=Modality(), language=Modality(tp_size=2))
-    assert (error.field, error.got) == (WORLD, 8)
-    assert error.rule == "The modalities (vision: 1 * dp_size + language: 2 * dp_size) fill a multiple of 3 ranks"
-    assert error.fix == "Nearest that fit: 6 or 9 ranks"
-
-
-def test_a_remainder_beside_set_sizes_counts_them() -> None:
-    error = refusal(8, vision=Modality(dp_size=1), language=Modality(tp_size=4))
-    assert "fill 1 plus a multiple of 4 ranks" in error.rule
-    assert error.fix == "Nearest that fit: 5 or 9 ranks"
-
-
-def test_a_world_that_is_too_small_names_the_smallest_and_colocation() -> None:
-    error = refusal(1, vision=Modality(), language=Modality())
-    assert error.fix == "Nearest that fit: 2 ranks, or let modalities share ranks with colocate_with"
-
-
-def test_one_rank_holds_everything_when_colocated() -> None:
-    """vision, audio, language: rank 0."""
-    guest = Modality(colocate_with="language")
-    layout = build(1, vision=guest, audio=guest, language=Modality())
-    assert [p.modality for p in layout.places_of(0)] == ["vision", "audio", "language"]
-
-
-def test_sizes_that_are_all_set_must_fill_the_world() -> None:
-    error = refusal(8, vision=Modality(dp_size=2), language=Modality(dp_size=2, tp_size=2))
-    assert (error.field, error.fix) == (WORLD, "Use 6 ranks")
-
-
-def test_refuses_replicas_that_do_not_pair_up() -> None:
-    error = refusal(7, vision=Modality(dp_size=3), language=Modality(dp_size=4))
-    assert (error.field, error.got) == ("modalities.vision.dp_size", 3)
-    assert error.rule == "It must divide the dp_size 4 of 'language', or be a multiple of it"
-    assert error.fix == "Use dp_size=2 (-1 ranks) or 4 (+1 ranks)"
-
-
-def test_inferred_replicas_that_do_not_pair_up_name_the_worlds_that_do() -> None:
-    error = refusal(7, vision=Modality(), language=Modality(dp_size=4))
-    assert error.field == "modalities.vision.dp_size"
-    assert error.rule.startswith("The inferred dp_size must divide the dp_size 4")
-    assert error.fix == "Nearest that fit: 6 or 8 ranks"
-
-
-def test_a_guest_that_does_not_pair_up_is_told_a_product() -> None:
-    """12 ranks: vision 3 replicas of 4, language 2 of 6."""
-    guest = Modality(tp_size=4, colocate_with="language")
-    error = refusal(12, vision=guest, language=Modality(dp_size=2, tp_size=6))
-    assert error.field == "modalities.vision.dp_size"
-    assert error.fix == "A product pp_size * cp_size * tp_size of 3 or 6 would fit"
-
-
-def test_a_terminal_that_is_the_guest_is_the_one_to_change() -> None:
-    guest = Modality(tp_size=3, colocate_with="vision")
-    error = refusal(12, vision=Modality(dp_size=6, tp_size=2), language=guest)
-    assert error.field == "modalities.language.dp_size"
-    assert error.fix == "A product pp_size * cp_size * tp_size of 2 or 4 would fit"
-
-
-def test_guests_that_no_world_can_hold_are_refused_by_their_sizes() -> None:
-    guest = Modality(tp_size=2, dp_size=3, colocate_with="language")
-    error = refusal(4, vision=guest, language=Modality(dp_size=2, tp_size=2), audio=Modality())
-    assert error.field == "modalities.vision.dp_size"
-    assert "dp_size=2" in error.fix
-
-
-def test_guests_with_unset_hosts_get_the_worlds_that_divide() -> None:
-    error = refusal(4, vision=Modality(tp_size=3, colocate_with="language"), language=Modality())
-    assert error.field == "modalities.vision"
-    assert error.fix == "Nearest that fit: 3 or 6 ranks"
-
-
-def test_the_worlds_that_an_error_names_do_fit() -> None:
-    rng, named = random.Random(1), 0
-    while named < 100:
-        modalities, world = random_modalities(rng), rng.randrange(1, 65)
-        try:
-            Layout.build(modalities, world_size=world, terminal="language")
-        except ConfigError as error:
-            if "Nearest that fit" not in error.fix:
-                continue
-            named += 1
-            for fits in numbers(error.fix):
-                assert Layout.build(modalities, world_size=fits, terminal="language").size == fits
-            for other in range(min(numbers(error.fix)) + 1, max(numbers(error.fix))):
-                with pytest.raises(ConfigError):
-                    Layout.build(modalities, world_size=other, terminal="language")
 
 
 # ------------------------------------------------------------------ who serves whom
@@ -336,6 +239,14 @@ def test_guests_blocks_are_packed_with_their_hosts() -> None:
     assert layout.straddling == ()
     assert layout.ranks_of("language") == layout.ranks_of("vision") == (0, 1, 2, 3)
     assert layout.ranks_of("audio") == (4, 5)
+
+
+def test_own_ranks_of_a_guest_are_packed_like_others() -> None:
+    """nodes of 4; vision: ranks 0-2 and 8-10; language: ranks 4-6 and 8-10; audio: ranks 3, 7, 11."""
+    vision = Modality(dp_size=1, pp_size=2, colocate_with="language.1", tp_size=3)
+    layout = build(12, per_node=4, audio=Modality(dp_size=3), vision=vision, language=Modality(tp_size=3, pp_size=2))
+    assert layout.straddling == ()
+    assert layout.ranks_of("vision") == (0, 1, 2, 8, 9, 10)
 
 
 def test_powers_of_two_always_pack_into_full_nodes() -> None:

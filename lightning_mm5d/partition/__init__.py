@@ -1,6 +1,21 @@
 """What is cut where: finds modalities, boundaries and layers in a module, and splits the layers into stages."""
 
+from lightning_mm5d.partition.balance import balance
+from lightning_mm5d.partition.costs import Unit, stage_costs, step_costs, units
 from lightning_mm5d.partition.find import Boundary, Encoder, discover, terminal_of
 from lightning_mm5d.partition.split import Partition, StageCut, partition
 
-__all__ = ["Boundary", "Encoder", "Partition", "StageCut", "discover", "partition", "terminal_of"]
+__all__ = [
+    "Boundary",
+    "Encoder",
+    "Partition",
+    "StageCut",
+    "Unit",
+    "balance",
+    "discover",
+    "partition",
+    "stage_costs",
+    "step_costs",
+    "terminal_of",
+    "units",
+]

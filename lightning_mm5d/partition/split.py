@@ -2,7 +2,8 @@
 
 A stage is a run of consecutive layers of one modality, with what the module's own code uses before the first layer
 (embeddings) on the first stage and what it uses after the last (norms, heads) on the last. A parameter that several
-stages use (tied embeddings) has several owners.
+stages use (tied embeddings) has several owners. Layers are dealt out so that the slowest stage is as fast as can be,
+unless a template says otherwise.
 
 It refuses more stages than layers, and templates that overlap, leave layers out or name what is not there.
 """
@@ -10,13 +11,17 @@ It refuses more stages than layers, and templates that overlap, leave layers out
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
 
 from torch import nn
 
 from lightning_mm5d.config import Modality, PipelineTemplate
 from lightning_mm5d.errors import ConfigError
+from lightning_mm5d.partition.balance import balance
+from lightning_mm5d.partition.costs import Unit, step_costs, units
 from lightning_mm5d.partition.find import Encoder, Found, find, position
 
 
@@ -44,6 +49,7 @@ class Partition:
         layers: path of each modality's list of layers.
         stages: the stages of each modality, in order.
         owners: for every parameter and buffer (tied ones under each of their names), the stages that use it.
+        units: what each stage consists of and costs, in the order in which it runs.
     """
 
     terminal: str
@@ -51,34 +57,63 @@ class Partition:
     layers: dict[str, str | None]
     stages: dict[str, tuple[StageCut, ...]]
     owners: dict[str, tuple[str, ...]]
+    units: dict[str, tuple[Unit, ...]]
 
 
 def partition(root: nn.Module, modalities: Mapping[str, Modality]) -> Partition:
     """Cut `root` into the stages that `modalities` ask for.
 
+    Without a template the slowest stage is made as fast as can be, by what a step costs with the parameters that
+    require a gradient now.
+
     Raises:
         ConfigError: what is asked for does not fit the model.
     """
     found = find(root, modalities)
-    stages: dict[str, tuple[StageCut, ...]] = {}
+    rows = units(root, found)
+    trainable = frozenset(name for name, p in root.named_parameters(remove_duplicate=False) if p.requires_grad)
+    sizes: dict[str, list[int]] = {}
     named: dict[str, str] = {}
     for name, modality in modalities.items():
-        path = found.layers[name]
-        count = len(root.get_submodule(path)) if path is not None else 0  # type: ignore[arg-type]
-        template = modality.pipeline_template
-        if template is not None and isinstance(template.stages[0], list):
-            sizes, extra = _from_names(root, name, template, path, count)
+        template, count = modality.pipeline_template, len(rows[name]) - 2
+        if template is None:
+            sizes[name] = _even(name, modality.num_cuts, count)
+            if modality.num_cuts > 1:
+                behind = name == found.terminal and _behind_trained(found, modalities, rows, trainable)
+                sizes[name] = _balanced(rows[name], modality.num_cuts, trainable, behind)
+        elif template.offsets is not None:
+            sizes[name] = _from_offsets(name, template.offsets, count)
+        elif template.stages is not None and isinstance(template.stages[0], list):
+            sizes[name], extra = _from_names(root, name, template.stages, found.layers[name], count)
             named |= {module: f"{name}.{stage}" for module, stage in extra.items()}
-        elif template is not None:
-            sizes = _from_sizes(name, template, count)
         else:
-            sizes = _even(name, modality.num_cuts, count)
-        starts = [sum(sizes[:index]) for index in range(len(sizes))]
-        stages[name] = tuple(
-            StageCut(name, index, start, start + size)
-            for index, (start, size) in enumerate(zip(starts, sizes, strict=True))
-        )
-    return Partition(found.terminal, found.encoders, found.layers, stages, _owners(root, found, stages, named))
+            sizes[name] = _from_sizes(name, template, count)
+    stages: dict[str, tuple[StageCut, ...]] = {}
+    for name, counts in sizes.items():
+        ends = [0, *accumulate(counts)]
+        stages[name] = tuple(StageCut(name, index, *span) for index, span in enumerate(pairwise(ends)))
+    held = _held(root, found, rows, stages, named)
+    return Partition(found.terminal, found.encoders, found.layers, stages, _owners(root, held), held)
+
+
+def _behind_trained(
+    found: Found,
+    modalities: Mapping[str, Modality],
+    rows: Mapping[str, Sequence[Unit]],
+    trainable: frozenset[str],
+) -> bool:
+    """Whether the terminal modality's layers pass gradients on to an encoder."""
+    return any(
+        any(not trainable.isdisjoint(unit.costs) for unit in rows[name])
+        and not (encoder.used_late and modalities[name].feeds == "first")
+        for name, encoder in found.encoders.items()
+    )
+
+
+def _balanced(row: Sequence[Unit], num_stages: int, trainable: frozenset[str], behind: bool) -> list[int]:
+    first, *layers, last = step_costs(row, trainable, behind)
+    # a layer without parameters still takes its time
+    return balance([max(cost, 1.0) for cost in layers], num_stages, first=first, last=last)
 
 
 def _even(name: str, num_stages: int, num_layers: int) -> list[int]:
@@ -96,7 +131,7 @@ def _even(name: str, num_stages: int, num_layers: int) -> list[int]:
 
 
 def _from_sizes(name: str, template: PipelineTemplate, num_layers: int) -> list[int]:
-    sizes = [size for size in template.stages if isinstance(size, int)]
+    sizes = [size for size in template.stages or () if isinstance(size, int)]
     if sum(sizes) != num_layers:
         fixed = [*sizes[:-1], num_layers - sum(sizes[:-1])]
         raise ConfigError(
@@ -108,16 +143,31 @@ def _from_sizes(name: str, template: PipelineTemplate, num_layers: int) -> list[
     return sizes
 
 
+def _from_offsets(name: str, offsets: Sequence[int], num_layers: int) -> list[int]:
+    field = f"modalities.{name}.pipeline_template.offsets"
+    if 1 < len(offsets) > num_layers:
+        rule = f"a stage needs at least one layer, and {name} has {num_layers or 'no list of'} layers"
+        raise ConfigError(field, offsets, rule, f"Use at most {max(num_layers, 1)} stages")
+    even = _even(name, len(offsets), num_layers)
+    sizes = [size + offset for size, offset in zip(even, offsets, strict=True)]
+    if len(sizes) > 1 and min(sizes) < 1:
+        fixed = [max(size, 1) for size in sizes]
+        while sum(fixed) > num_layers:
+            fixed[fixed.index(max(fixed))] -= 1
+        fix = f"Use {[size - usual for size, usual in zip(fixed, even, strict=True)]}, which gives {fixed}"
+        raise ConfigError(field, offsets, f"a stage needs at least one layer, and they would get {sizes}", fix)
+    return sizes
+
+
 def _from_names(
-    root: nn.Module, name: str, template: PipelineTemplate, path: str | None, num_layers: int
+    root: nn.Module, name: str, stages: Sequence[Any], path: str | None, num_layers: int
 ) -> tuple[list[int], dict[str, int]]:
-    field = f"modalities.{name}.pipeline_template.stages"
+    field = f"modalities.{name}.pipeline_stages"
     every = {full: full for full, _ in root.named_modules() if full}
     layer_of = {f"{path}.{index}": index for index in range(num_layers)}
     stage_of: dict[int, int] = {}
     extra: dict[str, int] = {}
-    for stage, modules in enumerate(template.stages):
-        assert isinstance(modules, list)
+    for stage, modules in enumerate(stages):
         for module in modules:
             matches = [full for full in every if full == module or full.endswith(f".{module}")]
             exact = [full for full in matches if full == module or full in layer_of]
@@ -138,66 +188,76 @@ def _from_names(
                 stage_of[layer_of[matches[0]]] = stage
     missing = [full for full, index in layer_of.items() if index not in stage_of]
     if missing:
-        raise ConfigError(field, template.stages, f"the stages leave out {missing}", "Add them to a stage")
+        raise ConfigError(field, stages, f"the stages leave out {missing}", "Add them to a stage")
     order = [stage_of[index] for index in range(num_layers)]
     if order != sorted(order):
-        raise ConfigError(
-            field, template.stages, "the layers of a stage must be consecutive", "Keep the layers in order"
-        )
-    sizes = [order.count(stage) for stage in range(len(template.stages))]
+        raise ConfigError(field, stages, "the layers of a stage must be consecutive", "Keep the layers in order")
+    sizes = [order.count(stage) for stage in range(len(stages))]
     if 0 in sizes:
         raise ConfigError(
             f"{field}[{sizes.index(0)}]",
-            template.stages[sizes.index(0)],
+            stages[sizes.index(0)],
             "a stage needs at least one layer",
             "Move a layer to it",
         )
     return sizes, extra
 
 
-def _owners(
-    root: nn.Module, found: Found, stages: Mapping[str, tuple[StageCut, ...]], named: Mapping[str, str]
-) -> dict[str, tuple[str, ...]]:
-    owned = {path: name for name, encoder in found.encoders.items() for path in encoder.owns}
-    by_parameter: dict[int, list[str]] = {}
-    names: dict[str, int] = {}
-    memo: dict[str, list[str]] = {}
-    for full, parameter in (
-        *root.named_parameters(remove_duplicate=False),
-        *root.named_buffers(remove_duplicate=False),
-    ):
-        names[full] = id(parameter)
-        # whatever a leaf module holds stays together, so its parameters are classified once
-        unit = full if full in owned else full.rpartition(".")[0] or full
-        if unit not in memo:
-            memo[unit] = _owners_of(root, full, found, stages, named, owned)
-        known = by_parameter.setdefault(id(parameter), [])
-        known += [stage for stage in memo[unit] if stage not in known]
-    order = [cut.name for cuts in stages.values() for cut in cuts]
-    return {full: tuple(sorted(by_parameter[key], key=order.index)) for full, key in names.items()}
-
-
-def _owners_of(
+def _held(
     root: nn.Module,
-    full: str,
     found: Found,
+    rows: Mapping[str, Sequence[Unit]],
     stages: Mapping[str, tuple[StageCut, ...]],
     named: Mapping[str, str],
-    owned: Mapping[str, str],
-) -> list[str]:
-    prefixes = [".".join(full.split(".")[:depth]) for depth in range(full.count(".") + 1, 0, -1)]
-    for prefix in prefixes:
-        if prefix in named:
-            return [named[prefix]]
-    name = next((owned[prefix] for prefix in prefixes if prefix in owned), found.terminal)
-    cuts, layers = stages[name], found.layers[name]
-    if len(cuts) == 1 or layers is None:
-        return [cuts[0].name]
-    if full.startswith(f"{layers}."):
-        index = int(full[len(layers) + 1 :].split(".")[0]) if full[len(layers) + 1].isdigit() else None
-        if index is None:  # a named Sequential
-            keys = list(root.get_submodule(layers)._modules)
-            index = keys.index(full[len(layers) + 1 :].split(".")[0])
-        return [cut.name for cut in cuts if cut.first <= index < cut.last]
-    before, after = position(root, full, layers)
-    return [cuts[0].name] * before + [cuts[-1].name] * after
+) -> dict[str, tuple[Unit, ...]]:
+    """The units of each stage; what a template names is in the stage that it says, before its layers or after them."""
+    costs: dict[str, float] = {}
+    for unit in (unit for row in rows.values() for unit in row):
+        costs |= {full: max(cost, costs.get(full, 0.0)) for full, cost in unit.costs.items()}
+    moved = {full: path for full in costs if (path := _nearest_above(full, named)) is not None}
+    extra: dict[tuple[str, bool], dict[str, float]] = {}
+    for full, path in moved.items():
+        before, _ = position(root, path, found.layers[named[path].rpartition(".")[0]] or "")
+        extra.setdefault((named[path], before), {})[full] = costs[full]
+    held: dict[str, tuple[Unit, ...]] = {}
+    for name, cuts in stages.items():
+        left = [_without(unit, moved) for unit in rows[name]] if moved else rows[name]
+        for cut in cuts:
+            # units of the row: 0 runs before the layers, 1 is the first layer, -1 runs after them
+            start, end = cut.first + (cut.index > 0), cut.last + (2 if cut is cuts[-1] else 1)
+            ahead, behind = (cut.name, True), (cut.name, False)
+            held[cut.name] = (
+                *([Unit.of(extra[ahead])] if ahead in extra else ()),
+                *left[start:end],
+                *([Unit.of(extra[behind])] if behind in extra else ()),
+            )
+    return held
+
+
+def _nearest_above(full: str, paths: Mapping[str, str]) -> str | None:
+    """The longest of `paths` that `full` is in."""
+    above = (full.rsplit(".", cut)[0] for cut in range(full.count(".") + 1))
+    return next((path for path in above if path in paths), None)
+
+
+def _without(unit: Unit, names: Mapping[str, str]) -> Unit:
+    return Unit.of({full: cost for full, cost in unit.costs.items() if full not in names}, unit.recomputed)
+
+
+def _owners(root: nn.Module, held: Mapping[str, Sequence[Unit]]) -> dict[str, tuple[str, ...]]:
+    users: dict[str, dict[str, None]] = {}
+    for stage, row in held.items():
+        for full in (full for unit in row for full in unit.costs):
+            users.setdefault(full, {})[stage] = None
+    ids = {
+        full: id(tensor)
+        for full, tensor in (
+            *root.named_parameters(remove_duplicate=False),
+            *root.named_buffers(remove_duplicate=False),
+        )
+    }
+    shared: dict[int, set[str]] = {}
+    for full, key in ids.items():
+        shared.setdefault(key, set()).update(users[full])
+    order = {stage: index for index, stage in enumerate(held)}
+    return {full: tuple(sorted(shared[key], key=order.__getitem__)) for full, key in ids.items()}

@@ -25,11 +25,13 @@ _COLOURS = (  # (forward, weight gradient, backward), for modalities in the orde
     ("#f3b1b6", "#d97780", "#b22f3a"),
     ("#d6c3af", "#ab8e74", "#755030"),
 )
-_SHADES = {Kind.F: 0, Kind.W: 1, Kind.B: 2, Kind.I: 2}
+_SHADES = {Kind.F: 0, Kind.B: 2, Kind.I: 2, Kind.W: 1}
 _WORDS = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W: "weight gradient"}
 _INK, _MUTED, _IDLE = "#22272e", "#66707c", "#eef0f2"
 _BAR = 0.84  # height of a bar, where rows are 1 apart
 _WIDTH, _ROW = 13.0, 0.42  # inches
+_SIDE_BY_SIDE = 6  # entries of the legend in one line
+_LINE = 0.2  # inches, of the legend
 _FONT = 8.0  # points, of the microbatch numbers
 
 
@@ -45,7 +47,8 @@ def draw(
 
     Of backwards in halves the input gradient is dark and the weight gradient of middling shade.
 
-    Boxes hold the microbatch's id where it fits; the column on the right is the bubble, the share of idle
+    Boxes hold the microbatch's id where a row's longest fits, as in ``3``; where a worker has several stages of a
+    modality it is followed by which of them, as in ``3.1``. The column on the right is the bubble, the share of idle
     time.
 
     Args:
@@ -66,13 +69,15 @@ def draw(
             "pictures. Install it with: pip install 'lightning_mm5d[plot]'."
         ) from error
     workers = sorted(simulation.busy)
-    figure = Figure(figsize=(_WIDTH, 1.4 + _ROW * len(workers)), layout="constrained")
+    legend = _legend_columns(simulation)
+    depth = max(map(len, legend), default=1)
+    figure = Figure(figsize=(_WIDTH, 1.2 + _LINE * depth + _ROW * len(workers)), layout="constrained")
     axes = figure.add_subplot()
     if title:
         figure.suptitle(title, x=0.008, ha="left", fontsize=13, color=_INK)
     labels = {worker: _label(simulation, worker) for worker in workers} | dict(names or {})
     _frame(axes, simulation, [labels[worker] for worker in workers])
-    _legend(axes, simulation)
+    _legend(axes, legend)
     figure.draw_without_rendering()  # settles the layout, so that widths in points are known
     points_per_unit = axes.get_window_extent().width * 72 / figure.dpi / (simulation.makespan or 1.0)
     for row, worker in enumerate(workers):
@@ -125,9 +130,12 @@ def _bars(axes: Axes, simulation: Simulation, spans: list[Span], row: int, point
         edgecolors="white",
         linewidth=min(0.8, narrowest / 6),
     )
-    for span in spans:
-        number = str(span.action.microbatch)
-        if points_per_unit * (span.end - span.start) < _FONT * (0.65 * len(number) + 0.3):
+    chunks = _chunks(spans)
+    numbers = [f"{span.action.microbatch}{chunks[span.action.stage]}" for span in spans]
+    # a digit is some 0.64 of the font's size wide, a dot half of that
+    needed = _FONT * (0.64 * max(len(n) - 0.5 * n.count(".") for n in numbers) + 0.3) if numbers else 0.0
+    for span, number in zip(spans, numbers, strict=True):
+        if points_per_unit * (span.end - span.start) < needed:
             continue
         axes.text(
             (span.start + span.end) / 2,
@@ -164,20 +172,40 @@ def _frame(axes: Axes, simulation: Simulation, labels: list[str]) -> None:
     )
 
 
-def _legend(axes: Axes, simulation: Simulation) -> None:
+def _legend_columns(simulation: Simulation) -> list[list[tuple[str, str]]]:
+    """Colours and labels, one below the other in each column: a column for each, or for each modality if too many."""
+    kinds: dict[str, list[Kind]] = {}
+    for modality, kind in _colours(simulation):
+        if any(kind is span.action.kind and modality == _modality(span) for span in simulation.spans):
+            kinds.setdefault(modality, []).append(kind)
+    columns = []
+    for modality, found in kinds.items():
+        words: dict[str, list[str]] = {}
+        for kind in found:
+            words.setdefault(_colours(simulation)[modality, kind], []).append(_WORDS[kind])
+        columns.append([(colour, f"{modality} {' or '.join(alike)}") for colour, alike in words.items()])
+    entries = [entry for column in columns for entry in column]
+    return [[entry] for entry in entries] if len(entries) <= _SIDE_BY_SIDE else columns
+
+
+def _legend(axes: Axes, columns: list[list[tuple[str, str]]]) -> None:
     from matplotlib.patches import Patch
 
-    present = {(_modality(span), span.action.kind) for span in simulation.spans}
+    depth = max(map(len, columns), default=1)
+    nothing = Patch(facecolor="none", label=" ")  # fills a column up, for a legend is filled column by column
     patches = [
-        Patch(facecolor=colour, label=f"{modality} {_WORDS[kind]}")
-        for (modality, kind), colour in _colours(simulation).items()
-        if (modality, kind) in present
+        patch
+        for column in columns
+        for patch in (
+            *(Patch(facecolor=colour, label=label) for colour, label in column),
+            *[nothing] * (depth - len(column)),
+        )
     ]
     axes.legend(
         handles=patches,
         loc="lower left",
         bbox_to_anchor=(0, 1),
-        ncols=6,
+        ncols=max(len(columns), 1),
         fontsize=9,
         labelcolor=_INK,
         frameon=False,
@@ -186,6 +214,18 @@ def _legend(axes: Axes, simulation: Simulation) -> None:
         handlelength=1.2,
         columnspacing=1.4,
     )
+
+
+def _chunks(spans: list[Span]) -> dict[str, str]:
+    """For each stage of a worker ``.0``, ``.1`` and so on where it has several of the modality, else nothing."""
+    stages: dict[str, set[str]] = {}
+    for span in spans:
+        stages.setdefault(_modality(span), set()).add(span.action.stage)
+    return {
+        stage: f".{number}" if len(several) > 1 else ""
+        for several in stages.values()
+        for number, stage in enumerate(sorted(several, key=lambda stage: int(stage.rpartition(".")[2])))
+    }
 
 
 def _colours(simulation: Simulation) -> dict[tuple[str, Kind], str]:

@@ -41,6 +41,9 @@ class Rules:
         flush: no gradients before the worker's last forward.
         groups: by stage, how many microbatches pass before the worker's next chunk has its turn; by default 1.
         patience: how long a weight gradient waits for a gradient to arrive, as a share of its own time.
+        lazy: whole backwards that pass no gradient on come last too, since nobody waits for them.
+        stretch: how many times as long as they are input and weight gradients are taken to be; another rhythm, that
+            may suit the true times better.
     """
 
     in_flight: Mapping[str, float] = field(default_factory=dict)
@@ -50,6 +53,8 @@ class Rules:
     flush: bool = False
     groups: Mapping[str, int] = field(default_factory=dict)
     patience: float = 0.0
+    lazy: bool = False
+    stretch: tuple[float, float] = (1.0, 1.0)
 
 
 class Played(NamedTuple):
@@ -114,6 +119,7 @@ class _Run:
         self.in_flight = [rules.in_flight.get(node.stage, math.inf) for node in nodes]
         self.groups = [rules.groups.get(node.stage, 1) for node in nodes]
         self.splits = [rules.split and splits for splits in pipeline.splits]
+        self.late = [rules.lazy and not pipeline.passes_to[stage] for stage in pipeline.stage_of]
         self.held = dict.fromkeys(pipeline.at, 0)
         self.peak = dict(self.held)
         self.limit = {worker: rules.held.get(worker, math.inf) for worker in pipeline.at}
@@ -148,7 +154,7 @@ class _Run:
             if self.front != front or self.rules.patience:
                 woken |= free
         self._assert_complete()
-        if self.waived:  # the front waited to become it, which nobody does who has the list
+        if self.waived or self.rules.stretch != (1.0, 1.0):  # waited for what nobody waits for who has the list
             now = simulate(schedule, pipeline.graph).makespan
         return Played(schedule, now, self.peak)
 
@@ -157,7 +163,7 @@ class _Run:
         pipeline, rules = self.pipeline, self.rules
         best: tuple[int, ...] | None = None
         chosen: tuple[Kind, int, int] | None = None
-        due: tuple[int, int] | None = None
+        due: tuple[int, int, Kind] | None = None
         for index in pipeline.at[worker]:
             stage, order = pipeline.stage_of[index], pipeline.orders[index]
             forwards, backwards = self.forwards[index], self.backwards[index]
@@ -166,12 +172,17 @@ class _Run:
                 held_back = forwards - backwards >= self.in_flight[index]
                 if forwards > backwards and not (rules.flush and self.forwards_left[worker]):
                     p = order[backwards]
-                    if not self.missing_backward[stage][p]:
+                    if self.missing_backward[stage][p]:
+                        pass
+                    elif self.late[index]:
+                        if due is None or p < due[0]:
+                            due = (p, index, Kind.B)
+                    else:
                         key = (1, backwards // self.groups[index], pipeline.distances[stage], p, stage)
                         if best is None or key < best:
                             best, chosen = key, (Kind.I if self.splits[index] else Kind.B, index, p)
                 if self.pending[index] and (due is None or self.pending[index][0] < due[0]):
-                    due = (self.pending[index][0], index)
+                    due = (self.pending[index][0], index, Kind.W)
             if forwards < len(order) and not held_back:
                 p = order[forwards]
                 if not self.missing_forward[stage][p] and self._may_hold(worker, stage, p):
@@ -185,16 +196,23 @@ class _Run:
                     if best is None or key < best:
                         best, chosen = key, (Kind.F, index, p)
         if chosen is None and due is not None and not self._worth_waiting(worker, due[1], now):
-            return Kind.W, due[1], due[0]
+            return due[2], due[1], due[0]
         return chosen
 
     def _may_hold(self, worker: int, stage: int, p: int) -> bool:
         if not self.pipeline.backward[stage] or self.held[worker] < self.limit[worker]:
             return True
-        if p != self.front or any(self.pending[index] for index in self.pipeline.at[worker]):
+        if p != self.front or any(self._is_due(index) for index in self.pipeline.at[worker]):
             return False
         self.waived = True
         return True
+
+    def _is_due(self, index: int) -> bool:
+        """Whether instance ``index`` could free an activation now, by what comes last."""
+        if self.late[index] and self.forwards[index] > self.backwards[index]:
+            p = self.pipeline.orders[index][self.backwards[index]]
+            return not self.missing_backward[self.pipeline.stage_of[index]][p]
+        return bool(self.pending[index])
 
     def _worth_waiting(self, worker: int, index: int, now: float) -> bool:
         """Whether a gradient arrives for ``worker`` soon enough to let a weight gradient of ``index`` wait."""
@@ -219,9 +237,10 @@ class _Run:
             return node.forward_cost
         if kind is Kind.W:
             self.pending[index].popleft()
-            return self.pipeline.weights[index]
+            return self.pipeline.weights[index] * self.rules.stretch[1]
         self.backwards[index] += 1
-        return node.backward_cost - (self.pipeline.weights[index] if kind is Kind.I else 0.0)
+        whole = node.backward_cost - (self.pipeline.weights[index] if kind is Kind.I else 0.0)
+        return whole * self.rules.stretch[0]
 
     def _end(self, kind: Kind, index: int, p: int, woken: set[int]) -> None:
         """Counts an action as ended and adds the workers to ``woken`` that waited for it."""

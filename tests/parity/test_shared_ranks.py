@@ -11,12 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
 
 from lightning_mm5d import Modality
+from lightning_mm5d.planner.proposal import propose
 from parity.harness import fit, run_ranks, strategy
 from parity.test_parity import FLOAT64, MICROBATCHES, SAMPLES, STEPS, build, reference
 from zoo import CASES
 
+CPU = torch.device("cpu")
 SHARES = {"colocate_with": "language.0"}
 LAYOUTS: dict[str, tuple[dict[str, dict[str, Any]], int]] = {
     "vision+language.0 | language.1": ({"vision": SHARES, "language": {"pp_size": 2}}, 2),
@@ -51,24 +54,38 @@ TWO_ENCODERS = [which for which, (fields, _) in LAYOUTS.items() if "audio" in fi
 
 
 def train(
-    rank: int, name: str, which: str, variant: str, schedule: str, replicas: int
+    rank: int, name: str, modalities: dict[str, Modality], world: int, variant: str, schedule: str, replicas: int
 ) -> tuple[list[float], list[Any], dict[str, torch.Tensor]]:
     """One rank's run: its losses, the gradients of each step, and at the end the parameters that it returns."""
     case = CASES[name]
-    fields, ranks = LAYOUTS[which]
-    modalities = {key: Modality(**case.modality_paths.get(key, {}), **value) for key, value in fields.items()}
     batches = [case.batch(SAMPLES, seed=step) for step in range(STEPS)]
     if replicas > 1:
         batches = [part for batch in batches for part in case.split(batch, replicas)]
     module = build(name, variant)
     chosen = strategy(modalities, num_microbatches=MICROBATCHES, schedule=schedule)
-    recorder = fit(module, batches, chosen, ranks * replicas, use_distributed_sampler=replicas > 1)
+    recorder = fit(module, batches, chosen, world, use_distributed_sampler=replicas > 1)
     return recorder.losses, recorder.gradients, module.state_dict()
 
 
-def check(name: str, which: str, *, variant: str = "none", schedule: str = "1f1b", replicas: int = 1) -> None:
+def laid_out(name: str, which: str) -> tuple[dict[str, Modality], int]:
+    """The modalities of a layout, and its ranks."""
+    fields, ranks = LAYOUTS[which]
+    paths = CASES[name].modality_paths
+    return {key: Modality(**paths.get(key, {}), **value) for key, value in fields.items()}, ranks
+
+
+def check(
+    name: str,
+    layout: tuple[dict[str, Modality], int],
+    *,
+    variant: str = "none",
+    schedule: str = "1f1b",
+    replicas: int = 1,
+) -> None:
     recorder, parameters = reference(name, variant)
-    ranks = run_ranks(LAYOUTS[which][1] * replicas, train, name, which, variant, schedule, replicas)
+    modalities, ranks_per_replica = layout
+    world = ranks_per_replica * replicas
+    ranks = run_ranks(world, train, name, modalities, world, variant, schedule, replicas)
     exact = name in FLOAT64
     close = partial(torch.testing.assert_close, rtol=1e-9 if exact else 1e-6, atol=1e-12 if exact else 1e-7)
     for losses, _, _ in ranks:
@@ -88,25 +105,39 @@ def check(name: str, which: str, *, variant: str = "none", schedule: str = "1f1b
 @pytest.mark.parametrize("which", ONE_ENCODER)
 @pytest.mark.parametrize("name", ["llava", "handwritten"])
 def test_an_encoder_on_a_rank_of_the_language_model_equals_one_process(name: str, which: str, schedule: str) -> None:
-    check(name, which, schedule=schedule)
+    check(name, laid_out(name, which), schedule=schedule)
 
 
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize("which", TWO_ENCODERS)
 def test_two_encoders_that_share_ranks_equal_one_process(which: str, schedule: str) -> None:
-    check("handwritten_two", which, schedule=schedule)
+    check("handwritten_two", laid_out("handwritten_two", which), schedule=schedule)
 
 
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("variant", ["encoder", "projector_only", "language"])
 @pytest.mark.parametrize("which", ONE_ENCODER[:3])
 def test_frozen_parts_on_shared_ranks_equal_one_process(which: str, variant: str) -> None:
-    check("handwritten", which, variant=variant)
+    check("handwritten", laid_out("handwritten", which), variant=variant)
 
 
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("which", [ONE_ENCODER[0], ONE_ENCODER[2]])
 def test_replicas_with_shared_ranks_equal_one_process(which: str) -> None:
     """Two replicas of each layout: dp runs inside a pipeline rank, so a replica has every second rank."""
-    check("handwritten", which, replicas=2)
+    check("handwritten", laid_out("handwritten", which), replicas=2)
+
+
+@pytest.mark.usefixtures("float64")
+def test_what_the_planner_proposes_equals_one_process() -> None:
+    """The vision encoder shares the language model's first rank, at least."""
+    name = "handwritten_two"
+    module = build(name, "none")
+    modalities = {key: Modality(**fields) for key, fields in CASES[name].modality_paths.items()}
+    environment = LightningEnvironment()
+    environment.set_world_size(3)
+    plan = strategy(modalities, parallel_devices=[CPU] * 3, cluster_environment=environment).plan(module)
+    proposed = propose(plan, module, schedule="1f1b", num_microbatches=MICROBATCHES).found.modalities
+    assert proposed["vision"].colocate_with == "language.0"
+    check(name, (proposed, 3))

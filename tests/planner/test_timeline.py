@@ -12,7 +12,8 @@ from xml.etree import ElementTree
 import pytest
 
 from lightning_mm5d.planner import chrome_trace, draw
-from lightning_mm5d.schedule import Graph, Node, Simulation, build, case, simulate
+from lightning_mm5d.schedule import Graph, Node, Simulation, build, simulate
+from schedule.graphs import chain, chunked, tree
 
 
 @pytest.fixture
@@ -54,6 +55,25 @@ def test_suffix_decides_on_the_format(simulation: Simulation, tmp_path: Path) ->
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_boxes_say_which_of_several_stages_they_are(tmp_path: Path) -> None:
+    graph = chunked(3, 2, 4, schedule="zbv")
+    draw(simulate(build("zbv", graph), graph), tmp_path / "plan.svg")
+    texts = _texts(tmp_path / "plan.svg").split()
+    # forwards, input and weight gradients of both stages of each of three workers
+    assert all(texts.count(f"{m}.{chunk}") == 9 for m in range(4) for chunk in range(2))
+
+
+def test_legend_names_each_colour_once_however_many_there_are(tmp_path: Path) -> None:
+    graph = tree(4, audio=1, vision=2, language=2)
+    draw(simulate(build("zero_bubble", graph), graph), tmp_path / "plan.svg")
+    texts = [text.strip() for text in _texts(tmp_path / "plan.svg").splitlines()]
+    assert [text for text in texts if text.endswith(("forward", "backward", "gradient"))] == [
+        *("audio forward", "audio backward"),
+        *("vision forward", "vision backward or input gradient", "vision weight gradient"),
+        *("language forward", "language input gradient", "language weight gradient"),
+    ]
+
+
 def test_boxes_too_narrow_for_a_number_stay_empty(tmp_path: Path) -> None:
     nodes = (Node(stage="language.0", worker=0, microbatches=tuple(range(1000, 1400))),)
     graph = Graph(nodes, ())
@@ -90,12 +110,12 @@ def test_trace_has_every_action_on_its_workers_thread(simulation: Simulation, tm
 
 
 def test_halves_of_backwards_are_named_in_picture_and_trace(tmp_path: Path) -> None:
-    graph = case({"language": {"stages": 3}}, 4)
+    graph = chain(3, 4)
     simulation = simulate(build("zero_bubble", graph), graph)
     draw(simulation, tmp_path / "plan.svg")
     chrome_trace(simulation, tmp_path / "plan.json")
     texts = _texts(tmp_path / "plan.svg")
-    for words in ("forward", "backward", "input gradient", "weight gradient"):
+    for words in ("forward", "backward or input gradient", "weight gradient"):
         assert f"language {words}" in texts
     events = json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))["traceEvents"]
     counts = Counter(event["cat"] for event in events if event["ph"] == "X")

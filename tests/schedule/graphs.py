@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from random import Random
 
+from lightning_mm5d.config import Modality, for_schedule
+from lightning_mm5d.layout import Layout
+from lightning_mm5d.planner.sketch import sketch
 from lightning_mm5d.schedule import Graph, Node, place
 
 
@@ -50,6 +54,14 @@ def chunked(
         for i, worker in enumerate(place(schedule, depth, workers))
     ]
     return Graph(tuple(nodes), tuple(links("language", depth)))
+
+
+def case(microbatches: int, *, schedule: str = "1f1b", frozen: Collection[str] = (), **modalities: Modality) -> Graph:
+    """One replica of a configuration whose last modality is the language model, placed for ``schedule``."""
+    placed = for_schedule(modalities, "zbv" if schedule == "interleaved" else schedule, "language")
+    ranks = sum(modality.ranks_per_replica for modality in modalities.values() if modality.colocate_with is None)
+    layout = Layout.build(placed, world_size=ranks, terminal="language")
+    return sketch(layout, placed, microbatches, frozen=frozen, v_shaped=schedule == "zbv")
 
 
 def tree(microbatches: int, *, frozen: tuple[str, ...] = (), **depths: int) -> Graph:

@@ -6,15 +6,16 @@ from random import Random
 
 import pytest
 
-from lightning_mm5d.schedule import ScheduleError, build, case, lower_bound, simulate, validate
+from lightning_mm5d.config import Modality
+from lightning_mm5d.schedule import ScheduleError, build, lower_bound, simulate, validate
 from lightning_mm5d.schedule.greedy import Pipeline
 
-from .graphs import chain, chunked, random_graph, tree
+from .graphs import case, chain, chunked, random_graph, tree
 
 _UNEVEN = {
-    "vision": {"stages": 2, "cost": 0.6},
-    "audio": {"stages": 1, "cost": 0.8},
-    "language": {"stages": 4, "cost": [1.0, 1.3, 0.9, 1.2]},
+    "vision": Modality(pp_size=2, cost=0.6),
+    "audio": Modality(cost=0.8),
+    "language": Modality(pp_size=4, cost=[1.0, 1.3, 0.9, 1.2]),
 }
 
 
@@ -29,7 +30,7 @@ def test_no_named_schedule_is_shorter_nor_any_schedule_than_the_lower_bound(seed
 
 
 def test_reaches_the_lower_bound_on_uneven_costs_where_no_named_schedule_does() -> None:
-    graph = case(_UNEVEN, 12)
+    graph = case(12, **_UNEVEN)
     named = min(simulate(build(name, graph), graph).makespan for name in ("gpipe", "1f1b", "zero_bubble"))
     assert simulate(build("auto", graph), graph).makespan == pytest.approx(lower_bound(graph))
     assert named > 1.02 * lower_bound(graph)
@@ -37,7 +38,7 @@ def test_reaches_the_lower_bound_on_uneven_costs_where_no_named_schedule_does() 
 
 @pytest.mark.parametrize("bound", [3, 4, 8])
 def test_keeps_the_bound_on_activations(bound: int) -> None:
-    graph = case(_UNEVEN, 12)
+    graph = case(12, **_UNEVEN)
     schedule = build("auto", graph, max_activations=bound)
     validate(schedule, graph)
     assert max(simulate(schedule, graph).peak_activations.values()) <= bound
@@ -71,7 +72,7 @@ def test_searches_a_number_of_rules_that_the_actions_bound(monkeypatch: pytest.M
         return original(pipeline, rules)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Pipeline, "play", counting)
-    build("auto", case({"vision": {"stages": 4, "cost": 0.8}, "language": {"stages": 12, "cost": 1.1}}, 32))
+    build("auto", case(32, vision=Modality(pp_size=4, cost=0.8), language=Modality(pp_size=12, cost=1.1)))
     assert 0 < played <= 20
 
 

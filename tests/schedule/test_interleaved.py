@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_mm5d.schedule import Kind, build, case, simulate, validate
+from lightning_mm5d.config import Modality
+from lightning_mm5d.schedule import Kind, build, simulate, validate
 
-from .graphs import chain, chunked
+from .graphs import case, chain, chunked
 
 
 @pytest.mark.parametrize("times", [(1.0, 1.0, 1.0), (2.0, 1.5, 0.5)])
@@ -48,9 +49,9 @@ def test_one_chunk_a_worker_is_1f1b() -> None:
 
 
 def test_a_chunked_language_model_behind_encoders_beats_1f1b() -> None:
-    modalities = {"vision": {"stages": 1}, "audio": {"stages": 1}, "language": {"stages": 4}}
+    modalities = {"vision": Modality(), "audio": Modality(), "language": Modality(pp_size=4)}
     makespans = {}
     for name in ("1f1b", "interleaved"):
-        graph = case(modalities, 16, schedule=name)
+        graph = case(16, schedule=name, **modalities)
         makespans[name] = simulate(build(name, graph), graph).makespan
     assert makespans["interleaved"] < makespans["1f1b"]

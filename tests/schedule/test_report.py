@@ -1,19 +1,32 @@
-"""Comparisons of schedules as plain values, and graphs of cases without a model."""
+"""Comparisons of schedules: what came of each, as values for a table and as JSON."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
-from lightning_mm5d.errors import ConfigError
-from lightning_mm5d.schedule import SCHEDULES, backward_costs, case, compare
+from lightning_mm5d.config import Modality
+from lightning_mm5d.schedule import (
+    SCHEDULES,
+    Graph,
+    Schedule,
+    ScheduleError,
+    build,
+    compare,
+    simulate,
+    to_csv,
+)
 
-_PAPER = {"vision": {"stages": 2}, "audio": {}, "language": {"stages": 3}}
+from .graphs import case, chain, tree
+
+_PAPER = {"vision": Modality(pp_size=2), "audio": Modality(), "language": Modality(pp_size=3)}
 
 
-def test_rows_hold_what_a_table_and_json_need() -> None:
-    (row,) = compare(case({"vision": {}, "language": {}}, 2), ["1f1b"])
+def test_json_holds_the_actions_of_every_rank() -> None:
+    (outcome,) = compare(tree(2, vision=1, language=1), ["1f1b"])
+    row = outcome.as_json()
     assert json.loads(json.dumps(row)) == row
     assert row == {
         "schedule": "1f1b",
@@ -38,62 +51,45 @@ def test_rows_hold_what_a_table_and_json_need() -> None:
     }
 
 
+def test_an_outcome_sums_up_what_its_simulation_says() -> None:
+    graph = chain(4, 8)
+    (outcome,) = compare(graph, ["gpipe"])
+    assert outcome.simulation == simulate(build("gpipe", graph), graph)
+    assert outcome.peak_activations == 8
+    assert outcome.bubble == pytest.approx(3 / (8 + 3))
+
+
 def test_schedules_that_want_chunks_get_them_and_name_them() -> None:
-    rows = {row["schedule"]: row for row in compare(lambda name: case(_PAPER, 12, schedule=name))}
-    assert set(rows) == set(SCHEDULES)
-    assert rows["1f1b"]["ranks"][5]["actions"][:2] == ["F0", "B0"]
-    assert rows["zbv"]["ranks"][5]["actions"][:2] == ["F0.0", "F0.1"]
-    assert rows["auto"]["makespan"] == min(row["makespan"] for row in rows.values())
-    assert rows["zbv"]["makespan"] < rows["zero_bubble"]["makespan"] < rows["1f1b"]["makespan"]
+    outcomes = {one.schedule: one for one in compare(lambda schedule: case(12, schedule=str(schedule), **_PAPER))}
+    assert tuple(outcomes) == SCHEDULES
+    first = {name: outcome.as_json()["ranks"][5]["actions"][:2] for name, outcome in outcomes.items()}
+    assert first["1f1b"] == ["F0", "B0"]
+    assert first["zbv"] == ["F0.0", "F0.1"]
+    makespans = {name: outcome.simulation.makespan for name, outcome in outcomes.items()}
+    assert makespans["auto"] == min(makespans.values())
+    assert makespans["zbv"] < makespans["zero_bubble"] < makespans["1f1b"]
 
 
-def test_a_case_is_the_graph_that_papers_draw() -> None:
-    graph = case(_PAPER, 2)
-    assert graph.workers == (0, 1, 2, 3, 4, 5)
-    assert graph.predecessors("language.0") == ("vision.1", "audio.0")
-    costs = {node.stage: (node.forward_cost, node.backward_cost, node.weight_cost) for node in graph.nodes}
-    assert costs["vision.0"] == (1.0, 2.0, 2.0)
-    assert costs["language.0"] == (1.0, 2.0, 1.0)
+def test_halves_of_backwards_and_several_modalities_on_a_rank_are_named() -> None:
+    shared = {"vision": Modality(colocate_with="language"), "language": Modality(pp_size=2)}
+    (outcome,) = compare(case(4, **shared), ["zero_bubble"])
+    first, second = outcome.as_json()["ranks"]
+    assert (first["modality"], second["modality"]) == ("vision+language", "vision+language")
+    assert {action[0] for action in second["actions"]} == set("FBIW")
+    assert {action.partition(".")[2] for action in second["actions"]} == {"0", "1"}
 
 
-def test_frozen_modalities_with_trained_projectors_pay_for_gradients_only_where_they_flow() -> None:
-    frozen = {"frozen": True, "projector": 0.1}
-    graph = case({"vision": {"stages": 2, **frozen}, "audio": frozen, "language": {"stages": 2, "frozen": True}}, 2)
-    costs = {node.stage: (node.forward_cost, node.backward_cost, node.weight_cost) for node in graph.nodes}
-    assert costs == {
-        "vision.0": (1.0, 0.0, 0.0),
-        "vision.1": (1.1, 0.2, 0.2),
-        "audio.0": (1.1, 0.2, 0.2),
-        "language.0": (1.0, 1.0, 0.0),
-        "language.1": (1.0, 1.0, 0.0),
-    }
+def test_ones_own_schedules_are_compared_under_names(tmp_path: Path) -> None:
+    graph = chain(2, 2)
+    table = to_csv(build("gpipe", graph), graph)
+    path = tmp_path / "mine.csv"
+    path.write_text(table, encoding="utf-8")
 
+    def mine(graph: Graph) -> Schedule:
+        return build("gpipe", graph)
 
-@pytest.mark.parametrize(
-    ("trains", "passes_on", "recompute", "expected"),
-    [
-        (False, False, 1.0, (0.0, 0.0)),
-        (False, True, 0.0, (1.0, 0.0)),
-        (True, False, 0.0, (2.0, 2.0)),
-        (True, True, 0.0, (2.0, 1.0)),
-        (True, True, 1.0, (3.0, 1.0)),
-        (False, True, 1.0, (2.0, 0.0)),
-    ],
-)
-def test_backward_costs_nothing_half_or_all_and_recomputation_counts(
-    trains: bool, passes_on: bool, recompute: float, expected: tuple[float, float]
-) -> None:
-    assert backward_costs(2.0, trains=trains, passes_on=passes_on, recompute=recompute) == expected
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("depth", 2, r"modalities\.language: got 'depth'.*stages, cost"),
-        ("stages", 0, r"modalities\.language\.stages: got 0"),
-        ("cost", [1.0, 2.0, 3.0], r"modalities\.language\.cost: got \[1\.0, 2\.0, 3\.0\].*1 stages"),
-    ],
-)
-def test_refuses_a_case_that_cannot_be(field: str, value: object, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        case({"language": {field: value}}, 2)
+    outcomes = compare(graph, [table, str(path), mine, "gpipe"])
+    assert [outcome.schedule for outcome in outcomes] == ["table", str(path), "mine", "gpipe"]
+    assert len({outcome.simulation.makespan for outcome in outcomes}) == 1
+    with pytest.raises(ScheduleError, match="missing"):
+        compare(chain(2, 3), [table])

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_mm5d.schedule import Kind, build, case, held_limits, simulate, validate
+from lightning_mm5d.config import Modality
+from lightning_mm5d.schedule import Kind, build, held_limits, simulate, validate
 
-from .graphs import chunked, tree
+from .graphs import case, chunked, tree
 
 _TIMES = [(1.0, 1.0, 1.0), (1.0, 1.2, 0.8), (1.0, 1.0, 0.7), (1.0, 0.9, 1.1), (1.0, 1.5, 0.5), (2.0, 1.0, 1.0)]
 _SIZES = [(2, 4), (4, 8), (4, 24), (8, 16), (8, 64), (16, 32)]
@@ -60,12 +61,8 @@ def test_papers_graph_of_encoders_gets_shorter_than_under_1f1b(microbatches: int
 
 
 def test_only_stages_that_train_and_pass_gradients_on_run_halves() -> None:
-    modalities = {
-        "audio": {"frozen": True},
-        "vision": {"stages": 2},
-        "language": {"stages": 2, "frozen": True},
-    }
-    graph = case(modalities, 6)
+    modalities = {"audio": Modality(), "vision": Modality(pp_size=2), "language": Modality(pp_size=2)}
+    graph = case(6, frozen=("audio", "language"), **modalities)
     schedule = build("zero_bubble", graph)
     validate(schedule, graph)
     kinds = {worker: {action.kind for action in actions} for worker, actions in schedule.items()}

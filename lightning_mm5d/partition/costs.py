@@ -1,0 +1,190 @@
+"""What a forward and a backward through each part of a module cost, told from its parameters, without running it.
+
+A modality is a row of *units*: what runs before its layers (embeddings, patch convolutions), each layer, and what runs
+after them (norms, projectors, heads). The unit of cost is a multiply-add per token, so a unit costs as many as the
+matrices that a token passes have elements. Attention scores are left out: they depend on the length of the samples.
+
+- A lookup in an embedding is free. The same weight counts where a linear head uses it.
+- Of routed experts (weights ``[experts, ...]`` or a list of expert modules) a token passes a few: they count by the
+  share that the nearest config tells.
+- Buffers are free.
+
+It refuses nothing: what it does not know counts whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+from torch import nn
+
+from lightning_mm5d.partition.find import Found, position
+
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A part of a modality that is never cut: one layer, or all that runs before the layers or after them.
+
+    Attributes:
+        forward: multiply-adds per token of its forward.
+        costs: the share of every parameter and buffer in it by name, tied ones under each of their names.
+        recomputed: whether its forward runs again in its backward.
+    """
+
+    forward: float
+    costs: Mapping[str, float]
+    recomputed: bool = False
+
+    @classmethod
+    def of(cls, costs: Mapping[str, float], recomputed: bool = False) -> Unit:
+        """A unit that costs as much as all that is in it."""
+        return cls(sum(costs.values()), costs, recomputed)
+
+    def scaled(self, factor: float) -> Unit:
+        """The same in another unit of cost."""
+        costs = {name: cost * factor for name, cost in self.costs.items()}
+        return Unit(self.forward * factor, costs, self.recomputed)
+
+
+def units(root: nn.Module, found: Found) -> dict[str, tuple[Unit, ...]]:
+    """Return the units of each modality: before its layers, each layer, after them.
+
+    Where a parameter is used before the layers and after them, it is in both units. A modality without a list of
+    layers has all in its first unit, and an empty one behind it.
+
+    Args:
+        root: the LightningModule; the meta device will do.
+        found: its modalities.
+    """
+    owned = {path: name for name, encoder in found.encoders.items() for path in encoder.owns}
+    lists = {name: list(root.get_submodule(path)._modules) if path else [] for name, path in found.layers.items()}
+    rows: dict[str, list[dict[str, float]]] = {name: [{} for _ in range(len(keys) + 2)] for name, keys in lists.items()}
+    around = cache(partial(position, root))
+    memo: dict[str, tuple[str, list[int]]] = {}
+    for full, cost, lookup in _costs(root, frozenset(path for path in found.layers.values() if path)):
+        # whatever a leaf module holds stays together, so its parameters are placed once
+        holder = full if full in owned else full.rpartition(".")[0] or full
+        if holder not in memo:
+            memo[holder] = _place(full, found, owned, lists, around)
+        name, places = memo[holder]
+        for place in places:
+            # a table that is looked up before the layers is a head where it is used again behind them
+            free = lookup and (place == 0 or len(places) == 1)
+            rows[name][place][full] = 0.0 if free else cost
+    again = {name: [_recomputed(root, f"{found.layers[name]}.{key}") for key in keys] for name, keys in lists.items()}
+    return {name: tuple(map(Unit.of, row, [False, *again[name], False])) for name, row in rows.items()}
+
+
+def stage_costs(units: Iterable[Unit], trainable: frozenset[str], passes_on: bool) -> tuple[float, float, float]:
+    """Return what a stage costs per microbatch, in multiply-adds per token.
+
+    Args:
+        units: of the stage, in the order in which they run.
+        trainable: names of the parameters that require a gradient.
+        passes_on: whether anything before the stage is trained.
+
+    Returns:
+        ``(forward_cost, backward_cost, weight_cost)`` of a `Node`. In backward a unit with something trained at or
+        before it costs its forward once for input gradients, once more where it is recomputed, and the matrices that
+        are trained in it for theirs. The latter are the weight's part, and all of it is where the stage passes no
+        gradient on, because nobody waits for it. A stage that recomputes has no weight's part: its backward runs
+        whole, since each half would have to recompute.
+    """
+    units = list(units)
+    forward = sum(unit.forward for unit in units)
+    backwards = list(_backwards(units, trainable, passes_on))
+    backward = sum(cost for cost, _ in backwards)
+    if not passes_on:
+        return forward, backward, backward
+    again = any(unit.recomputed for unit in units)
+    return forward, backward, 0.0 if again else sum(weight for _, weight in backwards)
+
+
+def step_costs(units: Iterable[Unit], trainable: frozenset[str], passes_on: bool) -> list[float]:
+    """Return what each unit costs per microbatch, forward and backward; arguments as in `stage_costs`."""
+    units = list(units)
+    backwards = _backwards(units, trainable, passes_on)
+    return [unit.forward + cost for unit, (cost, _) in zip(units, backwards, strict=True)]
+
+
+def _backwards(units: Iterable[Unit], trainable: frozenset[str], passes_on: bool) -> Iterator[tuple[float, float]]:
+    """For each unit what its backward costs, and the part of it that computes weight gradients."""
+    for unit in units:
+        trained = [cost for name, cost in unit.costs.items() if name in trainable]
+        passes_on = passes_on or bool(trained)
+        yield (unit.forward * (1 + unit.recomputed) + sum(trained) if passes_on else 0.0), sum(trained)
+
+
+def _place(
+    full: str,
+    found: Found,
+    owned: Mapping[str, str],
+    lists: Mapping[str, list[str]],
+    around: Callable[[str, str], tuple[bool, bool]],
+) -> tuple[str, list[int]]:
+    """The modality that a parameter or buffer belongs to, and the units in it that use it; `around` is `position`."""
+    prefixes = (full.rsplit(".", cut)[0] for cut in range(full.count(".") + 1))
+    name = next((owned[prefix] for prefix in prefixes if prefix in owned), found.terminal)
+    layers = found.layers[name]
+    if layers is None:
+        return name, [0]
+    if full.startswith(f"{layers}."):
+        return name, [1 + lists[name].index(full[len(layers) + 1 :].split(".")[0])]
+    # all that is below the module where it parts from the layers runs when that module does
+    path, other = full.split("."), layers.split(".")
+    parts = next(depth for depth, (mine, its) in enumerate(zip(path, other, strict=False)) if mine != its)
+    before, after = around(".".join(path[: parts + 1]), layers)
+    return name, [0] * before + [len(lists[name]) + 1] * after
+
+
+def _costs(root: nn.Module, layers: frozenset[str]) -> Iterator[tuple[str, float, bool]]:
+    """Yield the name and the cost of every parameter and buffer, and whether it is a table for lookups."""
+    inherited: dict[str, tuple[Any, float]] = {"": (None, 1.0)}
+    for path, module in root.named_modules(remove_duplicate=False):
+        config, share = inherited[path.rpartition(".")[0]]
+        config = getattr(module, "config", config)
+        experts, routed = _routing(config)
+        if isinstance(module, nn.ModuleList) and len(module) == experts and path not in layers:
+            share = routed
+        inherited[path] = config, share
+        lookup = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        stacked = _holds_experts(module, experts)
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                part = routed if stacked and tensor.shape[:1] == (experts,) else share
+                cost = tensor.numel() * part if name in module._parameters else 0.0
+                yield f"{path}.{name}" if path else name, cost, lookup
+
+
+def _holds_experts(module: nn.Module, experts: int) -> bool:
+    """Whether the module has a weight ``[experts, ...]`` that is no convolution's."""
+    shapes = (parameter.shape for parameter in module._parameters.values() if parameter is not None)
+    return not isinstance(module, (nn.Conv1d, nn.ConvTranspose1d)) and any(
+        len(shape) == 3 and shape[0] == experts for shape in shapes
+    )
+
+
+def _routing(config: Any) -> tuple[int, float]:
+    """How many routed experts a config tells of, and the share of them that a token passes; 0 where it tells none."""
+    experts, chosen = (
+        next((value for name in names if isinstance(value := getattr(config, name, None), int)), 0)
+        for names in (_EXPERTS, _EXPERTS_PER_TOKEN)
+    )
+    return (experts, min(chosen / experts, 1.0)) if experts > 1 and chosen > 0 else (0, 1.0)
+
+
+def _recomputed(root: nn.Module, layer: str) -> bool:
+    """Whether a layer is told to be recomputed, by its own flag or that of the module that has the list of layers.
+
+    Transformers' layers that derive from ``GradientCheckpointingLayer`` obey their own flag; older ones are called
+    through ``checkpoint`` by the module that has the list. Both do so in training mode only.
+    """
+    own, owner = root.get_submodule(layer), root.get_submodule(layer.rpartition(".")[0].rpartition(".")[0])
+    module = own if hasattr(own, "gradient_checkpointing") else owner
+    return bool(getattr(module, "gradient_checkpointing", False)) and module.training

@@ -1,0 +1,240 @@
+"""Proposes a layout for a model: searches one, sets it beside the configured one, and writes it down to be pasted.
+
+Costs are estimated from the model's parameters. How many tokens of which modality pass is not known here, so where an
+encoder sees more or fewer of them than the language model durations should be given: for each modality's whole
+forward, or by the `cost` of the configured modalities, which a run measures for each pipeline rank. They scale the
+estimates, which still say how much of it each layer takes.
+
+It refuses worlds that the replicas of the terminal modality do not divide, and what `search` refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import yaml
+from torch import nn
+
+from lightning_mm5d.config import Modality
+from lightning_mm5d.engine.plan import Plan
+from lightning_mm5d.errors import ConfigError
+from lightning_mm5d.layout import Layout
+from lightning_mm5d.partition import StageCut, partition
+from lightning_mm5d.partition.costs import Unit, units
+from lightning_mm5d.partition.find import find
+from lightning_mm5d.planner.inspect import table
+from lightning_mm5d.planner.search import Found, search
+from lightning_mm5d.schedule import AnySchedule, Outcome, compare
+
+
+@dataclass(frozen=True)
+class Step:
+    """A layout and the simulated step that it gives.
+
+    Attributes:
+        plan: what runs where.
+        outcome: of its schedule.
+        num_microbatches: of all replicas together.
+    """
+
+    plan: Plan
+    outcome: Outcome
+    num_microbatches: int
+
+    @property
+    def pace(self) -> float:
+        """Time per microbatch: replicas make a step longer for nobody, and bring microbatches of their own."""
+        return self.outcome.simulation.makespan / self.num_microbatches
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What was found, beside what was configured."""
+
+    found: Found
+    proposed: Step
+    configured: Step
+
+    def as_json(self) -> dict[str, Any]:
+        """Return ``{"modalities", "proposed", "configured", "placed", "simulated"}``.
+
+        Proposed and configured are each ``{"replicas", "makespan", "bubble", "busiest", "pace"}``; busiest is the largest
+        work of a rank in a step, and pace the time per microbatch.
+        """
+
+        def step(one: Step) -> dict[str, Any]:
+            simulation = one.outcome.simulation
+            return {
+                "replicas": one.plan.layout.num_replicas,
+                "makespan": simulation.makespan,
+                "bubble": one.outcome.bubble,
+                "busiest": max(simulation.busy.values()),
+                "pace": one.pace,
+            }
+
+        return {
+            "modalities": {name: _said(modality) for name, modality in self.found.modalities.items()},
+            "proposed": step(self.proposed),
+            "configured": step(self.configured),
+            "placed": self.found.placed,
+            "simulated": self.found.simulated,
+        }
+
+    def as_text(self) -> str:
+        """Return it as text: both layouts in numbers, each rank of the proposed one, and what to paste."""
+        found, plan, outcome = self.found, self.proposed.plan, self.proposed.outcome
+        rows = [
+            (
+                name,
+                one.plan.layout.num_replicas,
+                f"{one.outcome.simulation.makespan:.5g}",
+                f"{max(one.outcome.simulation.busy.values()):.5g}",
+                f"{one.outcome.bubble:.1%}",
+                f"{one.pace:.5g}",
+            )
+            for name, one in (("configured", self.configured), ("proposed", self.proposed))
+        ]
+        each = [
+            (rank, _holds(plan, rank), f"{outcome.simulation.busy[rank]:.5g}", f"{outcome.simulation.bubble[rank]:.1%}")
+            for rank in range(plan.layout.size)
+        ]
+        written = "".join(f"  {line}\n" for line in as_yaml(found.modalities).splitlines())
+        parts = [
+            f"layouts: {found.placed} divided, {found.simulated} simulated under {outcome.schedule}; "
+            f"ranks: {plan.layout.size}, microbatches: {self.proposed.num_microbatches // plan.layout.num_replicas} "
+            "per replica",
+            table(("layout", "replicas", "makespan", "busiest rank", "idle", "per microbatch"), rows),
+            table(("rank", "layers", "busy", "idle"), each),
+            f"modalities:\n{written}".rstrip(),
+        ]
+        if self.proposed.pace >= self.configured.pace:
+            parts.insert(2, "What is configured is as good as anything that was found.")
+        return "\n\n".join(parts)
+
+
+def propose(
+    plan: Plan,
+    module: nn.Module,
+    *,
+    schedule: AnySchedule,
+    num_microbatches: int,
+    durations: Mapping[str, float] | None = None,
+) -> Proposal:
+    """Search a layout for the ranks of a plan.
+
+    Args:
+        plan: the configured one. Its terminal modality's `dp_size` says how many replicas share the ranks, one where
+            it is unset.
+        module: the module, whole; the meta device will do.
+        schedule: by which layouts are judged.
+        num_microbatches: per replica, M.
+        durations: of the forward of each whole modality, in any unit; by default those of the configured `cost`, or
+            estimates where there are none.
+
+    Raises:
+        ConfigError: replicas do not divide the ranks, or the search refuses.
+    """
+    terminal, size = plan.partition.terminal, plan.layout.size
+    replicas = plan.modalities[terminal].dp_size or 1
+    if size % replicas:
+        rule = f"The {replicas} replicas of {terminal!r} must divide the {size} ranks"
+        fix = f"Use a dp_size that divides {size}, or {size - size % replicas or replicas} ranks"
+        raise ConfigError(f"modalities.{terminal}.dp_size", replicas, rule, fix)
+    rows = _timed(plan, module, durations or {})
+    found = search(
+        rows,
+        plan.modalities,
+        size // replicas,
+        terminal=terminal,
+        trainable={name for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad},
+        num_microbatches=num_microbatches,
+        schedule=schedule,
+        late={name for name, encoder in plan.partition.encoders.items() if encoder.used_late},
+    )
+    layout = Layout.build(
+        found.modalities, world_size=size, terminal=terminal, ranks_per_node=plan.layout.ranks_per_node
+    )
+    proposed = Plan(layout, partition(module, found.modalities), found.modalities, plan.sizes)
+    is_timed = bool(durations) or all(modality.cost is not None for modality in plan.modalities.values())
+    steps = []
+    for one in (proposed, plan):
+        costed = replace(one, modalities=_costed(one, rows)) if is_timed else one
+        graph = costed.whole_graph(schedule, num_microbatches, module)
+        outcome = compare(graph, [schedule])[0]
+        steps.append(Step(costed, outcome, num_microbatches * one.layout.num_replicas))
+    return Proposal(replace(found, modalities=dict(steps[0].plan.modalities)), *steps)
+
+
+def as_yaml(modalities: Mapping[str, Modality]) -> str:
+    """Return the modalities as YAML, a line for each, with the fields that are not at their defaults."""
+    lines = (
+        yaml.safe_dump(_said(modality), default_flow_style=True, sort_keys=False, width=1000)
+        for modality in modalities.values()
+    )
+    return "".join(f"{name}: {line}" for name, line in zip(modalities, lines, strict=True))
+
+
+def _timed(plan: Plan, module: nn.Module, durations: Mapping[str, float]) -> dict[str, list[Unit]]:
+    """The units of each modality, scaled to how long their forwards take, where that is known."""
+    rows = {name: list(row) for name, row in units(module, find(module, plan.modalities)).items()}
+    for name, modality in plan.modalities.items():
+        cost = modality.cost
+        if durations:
+            rows[name] = _scaled(rows[name], durations[name])
+        elif cost is not None:
+            cuts = plan.partition.stages[name]
+            each = [cost if isinstance(cost, int | float) else cost[plan.pp_of(name, cut.index)] for cut in cuts]
+            parts = [
+                _scaled(rows[name][_span(cut, cuts)], duration / modality.pp_chunks)
+                for cut, duration in zip(cuts, each, strict=True)
+            ]
+            rows[name] = [unit for part in parts for unit in part]
+    return rows
+
+
+def _scaled(row: Sequence[Unit], duration: float) -> list[Unit]:
+    estimate = sum(unit.forward for unit in row)
+    if not estimate:  # no matrices: it takes its time nevertheless
+        return [replace(row[0], forward=duration), *row[1:]]
+    return [unit.scaled(duration / estimate) for unit in row]
+
+
+def _span(cut: StageCut, cuts: Sequence[StageCut]) -> slice:
+    """Where the units of a stage are in the row of its modality, of which unit 0 runs before the first layer."""
+    return slice(cut.first + (cut.index > 0), None if cut is cuts[-1] else cut.last + 1)
+
+
+def _costed(plan: Plan, rows: Mapping[str, Sequence[Unit]]) -> dict[str, Modality]:
+    """The modalities with the duration of a forward on each pipeline rank, to six digits."""
+    moment = 1e-6 * sum(unit.forward for row in rows.values() for unit in row)  # for layers without matrices
+    found = {}
+    for name, modality in plan.modalities.items():
+        cuts = plan.partition.stages[name]
+        durations = [
+            sum(unit.forward for cut in plan.cuts_at(name, pp) for unit in rows[name][_span(cut, cuts)])
+            for pp in range(plan.layout.sizes(name).pp)
+        ]
+        cost = [float(f"{duration or moment:.6g}") for duration in durations]
+        found[name] = replace(modality, cost=cost if len(cost) > 1 else cost[0])
+    return found
+
+
+def _said(modality: Modality) -> dict[str, Any]:
+    """The fields that are not at their defaults, as plain values."""
+    said = {field.name: getattr(modality, field.name) for field in fields(modality)}
+    template = modality.pipeline_template
+    if template is not None:
+        said["pipeline_template"] = {"stages": template.stages}
+    return {name: value for name, value in said.items() if value != getattr(Modality(), name)}
+
+
+def _holds(plan: Plan, rank: int) -> str:
+    """What a rank runs: ``vision 5, language 0-4``."""
+    found = []
+    for place in plan.layout.places_of(rank):
+        for cut in plan.cuts_at(place.modality, place.pp):
+            layers = {0: "", 1: f" {cut.first}"}.get(cut.last - cut.first, f" {cut.first}-{cut.last - 1}")
+            found.append(f"{place.modality}{layers}")
+    return ", ".join(found)

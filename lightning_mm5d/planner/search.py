@@ -1,0 +1,192 @@
+"""Finds how many ranks each modality gets, and which stages share one: encoders and language model jointly.
+
+A step takes as long as its busiest rank works, and the way to the first and from the last microbatch on top. So of all
+placements (see `placements`) those with the smallest largest load are judged by their schedule: one after the other is
+simulated, in the order of a lower bound on its makespan, until no further one can be shorter.
+
+It keeps tp_size, cp_size and the replicas of the terminal modality, and gives each rank one chunk of a modality.
+Whether parameters and activations fit into a rank's memory is not its matter. It refuses numbers of ranks that no
+placement fills, and encoders that feed stages by number, since these numbers are what is searched for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+from lightning_mm5d.config import Host, Modality, PipelineTemplate
+from lightning_mm5d.engine.plan import Plan
+from lightning_mm5d.errors import ConfigError
+from lightning_mm5d.layout import Layout
+from lightning_mm5d.partition import Encoder, Partition, StageCut
+from lightning_mm5d.partition.costs import Unit, step_costs
+from lightning_mm5d.planner.placements import Placement, Space
+from lightning_mm5d.schedule import Graph, Schedule, build, lower_bound, simulate
+
+_JUDGED = 48  # placements of which a schedule is looked at
+_SAME = 1e-9  # makespans that differ by less than this share are equal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a search found.
+
+    Attributes:
+        modalities: the configuration, with `pp_size`, `pipeline_template` and `colocate_with` chosen.
+        busiest: the largest work of a rank in a step, in the unit of the costs.
+        makespan: of the simulated step of one replica.
+        placed: how many placements were divided.
+        simulated: of how many a step was simulated.
+    """
+
+    modalities: dict[str, Modality]
+    busiest: float
+    makespan: float
+    placed: int
+    simulated: int
+
+
+def search(
+    rows: Mapping[str, Sequence[Unit]],
+    modalities: Mapping[str, Modality],
+    num_ranks: int,
+    *,
+    terminal: str,
+    trainable: Collection[str],
+    num_microbatches: int,
+    schedule: str | Callable[[Graph], Schedule] = "1f1b",
+    late: Collection[str] = (),
+) -> Found:
+    """Return the placement of the modalities on `num_ranks` ranks whose simulated step is shortest.
+
+    Args:
+        rows: for each modality what runs before its layers, each layer, and what runs after them.
+        modalities: the configuration; what it says of pipelines, costs and shared ranks is replaced.
+        num_ranks: ranks of one replica; all of them are used.
+        terminal: name of the modality that computes the loss.
+        trainable: names of the parameters that require a gradient.
+        num_microbatches: M.
+        schedule: as `build` takes it.
+        late: encoders whose result is used after the terminal modality's last layer.
+
+    Returns:
+        What was found; of placements with equal makespan, one with the smallest largest load and then with the fewest
+        shared stages.
+
+    Raises:
+        ConfigError: no placement fills the ranks, or `feeds` names stages.
+    """
+    for name, modality in modalities.items():
+        if isinstance(modality.feeds, list):
+            rule = f"It names stages of {terminal!r}, and how many there are is what is searched for"
+            raise ConfigError(f"modalities.{name}.feeds", modality.feeds, rule, "Use 'first' or 'all'")
+    plain = {name: _plain(name, row, frozenset(trainable)) for name, row in rows.items()}
+    trained = frozenset(key for row in plain.values() for unit in row for key in unit.costs)
+    behind = any(
+        trained.intersection(unit.costs)
+        for name in plain
+        if name != terminal and not (name in late and modalities[name].feeds == "first")
+        for unit in plain[name]
+    )
+    costs = {name: _layers(step_costs(row, trained, behind and name == terminal)) for name, row in plain.items()}
+    space = Space(costs, modalities, num_ranks, terminal=terminal, num_microbatches=num_microbatches)
+    placements = space.best(_JUDGED)
+    if not placements:
+        rule = f"Each stage has a layer at least, so that the modalities fill up to {space.most_ranks} ranks"
+        fix = f"Set modalities.{terminal}.dp_size, so that replicas share the ranks"
+        raise ConfigError("num_ranks", num_ranks, rule, fix)
+    graphs = [_graph(plain, modalities, placement, terminal, num_microbatches, late) for placement in placements]
+    bounds = list(map(lower_bound, graphs))
+    best, makespan, simulated = 0, math.inf, 0
+    for index in sorted(range(len(graphs)), key=bounds.__getitem__):
+        if bounds[index] > makespan * (1 + _SAME):
+            break
+        simulated += 1
+        shortest = simulate(build(schedule, graphs[index]), graphs[index]).makespan
+        if shortest < makespan * (1 - _SAME) or (shortest < makespan * (1 + _SAME) and index < best):
+            best, makespan = index, shortest
+    return Found(
+        modalities=_written(modalities, placements[best], terminal),
+        busiest=max(placements[best].loads) / space.scale,
+        makespan=makespan,
+        placed=space.seen,
+        simulated=simulated,
+    )
+
+
+def _plain(name: str, row: Sequence[Unit], trainable: frozenset[str]) -> list[Unit]:
+    """The units with one parameter for all that is trained in each, or none."""
+    trained = [[cost for full, cost in unit.costs.items() if full in trainable] for unit in row]
+    return [
+        Unit(unit.forward, {f"{name}.{index}": sum(costs)} if costs else {}, unit.recomputed)
+        for index, (unit, costs) in enumerate(zip(row, trained, strict=True))
+    ]
+
+
+def _layers(row: Sequence[float]) -> list[float]:
+    """Costs of the layers, with what runs before and after them in the first and the last one."""
+    first, *layers, last = row
+    if not layers:
+        return [first + last]
+    layers[0] += first
+    layers[-1] += last
+    return layers
+
+
+def _written(modalities: Mapping[str, Modality], placement: Placement, terminal: str) -> dict[str, Modality]:
+    """The placement as configuration."""
+    found = {}
+    for name, modality in modalities.items():
+        sizes, host = placement.sizes[name], placement.hosts.get(name)
+        if host is not None and len(sizes) == len(placement.sizes[host.modality]) == 1:
+            host = Host(host.modality, None)  # the same, in a word
+        found[name] = replace(
+            modality,
+            dp_size=modality.dp_size if name == terminal else None,
+            pp_size=len(sizes) if len(sizes) > 1 else None,
+            pipeline_template=PipelineTemplate(stages=list(sizes)) if len(sizes) > 1 else None,
+            pp_chunks=1,
+            colocate_with=None if host is None else str(host),
+            cost=None,
+        )
+    return found
+
+
+def _graph(
+    rows: Mapping[str, Sequence[Unit]],
+    modalities: Mapping[str, Modality],
+    placement: Placement,
+    terminal: str,
+    num_microbatches: int,
+    late: Collection[str],
+) -> Graph:
+    """The graph of stages of one replica, made by the code that plans the training.
+
+    Ranks that divide a stage by tensor or context parallelism do the same at the same time, so one stands for all.
+    """
+    placed = {
+        name: replace(modality, dp_size=None, tp_size=1, cp_size=1)
+        for name, modality in _written(modalities, placement, terminal).items()
+    }
+    stages: dict[str, tuple[StageCut, ...]] = {}
+    units: dict[str, tuple[Unit, ...]] = {}
+    for name, sizes in placement.sizes.items():
+        ends = [0, *accumulate(sizes)]
+        stages[name] = tuple(StageCut(name, index, *span) for index, span in enumerate(pairwise(ends)))
+        for cut in stages[name]:
+            start = cut.first + (cut.index > 0)  # unit 0 runs before the first layer
+            units[cut.name] = tuple(rows[name][start : cut.last + 1 if cut is not stages[name][-1] else None])
+    partition = Partition(
+        terminal=terminal,
+        encoders={name: Encoder((), (), used_late=name in late) for name in modalities if name != terminal},
+        layers=dict.fromkeys(modalities),
+        stages=stages,
+        owners={key: (stage,) for stage, row in units.items() for unit in row for key in unit.costs},
+        units=units,
+    )
+    num_ranks = sum(modality.own_ranks_per_replica for modality in placed.values())
+    layout = Layout.build(placed, world_size=num_ranks, terminal=terminal)
+    plan = Plan(layout, partition, placed, dict.fromkeys(partition.owners, 1))
+    return plan.graph(range(layout.num_replicas), num_microbatches, frozenset(partition.owners))

@@ -1,0 +1,57 @@
+"""The graph of stages without a model: as many stages as the sizes say, each as long as its modality's ``cost`` says.
+
+So cases that papers draw, and models and clusters that are not there yet, are simulated by the code that plans real
+ones: every stage stands for one layer with one parameter. It refuses nothing: the layout and the modalities were
+checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from lightning_mm5d.config import Modality
+from lightning_mm5d.engine.plan import Plan
+from lightning_mm5d.layout import Layout
+from lightning_mm5d.partition import Encoder, Partition, StageCut, Unit
+from lightning_mm5d.schedule import Graph
+
+
+def sketch(
+    layout: Layout,
+    modalities: Mapping[str, Modality],
+    num_microbatches: int,
+    *,
+    frozen: Collection[str] = (),
+    v_shaped: bool = False,
+) -> Graph:
+    """Return the graph of stages of one training step of all replicas.
+
+    Args:
+        layout: which rank is where.
+        modalities: the configuration; a forward takes 1 on each rank of those without ``cost``, and a backward twice
+            a forward.
+        num_microbatches: microbatches per replica, M.
+        frozen: names of modalities of which nothing is trained; of all others everything is.
+        v_shaped: as in `Plan`.
+    """
+    stages = {
+        name: tuple(StageCut(name, index, index, index + 1) for index in range(modality.num_cuts))
+        for name, modality in modalities.items()
+    }
+    cuts = [cut for several in stages.values() for cut in several]
+    partition = Partition(
+        terminal=layout.terminal,
+        encoders={name: Encoder(owns=(), boundaries=()) for name in modalities if name != layout.terminal},
+        layers=dict.fromkeys(modalities),
+        stages=stages,
+        owners={cut.name: (cut.name,) for cut in cuts},
+        units={cut.name: (Unit.of({cut.name: 1.0}),) for cut in cuts},
+    )
+    costed = {
+        name: modality if modality.cost is not None else replace(modality, cost=1.0)
+        for name, modality in modalities.items()
+    }
+    plan = Plan(layout, partition, costed, dict.fromkeys(partition.owners, 1), v_shaped=v_shaped)
+    trained = frozenset(cut.name for cut in cuts if cut.modality not in frozen)
+    return plan.graph(range(layout.num_replicas), num_microbatches, trained)
