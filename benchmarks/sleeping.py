@@ -1,6 +1,6 @@
 """What engine and transport add to a schedule: stages that only sleep, against the simulated ideal of the schedule.
 
-Eight to sixteen ranks share two cores, so a stage takes its time by sleeping and every core is free for what is to be
+Six to sixteen ranks share two cores, so a stage takes its time by sleeping and every core is free for what is to be
 measured. The ideal is the simulation of the very action lists that ran, with the durations that the sleeps had. The
 step is the whole one, from one batch to the next: data, engine, transport, losses and logs, optimizer.
 """
@@ -19,42 +19,42 @@ from torch.utils.data import DataLoader, TensorDataset
 from turns import Side, Turns, fit, row, run
 
 from lightning_mm5d import Modality, MultimodalStrategy
-from lightning_mm5d.schedule import build, simulate
+from lightning_mm5d.schedule import SCHEDULES, Graph, build, simulate
 
-FORWARD_S, BACKWARD_S, MICROBATCHES = 0.04, 0.08, 16
+SLEEP_S, MICROBATCHES = 0.04, 16  # of a forward, and of each half of a backward
 STEPS, WARMUP, WIDTH, TOKENS = 8, 2, 64, 16
-SCHEDULE = "1f1b"
-SLEPT: dict[str, list[float]] = {"forward": [], "backward": []}  # seconds, of the one layer that this process holds
+SLEPT: dict[str, list[float]] = {"forward": [], "input": [], "weight": []}  # seconds, of the layers of this process
 
 
 class _Sleep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
-        ctx.gradient = weight.detach()
-        SLEPT["forward"].append(_sleep(FORWARD_S))
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        _sleep("forward")
         return hidden.clone()
 
     @staticmethod
-    def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor, Tensor]:
-        SLEPT["backward"].append(_sleep(BACKWARD_S))
-        return gradient[0], ctx.gradient
+    def backward(ctx: Any, *gradient: Tensor) -> Tensor:
+        _sleep("input")
+        return gradient[0]
 
 
-def _sleep(seconds: float) -> float:
+def _sleep(what: str) -> None:
     start = time.perf_counter()
-    time.sleep(seconds)
-    return time.perf_counter() - start
+    time.sleep(SLEEP_S)
+    SLEPT[what].append(time.perf_counter() - start)
 
 
 class SleepingLayer(nn.Module):
-    """Hidden states [B, S, D] -> the same shape, later."""
+    """Hidden states [B, S, D] -> the same shape, later. Its weight gradient takes its time wherever it is computed."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+        nn.init.eye_(self.linear.weight)
+        self.linear.weight.register_hook(lambda gradient: _sleep("weight"))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return _Sleep.apply(hidden, self.weight)
+        return _Sleep.apply(self.linear(hidden))
 
 
 class Tower(nn.Module):
@@ -71,18 +71,17 @@ class Tower(nn.Module):
 
 
 class Sleepers(L.LightningModule):
-    """A decoder, and two encoders side by side in front of it where `towers` names their layers too."""
+    """A decoder behind encoders side by side; `towers` has the number of layers of each by name."""
 
     def __init__(self, towers: dict[str, int]) -> None:
         super().__init__()
-        self.language = Tower(towers["language"])
-        self.has_encoders = "vision" in towers
-        if self.has_encoders:
-            self.vision, self.audio = Tower(towers["vision"]), Tower(towers["audio"])
+        self.encoders = [name for name in towers if name != "language"]
+        for name, layers in towers.items():
+            setattr(self, name, Tower(layers))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        hidden = self.vision(batch[0]) + self.audio(batch[0]) if self.has_encoders else batch[0]
-        return self.language(hidden).square().mean()
+        features = [getattr(self, name)(batch[0]) for name in self.encoders]
+        return self.language(sum(features) if features else batch[0]).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.01)
@@ -98,54 +97,56 @@ class Clock(Callback):
         self.starts.append(time.perf_counter())
 
 
-def measure(towers: dict[str, int], replicas: int) -> None:
-    """Train with one stage a layer and one rank a stage, and print the row."""
-    world = replicas * sum(towers.values())
+def measure(
+    towers: dict[str, tuple[int, int]], replicas: int, schedule: str, aim: str, chunks: int = 1
+) -> tuple[float, float]:
+    """Train, print the row and return the measured step and the ideal one in seconds; towers are (layers, ranks)."""
+    world = replicas * sum(ranks for _, ranks in towers.values())
 
-    def train(turns: Turns, rank: int) -> tuple[list[float], float, float, Any]:
+    def train(turns: Turns, rank: int) -> tuple[list[float], tuple[float, ...], Graph]:
         modalities = {
-            name: Modality(module=name, boundary=None if name == "language" else name, pp_size=layers)
-            for name, layers in towers.items()
+            name: Modality(module=name, boundary=None if name == "language" else name, pp_size=ranks)
+            for name, (_, ranks) in towers.items()
         }
-        strategy = MultimodalStrategy(modalities, schedule=SCHEDULE, num_microbatches=MICROBATCHES)
-        module, clock = Sleepers(towers), Clock()
+        modalities["language"] = dataclasses.replace(modalities["language"], pp_chunks=chunks)
+        strategy = MultimodalStrategy(modalities, schedule=schedule, num_microbatches=MICROBATCHES)
+        module, clock = Sleepers({name: layers for name, (layers, _) in towers.items()}), Clock()
         samples = TensorDataset(torch.randn(STEPS * MICROBATCHES, TOKENS, WIDTH))
         fit(module, DataLoader(samples, batch_size=MICROBATCHES), strategy, world, clock)
-        names = frozenset(name for name, _ in module.named_parameters())
-        graph = strategy.plan(module).graph(range(replicas), MICROBATCHES, names)
-        skipped = WARMUP * MICROBATCHES
-        forward, backward = (statistics.mean(SLEPT[key][skipped:]) for key in ("forward", "backward"))
-        return clock.starts, forward, backward, graph
+        graph = strategy.plan(module).whole_graph(schedule, MICROBATCHES, module)
+        # the first steps are left out: a rank sleeps as often in each step
+        slept = tuple(statistics.mean(times[len(times) * WARMUP // STEPS :]) for times in SLEPT.values())
+        return clock.starts, slept, graph
 
     results = run(Side(world, train))
-    graph = results[0][3]
-    slept = dataclasses.replace(
-        graph,
-        nodes=tuple(
-            dataclasses.replace(
-                node, forward_cost=results[node.worker][1], backward_cost=results[node.worker][2], weight_cost=None
-            )
-            for node in graph.nodes
-        ),
-    )
-    ideal = simulate(build(SCHEDULE, graph), slept).makespan
-    starts = results[-1][0][WARMUP:]
-    step = statistics.median(end - start for start, end in pairwise(starts))
-    # the longest way through a 1F1B schedule: all microbatches on one rank, and one through the others and back
-    actions = 2 * (MICROBATCHES + max(graph.distance_to_end(stage) for stage in graph.stages))
-    shape = ", ".join(f"{name} pp {layers}" for name, layers in towers.items())
+    graph = results[0][2]
+    nodes = []
+    for node in graph.nodes:
+        forward, inward, weight = (time * node.forward_cost / WIDTH**2 for time in results[node.worker][1])
+        nodes.append(
+            dataclasses.replace(node, forward_cost=forward, backward_cost=inward + weight, weight_cost=weight)
+        )
+    ideal = simulate(build(schedule, graph), Graph(tuple(nodes), graph.edges)).makespan
+    step = statistics.median(end - start for start, end in pairwise(results[-1][0][WARMUP:]))
+    shape = ", ".join(f"{name} pp {ranks}" for name, (_, ranks) in towers.items())
     row(
-        f"sleeping layers, {world} ranks ({shape}, dp {replicas}): measured step / simulated ideal",
+        f"sleeping layers, {schedule}, {world} ranks ({shape}, dp {replicas}): measured step / simulated ideal",
         step / ideal,
-        "1.03",
-        f"{step * 1e3:.0f} ms / {ideal * 1e3:.0f} ms, {(step - ideal) / actions * 1e3:.2f} ms an action",
+        aim,
+        f"{step * 1e3:.0f} ms / {ideal * 1e3:.0f} ms",
     )
+    return step, ideal
 
 
 def main() -> None:
-    measure({"language": 8}, replicas=1)
-    measure({"vision": 2, "audio": 2, "language": 4}, replicas=1)
-    measure({"vision": 2, "audio": 2, "language": 4}, replicas=2)
+    measure({"language": (8, 8)}, 1, "1f1b", "1.03")
+    measure({"vision": (2, 2), "audio": (2, 2), "language": (4, 4)}, 1, "1f1b", "1.03")
+    measure({"vision": (2, 2), "audio": (2, 2), "language": (4, 4)}, 2, "1f1b", "1.03")
+    towers = {"vision": (4, 2), "language": (8, 4)}
+    found = {name: measure(towers, 1, name, "1.05", chunks=2 if name == "interleaved" else 1) for name in SCHEDULES}
+    for which, times in enumerate(zip(*found.values(), strict=True)):
+        order = sorted(zip(times, found, strict=True))
+        print(("measured", "simulated")[which], "order:", ", ".join(f"{name} {time:.3f} s" for time, name in order))
 
 
 if __name__ == "__main__":

@@ -166,9 +166,10 @@ def for_schedule(modalities: Mapping[str, Modality], schedule: object, terminal:
     """
     found = dict(modalities)
     modality = found.get(terminal)
-    if schedule == "zbv" and modality is not None and modality.pipeline_template is None:
-        in_one_piece = modality.pp_chunks == 1 and modality.stages > 1
-        found[terminal] = replace(modality, pp_chunks=2) if in_one_piece else modality
+    if schedule != "zbv" or modality is None or any(not isinstance(other.feeds, str) for other in found.values()):
+        return found  # lists in `feeds` count the stages that the user sees
+    if modality.pp_chunks == 1 and modality.stages > 1 and modality.pipeline_template is None:
+        found[terminal] = replace(modality, pp_chunks=2)
     return found
 
 

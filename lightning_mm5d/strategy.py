@@ -102,6 +102,7 @@ class MultimodalStrategy(ParallelStrategy):
         self._placement, self._start_method = placement, start_method
         self._backend, self._timeout, self._timeline = process_group_backend, timeout, timeline
         self._session: Session | None = None
+        self._fit_plan: Plan | None = None
         self._hooked: list[Any] = []
         self._seed = 0
         self._failed = False
@@ -234,12 +235,15 @@ class MultimodalStrategy(ParallelStrategy):
         assert isinstance(module, pl.LightningModule)
         self.model = module
         self.validate_before_launch(module)
-        check_callbacks(vars(trainer)["callbacks"], self.plan(module))
+        plan = self.plan(module)
+        check_callbacks(vars(trainer)["callbacks"], plan)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._fit_plan = plan
         Session.equalize(module, self.root_device)
         self._failed = False
         self._session = Session(
             module,
-            self.plan(module),
+            plan,
             schedule=self.schedule,
             num_microbatches=self.num_microbatches,
             loss_weight=self.loss_weight,
@@ -445,7 +449,8 @@ class MultimodalStrategy(ParallelStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         module = self.lightning_module
         assert module is not None
-        plan = self.plan(module) if self._session is None else self._session.plan  # it may be saved after fit as well
+        # after fit as well, when another plan may come out: it depends on what is trainable
+        plan = self._fit_plan or self.plan(module)
         inner = getattr(optimizer, "optimizer", optimizer)
         return collect_optimizer(inner, module, plan, self.global_rank, Session.wire(self.root_device))
 

@@ -58,8 +58,13 @@ def check_computed(modalities: Mapping[str, Modality]) -> None:
     """Refuse what can be laid out, shown and simulated, but not computed in this version.
 
     Raises:
-        ConfigError: tensor or context parallel sizes.
+        ConfigError: tensor or context parallel sizes, and costs that are given for some modalities only.
     """
+    costs = {name: modality.cost for name, modality in modalities.items()}
+    for name, cost in costs.items():
+        if cost is None and any(other is not None for other in costs.values()):
+            rule = "Costs that are given and costs that are estimated have no common unit"
+            raise ConfigError(f"modalities.{name}.cost", cost, rule, "Give a cost for all modalities, or for none")
     for name, modality in modalities.items():
         for axis in ("tp_size", "cp_size"):
             if getattr(modality, axis) != 1:
