@@ -31,47 +31,25 @@ It refuses to go on after the first failure: every later call raises the error t
 from __future__ import annotations
 
 import json
-import math
 import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import partial
 from queue import SimpleQueue
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-CONTROL_BYTES = 16
-# Each further message costs 0.12 ms on gloo, which takes messages that are shorter than the buffer; NCCL does not.
-FIRST_BYTES = 256 * 1024
-PACK_BYTES = 64 * 1024  # below this, one message for all tensors that have no room in the first
+from lightning_mm5d.engine import wire
+from lightning_mm5d.engine.wire import Channel
+
 HEADER_SLOTS = 256  # headers that both ends of a link remember
 
 _Body = Callable[[int, SimpleQueue[Any]], None]  # what a thread does: for a peer, with its inbox
-
-
-@dataclass(frozen=True)
-class Channel:
-    """A directed first-in-first-out queue of payloads between two stages.
-
-    Args:
-        direction: what it carries; part of the name only, it does not choose the way.
-        src_rank: global rank that sends.
-        dst_rank: global rank that receives; may equal ``src_rank``, then nothing touches the network.
-        name: unique for this direction and pair of ranks, for instance ``"vision.0->language.0"``.
-    """
-
-    direction: Literal["activations", "gradients"]
-    src_rank: int
-    dst_rank: int
-    name: str
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.direction})"
 
 
 class TransportError(RuntimeError):
@@ -87,15 +65,6 @@ class _Payload:
     meta: Any
     tensors: list[Tensor]
     ready: torch.cuda.Event | None = None  # set where a side stream of a GPU has yet to fill the tensors
-
-
-class _Header(NamedTuple):
-    """What is said once of all payloads that are alike; ``sizes`` are in bytes, of the leaves that are not empty."""
-
-    channel: Channel
-    meta: Any
-    leaves: list[tuple[torch.dtype, tuple[int, ...]]]
-    sizes: list[int]
 
 
 class Transport:
@@ -124,7 +93,7 @@ class Transport:
         # gloo moves host memory only; what lives elsewhere is staged
         is_nccl = dist.get_backend(ascending) == "nccl"
         self._wire = device if is_nccl else torch.device("cpu")
-        self._room = CONTROL_BYTES if is_nccl else FIRST_BYTES
+        self._room = wire.CONTROL_BYTES if is_nccl else wire.FIRST_BYTES
         self._rank = rank
         self._known: defaultdict[int, dict[str, int]] = defaultdict(dict)  # per receiver: header -> slot
         self._inboxes: dict[tuple[str, int], SimpleQueue[Any]] = {}
@@ -172,14 +141,8 @@ class Transport:
         if channel.dst_rank == self._rank:
             self._deliver(channel, _Payload(json.loads(json.dumps(meta)), leaves))
             return
-        header = json.dumps(
-            {
-                "channel": [channel.direction, channel.name],
-                "meta": meta,
-                "tensors": [[str(leaf.dtype).removeprefix("torch."), *leaf.shape] for leaf in leaves],
-            }
-        )
-        parts = [_bytes_of(leaf.to(self._wire)) for leaf in leaves if leaf.numel()]
+        header = wire.describe(channel, meta, leaves)
+        parts = [wire.bytes_of(leaf.to(self._wire)) for leaf in leaves if leaf.numel()]
         size = sum(part.numel() for part in parts)
         messages = self._messages(channel.dst_rank, header, parts)
         group = self._group(channel.src_rank, channel.dst_rank)
@@ -253,23 +216,12 @@ class Transport:
     def _messages(self, dst: int, header: str, parts: list[Tensor]) -> list[Tensor]:
         """What a payload of `parts` is sent as; the header is in it where the receiver does not know it."""
         known = self._known[dst]
-        encoded = b""
+        text = b""
         if header not in known:
-            encoded = header.encode()
+            text = header.encode()
             # the oldest header gives up its slot; the receiver sees the same order and overwrites it
             known[header] = len(known) if len(known) < HEADER_SLOTS else known.pop(next(iter(known)))
-        first = [torch.tensor([known[header], len(encoded)], device=self._wire).view(torch.uint8)]
-        own: list[Tensor] = []
-        if encoded:
-            text = torch.frombuffer(bytearray(encoded), dtype=torch.uint8).to(self._wire)
-            (first if CONTROL_BYTES + len(encoded) <= self._room else own).append(text)
-        sizes = [part.numel() for part in parts]
-        riding = _riders(sizes, self._room - CONTROL_BYTES - len(encoded))
-        first += parts[:riding]
-        rest = parts[riding:]
-        if _packs(sizes[riding:]):
-            rest = [torch.cat(rest)]
-        return [torch.cat(first) if len(first) > 1 else first[0], *own, *rest]
+        return wire.messages(known[header], text, parts, self._room, self._wire)
 
     def _complete(self, dst: int, inbox: SimpleQueue[Any]) -> None:
         """Body of a sender thread: hold what is on its way until it has left."""
@@ -291,7 +243,7 @@ class Transport:
 
     def _receive(self, src: int, inbox: SimpleQueue[Any]) -> None:
         """Body of a receiver thread: as many payloads as were expected, into their channels' queues."""
-        headers: dict[int, _Header] = {}
+        headers: dict[int, wire.Header] = {}
         first = torch.empty(self._room, dtype=torch.uint8, device=self._wire)
         names: dict[str, None] = {}
         while (item := inbox.get()) is not None:
@@ -304,45 +256,14 @@ class Transport:
                     self._fail(src, f"receiving {', '.join(names)}", error)
                     return
 
-    def _receive_one(self, src: int, first: Tensor, headers: dict[int, _Header]) -> tuple[Channel, _Payload]:
-        self._fill(src, [first])
-        slot, header_bytes = first[:CONTROL_BYTES].view(torch.int64).tolist()
-        start = CONTROL_BYTES
-        if header_bytes:
-            text = first[start : start + header_bytes]
-            if start + header_bytes > self._room:
-                text = torch.empty(header_bytes, dtype=torch.uint8, device=self._wire)
-                self._fill(src, [text])
-            headers[slot] = self._parse(src, bytes(text.tolist()).decode())
-            start += header_bytes
-        header = headers[slot]
-        riding = _riders(header.sizes, self._room - start)
-        parts = []
-        for size in header.sizes[:riding]:
-            parts.append(first[start : start + size].clone())
-            start += size
-        rest = [torch.empty(size, dtype=torch.uint8, device=self._wire) for size in header.sizes[riding:]]
-        if _packs(header.sizes[riding:]):
-            packed = torch.empty(sum(header.sizes[riding:]), dtype=torch.uint8, device=self._wire)
-            self._fill(src, [packed])
-            rest = [piece.clone() for piece in packed.split(header.sizes[riding:])]
-        else:
-            self._fill(src, rest)
-        filled = iter([*parts, *rest])
-        leaves = [
-            torch.empty(shape, dtype=dtype, device=self._wire) if 0 in shape else next(filled).view(dtype).view(shape)
-            for dtype, shape in header.leaves
-        ]
+    def _receive_one(self, src: int, first: Tensor, headers: dict[int, wire.Header]) -> tuple[Channel, _Payload]:
+        def fill(*buffers: Tensor) -> None:
+            self._fill(src, buffers)
+
+        header, leaves = wire.receive(fill, first, headers, partial(wire.Header.parse, src=src, dst=self._rank))
         return header.channel, _Payload(header.meta, [leaf.to(self._device) for leaf in leaves], self._mark())
 
-    def _parse(self, src: int, text: str) -> _Header:
-        header = json.loads(text)
-        direction, name = header["channel"]
-        leaves = [(getattr(torch, dtype), tuple(shape)) for dtype, *shape in header["tensors"]]
-        sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in leaves if 0 not in shape]
-        return _Header(Channel(direction, src, self._rank, name), header["meta"], leaves, sizes)
-
-    def _fill(self, src: int, buffers: list[Tensor]) -> None:
+    def _fill(self, src: int, buffers: Sequence[Tensor]) -> None:
         group = self._group(src, self._rank)
         for request in [dist.irecv(buffer, src, group) for buffer in buffers]:
             assert request is not None
@@ -402,18 +323,3 @@ class Transport:
     def _raise_if_failed(self) -> None:
         if self._error is not None:
             raise self._error
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """The tensor's memory as uint8 of one dim; a view where the tensor is contiguous."""
-    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-
-
-def _riders(sizes: Sequence[int], room: int) -> int:
-    """How many of the first parts, of ``sizes`` bytes, travel in the first message; both ends ask."""
-    return sum(end <= room for end in accumulate(sizes))
-
-
-def _packs(sizes: Sequence[int]) -> bool:
-    """Whether parts of ``sizes`` bytes travel as one message; both ends ask."""
-    return len(sizes) > 1 and sum(sizes) <= PACK_BYTES

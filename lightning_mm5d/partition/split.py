@@ -162,7 +162,7 @@ def _from_offsets(name: str, offsets: Sequence[int], num_layers: int) -> list[in
 def _from_names(
     root: nn.Module, name: str, stages: Sequence[Any], path: str | None, num_layers: int
 ) -> tuple[list[int], dict[str, int]]:
-    field = f"modalities.{name}.pipeline_stages"
+    field = f"modalities.{name}.pipeline_template.stages"
     every = {full: full for full, _ in root.named_modules() if full}
     layer_of = {f"{path}.{index}": index for index in range(num_layers)}
     stage_of: dict[int, int] = {}

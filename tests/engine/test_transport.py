@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_mm5d.engine.groups import Groups
-from lightning_mm5d.engine.transport import HEADER_SLOTS, PACK_BYTES, Channel, Transport, TransportError
+from lightning_mm5d.engine.transport import HEADER_SLOTS, Channel, Transport, TransportError
+from lightning_mm5d.engine.wire import PACK_BYTES
 
 CONTEXT = multiprocessing.get_context("forkserver")
 activations = partial(Channel, "activations", name="vision.0->language.0")  # of (source rank, receiving rank)
@@ -166,7 +167,7 @@ def _zoo() -> list[tuple[Any, list[torch.Tensor]]]:
     base = torch.randn(6, 8)
     leaf = torch.randn(3, 4, requires_grad=True)
     dtypes = [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float64]
-    big = PACK_BYTES // 4
+    big, room = PACK_BYTES // 4, FIRST_BYTES // 4 - 1000  # floats
     return [
         (None, []),
         ("scalar", [torch.tensor(3.5)]),
@@ -176,6 +177,9 @@ def _zoo() -> list[tuple[Any, list[torch.Tensor]]]:
         ({"bias": None}, [base.t(), base[::2, 1::3], base[:1].expand(5, 8), leaf, leaf * 2]),
         ({"ü": "字"}, [torch.empty(0), torch.randn(big), torch.tensor(True), torch.randn(big, 2).t()]),
         ([], [torch.randn(1), torch.randn(big - 1)]),  # just small enough to be packed
+        ("some have room", [torch.randn(5), torch.randn(room), torch.randn(7), torch.randn(room), torch.randn(2)]),
+        ("none has", [torch.randn(room, 2), torch.randn(3)]),
+        ("h" * FIRST_BYTES, [torch.randn(3), torch.randn(room)]),  # a header that has none
     ]
 
 
