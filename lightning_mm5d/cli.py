@@ -1,7 +1,8 @@
 """The command ``mm5d``: plans multimodal training before it runs, without processes or process groups.
 
 ``mm5d inspect`` prints which rank holds what; ``mm5d simulate`` prints, and draws, how long ranks would idle under
-every schedule; ``mm5d plan`` searches a better layout. All read the configuration of a LightningCLI (see `job`); for ``simulate`` sizes alone will do.
+every schedule; ``mm5d plan`` searches a better layout. All read the configuration of a LightningCLI (see `job`); for
+``simulate`` sizes alone will do.
 
 It refuses, in one line and with exit code 2, whatever cannot work.
 """
@@ -25,7 +26,7 @@ from lightning_mm5d.errors import ConfigError
 from lightning_mm5d.job import Job, load
 from lightning_mm5d.planner.comparison import comparison, num_stages, ranks
 from lightning_mm5d.planner.inspect import as_json, holdings, report, warnings
-from lightning_mm5d.planner.proposal import as_yaml, propose
+from lightning_mm5d.planner.proposal import propose
 from lightning_mm5d.planner.sketch import sketch
 from lightning_mm5d.planner.timeline import chrome_trace, draw
 from lightning_mm5d.schedule import SCHEDULES, AnySchedule, Graph, Outcome, ScheduleError, compare, name_of
@@ -180,21 +181,16 @@ def _plan(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
         raise ConfigError(
             "schedule", name_of(strategy.schedule), rule, "Add --trainer.strategy.init_args.schedule=1f1b"
         )
-    durations = _durations(arguments.cost, modalities)
-    missing = [name for name in modalities if durations and name not in durations]
-    if missing:
-        rule = f"Those of {', '.join(missing)} would be estimated in another unit"
-        raise ConfigError("--cost", arguments.cost, rule, "Give a duration for every modality, or for none")
     proposal = propose(
         strategy.plan(module),
         module,
         schedule=strategy.schedule,
         num_microbatches=strategy.num_microbatches,
-        durations=durations,
+        durations=_durations(arguments.cost, modalities),
     )
     if arguments.out is not None:
         try:
-            arguments.out.write_text(as_yaml(proposal.found.modalities), encoding="utf-8")
+            arguments.out.write_text(proposal.as_yaml(), encoding="utf-8")
         except OSError as error:
             rule = f"It cannot be written: {error.strerror}"
             raise ConfigError("--out", str(arguments.out), rule, "Name another file") from error

@@ -77,7 +77,7 @@ def partition(root: nn.Module, modalities: Mapping[str, Modality]) -> Partition:
     for name, modality in modalities.items():
         template, count = modality.pipeline_template, len(rows[name]) - 2
         if template is None:
-            sizes[name] = _even(name, modality.num_cuts, count)
+            sizes[name] = _even(modality.num_cuts, _enough(name, modality, count))
             if modality.num_cuts > 1:
                 behind = name == found.terminal and _behind_trained(found, modalities, rows, trainable)
                 sizes[name] = _balanced(rows[name], modality.num_cuts, trainable, behind)
@@ -116,16 +116,20 @@ def _balanced(row: Sequence[Unit], num_stages: int, trainable: frozenset[str], b
     return balance([max(cost, 1.0) for cost in layers], num_stages, first=first, last=last)
 
 
-def _even(name: str, num_stages: int, num_layers: int) -> list[int]:
+def _enough(name: str, modality: Modality, num_layers: int) -> int:
+    """The number of layers, where each stage gets one."""
+    ranks, chunks, most = modality.stages, modality.pp_chunks, max(num_layers, 1)
+    if ranks * chunks > most:
+        several = f"{ranks} ranks with {chunks} chunks each are {ranks * chunks} stages, " if chunks > 1 else ""
+        rule = f"{several}a stage needs at least one layer, and {name} has {num_layers or 'no list of'} layers"
+        fix = f"Use at most {most // chunks or most}" + (", or fewer chunks (pp_chunks; the schedule zbv takes 2)" if chunks > 1 else "")
+        raise ConfigError(f"modalities.{name}.pp_size", ranks, rule, fix)
+    return num_layers
+
+
+def _even(num_stages: int, num_layers: int) -> list[int]:
     if num_stages == 1:
         return [num_layers]
-    if num_stages > num_layers:
-        raise ConfigError(
-            f"modalities.{name}.pp_size",
-            num_stages,
-            f"a stage needs at least one layer, and {name} has {num_layers or 'no list of'} layers",
-            f"Use at most {max(num_layers, 1)}",
-        )
     # the last stage also computes the head, so that the earlier ones take what is left over
     return [num_layers // num_stages + (index < num_layers % num_stages) for index in range(num_stages)]
 
@@ -138,7 +142,7 @@ def _from_sizes(name: str, template: PipelineTemplate, num_layers: int) -> list[
             f"modalities.{name}.pipeline_template.stages",
             template.stages,
             f"the stages must hold each of the {num_layers} layers of {name} once, and hold {sum(sizes)}",
-            f"Use {fixed if fixed[-1] > 0 else _even(name, min(len(sizes), max(num_layers, 1)), num_layers)}",
+            f"Use {fixed if fixed[-1] > 0 else _even(min(len(sizes), max(num_layers, 1)), num_layers)}",
         )
     return sizes
 
@@ -148,7 +152,7 @@ def _from_offsets(name: str, offsets: Sequence[int], num_layers: int) -> list[in
     if 1 < len(offsets) > num_layers:
         rule = f"a stage needs at least one layer, and {name} has {num_layers or 'no list of'} layers"
         raise ConfigError(field, offsets, rule, f"Use at most {max(num_layers, 1)} stages")
-    even = _even(name, len(offsets), num_layers)
+    even = _even(len(offsets), num_layers)
     sizes = [size + offset for size, offset in zip(even, offsets, strict=True)]
     if len(sizes) > 1 and min(sizes) < 1:
         fixed = [max(size, 1) for size in sizes]

@@ -79,6 +79,7 @@ class Space:
             name: tuple(accumulate((round(cost * self.scale) * num_microbatches for cost in row), initial=0))
             for name, row in costs.items()
         }
+        self._everything = sum(sums[-1] for sums in self._sums.values())
         self._layers = {name: len(row) for name, row in costs.items()}
         self._kinds = {name: (modality.tp_size, modality.cp_size) for name, modality in modalities.items()}
         self._widths = {name: math.prod(kind) for name, kind in self._kinds.items()}
@@ -92,17 +93,22 @@ class Space:
         """The most ranks that can be filled, with a layer for each stage."""
         return sum(self._widths[name] * layers for name, layers in self._layers.items())
 
+    def fills(self, num_ranks: int) -> bool:
+        """Whether there is a placement on so many ranks."""
+        self._limit = self._everything
+        within = num_ranks <= self.most_ranks
+        return within and any(True for hosts in self._ways() for _ in self._counts(hosts, num_ranks))
+
     def best(self, count: int) -> list[Placement]:
         """Return the `count` placements that come first by their `order`."""
-        everything = sum(sums[-1] for sums in self._sums.values())
         # what is a quarter above a load that is known to be possible is not looked at, unless nothing else is there
-        return self._within(self._apart(everything) * 5 // 4, count) or self._within(everything, count)
+        return self._within(self._apart() * 5 // 4, count) or self._within(self._everything, count)
 
     def _within(self, limit: int, count: int) -> list[Placement]:
         kept: list[tuple[tuple[int, int, int], int, Placement]] = []
         self._limit = limit
         for hosts in self._ways():
-            for ranks in self._counts(hosts):
+            for ranks in self._counts(hosts, self._num_ranks):
                 placement = self._placed(hosts, ranks)
                 if placement is None:
                     continue
@@ -113,9 +119,9 @@ class Space:
                     self._limit = kept[-1][0][0]
         return [placement for *_, placement in kept]
 
-    def _apart(self, everything: int) -> int:
-        """The smallest largest load where nothing is shared, or `everything` where there are too few ranks for that."""
-        low, high = 0, everything
+    def _apart(self) -> int:
+        """The smallest largest load where nothing is shared, or that of one rank where there are too few for that."""
+        low, high = 0, self._everything
         while low < high:
             middle = (low + high) // 2
             parts = {name: fewest(sums, middle) for name, sums in self._sums.items()}
@@ -136,7 +142,7 @@ class Space:
             if all(host is None or hosts.get(host.modality) is None for host in choice):
                 yield hosts
 
-    def _counts(self, hosts: Mapping[str, Host | None]) -> Iterator[dict[str, int]]:
+    def _counts(self, hosts: Mapping[str, Host | None], num_ranks: int) -> Iterator[dict[str, int]]:
         """All numbers of own stages that fill the ranks; encoders that run whole on another one's rank have none."""
         spans: dict[str, tuple[int, int]] = {}
         for name, host in hosts.items():
@@ -148,7 +154,7 @@ class Space:
         # on one rank of the terminal modality a replica on each is the same as the last stage on the first
         several = Host(self._terminal, None) in hosts.values()
         spans[self._terminal] = (1 + several, self._layers[self._terminal])
-        for counts in _fillings([(*span, self._widths[name]) for name, span in spans.items()], self._num_ranks):
+        for counts in _fillings([(*span, self._widths[name]) for name, span in spans.items()], num_ranks):
             yield dict(zip(spans, counts, strict=True))
 
     def _placed(self, hosts: Mapping[str, Host | None], ranks: Mapping[str, int]) -> Placement | None:

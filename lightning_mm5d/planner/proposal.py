@@ -5,7 +5,8 @@ encoder sees more or fewer of them than the language model durations should be g
 forward, or by the `cost` of the configured modalities, which a run measures for each pipeline rank. They scale the
 estimates, which still say how much of it each layer takes.
 
-It refuses worlds that the replicas of the terminal modality do not divide, and what `search` refuses.
+It refuses worlds that the replicas of the terminal modality do not divide, durations of some modalities only, and what
+`search` refuses.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import yaml
 from torch import nn
 
-from lightning_mm5d.config import Modality
+from lightning_mm5d.config import Modality, PipelineTemplate
 from lightning_mm5d.engine.plan import Plan
 from lightning_mm5d.errors import ConfigError
 from lightning_mm5d.layout import Layout
@@ -45,73 +46,79 @@ class Step:
 
     @property
     def pace(self) -> float:
-        """Time per microbatch: replicas make a step longer for nobody, and bring microbatches of their own."""
+        """Time per microbatch: a step of more replicas does more."""
         return self.outcome.simulation.makespan / self.num_microbatches
+
+    def as_json(self) -> dict[str, Any]:
+        """Return ``{"replicas", "makespan", "busiest", "idle", "pace"}``: busiest is the work of the busiest rank."""
+        return {
+            "replicas": self.plan.layout.num_replicas,
+            "makespan": self.outcome.simulation.makespan,
+            "busiest": max(self.outcome.simulation.busy.values()),
+            "idle": self.outcome.bubble,
+            "pace": self.pace,
+        }
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """What was found, beside what was configured."""
+    """What was found, beside what was configured.
+
+    Attributes:
+        found: by the search; where durations are known its modalities have them as `cost`.
+        proposed: the step of the layout that was found.
+        configured: the step of the configured one.
+    """
 
     found: Found
     proposed: Step
     configured: Step
 
     def as_json(self) -> dict[str, Any]:
-        """Return ``{"modalities", "proposed", "configured", "placed", "simulated"}``.
-
-        Proposed and configured are each ``{"replicas", "makespan", "bubble", "busiest", "pace"}``; busiest is the largest
-        work of a rank in a step, and pace the time per microbatch.
-        """
-
-        def step(one: Step) -> dict[str, Any]:
-            simulation = one.outcome.simulation
-            return {
-                "replicas": one.plan.layout.num_replicas,
-                "makespan": simulation.makespan,
-                "bubble": one.outcome.bubble,
-                "busiest": max(simulation.busy.values()),
-                "pace": one.pace,
-            }
-
+        """Return ``{"modalities", "proposed", "configured", "placed", "simulated"}``; the steps are as in `Step`."""
         return {
-            "modalities": {name: _said(modality) for name, modality in self.found.modalities.items()},
-            "proposed": step(self.proposed),
-            "configured": step(self.configured),
+            "modalities": self._said(),
+            "proposed": self.proposed.as_json(),
+            "configured": self.configured.as_json(),
             "placed": self.found.placed,
             "simulated": self.found.simulated,
         }
 
+    def as_yaml(self) -> str:
+        """Return the proposed modalities as YAML, a line for each; laid over the configuration they replace it."""
+        lines = (
+            yaml.safe_dump(said, default_flow_style=True, sort_keys=False, width=1000) for said in self._said().values()
+        )
+        return "".join(f"{name}: {line}" for name, line in zip(self.found.modalities, lines, strict=True))
+
     def as_text(self) -> str:
         """Return it as text: both layouts in numbers, each rank of the proposed one, and what to paste."""
         found, plan, outcome = self.found, self.proposed.plan, self.proposed.outcome
-        rows = [
-            (
-                name,
-                one.plan.layout.num_replicas,
-                f"{one.outcome.simulation.makespan:.5g}",
-                f"{max(one.outcome.simulation.busy.values()):.5g}",
-                f"{one.outcome.bubble:.1%}",
-                f"{one.pace:.5g}",
-            )
-            for name, one in (("configured", self.configured), ("proposed", self.proposed))
-        ]
+        replicas = plan.layout.num_replicas
+        rows = []
+        for name, step in (("configured", self.configured), ("proposed", self.proposed)):
+            said = step.as_json()
+            times = [f"{said[key]:.5g}" for key in ("makespan", "busiest", "pace")]
+            rows.append((name, said["replicas"], *times, f"{said['idle']:.1%}"))
         each = [
             (rank, _holds(plan, rank), f"{outcome.simulation.busy[rank]:.5g}", f"{outcome.simulation.bubble[rank]:.1%}")
             for rank in range(plan.layout.size)
         ]
-        written = "".join(f"  {line}\n" for line in as_yaml(found.modalities).splitlines())
+        paste = "".join(f"\n  {line}" for line in self.as_yaml().splitlines())
         parts = [
-            f"layouts: {found.placed} divided, {found.simulated} simulated under {outcome.schedule}; "
-            f"ranks: {plan.layout.size}, microbatches: {self.proposed.num_microbatches // plan.layout.num_replicas} "
-            "per replica",
-            table(("layout", "replicas", "makespan", "busiest rank", "idle", "per microbatch"), rows),
+            f"ranks: {plan.layout.size}, microbatches: {self.proposed.num_microbatches // replicas} per replica, "
+            f"placements divided: {found.placed}, simulated under {outcome.schedule}: {found.simulated}",
+            table(("layout", "replicas", "makespan", "busiest rank", "per microbatch", "idle"), rows),
             table(("rank", "layers", "busy", "idle"), each),
-            f"modalities:\n{written}".rstrip(),
+            f"modalities:{paste}",
         ]
-        if self.proposed.pace >= self.configured.pace:
+        if self.proposed.pace > self.configured.pace * (1 - 1e-6):
             parts.insert(2, "What is configured is as good as anything that was found.")
         return "\n\n".join(parts)
+
+    def _said(self) -> dict[str, dict[str, Any]]:
+        before = self.configured.plan.modalities
+        return {name: _said(modality, before[name]) for name, modality in self.found.modalities.items()}
 
 
 def propose(
@@ -134,7 +141,7 @@ def propose(
             estimates where there are none.
 
     Raises:
-        ConfigError: replicas do not divide the ranks, or the search refuses.
+        ConfigError: replicas do not divide the ranks, only some durations are known, or the search refuses.
     """
     terminal, size = plan.partition.terminal, plan.layout.size
     replicas = plan.modalities[terminal].dp_size or 1
@@ -142,6 +149,12 @@ def propose(
         rule = f"The {replicas} replicas of {terminal!r} must divide the {size} ranks"
         fix = f"Use a dp_size that divides {size}, or {size - size % replicas or replicas} ranks"
         raise ConfigError(f"modalities.{terminal}.dp_size", replicas, rule, fix)
+    said = {name: modality.cost for name, modality in plan.modalities.items() if modality.cost is not None}
+    costs: Mapping[str, object] = durations or said
+    missing = [name for name in plan.modalities if name not in costs]
+    if costs and missing:
+        rule = f"Those of {', '.join(missing)} would be estimated in another unit"
+        raise ConfigError("cost", costs, rule, "Give a duration for every modality, or for none")
     rows = _timed(plan, module, durations or {})
     found = search(
         rows,
@@ -157,23 +170,13 @@ def propose(
         found.modalities, world_size=size, terminal=terminal, ranks_per_node=plan.layout.ranks_per_node
     )
     proposed = Plan(layout, partition(module, found.modalities), found.modalities, plan.sizes)
-    is_timed = bool(durations) or all(modality.cost is not None for modality in plan.modalities.values())
     steps = []
     for one in (proposed, plan):
-        costed = replace(one, modalities=_costed(one, rows)) if is_timed else one
+        costed = replace(one, modalities=_costed(one, rows)) if costs else one
         graph = costed.whole_graph(schedule, num_microbatches, module)
         outcome = compare(graph, [schedule])[0]
         steps.append(Step(costed, outcome, num_microbatches * one.layout.num_replicas))
     return Proposal(replace(found, modalities=dict(steps[0].plan.modalities)), *steps)
-
-
-def as_yaml(modalities: Mapping[str, Modality]) -> str:
-    """Return the modalities as YAML, a line for each, with the fields that are not at their defaults."""
-    lines = (
-        yaml.safe_dump(_said(modality), default_flow_style=True, sort_keys=False, width=1000)
-        for modality in modalities.values()
-    )
-    return "".join(f"{name}: {line}" for name, line in zip(modalities, lines, strict=True))
 
 
 def _timed(plan: Plan, module: nn.Module, durations: Mapping[str, float]) -> dict[str, list[Unit]]:
@@ -221,13 +224,20 @@ def _costed(plan: Plan, rows: Mapping[str, Sequence[Unit]]) -> dict[str, Modalit
     return found
 
 
-def _said(modality: Modality) -> dict[str, Any]:
-    """The fields that are not at their defaults, as plain values."""
-    said = {field.name: getattr(modality, field.name) for field in fields(modality)}
-    template = modality.pipeline_template
-    if template is not None:
-        said["pipeline_template"] = {"stages": template.stages}
-    return {name: value for name, value in said.items() if value != getattr(Modality(), name)}
+def _said(modality: Modality, instead_of: Modality) -> dict[str, Any]:
+    """The fields that are not at their defaults, or were not, as plain values.
+
+    A LightningCLI lays one file over another field by field, so what is no longer set must be said too.
+    """
+    said: dict[str, Any] = {}
+    for field in fields(modality):
+        value, before = getattr(modality, field.name), getattr(instead_of, field.name)
+        if isinstance(value, PipelineTemplate):
+            had_offsets = before is not None and before.offsets is not None
+            said[field.name] = {"stages": value.stages, **({"offsets": None} if had_offsets else {})}
+        elif value != field.default or before != field.default:
+            said[field.name] = value
+    return said
 
 
 def _holds(plan: Plan, rank: int) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from lightning_mm5d.config import Host, Modality, PipelineTemplate
+from lightning_mm5d.config import Host, Modality, PipelineTemplate, nearest, one_of
 from lightning_mm5d.engine.plan import Plan
 from lightning_mm5d.errors import ConfigError
 from lightning_mm5d.layout import Layout
@@ -72,8 +72,7 @@ def search(
         late: encoders whose result is used after the terminal modality's last layer.
 
     Returns:
-        What was found; of placements with equal makespan, one with the smallest largest load and then with the fewest
-        shared stages.
+        What was found; of placements with equal makespan, the one with the fewest shared stages.
 
     Raises:
         ConfigError: no placement fills the ranks, or `feeds` names stages.
@@ -94,8 +93,9 @@ def search(
     space = Space(costs, modalities, num_ranks, terminal=terminal, num_microbatches=num_microbatches)
     placements = space.best(_JUDGED)
     if not placements:
-        rule = f"Each stage has a layer at least, so that the modalities fill up to {space.most_ranks} ranks"
-        fix = f"Set modalities.{terminal}.dp_size, so that replicas share the ranks"
+        rule = f"With a layer at least for each stage the modalities fill up to {space.most_ranks} ranks"
+        fits = one_of(nearest(num_ranks, space.fills))
+        fix = f"Nearest that fit: {fits} for each replica (modalities.{terminal}.dp_size says how many there are)"
         raise ConfigError("num_ranks", num_ranks, rule, fix)
     graphs = [_graph(plain, modalities, placement, terminal, num_microbatches, late) for placement in placements]
     bounds = list(map(lower_bound, graphs))
@@ -105,7 +105,8 @@ def search(
             break
         simulated += 1
         shortest = simulate(build(schedule, graphs[index]), graphs[index]).makespan
-        if shortest < makespan * (1 - _SAME) or (shortest < makespan * (1 + _SAME) and index < best):
+        fewer = (placements[index].shared, index) < (placements[best].shared, best)
+        if shortest < makespan * (1 - _SAME) or (fewer and shortest <= makespan * (1 + _SAME)):
             best, makespan = index, shortest
     return Found(
         modalities=_written(modalities, placements[best], terminal),

@@ -10,12 +10,12 @@ import pytest
 import yaml
 from jsonargparse import auto_cli
 
-from lightning_mm5d.config import Modality
+from lightning_mm5d.config import Modality, PipelineTemplate
 from lightning_mm5d.engine.plan import Plan
 from lightning_mm5d.errors import ConfigError
 from lightning_mm5d.layout import Layout
 from lightning_mm5d.partition import partition
-from lightning_mm5d.planner.proposal import Proposal, as_yaml, propose
+from lightning_mm5d.planner.proposal import Proposal, propose
 from zoo import CASES, apply_freeze
 
 COUNT = 8
@@ -56,7 +56,7 @@ def test_what_the_search_predicts_is_what_a_run_of_the_proposal_is_simulated_to_
     """Read back from what is to be pasted, as a user would."""
     fields: dict[str, dict[str, Any]] = {"vision": {}, "audio": {}, "language": {"pp_size": 2}}
     found, module = proposal("handwritten_two", fields, 4, freeze=freeze, durations=durations)
-    (tmp_path / "modalities.yaml").write_text(as_yaml(found.found.modalities))
+    (tmp_path / "modalities.yaml").write_text(found.as_yaml())
     (tmp_path / "config.yaml").write_text("modalities: modalities.yaml")
     pasted = auto_cli(read, args=[f"--config={tmp_path / 'config.yaml'}"])
     assert pasted == found.found.modalities
@@ -109,6 +109,25 @@ def test_refuses_replicas_that_do_not_divide_the_ranks() -> None:
     assert caught.value.field == "modalities.language.dp_size"
 
 
+@pytest.mark.parametrize(("cost", "durations"), [(None, {"vision": 1.0}), (2.0, None), (2.0, {"language": 1.0})])
+def test_refuses_durations_of_some_modalities_only(cost: float | None, durations: dict[str, float] | None) -> None:
+    with pytest.raises(ConfigError, match="estimated in another unit") as caught:
+        proposal("handwritten", {"vision": {"cost": cost}, "language": {}}, 2, durations=durations)
+    assert caught.value.field == "cost"
+
+
+def test_what_is_said_replaces_what_was_configured() -> None:
+    """A LightningCLI lays files over another field by field."""
+    fields = {
+        "vision": {},
+        "language": {"pp_size": 2, "pp_chunks": 2, "pipeline_template": PipelineTemplate(offsets=[0] * 4)},
+    }
+    found, _ = proposal("handwritten", fields, 3)
+    said = found.as_json()["modalities"]["language"]
+    assert said["pp_chunks"] == 1
+    assert said["pipeline_template"]["offsets"] is None
+
+
 def test_the_report_names_every_rank_and_what_to_paste() -> None:
     found, _ = proposal("handwritten_two", {"vision": {}, "audio": {}, "language": {}}, 3)
     text = found.as_text()
@@ -124,4 +143,4 @@ def test_as_json_holds_both_layouts() -> None:
     said = found.as_json()
     assert list(said) == ["modalities", "proposed", "configured", "placed", "simulated"]
     assert said["proposed"]["makespan"] <= said["configured"]["makespan"]
-    assert set(said["proposed"]) == {"replicas", "makespan", "bubble", "busiest", "pace"}
+    assert set(said["proposed"]) == {"replicas", "makespan", "idle", "busiest", "pace"}

@@ -153,7 +153,10 @@ def test_refuses_more_ranks_than_layers() -> None:
     with pytest.raises(ConfigError, match="fill up to 22 ranks") as caught:
         run(SMALL, 23)
     assert (caught.value.field, caught.value.got) == ("num_ranks", 23)
-    assert "modalities.language.dp_size" in caught.value.fix
+    assert caught.value.fix.startswith("Nearest that fit: 22 for each replica")
+    wide = {name: Modality(tp_size=2) for name in SMALL}
+    with pytest.raises(ConfigError, match="Nearest that fit: 4 or 6 for each replica"):
+        run(SMALL, 5, modalities=wide)
 
 
 def test_refuses_encoders_that_feed_stages_by_number() -> None:
