@@ -123,9 +123,7 @@ def measure(
     nodes = []
     for node in graph.nodes:
         forward, inward, weight = (time * node.forward_cost / WIDTH**2 for time in results[node.worker][1])
-        nodes.append(
-            dataclasses.replace(node, forward_cost=forward, backward_cost=inward + weight, weight_cost=weight)
-        )
+        nodes.append(dataclasses.replace(node, forward_cost=forward, backward_cost=inward + weight, weight_cost=weight))
     ideal = simulate(build(schedule, graph), Graph(tuple(nodes), graph.edges)).makespan
     step = statistics.median(end - start for start, end in pairwise(results[-1][0][WARMUP:]))
     shape = ", ".join(f"{name} pp {ranks}" for name, (_, ranks) in towers.items())

@@ -19,19 +19,23 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
+import torch
 from jsonargparse import ArgumentError
 
 from lightning_mm5d.config import Modality, for_schedule
 from lightning_mm5d.errors import ConfigError
-from lightning_mm5d.job import Job, load
+from lightning_mm5d.job import Job, first_microbatch, load
+from lightning_mm5d.partition.costs import units
+from lightning_mm5d.partition.find import find
 from lightning_mm5d.planner.comparison import comparison, num_stages, ranks
 from lightning_mm5d.planner.inspect import as_json, holdings, report, warnings
+from lightning_mm5d.planner.profile import measure
 from lightning_mm5d.planner.proposal import propose
 from lightning_mm5d.planner.sketch import sketch
 from lightning_mm5d.planner.timeline import chrome_trace, draw
 from lightning_mm5d.schedule import SCHEDULES, AnySchedule, Graph, Outcome, ScheduleError, compare, name_of
 
-_OPTIONS = ("--help", "--json", "--out", "--script", "--cost", "--frozen")
+_OPTIONS = ("--help", "--json", "--out", "--script", "--cost", "--frozen", "--measure")
 _UNION = "Does not validate against any of the Union subtypes"
 _NOISE = ("Subtypes:", "Errors:", "Given value", "Expected a <class 'NoneType'>", "Expected a <class 'str'>")
 
@@ -113,6 +117,11 @@ def _parser() -> argparse.ArgumentParser:
         help="duration of a forward through each whole modality, in any unit, instead of an estimate; for all of them",
     )
     one.add_argument(
+        "--measure",
+        action="store_true",
+        help="time the forward of every layer on one microbatch of the training data, here, instead of estimating it",
+    )
+    one.add_argument(
         "--out",
         type=Path,
         metavar="FILE",
@@ -142,7 +151,7 @@ def _one_line(message: str) -> str:
 
 
 def _inspect(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
-    strategy, module, _ = load(arguments.configs, arguments.script, overrides)
+    strategy, module, *_ = load(arguments.configs, arguments.script, overrides)
     assert module is not None
     plan = strategy.plan(module)
     if arguments.json:
@@ -174,19 +183,23 @@ def _simulate(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
 
 
 def _plan(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
-    strategy, module, modalities = load(arguments.configs, arguments.script, overrides)
+    job = load(arguments.configs, arguments.script, overrides, with_memory=arguments.measure)
+    strategy, module = job.strategy, job.module
     assert module is not None
     if strategy.schedule not in SCHEDULES:
         rule = "A table or a function is for one layout, and others are searched"
         raise ConfigError(
             "schedule", name_of(strategy.schedule), rule, "Add --trainer.strategy.init_args.schedule=1f1b"
         )
+    durations: Mapping[str, float | Sequence[float]] = _durations(arguments.cost, job.modalities)
+    if arguments.measure:
+        durations = _measured(job, arguments.cost)
     proposal = propose(
         strategy.plan(module),
         module,
         schedule=strategy.schedule,
         num_microbatches=strategy.num_microbatches,
-        durations=_durations(arguments.cost, modalities),
+        durations=durations,
     )
     if arguments.out is not None:
         try:
@@ -196,6 +209,17 @@ def _plan(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
             raise ConfigError("--out", str(arguments.out), rule, "Name another file") from error
     print(json.dumps(proposal.as_json()) if arguments.json else proposal.as_text())
     _warn(warnings(proposal.proposed.plan.layout))
+
+
+def _measured(job: Job, given: str | None) -> dict[str, list[float]]:
+    """Seconds of each unit's forward, on a GPU where there is one."""
+    assert job.module is not None
+    if given is not None:
+        raise ConfigError("--measure", True, "Durations are either measured or given", "Leave out --cost or --measure")
+    if torch.cuda.is_available():
+        job.module.to("cuda")
+    found = find(job.module, job.strategy.modalities)
+    return measure(job.module, first_microbatch(job), found, units(job.module, found))
 
 
 def _durations(given: str | None, modalities: Mapping[str, Modality]) -> dict[str, float]:
@@ -247,7 +271,7 @@ def _graph(job: Job, schedule: AnySchedule, frozen: frozenset[str]) -> Graph:
     ``interleaved`` and ``zbv`` are given two chunks of the terminal modality a rank where the user said nothing about
     chunks, and the model has the layers for it.
     """
-    strategy, module, written = job
+    strategy, module, written, _ = job
     terminal = strategy.layout.terminal
     wanted = for_schedule(written, "zbv" if schedule == "interleaved" else schedule, terminal)
     if module is None:

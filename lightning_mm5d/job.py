@@ -16,7 +16,7 @@ import inspect
 import runpy
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,12 +26,14 @@ import torch
 import yaml
 from jsonargparse import ArgumentParser, Namespace
 from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import Strategy
 
 from lightning_mm5d.config import Modality
+from lightning_mm5d.engine.packed import describe
 from lightning_mm5d.errors import ConfigError
+from lightning_mm5d.steps import microbatches
 from lightning_mm5d.strategy import MultimodalStrategy
 
 # what Lightning's precision plugins make of a module's parameters; all other settings leave them alone
@@ -47,14 +49,23 @@ class Job(NamedTuple):
         strategy: knows its ranks.
         module: may lack memory; None where the configuration has no model.
         modalities: as they were written, before the schedule had its say about chunks.
+        data: the data module, where the configuration has one.
     """
 
     strategy: MultimodalStrategy
     module: LightningModule | None
     modalities: Mapping[str, Modality]
+    data: LightningDataModule | None = None
 
 
-def load(configs: Sequence[Path], script: Path | None, overrides: Sequence[str], *, sizes_will_do: bool = False) -> Job:
+def load(
+    configs: Sequence[Path],
+    script: Path | None,
+    overrides: Sequence[str],
+    *,
+    sizes_will_do: bool = False,
+    with_memory: bool = False,
+) -> Job:
     """Read a job from the configuration of a LightningCLI.
 
     Args:
@@ -65,6 +76,7 @@ def load(configs: Sequence[Path], script: Path | None, overrides: Sequence[str],
         sizes_will_do: whether the model may be missing. It is taken to be where nothing says ``model`` or names a
             script, and where, moreover, no ``trainer.devices`` are given or no script is found; ranks are then as many
             as the sizes need.
+        with_memory: whether the model is to be run.
 
     Raises:
         ConfigError: it cannot be read, or cannot work.
@@ -86,7 +98,7 @@ def load(configs: Sequence[Path], script: Path | None, overrides: Sequence[str],
     arguments = [part for config in configs for part in ("--config", str(config))] + list(overrides)
     folders = [script.parent] if script else []
     with _importable([*folders, *(config.parent for config in configs), Path()]):
-        return _job_of(script, arguments)
+        return _job_of(script, arguments, with_memory=with_memory)
 
 
 def _read(config: Path) -> dict[str, Any]:
@@ -163,14 +175,35 @@ class _Finished(BaseException):
         self.outcome = outcome
 
 
-def _job_of(script: Path | None, arguments: list[str], without_model: Callable[[], Any] | None = None) -> Job:
+def first_microbatch(job: Job) -> Any:
+    """Return the first microbatch of the training data, on the device that the module is on."""
+    module, data = job.module, job.data
+    assert module is not None
+    if data is not None:
+        data.prepare_data()
+        data.setup("fit")
+    batch = next(iter((module if data is None else data).train_dataloader()))
+    count = 1 if job.strategy.microbatching == "loader" else job.strategy.num_microbatches
+    part = microbatches(module, batch, count, describe(module))[0].batch
+    part = module.transfer_batch_to_device(module.on_before_batch_transfer(part, 0), module.device, 0)
+    return module.on_after_batch_transfer(part, 0)
+
+
+def _job_of(
+    script: Path | None,
+    arguments: list[str],
+    without_model: Callable[[], Any] | None = None,
+    *,
+    with_memory: bool = False,
+) -> Job:
     """Run what makes a LightningCLI until it has made its parser, and let that parser read `arguments`."""
     setup_parser, fit = LightningCLI.setup_parser, {"fit": LightningCLI.subcommands()["fit"]}
 
     def read(cli: LightningCLI, run: bool, main_kwargs: dict[str, Any], sub_kwargs: dict[str, Any]) -> None:
         setup_parser(cli, run, main_kwargs | {"exit_on_error": False}, sub_kwargs)
         try:
-            outcome: Job | Exception = _parsed(cli.parser, ["fit"] if run else [], arguments, without_model is None)
+            command = ["fit"] if run else []
+            outcome: Job | Exception = _parsed(cli.parser, command, arguments, without_model is None, with_memory)
         except Exception as error:
             outcome = error
         raise _Finished(outcome)
@@ -189,7 +222,7 @@ def _job_of(script: Path | None, arguments: list[str], without_model: Callable[[
     raise ConfigError("--script", str(script), "It makes no LightningCLI", "Name the script that trains")
 
 
-def _parsed(parser: Any, command: list[str], arguments: list[str], with_model: bool) -> Job:
+def _parsed(parser: Any, command: list[str], arguments: list[str], with_model: bool, with_memory: bool) -> Job:
     parsed = parser.parse_args([*command, *arguments])
     settings = (parsed[command[0]] if command else parsed).trainer
     strategy, modalities = _strategy(settings.strategy)
@@ -211,12 +244,12 @@ def _parsed(parser: Any, command: list[str], arguments: list[str], with_model: b
         return made.model, made.get("data")
 
     try:
-        with torch.device("meta"):
+        with nullcontext() if with_memory else torch.device("meta"):
             module, data = make()
     except Exception:  # a constructor that computes with values, or loads them, needs memory
         module, data = make()
     strategy.validate(module, data)
-    return Job(strategy, module if dtype is None else module.to(dtype), modalities)
+    return Job(strategy, module if dtype is None else module.to(dtype), modalities, data)
 
 
 def _strategy(given: Any) -> tuple[MultimodalStrategy, Mapping[str, Modality]]:

@@ -25,7 +25,7 @@ from lightning_mm5d.engine.exchange import broadcast_tree
 from lightning_mm5d.engine.logs import LogCapture, LogExchange, LogOptions, MergedLog, replay
 from lightning_mm5d.engine.metrics import MetricSync
 from lightning_mm5d.engine.microbatch import Microbatch, batch_samples, merge, split
-from lightning_mm5d.engine.packed import describe
+from lightning_mm5d.engine.packed import PackedTokens, describe
 from lightning_mm5d.engine.plan import Plan
 from lightning_mm5d.errors import ConfigError
 from lightning_mm5d.grouped import LoaderBatches
@@ -54,6 +54,23 @@ class Replica:
     src: int
     group: dist.ProcessGroup | None
     exchange: LogExchange
+
+
+def microbatches(module: LightningModule, batch: Any, count: int, packed: PackedTokens) -> list[Microbatch]:
+    """Return the microbatches of one replica's batch: as the module splits it, else as `split` does.
+
+    Args:
+        module: may have `split_batch`.
+        batch: of the dataloader, or several of them.
+        count: M.
+        packed: what `describe` says of the module.
+    """
+    override = getattr(module, "split_batch", None)
+    if isinstance(batch, LoaderBatches):
+        return [Microbatch(part, batch_samples(part) or 1) for part in batch]
+    if callable(override):
+        return [Microbatch(part, batch_samples(part) or 1) for part in override(batch, count)]
+    return split(batch, count, image_tokens=packed)
 
 
 class Steps:
@@ -209,12 +226,7 @@ class Steps:
         return parts
 
     def _split_one(self, batch: Any) -> list[Microbatch]:
-        override = getattr(self._module, "split_batch", None)
-        if isinstance(batch, LoaderBatches):
-            return [Microbatch(part, batch_samples(part) or 1) for part in batch]
-        if callable(override):
-            return [Microbatch(part, batch_samples(part) or 1) for part in override(batch, self._num_microbatches)]
-        return split(batch, self._num_microbatches, image_tokens=self._packed)
+        return microbatches(self._module, batch, self._num_microbatches, self._packed)
 
     def _weights(self, parts: Mapping[int, list[Microbatch]]) -> dict[Any, float]:
         """Weight of each microbatch of this rank's own replica, and their total over all replicas."""

@@ -171,7 +171,8 @@ class MultimodalStrategy(ParallelStrategy):
         """Return the ideal timeline of one training step of all replicas.
 
         Args:
-            module: what to train; the trainer's where unset. Its unit is that of `Modality.cost`, or a multiply-add per token.
+            module: what to train; the trainer's where unset. The unit of time is that of `Modality.cost`, or a
+                multiply-add per token.
         """
         module = module or self.lightning_module
         assert module is not None, "simulate() needs a module, or to be called after fit"

@@ -100,3 +100,14 @@ def test_refuses_what_it_cannot_search(plan: Plan, tmp_path: Path) -> None:
     assert "positive, finite" in plan.refusal("--cost", "vision=fast,audio=1,language=1")
     assert plan.refusal("--out", str(tmp_path / "missing" / "file.yaml")).startswith("--out: got ")
     assert "Nearest that fit: 8 for each replica" in plan.refusal("--trainer.devices=64")
+
+
+def test_layers_can_be_measured_instead_of_estimated(plan: Plan) -> None:
+    proposed = plan.found("--measure", "--trainer.strategy.init_args.num_microbatches=8")["modalities"]
+    for name in ("vision", "audio", "language"):  # seconds of a small model on any machine
+        cost = proposed[name]["cost"]
+        assert all(0 < one < 10 for one in (cost if isinstance(cost, list) else [cost])), (name, cost)
+
+
+def test_durations_are_measured_or_given_but_not_both(plan: Plan) -> None:
+    assert "Leave out --cost or --measure" in plan.refusal("--measure", "--cost", "vision=1,audio=1,language=2")

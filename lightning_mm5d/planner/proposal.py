@@ -2,8 +2,8 @@
 
 Costs are estimated from the model's parameters. How many tokens of which modality pass is not known here, so where an
 encoder sees more or fewer of them than the language model durations should be given: for each modality's whole
-forward, or by the `cost` of the configured modalities, which a run measures for each pipeline rank. They scale the
-estimates, which still say how much of it each layer takes.
+forward, for each of its layers as `profile` measures them, or by the `cost` of the configured modalities for each
+pipeline rank. They scale the estimates, which still say how much of it each layer takes where that is not measured.
 
 It refuses worlds that the replicas of the terminal modality do not divide, durations of some modalities only, and what
 `search` refuses.
@@ -127,7 +127,7 @@ def propose(
     *,
     schedule: AnySchedule,
     num_microbatches: int,
-    durations: Mapping[str, float] | None = None,
+    durations: Mapping[str, float | Sequence[float]] | None = None,
 ) -> Proposal:
     """Search a layout for the ranks of a plan.
 
@@ -137,8 +137,8 @@ def propose(
         module: the module, whole; the meta device will do.
         schedule: by which layouts are judged.
         num_microbatches: per replica, M.
-        durations: of the forward of each whole modality, in any unit; by default those of the configured `cost`, or
-            estimates where there are none.
+        durations: of the forward of each whole modality, or of each of its units as `measure` returns them, in any
+            unit; by default those of the configured `cost`, or estimates where there are none.
 
     Raises:
         ConfigError: replicas do not divide the ranks, only some durations are known, or the search refuses.
@@ -179,13 +179,17 @@ def propose(
     return Proposal(replace(found, modalities=dict(steps[0].plan.modalities)), *steps)
 
 
-def _timed(plan: Plan, module: nn.Module, durations: Mapping[str, float]) -> dict[str, list[Unit]]:
+def _timed(plan: Plan, module: nn.Module, durations: Mapping[str, float | Sequence[float]]) -> dict[str, list[Unit]]:
     """The units of each modality, scaled to how long their forwards take, where that is known."""
     rows = {name: list(row) for name, row in units(module, find(module, plan.modalities)).items()}
     for name, modality in plan.modalities.items():
         cost = modality.cost
         if durations:
-            rows[name] = _scaled(rows[name], durations[name])
+            told = durations[name]
+            if isinstance(told, Sequence):
+                rows[name] = [part for unit, one in zip(rows[name], told, strict=True) for part in _scaled([unit], one)]
+            else:
+                rows[name] = _scaled(rows[name], told)
         elif cost is not None:
             cuts = plan.partition.stages[name]
             each = [cost if isinstance(cost, int | float) else cost[plan.pp_of(name, cut.index)] for cut in cuts]

@@ -6,6 +6,7 @@ vision: rank 0; language: ranks 1-2.
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def test_measured_and_simulated_run_the_same_actions_in_the_same_order(schedule:
             continue
         beside = found[f"{name.split()[0]}  simulated"]
         assert [span["name"] for span in spans] == [span["name"] for span in beside]
-        assert all(first["ts"] + first["dur"] <= then["ts"] + 1 for first, then in zip(spans, spans[1:], strict=False))
+        assert all(first["ts"] + first["dur"] <= then["ts"] + 1 for first, then in pairwise(spans))
     assert all(span["dur"] > 0 for spans in found.values() for span in spans)
     forwards = [span for spans in found.values() for span in spans if span["cat"] == "forward"]
     stages = 5 if schedule == "zbv" else 3

@@ -62,7 +62,11 @@ def layout(name: str, pp_size: int) -> tuple[dict[str, Modality], int]:
     return modalities, len(encoders) + pp_size
 
 
-def train(rank: int, name: str, variant: str, schedule: Any, options: dict[str, Any]) -> tuple[list[float], list[Any], Any, int]:
+Outcome = tuple[list[float], list[Any], Any, int]
+
+
+def train(rank: int, name: str, variant: str, schedule: Any, options: dict[str, Any]) -> Outcome:
+    """Losses, gradients of each step, parameters, and how many weight gradients were put off."""
     module, put_off = build_module(name, variant), 0
     add = Deferred.add
 
