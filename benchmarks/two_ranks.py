@@ -1,8 +1,8 @@
 """A small LLaVA (CLIP vision, Llama) on two ranks in a balanced layout, against one process without the strategy.
 
-8 microbatches of 2 samples, float32, Adam, fresh data each step, one thread a rank. The one process takes the batch of
-16 whole, which is how it is fastest. Layouts: every language rank runs the encoder for its share of the microbatches,
-or the first language layers share a rank with the encoder's last ones.
+8 microbatches of 2 samples, float32, Adam, fresh data each step, one thread a rank. The one process takes the same
+microbatches and accumulates their gradients. Layouts: each language rank runs the encoder for half of the microbatches,
+which `mm5d plan --measure` proposes; or encoder and language model have a rank each.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from lightning_mm5d import Modality, MultimodalStrategy
 
 STEPS, MICROBATCHES, BATCH = 40 + WARMUP, 8, 16
 VOCABULARY, IMAGE, FEATURES, TEXT = 2048, 2047, 64, 128
+SPREAD = {"vision": Modality(colocate_with="language"), "language": Modality(pp_size=2)}
 LAYOUTS: dict[str, tuple[dict[str, Modality], str]] = {
-    "encoder on both language ranks": (
-        {"vision": Modality(colocate_with="language"), "language": Modality(pp_size=2)},
-        "1f1b",
-    ),
-    "encoder | language": ({"vision": Modality(), "language": Modality()}, "1f1b"),
+    "encoder on both language ranks, zero_bubble": (SPREAD, "zero_bubble"),
+    "encoder on both language ranks, zbv": (SPREAD, "zbv"),
+    "encoder | language, 1f1b": ({"vision": Modality(), "language": Modality()}, "1f1b"),
 }
 
 
@@ -69,6 +68,26 @@ class Llava(L.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-4)
 
 
+class Accumulated(Llava):
+    """The same on one process in microbatches: one batch a step, as for the other side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        total = torch.zeros(())
+        for start in range(0, BATCH, BATCH // MICROBATCHES):
+            part = {key: value[start : start + BATCH // MICROBATCHES] for key, value in batch.items()}
+            loss = super().training_step(part, batch_idx) / MICROBATCHES
+            self.manual_backward(loss)
+            total += loss.detach()
+        optimizer.step()
+        return {"loss": total}
+
+
 class Samples(Dataset):
     """Random images behind which random text follows; equal indices give equal samples."""
 
@@ -83,10 +102,10 @@ class Samples(Dataset):
         return {"input_ids": ids, "pixel_values": torch.randn(3, 112, 112, generator=generator), "labels": labels}
 
 
-def train(turns: Turns, rank: int, strategy: Any, world: int) -> list[float]:
-    """Returns this rank's losses."""
-    module = Llava()
-    fit(module, DataLoader(Samples(), batch_size=BATCH), strategy, world, turns)
+def train(turns: Turns, rank: int, strategy: Any) -> list[float]:
+    """Returns this rank's losses; without a strategy those of the one process."""
+    module = Llava() if strategy is not None else Accumulated()
+    fit(module, DataLoader(Samples(), batch_size=BATCH), strategy or "auto", 1 if strategy is None else 2, turns)
     return module.losses
 
 
@@ -96,8 +115,8 @@ def main(names: list[str]) -> None:
             continue
         strategy = MultimodalStrategy(modalities, schedule=schedule, num_microbatches=MICROBATCHES)
         one, two = race(
-            Side(1, lambda turns, rank: train(turns, rank, "auto", 1)),
-            Side(2, lambda turns, rank, strategy=strategy: train(turns, rank, strategy, 2)),
+            Side(1, lambda turns, rank: train(turns, rank, None)),
+            Side(2, lambda turns, rank, strategy=strategy: train(turns, rank, strategy)),
             STEPS,
         )
         torch.testing.assert_close(torch.tensor(one.results[0]), torch.tensor(two.results[0]), rtol=1e-4, atol=1e-4)

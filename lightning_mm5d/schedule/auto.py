@@ -7,9 +7,11 @@ rules are played depends on the number of actions only, never on a clock: all ra
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import cycle, product
+from typing import NamedTuple
 
 from lightning_mm5d.schedule.bound import lower_bound
 from lightning_mm5d.schedule.graph import Graph
@@ -19,10 +21,41 @@ from lightning_mm5d.schedule.plain import gpipe, in_flight_limits, one_f_one_b
 from lightning_mm5d.schedule.validate import ScheduleError
 from lightning_mm5d.schedule.zero_bubble import PATIENCE, zero_bubble
 
-_ACTIONS = 30_000
+_ACTIONS = 60_000
 """Actions that a search plays in all, at some 10 microseconds each."""
-_FEWEST, _MOST = 14, 300
+_FEWEST, _MOST = 26, 300
 """How many rules a search plays whatever the number of actions is."""
+
+_LIMITS = ((1.0, 0), (1.0, 1), (1.25, 0), (1.5, 0), (2.0, 0), (math.inf, 0))
+"""Limits on microbatches in flight, as those of ``1f1b`` times the first number plus the second."""
+
+
+class _Mixture(NamedTuple):
+    """What the named schedules vary; ``turns`` stands for chunks in turns of P microbatches."""
+
+    limits: tuple[float, int]
+    split: bool
+    eager: bool
+    lazy: bool
+    turns: bool
+    patience: float
+
+
+_FIRST = (
+    _Mixture((1.25, 0), split=True, eager=True, lazy=True, turns=False, patience=0.0),
+    _Mixture((1.0, 0), split=False, eager=True, lazy=True, turns=True, patience=0.0),
+    _Mixture((1.5, 0), split=True, eager=False, lazy=True, turns=False, patience=PATIENCE),
+    _Mixture((math.inf, 0), split=True, eager=False, lazy=True, turns=True, patience=0.0),
+    _Mixture((1.0, 1), split=False, eager=True, lazy=True, turns=False, patience=0.0),
+    _Mixture((1.0, 1), split=False, eager=True, lazy=True, turns=True, patience=0.0),
+    _Mixture((1.0, 1), split=True, eager=False, lazy=False, turns=False, patience=0.0),
+    _Mixture((math.inf, 0), split=False, eager=False, lazy=False, turns=False, patience=0.0),
+    _Mixture((1.0, 0), split=False, eager=False, lazy=True, turns=True, patience=0.0),
+    _Mixture((math.inf, 0), split=False, eager=True, lazy=True, turns=False, patience=0.0),
+    _Mixture((1.5, 0), split=False, eager=True, lazy=True, turns=True, patience=0.0),
+)
+"""Tried before all others, because they took most off the makespans of 276 graphs: chains with and without chunks, and
+language models behind encoders, trained and frozen, on ranks of their own and on shared ones."""
 
 
 def auto(graph: Graph, max_activations: int | Mapping[int, int] | None = None) -> Played:
@@ -81,21 +114,27 @@ class _Search:
         return self.best[1]
 
     def _mixtures(self) -> Iterator[Rules]:
-        """What the named schedules vary, in all combinations; weight gradients are split first."""
+        """What the named schedules vary: some combinations that are often good, then all."""
         limits, grouped = in_flight_limits(self.graph), turns(self.graph)
-        limit_sets: list[dict[str, int]] = [
-            limits,
-            {},
-            {stage: limit + 1 for stage, limit in limits.items()},
-            {stage: 2 * limit for stage, limit in limits.items()},
-        ]
-        for split, in_flight, eager, groups in product(
-            (True, False), limit_sets, (True, False), ({}, grouped) if grouped else ({},)
-        ):
-            for patience in (PATIENCE, 0.0) if split else (0.0,):
-                yield Rules(
-                    in_flight=in_flight, held=self.bound, split=split, eager=eager, groups=groups, patience=patience
-                )
+        splits, whole = product((True,), _FLAGS, (PATIENCE, 0.0)), product((False,), _FLAGS, (0.0,))
+        every = (
+            _Mixture(limits, split, *flags, patience)
+            for (split, flags, patience), limits in product([*splits, *whole], _LIMITS)
+        )
+        for mixture in dict.fromkeys([*_FIRST, *every]):
+            if (mixture.turns and not grouped) or (mixture.split and not any(self.pipeline.splits)):
+                continue
+            factor, more = mixture.limits
+            scaled = {} if factor == math.inf else {s: math.ceil(factor * limit) + more for s, limit in limits.items()}
+            yield Rules(
+                in_flight=scaled,
+                held=self.bound,
+                split=mixture.split,
+                eager=mixture.eager,
+                lazy=mixture.lazy,
+                groups=grouped if mixture.turns else {},
+                patience=mixture.patience,
+            )
 
     def _shrink(self) -> None:
         """Half as many microbatches in flight again and again, down to one, until the schedule fits."""
@@ -138,4 +177,5 @@ class _Search:
         return self.plays_left <= 0 or (self.best is not None and self.best[1].makespan <= self.enough)
 
 
+_FLAGS = tuple(product((True, False), repeat=3))
 _NAMED = (one_f_one_b, interleaved, zero_bubble)

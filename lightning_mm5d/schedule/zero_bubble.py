@@ -14,6 +14,8 @@ Stages that pass no gradient on, and those of which nothing is trained, run thei
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from lightning_mm5d.schedule.graph import Graph
 from lightning_mm5d.schedule.greedy import Rules
 from lightning_mm5d.schedule.interleaved import chunks, warm_up
@@ -21,17 +23,22 @@ from lightning_mm5d.schedule.plain import in_flight_limits, per_instance
 
 PATIENCE = 0.5
 """A weight gradient is not begun where a gradient arrives before half of it would be done."""
+STRETCHES = ((1.2, 1.4), (1.4, 1.4))
+"""Gradients taken to be longer than they are: of few rhythms, those that suited most graphs."""
 
 
 def zero_bubble(graph: Graph) -> list[Rules]:
-    """Forwards or gradients first, with and without patience, or not split at all; all within `held_limits`."""
-    limits, held = in_flight_limits(graph), held_limits(graph)
-    halves = [
-        Rules(in_flight=limits, held=held, split=True, eager=eager, patience=patience)
-        for eager in (True, False)
-        for patience in (PATIENCE, 0.0)
+    """Split backwards under several rules of what comes first, or none split at all; all within `held_limits`."""
+    plain = Rules(in_flight=in_flight_limits(graph), held=held_limits(graph))
+    halves = replace(plain, split=True, patience=PATIENCE)
+    shorter, longer = STRETCHES
+    return [
+        *(replace(halves, eager=eager, lazy=lazy) for lazy in (False, True) for eager in (True, False)),
+        replace(halves, eager=True, lazy=True, patience=0.0),
+        replace(halves, eager=True, lazy=True, patience=0.0, stretch=shorter),
+        *(replace(halves, eager=eager, stretch=longer) for eager in (True, False)),
+        plain,
     ]
-    return [*halves, Rules(in_flight=limits, held=held)]
 
 
 def held_limits(graph: Graph) -> dict[int, int]:
