@@ -151,9 +151,7 @@ class _Search:
             assert self.best is not None
             (stage, step), rules = next(moves), self.best[0]
             limit = rules.in_flight.get(stage, limits[stage]) + step
-            improved = limit > 0 and self._try(
-                replace(rules, flush=False, in_flight={**rules.in_flight, stage: limit})
-            )
+            improved = limit > 0 and self._try(replace(rules, flush=False, in_flight={**rules.in_flight, stage: limit}))
             since = 0 if improved else since + 1
 
     def _try(self, rules: Rules) -> bool:

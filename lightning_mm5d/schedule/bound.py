@@ -61,8 +61,8 @@ def _all_jobs(graph: Graph) -> list[tuple[_Jobs, _Jobs, _Jobs]]:
     """For each node its forwards, input gradients and weight gradients; the latter two are empty without backward."""
     jobs = []
     for node in graph.nodes:
-        weight = graph.weight_cost(node)
-        jobs.append((_Jobs(node.forward_cost), _Jobs(node.backward_cost - weight), _Jobs(weight)))
+        last = graph.weight_cost(node)
+        jobs.append((_Jobs(node.forward_cost), _Jobs(node.backward_cost - last), _Jobs(last)))
     number = {node: index for index, node in enumerate(graph.nodes)}
     order = [*TopologicalSorter({stage: graph.predecessors(stage) for stage in graph.stages}).static_order()]
     nodes = [(node, *jobs[number[node]]) for stage in order for node in graph.instances(stage)]
