@@ -116,10 +116,12 @@ class _Search:
     def _mixtures(self) -> Iterator[Rules]:
         """What the named schedules vary: some combinations that are often good, then all."""
         limits, grouped = in_flight_limits(self.graph), turns(self.graph)
-        splits, whole = product((True,), _FLAGS, (PATIENCE, 0.0)), product((False,), _FLAGS, (0.0,))
         every = (
-            _Mixture(limits, split, *flags, patience)
-            for (split, flags, patience), limits in product([*splits, *whole], _LIMITS)
+            _Mixture(scale, split, eager, lazy, in_turns, patience)
+            for split in (True, False)
+            for eager, lazy, in_turns in product((True, False), repeat=3)
+            for patience in ((PATIENCE, 0.0) if split else (0.0,))
+            for scale in _LIMITS
         )
         for mixture in dict.fromkeys([*_FIRST, *every]):
             if (mixture.turns and not grouped) or (mixture.split and not any(self.pipeline.splits)):
@@ -175,5 +177,4 @@ class _Search:
         return self.plays_left <= 0 or (self.best is not None and self.best[1].makespan <= self.enough)
 
 
-_FLAGS = tuple(product((True, False), repeat=3))
 _NAMED = (one_f_one_b, interleaved, zero_bubble)
