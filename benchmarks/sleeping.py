@@ -19,7 +19,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from turns import Side, Turns, fit, row, run
 
 from lightning_mm5d import Modality, MultimodalStrategy
+from lightning_mm5d.engine import engine
 from lightning_mm5d.schedule import SCHEDULES, Graph, build, simulate
+from lightning_mm5d.stage import Deferred
 
 SLEEP_S, MICROBATCHES = 0.04, 16  # of a forward, and of each half of a backward
 STEPS, WARMUP, WIDTH, TOKENS = 8, 2, 64, 16
@@ -28,14 +30,17 @@ SLEPT: dict[str, list[float]] = {"forward": [], "input": [], "weight": []}  # se
 
 class _Sleep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, whole: bool) -> Tensor:
+        ctx.whole = whole
         _sleep("forward")
         return hidden.clone()
 
     @staticmethod
-    def backward(ctx: Any, *gradient: Tensor) -> Tensor:
+    def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor, None]:
         _sleep("input")
-        return gradient[0]
+        if ctx.whole:
+            _sleep("weight")
+        return gradient[0], None
 
 
 def _sleep(what: str) -> None:
@@ -51,10 +56,28 @@ class SleepingLayer(nn.Module):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
         nn.init.eye_(self.linear.weight)
-        self.linear.weight.register_hook(lambda gradient: _sleep("weight"))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return _Sleep.apply(self.linear(hidden))
+        hidden = self.linear(hidden)
+        node = hidden.grad_fn.next_functions[0][0] if hidden.grad_fn is not None else None
+        return _Sleep.apply(hidden, node is None or not node.name().startswith("_Linear"))
+
+
+class _SleepingDeferred(Deferred):
+    """Puts the sleep of a weight gradient off, with the weight gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sleeps = 0
+
+    def add(self, *args: Any) -> None:
+        self.sleeps += 1
+        super().add(*args)
+
+    def compute(self) -> None:
+        for _ in range(self.sleeps):
+            _sleep("weight")
+        super().compute()
 
 
 class Tower(nn.Module):
@@ -102,6 +125,8 @@ def measure(
 ) -> tuple[float, float]:
     """Train, print the row and return the measured step and the ideal one in seconds; towers are (layers, ranks)."""
     world = replicas * sum(ranks for _, ranks in towers.values())
+
+    engine.Deferred = _SleepingDeferred  # type: ignore[misc]
 
     def train(turns: Turns, rank: int) -> tuple[list[float], tuple[float, ...], Graph]:
         modalities = {

@@ -147,6 +147,7 @@ class Engine:
                         flight = self._forward(step, graph, stage, *divmod(action.microbatch, count), deferred)
                     if step.loss is not None and graph.has_backward(stage):
                         flights[key] = flight
+                    del flight
                 elif action.kind is Kind.W:
                     self._starts()
                     due.pop(key).compute()
@@ -262,7 +263,8 @@ class Engine:
             flight.run.backward(list(outputs.values()), list(gradients.values()))
         for channel, tensors in flight.received:
             missing = [index for index, tensor in enumerate(tensors) if tensor.grad is None]
-            self._wire.send(channel, missing, [tensor.grad for tensor in tensors if tensor.grad is not None])
+            # copies: a parameter may have taken the same memory for its gradient, and later microbatches add to that
+            self._wire.send(channel, missing, [tensor.grad.clone() for tensor in tensors if tensor.grad is not None])
         return flight.run.deferred
 
     def _check(self, loss: Tensor, stage: str) -> None:

@@ -6,8 +6,8 @@ weight gradients are nearly all of that half's work, compute their input gradien
 the weight gradient takes: their input and the gradient of their output. Everything else is freed by the first half, as
 by any backward (as in the `WeightGradStore` of Qi et al. 2023, arXiv:2401.10241).
 
-Parameters of other modules (norms, embeddings, convolutions, experts in one tensor) get their gradients in the first
-half: right, but not put off. It refuses a second differentiation of the layers that it stands in for.
+Parameters of other modules (norms, embeddings, convolutions, experts in one tensor), and weights with hooks, get their
+gradients in the first half: right, but not put off. It refuses nothing.
 """
 
 from __future__ import annotations
@@ -16,55 +16,68 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D  # the projections of GPT-2 and its kin
 
 
 class Deferred:
-    """The weight gradients of one microbatch in one stage that are still to be computed."""
+    """The weight gradients of one microbatch in one stage that are still to be computed.
+
+    It is entered around the backward that puts them off. Outside of that, where a step differentiates something by
+    itself, layers compute their gradients at once.
+    """
 
     def __init__(self) -> None:
-        self._due: list[tuple[nn.Parameter, Tensor, Tensor]] = []
+        self.is_open = False
+        self._due: dict[int, tuple[nn.Parameter, list[tuple[Tensor, Tensor]]]] = {}
+
+    def __enter__(self) -> Deferred:
+        self.is_open = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.is_open = False
 
     def add(self, weight: nn.Parameter, left: Tensor, right: Tensor) -> None:
         """Note that ``left.T @ right`` is part of the gradient of `weight`; both have a row per token."""
-        self._due.append((weight, left, right))
+        self._due.setdefault(id(weight), (weight, []))[1].append((left, right))
 
     def compute(self) -> None:
-        """Add all that is due to the gradients, as a backward would: hooks on parameters run."""
-        totals: dict[nn.Parameter, Tensor] = {}
+        """Add all that is due to the gradients, as a backward would, one weight at a time."""
         while self._due:
-            weight, left, right = self._due.pop(0)
-            gradient = (left.t() @ right).to(weight.dtype)
-            totals[weight] = totals[weight] + gradient if weight in totals else gradient
-        if totals:
-            torch.autograd.backward(list(totals), list(totals.values()))
+            _, (weight, parts) = self._due.popitem()
+            total: Tensor | None = None
+            while parts:
+                left, right = parts.pop()
+                total = left.t() @ right if total is None else total.addmm_(left.t(), right)
+            assert total is not None
+            torch.autograd.backward(weight, total.to(weight.dtype))
 
 
 class _Linear(torch.autograd.Function):
-    """``x @ weight.T + bias``, or ``x @ weight + bias``, that leaves the weight gradient to `Deferred`."""
+    """``x @ weight.T + bias``, or ``x @ weight + bias``, for x ``[rows, in]``; leaves the weight gradient to `Deferred`."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, module: nn.Module, due: Deferred, is_conv: bool
-    ) -> Tensor:
-        # the weight comes detached: were it an input, hooks on it would be told of a gradient of None
+    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None, due: Deferred, is_conv: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.module, ctx.due, ctx.is_conv = module, due, is_conv
+        # beside what is saved, which checkpointing replaces by a copy that is no parameter
+        ctx.weight, ctx.due, ctx.is_conv = weight, due, is_conv
         return F.linear(x, weight.t() if is_conv else weight, bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        rows = gradient.reshape(-1, gradient.shape[-1])
-        inputs = x.reshape(-1, x.shape[-1]).to(gradient.dtype)  # autocast ran the forward in the gradient's dtype
-        ctx.due.add(ctx.module.weight, *((inputs, rows) if ctx.is_conv else (rows, inputs)))
-        wants_input, _, wants_bias, *_ = ctx.needs_input_grad
-        weight = weight.to(gradient.dtype)
-        below = gradient.matmul(weight.t() if ctx.is_conv else weight) if wants_input else None
-        return below, None, rows.sum(0) if wants_bias else None, None, None, None
+        wants_input, wants_weight, wants_bias, *_ = ctx.needs_input_grad
+        x, weight = x.to(gradient.dtype), weight.to(gradient.dtype)  # autocast ran the forward in the gradient's dtype
+        own = None
+        if ctx.due.is_open and not torch.is_grad_enabled():
+            # a copy: a parameter may have taken the same memory for its gradient, and later microbatches add to that
+            rows = gradient.clone()
+            ctx.due.add(ctx.weight, *((x, rows) if ctx.is_conv else (rows, x)))
+        elif wants_weight:
+            own = (x.t() @ gradient if ctx.is_conv else gradient.t() @ x).to(ctx.weight.dtype)
+        below = gradient @ (weight.t() if ctx.is_conv else weight) if wants_input else None
+        return below, own, gradient.sum(0) if wants_bias else None, None, None
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -77,14 +90,29 @@ def is_linear(module: nn.Module) -> bool:
 def defers(module: nn.Module, x: Tensor) -> bool:
     """Whether a linear layer puts its weight gradient off.
 
-    Not where its weight is frozen or computed from other parameters, nor where no gradient goes on to its input `x`.
+    Not where its weight is frozen, complex or computed from other parameters; nor where no gradient goes on to its input
+    `x`; nor where hooks on the weight wait for its gradient, because autograd would call them without one.
     """
     weight = module.weight
-    return isinstance(weight, nn.Parameter) and weight.requires_grad and x.requires_grad and torch.is_grad_enabled()
+    return (
+        isinstance(weight, nn.Parameter)
+        and weight.requires_grad
+        and x.requires_grad
+        and torch.is_grad_enabled()
+        and not (weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None))
+        and not weight.is_complex()
+    )
 
 
 def deferred_linear(module: nn.Module, x: Tensor, due: Deferred) -> Tensor:
     """Return what the linear layer `module` returns for `x` ``[..., in]``: ``[..., out]``; its weight goes to `due`."""
-    weight, bias = module.weight, module.bias
-    assert isinstance(weight, nn.Parameter)
-    return _Linear.apply(x, weight.detach(), bias, module, due, type(module).forward is Conv1D.forward)
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind):
+        x = x.to(torch.get_autocast_dtype(kind))  # what is kept for the backward is as small as it would be without
+    # flat, because what a function returns must not be a view for operations in place to be allowed on it
+    flat = _Linear.apply(x.reshape(-1, x.shape[-1]), module.weight, module.bias, due, _is_conv(module))
+    return flat.view(*x.shape[:-1], flat.shape[-1])
+
+
+def _is_conv(module: nn.Module) -> bool:
+    return type(module).forward is Conv1D.forward

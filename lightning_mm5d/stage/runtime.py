@@ -10,6 +10,7 @@ It refuses nothing; `remove` undoes it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -150,15 +151,14 @@ class Runtime:
         self._replace(module, "forward", forward)
 
     def _patch_linear(self, module: nn.Module) -> None:
-        original = module.forward
-
-        def forward(*args: Any, **kwargs: Any) -> Tensor:
+        def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
             run = self.active
-            if run is None or run.deferred is None or kwargs or not defers(module, *args):
-                return original(*args, **kwargs)
-            return deferred_linear(module, args[0], run.deferred)
+            if run is None or run.deferred is None or kwargs or not defers(layer, *args):
+                return type(layer).forward(layer, *args, **kwargs)
+            return deferred_linear(layer, args[0], run.deferred)
 
-        self._replace(module, "forward", forward)
+        # bound, so that a copy of the module computes with its own weights
+        self._replace(module, "forward", MethodType(forward, module))
 
     def _patch_layer(self, layer: nn.Module, modality: str, index: int) -> None:
         original = layer.forward
