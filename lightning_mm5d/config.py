@@ -62,7 +62,7 @@ class Modality:
         tp_size: Tensor parallel degree: ranks that share each layer.
         cp_size: Context parallel degree: ranks that share each sequence.
         pp_size: Number of pipeline stages. Unset: as many as ``pipeline_template`` has, else 1.
-        pipeline_template: Which layers run in which stage. Unset: as evenly as can be, left-over layers first.
+        pipeline_template: Which layers run in which stage. Unset: balanced by what they cost.
         pp_chunks: Stages that each rank of the pipeline has, of as many model chunks; for interleaved schedules.
         colocate_with: Name of the modality whose ranks this one shares, instead of having ranks of its own. With the
             number of one of its pipeline ranks, as in ``language.0``, the last stage of this one runs there, and

@@ -29,6 +29,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import Strategy
+from lightning_utilities.core.apply_func import apply_to_collection
 
 from lightning_mm5d.config import Modality
 from lightning_mm5d.engine.packed import describe
@@ -182,11 +183,25 @@ def first_microbatch(job: Job) -> Any:
     if data is not None:
         data.prepare_data()
         data.setup("fit")
-    batch = next(iter((module if data is None else data).train_dataloader()))
+    loader = (module if data is None else data).train_dataloader()
+    if isinstance(loader, (dict, list, tuple)) or loader is None:
+        rule = "Layers are measured on the batches of one training dataloader"
+        raise ConfigError("data", type(loader).__name__, rule, "Say --cost instead of --measure")
+    batch = next(iter(loader), None)
+    if batch is None:
+        raise ConfigError("data", "nothing", "The training dataloader is empty", "Say --cost instead of --measure")
     count = 1 if job.strategy.microbatching == "loader" else job.strategy.num_microbatches
     part = microbatches(module, batch, count, describe(module))[0].batch
     part = module.transfer_batch_to_device(module.on_before_batch_transfer(part, 0), module.device, 0)
+    if module.dtype != torch.float32:  # as the precision plugins of Lightning do where the module is not 32-bit
+        convert = partial(_to_dtype, dtype=module.dtype)
+        part = apply_to_collection(part, torch.Tensor, convert)
     return module.on_after_batch_transfer(part, 0)
+
+
+def _to_dtype(tensor: torch.Tensor, dtype: torch.dtype | str) -> torch.Tensor:
+    assert isinstance(dtype, torch.dtype)
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _job_of(

@@ -5,7 +5,8 @@ every stage its median time as its cost, and plays the same lists with it; (3) i
 pair differs by what the simulator does not know: messages on their way, and time that an action takes more than others
 of its kind.
 
-It refuses nothing; a step that was not recorded is not drawn.
+It refuses nothing; a step that some rank has not recorded is not drawn, and a file that cannot be written is a warning,
+for training is over and its weights matter more.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_mm5d.engine.plan import Plan
 from lightning_mm5d.engine.recorder import Recorder
 from lightning_mm5d.planner.timeline import chrome_trace, draw
 from lightning_mm5d.schedule import Graph, Kind, Schedule, Simulation, Span, measured, simulate
 
-Times = dict[tuple[str, int, Kind], float]
+_MOMENT = 1e-9  # seconds, of a backward that there is and that took no time that a clock could tell
 
 
 def write_timeline(
@@ -47,15 +49,15 @@ def write_timeline(
         wire: where messages of the default group live.
     """
     trainable = recorder.trainable
-    if trainable is None:
+    recorded = torch.tensor(int(trainable is not None), device=wire)
+    dist.all_reduce(recorded, dist.ReduceOp.MIN)
+    if trainable is None or not recorded:
         return
-    ran: Schedule = {}
-    graph = plan.graph(range(plan.layout.num_replicas), num_microbatches, trainable)
-    for other in range(plan.layout.size):
-        ran[other] = plan.schedule(schedule, num_microbatches, trainable, rank=other)[1][other]
+    ran = _ran(plan, schedule, num_microbatches, trainable)
     spans = _gathered(recorder, ran, rank, wire)
     if rank != 0:
         return
+    graph = plan.graph(range(plan.layout.num_replicas), num_microbatches, trainable)
     seen = measured(spans)
     both = _side_by_side(seen, simulate(ran, _costed(graph, seen)))
     names = {
@@ -63,7 +65,22 @@ def write_timeline(
         for worker in ran
         for which, label in enumerate((", ".join(plan.stages_of(worker)), "simulated"))
     }
-    (chrome_trace if path.endswith(".json") else draw)(both, path, names=names)
+    try:
+        (chrome_trace if path.endswith(".json") else draw)(both, path, names=names)
+    except (OSError, ValueError) as error:
+        rank_zero_warn(f"timeline: {path} cannot be written: {error}")
+
+
+def _ran(plan: Plan, schedule: str | Callable[[Graph], Schedule], count: int, trainable: frozenset[str]) -> Schedule:
+    """What each rank ran. Ranks that depend on the same replicas have one schedule."""
+    built: dict[tuple[int, ...], Schedule] = {}
+    ran: Schedule = {}
+    for rank in range(plan.layout.size):
+        replicas = plan.component(rank)
+        if replicas not in built:
+            built[replicas] = plan.schedule(schedule, count, trainable, rank=rank)[1]
+        ran[rank] = built[replicas][rank]
+    return ran
 
 
 def _gathered(recorder: Recorder, ran: Schedule, rank: int, wire: torch.device) -> list[Span]:
@@ -90,13 +107,13 @@ def _costed(graph: Graph, seen: Simulation) -> Graph:
     times = {key: statistics.median(values) for key, values in found.items()}
 
     def of(stage: str, worker: int, kind: Kind) -> float:
-        return times.get((stage, worker, kind), 0.0)
+        return max(times.get((stage, worker, kind), 0.0), 0.0)
 
     nodes = []
     for node in graph.nodes:
         key = node.stage, node.worker
         weight = of(*key, Kind.W)
-        whole = of(*key, Kind.B) or of(*key, Kind.I) + weight
+        whole = max(of(*key, Kind.B), of(*key, Kind.I) + weight, _MOMENT) if graph.has_backward(node.stage) else 0.0
         nodes.append(replace(node, forward_cost=of(*key, Kind.F), backward_cost=whole, weight_cost=weight))
     return Graph(tuple(nodes), graph.edges)
 

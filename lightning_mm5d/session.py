@@ -80,6 +80,7 @@ class Session:
         self.is_plain = is_whole and not (weighs and plan.layout.num_replicas > 1)
         self._module, self._rank, self._device = module, rank, device
         self._unsynced, self._seed = False, seed
+        self._clipper: Precision | None = None
         self._make_groups(timeout)
         self._cut(schedule, num_microbatches)
         self._connect_parts(num_microbatches, loss_weight)
@@ -156,7 +157,8 @@ class Session:
         sharers = dict.fromkeys(plan.owners(name) for name in plan.sizes)
         made = {ranks: self._groups.get(ranks, "gradients") for ranks in sharers if len(ranks) > 1}
         self._sharers = {name: made.get(plan.owners(name)) for name in plan.sizes}
-        self._groups.verify()
+        trained = sorted(name for name, parameter in self._module.named_parameters() if parameter.requires_grad)
+        self._groups.verify(f"stages {plan.partition.stages}, trained {trained}")
 
     def _cut(self, schedule: str | Callable[[Graph], Schedule], num_microbatches: int) -> None:
         plan, module = self.plan, self._module
@@ -348,6 +350,9 @@ class Session:
             vars(self._clipper).pop("clip_grad_by_norm", None)
         self.figures.detach()
         if gather:
+            if self.plan.edges:
+                self._gather(targets)
+            dist.barrier()
             if self._timeline is not None and self._engine.recorder is not None:
                 write_timeline(
                     self._timeline,
@@ -358,9 +363,6 @@ class Session:
                     rank=self._rank,
                     wire=Session.wire(self._device),
                 )
-            if self.plan.edges:
-                self._gather(targets)
-            dist.barrier()
         if self.transport is not None:
             if gather:
                 self.transport.close()

@@ -36,7 +36,7 @@ from lightning_mm5d.launch import cpu_threads, make_launcher
 from lightning_mm5d.layout import Layout
 from lightning_mm5d.loader import per_replica, shard_loader
 from lightning_mm5d.partition import partition, terminal_of
-from lightning_mm5d.schedule import Graph, Schedule, Simulation
+from lightning_mm5d.schedule import AnySchedule, Simulation, loaded
 from lightning_mm5d.session import Session
 from lightning_mm5d.validation import (
     check_batches,
@@ -78,7 +78,7 @@ class MultimodalStrategy(ParallelStrategy):
     def __init__(
         self,
         modalities: dict[str, Modality] | None = None,
-        schedule: str | Callable[[Graph], Schedule] = "1f1b",
+        schedule: AnySchedule = "1f1b",
         num_microbatches: int = 1,
         microbatching: Literal["split", "loader"] = "split",
         loss_weight: Literal["samples", "tokens"] = "samples",
@@ -245,7 +245,7 @@ class MultimodalStrategy(ParallelStrategy):
         self._session = Session(
             module,
             plan,
-            schedule=self.schedule,
+            schedule=loaded(self.schedule),
             num_microbatches=self.num_microbatches,
             loss_weight=self.loss_weight,
             rank=self.global_rank,

@@ -11,6 +11,7 @@ compute wrong results.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -47,13 +48,17 @@ class Groups:
             self._made[key] = group if dist.get_rank() in key[0] else None
         return self._made[key]
 
-    def verify(self) -> None:
-        """Check, after the last `get`, that no rank makes more groups than another. Collective.
+    def verify(self, plan: str = "") -> None:
+        """Check, after the last `get`, that no rank makes more groups than another, or for another plan. Collective.
+
+        Args:
+            plan: what all ranks must agree on beside the number of groups; only its digest travels.
 
         Raises:
-            RuntimeError: on all ranks, when some are still making groups.
+            RuntimeError: on all ranks, when some are still making groups, or plan otherwise.
         """
-        self._agree(f"no more than {len(self._made)} groups")
+        digest = hashlib.blake2b(plan.encode(), digest_size=8).hexdigest()
+        self._agree(f"no more than {len(self._made)} groups, with what is trained and cut as in {digest}")
 
     def destroy(self) -> None:
         """Destroy the groups that this rank is in. No operation may be under way on them."""

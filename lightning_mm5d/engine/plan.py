@@ -20,7 +20,7 @@ from torch import nn
 from lightning_mm5d.config import Modality
 from lightning_mm5d.layout import Layout
 from lightning_mm5d.partition import Partition, StageCut, Unit, stage_costs
-from lightning_mm5d.schedule import SCHEDULES, Graph, Node, Schedule, Simulation, build, simulate
+from lightning_mm5d.schedule import SCHEDULES, Graph, Node, Schedule, Simulation, build, simulate, worker_of
 
 
 @dataclass(frozen=True)
@@ -97,9 +97,7 @@ class Plan:
 
     def pp_of(self, modality: str, index: int) -> int:
         """The pipeline rank of a stage: in turn, or there and back where the schedule is V-shaped."""
-        size = self.layout.sizes(modality).pp
-        turn, place = divmod(index, size)
-        return size - 1 - place if self.v_shaped and turn % 2 else place
+        return worker_of(index, self.layout.sizes(modality).pp, v_shaped=self.v_shaped)
 
     def cuts_at(self, modality: str, pp: int) -> tuple[StageCut, ...]:
         """The stages of a modality on one of its pipeline ranks."""

@@ -68,8 +68,11 @@ def units(root: nn.Module, found: Found) -> dict[str, tuple[Unit, ...]]:
     around = cache(partial(position, root))
     memo: dict[str, tuple[str, list[int]]] = {}
     for full, cost, lookup in _costs(root, frozenset(path for path in found.layers.values() if path)):
-        # whatever a leaf module holds stays together, so its parameters are placed once
+        # whatever a leaf module holds stays together, so its parameters are placed once; not what is held by modules
+        # that hold layers too
         holder = full if full in owned else full.rpartition(".")[0] or full
+        if any(path and path.startswith(f"{holder}.") for path in found.layers.values()):
+            holder = full
         if holder not in memo:
             memo[holder] = _place(full, found, owned, lists, around)
         name, places = memo[holder]

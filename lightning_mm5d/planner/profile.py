@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 
 from lightning_mm5d.errors import ConfigError
@@ -48,12 +49,14 @@ def measure(
     """
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     clock = _Clock(device)
+    takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+    arguments = (batch, 0) if takes_index else (batch,)
     runs: list[dict[Any, float]] = []
     with _timed(module, found, clock), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that `self.log` has no trainer
         for _ in range(_WARMUP + _RUNS):
             clock.spent = {}
-            clock.time("step", module.training_step, batch, 0)
+            clock.time("step", module.training_step, *arguments)
             runs.append(clock.spent)
     spent = {key: statistics.median(run.get(key, 0.0) for run in runs[_WARMUP:]) for key in runs[-1]}
     return {name: _row(name, row, found, spent) for name, row in rows.items()}
@@ -103,21 +106,25 @@ class _Clock:
 @contextmanager
 def _timed(root: nn.Module, found: Found, clock: _Clock) -> Generator[None, None, None]:
     """Put the clock in front of the boundaries of encoders and the layers of all modalities."""
-    replaced: list[tuple[nn.Module, str]] = []
+    replaced: list[tuple[nn.Module, str, Any]] = []
 
     def put(owner: nn.Module, method: str, key: Any) -> None:
-        original = getattr(owner, method)
+        had, original = vars(owner).get(method), getattr(owner, method)
         vars(owner)[method] = lambda *args, **kwargs: clock.time(key, original, *args, **kwargs)
-        replaced.append((owner, method))
+        replaced.append((owner, method, had))
 
     for name, encoder in found.encoders.items():
         for boundary in encoder.boundaries:
             put(root.get_submodule(boundary.path), boundary.method, name)
     for name, path in found.layers.items():
-        for index, layer in enumerate(root.get_submodule(path).children() if path else ()):
+        for index, layer in enumerate(root.get_submodule(path)._modules.values() if path else ()):
+            assert layer is not None
             put(layer, "forward", (name, index))
     try:
         yield
     finally:
-        for owner, method in replaced:
-            vars(owner).pop(method)
+        for owner, method, had in reversed(replaced):
+            if had is None:
+                vars(owner).pop(method)
+            else:
+                vars(owner)[method] = had

@@ -6,11 +6,20 @@ transport, and refuses what could not be executed before a rank starts on it.
 
 from lightning_mm5d.schedule.actions import Action, Kind, Schedule, cost, dependencies
 from lightning_mm5d.schedule.bound import lower_bound
-from lightning_mm5d.schedule.builders import SCHEDULES, WHOLE_BACKWARDS, build, is_table, place
+from lightning_mm5d.schedule.builders import (
+    SCHEDULES,
+    WHOLE_BACKWARDS,
+    AnySchedule,
+    build,
+    is_table,
+    loaded,
+    place,
+    worker_of,
+)
 from lightning_mm5d.schedule.custom import from_csv, to_csv
 from lightning_mm5d.schedule.graph import Graph, Node
 from lightning_mm5d.schedule.plain import in_flight_limits
-from lightning_mm5d.schedule.report import AnySchedule, Outcome, compare, name_of
+from lightning_mm5d.schedule.report import Outcome, compare, name_of
 from lightning_mm5d.schedule.simulate import Simulation, Span, measured, simulate
 from lightning_mm5d.schedule.validate import ScheduleError, execution_order, validate
 from lightning_mm5d.schedule.zero_bubble import held_limits
@@ -37,6 +46,7 @@ __all__ = [
     "held_limits",
     "in_flight_limits",
     "is_table",
+    "loaded",
     "lower_bound",
     "measured",
     "name_of",
@@ -44,4 +54,5 @@ __all__ = [
     "simulate",
     "to_csv",
     "validate",
+    "worker_of",
 ]

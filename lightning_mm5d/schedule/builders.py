@@ -8,6 +8,7 @@ two that lie in a V (see `place`); on one chunk a worker they are ``1f1b`` and `
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -29,6 +30,8 @@ _RULES: dict[str, Callable[[Graph], list[Rules]]] = {
     "zbv": zero_bubble,
 }
 
+AnySchedule = str | Callable[[Graph], Schedule]
+"""What a user may say: a name, a table, or a function of the graph."""
 SCHEDULES = (*_RULES, "auto")
 """The names that `build` knows."""
 WHOLE_BACKWARDS = ("gpipe", "1f1b", "interleaved")
@@ -77,7 +80,7 @@ def build(
 
 def is_table(schedule: object) -> bool:
     """Whether a schedule is given as a table: the path of one that ends in ``.csv``, or its text."""
-    return isinstance(schedule, str) and (schedule.endswith(".csv") or "\n" in schedule or "," in schedule)
+    return isinstance(schedule, str) and re.search(r"\.csv$|^\s*\d+\s*,|\n", schedule) is not None
 
 
 def place(schedule: str, stages: int, workers: int) -> list[int]:
@@ -88,14 +91,26 @@ def place(schedule: str, stages: int, workers: int) -> list[int]:
         stages: of the modality, all chunks.
         workers: that it has.
     """
-    if schedule != "zbv":
-        return [stage % workers for stage in range(stages)]
-    there_and_back = [*range(workers), *reversed(range(workers))]
-    return [there_and_back[stage % (2 * workers)] for stage in range(stages)]
+    return [worker_of(stage, workers, v_shaped=schedule == "zbv") for stage in range(stages)]
+
+
+def worker_of(stage: int, workers: int, *, v_shaped: bool) -> int:
+    """Which worker, from 0, runs stage number `stage` of a modality that has so many workers."""
+    turn, place = divmod(stage, workers)
+    return workers - 1 - place if v_shaped and turn % 2 else place
+
+
+def loaded(schedule: AnySchedule) -> AnySchedule:
+    """The same schedule; where it is the path of a table, its text, so that all who ask later get the same.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    return _table(schedule) if isinstance(schedule, str) and is_table(schedule) else schedule
 
 
 def _table(schedule: str) -> str:
-    if "\n" in schedule or "," in schedule:
+    if not schedule.endswith(".csv"):
         return schedule
     try:
         return Path(schedule).read_text(encoding="utf-8")

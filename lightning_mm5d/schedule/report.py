@@ -11,13 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_mm5d.schedule.actions import Schedule
-from lightning_mm5d.schedule.builders import SCHEDULES, build
+from lightning_mm5d.schedule.builders import SCHEDULES, AnySchedule, build
 from lightning_mm5d.schedule.custom import label
 from lightning_mm5d.schedule.graph import Graph
 from lightning_mm5d.schedule.simulate import Simulation, simulate
-
-AnySchedule = str | Callable[[Graph], Schedule]
-"""A schedule as `build` takes it: a name, a table or a function."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,7 +55,7 @@ class Deferred:
 
 
 class _Linear(torch.autograd.Function):
-    """``x @ weight.T + bias``, or ``x @ weight + bias``, for x ``[rows, in]``; leaves the weight gradient to `Deferred`."""
+    """``x @ weight.T + bias``, or ``x @ weight + bias``, x ``[rows, in]``; leaves the weight gradient to `Deferred`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None, due: Deferred, is_conv: bool) -> Tensor:
@@ -90,8 +90,8 @@ def is_linear(module: nn.Module) -> bool:
 def defers(module: nn.Module, x: Tensor) -> bool:
     """Whether a linear layer puts its weight gradient off.
 
-    Not where its weight is frozen, complex or computed from other parameters; nor where no gradient goes on to its input
-    `x`; nor where hooks on the weight wait for its gradient, because autograd would call them without one.
+    Not where its weight is frozen, complex or computed from other parameters; nor where no gradient goes on to its
+    input `x`; nor where hooks on the weight wait for its gradient, because autograd would call them without one.
     """
     weight = module.weight
     return (
