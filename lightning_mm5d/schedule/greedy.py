@@ -38,7 +38,7 @@ class Rules:
             may pass, so a worker of several stages can hold one more for each of them.
         split: run input- and weight-gradient halves where both take time, the latter when nothing else is ready.
         eager: forwards come before gradients, else the other way round.
-        flush: no gradients before the worker's last forward.
+        flush: no gradients before the worker's last forward; not with limits, which would wait for gradients.
         groups: by stage, how many microbatches pass before the worker's next chunk has its turn; by default 1.
         patience: how long a weight gradient waits for a gradient to arrive, as a share of its own time.
         lazy: whole backwards that pass no gradient on come last too, since nobody waits for them.
@@ -55,6 +55,11 @@ class Rules:
     patience: float = 0.0
     lazy: bool = False
     stretch: tuple[float, float] = (1.0, 1.0)
+
+    def __post_init__(self) -> None:
+        assert not (self.flush and (self.in_flight or self.held)), (
+            "forwards would wait for gradients, and these for them"
+        )
 
 
 class Played(NamedTuple):
