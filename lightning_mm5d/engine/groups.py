@@ -58,7 +58,7 @@ class Groups:
             RuntimeError: on all ranks, when some are still making groups, or plan otherwise.
         """
         digest = hashlib.blake2b(plan.encode(), digest_size=8).hexdigest()
-        self._agree(f"no more than {len(self._made)} groups, with what is trained and cut as in {digest}")
+        self._agree(f"no more than {len(self._made)} groups" + (f" and the plan {digest}" if plan else ""))
 
     def destroy(self) -> None:
         """Destroy the groups that this rank is in. No operation may be under way on them."""
