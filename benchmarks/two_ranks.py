@@ -20,7 +20,7 @@ from turns import WARMUP, Side, Turns, fit, milliseconds, race, row
 
 from lightning_mm5d import Modality, MultimodalStrategy
 
-STEPS, MICROBATCHES, BATCH = 40 + WARMUP, 8, 16
+STEPS, MICROBATCHES, BATCH = 24 + WARMUP, 8, 16
 VOCABULARY, IMAGE, FEATURES, TEXT = 2048, 2047, 64, 128
 SPREAD = {"vision": Modality(colocate_with="language"), "language": Modality(pp_size=2)}
 LAYOUTS: dict[str, tuple[dict[str, Modality], str]] = {
