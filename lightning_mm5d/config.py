@@ -60,6 +60,8 @@ class Modality:
             or a list of their indices.
         dp_size: Number of replicas. Inferred from the number of ranks when unset.
         tp_size: Tensor parallel degree: ranks that share each layer.
+        sequence_parallel: Whether what lies between the divided layers (norms, dropouts, residuals) is divided over the
+            same ranks along the sequence, which takes less memory and no more communication.
         cp_size: Context parallel degree: ranks that share each sequence.
         pp_size: Number of pipeline stages. Unset: as many as ``pipeline_template`` has, else 1.
         pipeline_template: Which layers run in which stage. Unset: balanced by what they cost.
@@ -76,6 +78,7 @@ class Modality:
     feeds: Literal["first", "all"] | list[int] = "first"
     dp_size: int | None = None
     tp_size: int = 1
+    sequence_parallel: bool = False
     cp_size: int = 1
     pp_size: int | None = None
     pipeline_template: PipelineTemplate | None = None

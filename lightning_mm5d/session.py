@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_mm5d.checkpoint import collect_module, drop_remote_state
+from lightning_mm5d.checkpoint import drop_remote_state, restore_whole
 from lightning_mm5d.device import DeviceFigures
 from lightning_mm5d.engine.engine import Engine
 from lightning_mm5d.engine.groups import Groups
@@ -32,13 +32,17 @@ from lightning_mm5d.engine.metrics import MetricSync
 from lightning_mm5d.engine.plan import Plan
 from lightning_mm5d.engine.recorder import Recorder
 from lightning_mm5d.engine.transport import Transport
-from lightning_mm5d.parallel.gradients import Gradients
+from lightning_mm5d.errors import ConfigError
+from lightning_mm5d.parallel.gradients import make_gradients, sum_groups
 from lightning_mm5d.recorded import write_timeline
 from lightning_mm5d.schedule import WHOLE_BACKWARDS, Graph, Schedule
 from lightning_mm5d.stage import Runtime, drop_parameters, give_memory, is_placeholder, views
 from lightning_mm5d.steps import Replica, Steps
+from lightning_mm5d.tensor_parallel.apply import TensorParallel
+from lightning_mm5d.tensor_parallel.collectives import TensorGroup
 
 _BUCKET_ELEMENTS = 8 * 2**20
+_OVER_WHOLE_MATRICES = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon)
 
 
 class Session:
@@ -76,7 +80,7 @@ class Session:
     ) -> None:
         self.plan = plan
         weighs = loss_weight != "samples" or callable(getattr(module, "loss_weight", None))
-        is_whole = len(plan.members) == 1 and num_microbatches == 1
+        is_whole = plan.is_whole and num_microbatches == 1
         self.is_plain = is_whole and not (weighs and plan.layout.num_replicas > 1)
         self._module, self._rank, self._device = module, rank, device
         self._unsynced, self._seed = False, seed
@@ -152,13 +156,31 @@ class Session:
             for replica in range(layout.num_replicas)
             if not self.is_plain
         }
-        last = plan.ranks_of(plan.last_stage)
-        self._terminal = self._groups.get(sorted(last), "terminal") if len(last) > 1 else None
-        sharers = dict.fromkeys(plan.owners(name) for name in plan.sizes)
-        made = {ranks: self._groups.get(ranks, "gradients") for ranks in sharers if len(ranks) > 1}
-        self._sharers = {name: made.get(plan.owners(name)) for name in plan.sizes}
+        # one rank of each replica: those that share a last stage do alike, and count once
+        ends = [
+            self._groups.get(sorted(ranks), "terminal") for ranks in zip(*plan.instances(plan.last_stage), strict=True)
+        ]
+        self._terminal = next((group for group in ends if group and dist.get_world_size(group) > 1), None)
+        self._gradient_groups = {ranks: self._groups.get(ranks, "gradients") for ranks in sum_groups(plan)}
+        self._make_tensor_groups()
         trained = sorted(name for name, parameter in self._module.named_parameters() if parameter.requires_grad)
-        self._groups.verify(f"stages {plan.partition.stages}, trained {trained}")
+        self._groups.verify(
+            f"stages {plan.partition.stages}, trained {trained}, divided {sorted(plan.division.shards)}"
+        )
+
+    def _make_tensor_groups(self) -> None:
+        """Groups of the ranks that share layers, by their ranks and by modality."""
+        plan, made = self.plan, {}
+        for ranks in dict.fromkeys(ranks for stage in plan.members for ranks in plan.instances(stage)):
+            group = self._groups.get(ranks, "tensor") if len(ranks) > 1 else None
+            if group is not None:
+                made[ranks] = TensorGroup(group)
+        self._groups_by_ranks = made
+        self._tensor_groups = {
+            place.modality: made[ranks]
+            for place in plan.layout.places_of(self._rank)
+            if (ranks := plan.layout.ranks_of(place.modality, dp=place.dp, pp=place.pp)) in made
+        }
 
     def _cut(self, schedule: str | Callable[[Graph], Schedule], num_microbatches: int) -> None:
         plan, module = self.plan, self._module
@@ -169,15 +191,27 @@ class Session:
         drop_parameters(module, [name for name in names if name not in local], self._device)
         every = views(plan.partition, plan.members, plan.consumes)
         self._views = {key: every[key] for key in own}
+        self._tensor: TensorParallel | None = None
+        if self._tensor_groups:
+            self._tensor = TensorParallel(
+                module, plan.division, self._tensor_groups, holds=local.__contains__, device=self._device
+            )
         self._runtime = Runtime(
             module,
             plan.partition,
             {self._views[key]: held[key] for key in own},
             defers=schedule not in WHOLE_BACKWARDS,
+            tensor=self._tensor,
+            tensor_groups=self._tensor_groups,
         )
         self.transport: Transport | None = None
-        if plan.edges:
+        if plan.edges or self._tensor is not None:
             self._runtime.install()
+        for name, modality in plan.modalities.items():
+            layers = plan.partition.layers[name]
+            if modality.sequence_parallel and self._tensor is not None and name in self._tensor_groups and layers:
+                self._tensor.divide_sequences(module.get_submodule(layers), name)
+        if plan.edges:
             assert self._ascending is not None and self._descending is not None  # noqa: PT018
             self.transport = Transport(self._ascending, self._descending, self._device, self._rank)
         self._engine = Engine(
@@ -189,6 +223,7 @@ class Session:
             num_microbatches=num_microbatches,
             rank=self._rank,
             device=self._device,
+            tensor_groups=self._groups_by_ranks,
         )
 
     def _connect_parts(self, num_microbatches: int, loss_weight: Literal["samples", "tokens"]) -> None:
@@ -197,20 +232,22 @@ class Session:
         for name, parameter in module.named_parameters():
             if not is_placeholder(parameter):
                 held[name] = parameter
-        self.gradients = Gradients(held, self._sharers, [name for name in held if plan.keeper(name) == self._rank])
-        last = plan.ranks_of(plan.last_stage)
-        self._is_last = self._rank in last
+        self.gradients = make_gradients(plan, self._rank, held, self._gradient_groups)
+        last = plan.instances(plan.last_stage)
+        is_last = any(self._rank in ranks for ranks in last)
+        self._sources = tuple(ranks[0] for ranks in last)
         self._metrics = MetricSync(
-            terminal_group=self._terminal if self._is_last else None, is_terminal=self._is_last, world_src=last[0]
+            terminal_group=self._terminal if is_last else None, is_terminal=is_last, world_src=last[0][0]
         )
         if not self.is_plain:
             self._metrics.attach(part for part in module.modules() if isinstance(part, Metric))
         wire = Session.wire(self._device)
         replicas = {
             number: Replica(
-                src=last[number],
+                src=last[number][0],
+                ends_here=self._rank in last[number],
                 group=self._replica_groups[number],
-                exchange=LogExchange(src=last[number], group=self._replica_groups[number], device=wire),
+                exchange=LogExchange(src=last[number][0], group=self._replica_groups[number], device=wire),
             )
             for number in layout.replicas_of_rank(self._rank)
             if not self.is_plain
@@ -225,7 +262,7 @@ class Session:
             self._metrics,
             rank=self._rank,
             device=self._device,
-            terminal_group=self._terminal if self._is_last else None,
+            terminal_group=self._terminal if is_last else None,
             num_microbatches=num_microbatches,
             loss_weight=loss_weight,
             seed=None if alone else self._seed,
@@ -236,8 +273,20 @@ class Session:
     # --- optimizers and gradients ---
 
     def adopt_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Free what `optimizers` keep for parameters of other ranks."""
+        """Free what `optimizers` keep for parameters of other ranks.
+
+        Raises:
+            ConfigError: with divided parameters, an optimizer whose update of an element depends on others.
+        """
         for optimizer in optimizers:
+            inner = getattr(optimizer, "optimizer", optimizer)
+            if self.plan.division.shards and isinstance(inner, _OVER_WHOLE_MATRICES):
+                raise ConfigError(
+                    "configure_optimizers",
+                    type(inner).__name__,
+                    "Its update of an element depends on the whole matrix, and tensor parallel ranks have parts of it",
+                    "Use an optimizer that works by element, such as AdamW, or tp_size=1",
+                )
             drop_remote_state(optimizer)
 
     def drop_old_gradients(self, optimizers: Sequence[Optimizer]) -> None:
@@ -313,7 +362,7 @@ class Session:
             result = tensor.detach().clone()
             dist.all_reduce(result, dist.ReduceOp.MAX if name == "max" else dist.ReduceOp.MIN)
             return result
-        result = tensor.detach().clone() if self._is_last else torch.zeros_like(tensor)
+        result = tensor.detach().clone() if self._rank in self._sources else torch.zeros_like(tensor)
         dist.all_reduce(result)
         if name in ("mean", "avg"):
             result = result / self.plan.layout.num_replicas
@@ -333,7 +382,7 @@ class Session:
             return torch.stack(gathered)
         everywhere = [torch.empty_like(tensor) for _ in range(self.plan.layout.size)]
         dist.all_gather(everywhere, tensor.detach().contiguous())
-        return torch.stack([everywhere[rank] for rank in self.plan.ranks_of(self.plan.last_stage)])
+        return torch.stack([everywhere[rank] for rank in self._sources])
 
     # --- the end ---
 
@@ -345,13 +394,15 @@ class Session:
     def close(self, targets: Sequence[int], gather: bool) -> None:
         """Undo what the session did to the module; with `gather`, whole on the ranks `targets`."""
         self._runtime.remove()
+        if self._tensor is not None:
+            self._tensor.remove()
         self._metrics.detach()
         if self._clipper is not None:
             vars(self._clipper).pop("clip_grad_by_norm", None)
         self.figures.detach()
         if gather:
-            if self.plan.edges:
-                self._gather(targets)
+            if self.plan.edges or self.plan.division.shards:
+                restore_whole(self._module, self.plan, self._rank, targets)
             dist.barrier()
             if self._timeline is not None and self._engine.recorder is not None:
                 write_timeline(
@@ -371,13 +422,6 @@ class Session:
         if gather:
             dist.barrier()
             self._groups.destroy()
-
-    def _gather(self, targets: Sequence[int]) -> None:
-        state = collect_module(self._module, self.plan, self._rank, targets)
-        if self._rank not in targets:
-            return
-        give_memory(self._module.parameters())
-        self._module.load_state_dict(state, strict=False)
 
 
 def _gather_with_grad(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:

@@ -31,7 +31,7 @@ from lightning_mm5d.errors import ConfigError
 from lightning_mm5d.grouped import LoaderBatches
 from lightning_mm5d.loader import split_replicas
 from lightning_mm5d.parallel.gradients import Gradients, published
-from lightning_mm5d.stage.payload import map_tensors
+from lightning_mm5d.stage.payload import map_tensors, undivided
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -46,12 +46,14 @@ class Replica:
     """One replica of the terminal modality, among the ranks that work for it.
 
     Attributes:
-        src: the rank where its step runs to its end.
+        src: the rank where its step runs to its end; the first of several that share the last stage.
+        ends_here: whether this rank is one of these.
         group: all its ranks.
         exchange: shares logs within them.
     """
 
     src: int
+    ends_here: bool
     group: dist.ProcessGroup | None
     exchange: LogExchange
 
@@ -113,7 +115,7 @@ class Steps:
         self._loss_weight, self._seed = loss_weight, seed
         self._capture = LogCapture(module)
         self._packed = describe(module)
-        self._own = next((number for number, replica in replicas.items() if replica.src == rank), None)
+        self._own = next((number for number, replica in replicas.items() if replica.ends_here), None)
         named = module.named_parameters(remove_duplicate=False)
         self._named = [(name, parameter) for name, parameter in named]
         self._trainable: tuple[tuple[bool, ...], frozenset[str]] = ((), frozenset())
@@ -276,7 +278,7 @@ class Steps:
             self._capture.begin_microbatch(index, weights.get(index, part.samples))
 
         return Step(
-            run=lambda batch: method(batch, *rest),
+            run=lambda batch: undivided(method(batch, *rest)),
             microbatches=parts,
             structure=lambda batch: (name, self._module.training, _structure(batch)),
             number=None if self._seed is None else (self._seed, *number),
@@ -316,7 +318,7 @@ class Steps:
         shown = self._own if self._own is not None else next(iter(self._replicas))
         repeated: list[MergedLog] = []
         for number, replica in self._replicas.items():
-            own = number == self._own
+            own = number == self._own and replica.src == self._rank
             logs = replica.exchange.broadcast(merged if own else None)
             if any(log.options.name == _OUTPUTS for log in logs):
                 found[number] = broadcast_tree(outputs if own else None, replica.src, replica.group, self._device)

@@ -1,8 +1,8 @@
 """The Lightning strategy: Lightning's hooks, each a few lines that call the parts.
 
 It is the only part that knows the trainer. It refuses, before any process group exists, configurations that cannot
-work; manual optimization where a schedule runs; and tensor and context parallel sizes, which are laid out and shown
-but not computed yet.
+work; manual optimization where a schedule runs; and context parallel sizes, which are laid out and shown but not
+computed yet.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from lightning_mm5d.loader import per_replica, shard_loader
 from lightning_mm5d.partition import partition, terminal_of
 from lightning_mm5d.schedule import AnySchedule, Simulation, loaded
 from lightning_mm5d.session import Session
+from lightning_mm5d.tensor_parallel.divide import divide
 from lightning_mm5d.validation import (
     check_batches,
     check_callbacks,
@@ -152,7 +153,7 @@ class MultimodalStrategy(ParallelStrategy):
         if type(module).configure_model.__module__.startswith("lightning."):
             plan = self.plan(module)
             check_module(module, plan, self.num_microbatches, self.schedule)
-            check_timeline(self._timeline, is_plain=len(plan.members) == 1 and self.num_microbatches == 1)
+            check_timeline(self._timeline, is_plain=plan.is_whole and self.num_microbatches == 1)
         # else there is no model to look at before `configure_model`
         if self.microbatching == "split" and not callable(getattr(module, "split_batch", None)):
             check_batches(data, self.num_microbatches)
@@ -165,7 +166,8 @@ class MultimodalStrategy(ParallelStrategy):
         """
         sizes = {name: p.numel() for name, p in module.named_parameters(remove_duplicate=False)}
         cut = partition(module, self.modalities)
-        return Plan(self.layout, cut, self.modalities, sizes, v_shaped=self.schedule == "zbv")
+        division = divide(module, cut, self.modalities)
+        return Plan(self.layout, cut, self.modalities, sizes, v_shaped=self.schedule == "zbv", division=division)
 
     def simulate(self, module: pl.LightningModule | None = None) -> Simulation:
         """Return the ideal timeline of one training step of all replicas.
@@ -444,7 +446,10 @@ class MultimodalStrategy(ParallelStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True, **kwargs: Any) -> None:
         assert self.lightning_module is not None
-        load_module(self.lightning_module, checkpoint["state_dict"], strict)
+        if self._session is None:  # before anything is cut
+            self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
+        else:
+            load_module(self.lightning_module, checkpoint["state_dict"], strict, self._session.plan, self.global_rank)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -457,5 +462,7 @@ class MultimodalStrategy(ParallelStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Any, **kwargs: Any) -> None:
+        assert self.lightning_module is not None
+        assert self._session is not None
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            load_optimizer(optimizer, state)
+            load_optimizer(optimizer, state, self.lightning_module, self._session.plan, self.global_rank)

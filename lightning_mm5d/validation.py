@@ -58,7 +58,7 @@ def check_computed(modalities: Mapping[str, Modality]) -> None:
     """Refuse what can be laid out, shown and simulated, but not computed in this version.
 
     Raises:
-        ConfigError: tensor or context parallel sizes, and costs that are given for some modalities only.
+        ConfigError: context parallel sizes, and costs that are given for some modalities only.
     """
     costs = {name: modality.cost for name, modality in modalities.items()}
     for name, cost in costs.items():
@@ -66,14 +66,13 @@ def check_computed(modalities: Mapping[str, Modality]) -> None:
             rule = "Costs that are given and costs that are estimated have no common unit"
             raise ConfigError(f"modalities.{name}.cost", cost, rule, "Give a cost for all modalities, or for none")
     for name, modality in modalities.items():
-        for axis in ("tp_size", "cp_size"):
-            if getattr(modality, axis) != 1:
-                raise ConfigError(
-                    f"modalities.{name}.{axis}",
-                    getattr(modality, axis),
-                    "This version computes data, pipeline and modality parallelism only",
-                    "Use 1",
-                )
+        if modality.cp_size != 1:
+            raise ConfigError(
+                f"modalities.{name}.cp_size",
+                modality.cp_size,
+                "This version computes data, tensor, pipeline and modality parallelism, and no context parallelism",
+                "Use 1",
+            )
 
 
 def check_module(
@@ -87,12 +86,12 @@ def check_module(
     """
     if callable(schedule) or is_table(schedule):
         build(schedule, plan.whole_graph(schedule, num_microbatches, module))
-    if not module.automatic_optimization and (len(plan.members) > 1 or num_microbatches > 1):
+    if not module.automatic_optimization and (not plan.is_whole or num_microbatches > 1):
         raise ConfigError(
             "automatic_optimization",
             False,
             "Manual optimization runs its own backward, and a schedule leaves no place for that",
-            "Use automatic optimization, or one stage (colocate all modalities, pp_size=1) and num_microbatches=1",
+            "Use automatic optimization, or one stage (colocate all modalities, tp_size=1, pp_size=1), no microbatches",
         )
     configs = [getattr(part, "config", None) for part in module.modules()]
     if any(getattr(config, "output_router_logits", False) is True for config in configs):
@@ -137,12 +136,12 @@ def check_callbacks(callbacks: Sequence[pl.Callback], plan: Plan) -> None:
         ConfigError: `WeightAveraging` with several stages.
     """
     for callback in callbacks:
-        if isinstance(callback, WeightAveraging) and len(plan.members) > 1:
+        if isinstance(callback, WeightAveraging) and not plan.is_whole:
             raise ConfigError(
                 "callbacks",
                 type(callback).__name__,
-                "It saves the copy of the module that it averages, and with several stages no rank has all of it",
-                "Use StochasticWeightAveraging, or one stage (colocate all modalities, pp_size=1)",
+                "It saves the copy of the module that it averages, and with stages or tp_size > 1 no rank has all",
+                "Use StochasticWeightAveraging, or one stage (colocate all modalities, pp_size=1) and tp_size=1",
             )
 
 

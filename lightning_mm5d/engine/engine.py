@@ -24,14 +24,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_mm5d.engine.bridge import Bridge
 from lightning_mm5d.engine.metrics import MetricSync
 from lightning_mm5d.engine.microbatch import Microbatch
 from lightning_mm5d.engine.plan import Plan
 from lightning_mm5d.engine.recorder import Recorder
 from lightning_mm5d.engine.rng import kept_random_state, seed_all, seed_of, seed_torch
-from lightning_mm5d.engine.transport import Channel, Transport
+from lightning_mm5d.engine.transport import Transport
 from lightning_mm5d.schedule import Action, Graph, Kind, Schedule, is_table
 from lightning_mm5d.stage import Deferred, Payload, Run, Runtime, StageError, StageView
+from lightning_mm5d.tensor_parallel.collectives import TensorGroup
 
 
 @dataclass
@@ -65,8 +67,8 @@ class _Flight:
     """A forward that waits for its backward."""
 
     run: Run
-    sent: list[tuple[Channel, list[Tensor]]]
-    received: list[tuple[Channel, list[Tensor]]]
+    sent: list[tuple[Bridge, list[Tensor]]]
+    received: list[tuple[Bridge, list[Tensor], frozenset[int]]]
     loss: Tensor | None
 
 
@@ -75,7 +77,7 @@ class _Prepared(NamedTuple):
 
     graph: Graph
     actions: list[Action]
-    arrivals: Counter[Channel]
+    arrivals: Counter[Bridge]
     in_halves: frozenset[str]
 
 
@@ -91,6 +93,7 @@ class Engine:
         num_microbatches: M.
         rank: global rank.
         device: where this rank computes.
+        tensor_groups: this rank's tensor parallel groups, by their ranks.
 
     Attributes:
         seconds: spent in steps.
@@ -109,13 +112,15 @@ class Engine:
         num_microbatches: int,
         rank: int,
         device: torch.device,
+        tensor_groups: Mapping[tuple[int, ...], TensorGroup],
     ) -> None:
         self.seconds = 0.0
         self.waited = 0.0
         self.recorder: Recorder | None = None
         self._plan, self._runtime, self._views, self._transport = plan, runtime, views, transport
         self._schedule, self._num_microbatches = schedule, num_microbatches
-        self._rank, self._device = rank, device
+        self._rank, self._device, self._tensor_groups = rank, device, tensor_groups
+        self._bridges: dict[Any, Bridge] = {}
         self._built: dict[Any, _Prepared] = {}
         self._checked = False
 
@@ -130,8 +135,8 @@ class Engine:
         start, waited = time.perf_counter(), self._transport.waited if self._transport else 0.0
         count = max(len(parts) for parts in step.microbatches.values())
         graph, actions, arrivals, in_halves = self._prepared(count, trainable, step.loss is None)
-        for channel, number in arrivals.items():
-            self._wire.expect(channel, number)
+        for bridge, number in arrivals.items():
+            bridge.expect(number)
         flights: dict[tuple[str, int], _Flight] = {}
         due: dict[tuple[str, int], Deferred] = {}
         recorder = self.recorder if step.loss is not None and count == self._num_microbatches else None
@@ -171,19 +176,22 @@ class Engine:
             graph, schedule = self._plan.schedule(
                 "1f1b" if table else self._schedule, count, trainable, rank=self._rank, forward_only=forward_only
             )
-            actions = schedule[self._rank]
-            arrivals: Counter[Channel] = Counter()
+            actions = [
+                action
+                for action in schedule[self._plan.worker_of_rank[self._rank]]
+                if self._rank in self._plan.ranks_at(action.stage, *divmod(action.microbatch, count))
+            ]
+            arrivals: Counter[Bridge] = Counter()
             for action in actions:
                 if action.kind is Kind.W:
                     continue
+                place = divmod(action.microbatch, count)
                 if action.kind is Kind.F:
                     others = graph.predecessors(action.stage)
-                    arrivals.update(self._channel(graph, other, action.stage, action.microbatch) for other in others)
+                    arrivals.update(self._bridge(other, action.stage, place) for other in others)
                 else:
                     others = graph.successors(action.stage)
-                    arrivals.update(
-                        self._channel(graph, action.stage, other, action.microbatch, back=True) for other in others
-                    )
+                    arrivals.update(self._bridge(action.stage, other, place, back=True) for other in others)
             halves = frozenset(action.stage for action in actions if action.kind is Kind.I)
             self._built[key] = _Prepared(graph, actions, arrivals, halves)
         return self._built[key]
@@ -193,11 +201,25 @@ class Engine:
         if self.recorder is not None:
             self.recorder.start()
 
-    def _channel(self, graph: Graph, source: str, target: str, microbatch: int, back: bool = False) -> Channel:
-        ends = [graph.node_of(stage, microbatch).worker for stage in (source, target)]
-        if back:
-            return Channel("gradients", ends[1], ends[0], f"{target}->{source}")
-        return Channel("activations", ends[0], ends[1], f"{source}->{target}")
+    def _bridge(self, source: str, target: str, place: tuple[int, int], back: bool = False) -> Bridge:
+        """The way between the instances of two stages that run a microbatch; `place` is its replica and its index."""
+        ends = [self._plan.ranks_at(stage, *place) for stage in (source, target)]
+        key = (source, target, *ends, back)
+        if key not in self._bridges:
+            name = f"{source}->{target}"
+            if back:
+                ends, name = ends[::-1], f"{target}->{source}"
+            group = self._tensor_groups.get(ends[1])
+            self._bridges[key] = Bridge(
+                self._wire,
+                rank=self._rank,
+                direction="gradients" if back else "activations",
+                name=name,
+                sources=ends[0],
+                targets=ends[1],
+                group=None if group is None else group.group,
+            )
+        return self._bridges[key]
 
     @property
     def _wire(self) -> Transport:
@@ -208,10 +230,9 @@ class Engine:
         self, step: Step, graph: Graph, stage: str, replica: int, index: int, deferred: Deferred | None
     ) -> _Flight:
         view = self._views[stage]
-        count = max(len(parts) for parts in step.microbatches.values())
-        number = replica * count + index
-        channels = [self._channel(graph, other, stage, number) for other in graph.predecessors(stage)]
-        payloads = [Payload(*self._wire.recv(channel)) for channel in channels]
+        place = replica, index
+        bridges = [self._bridge(other, stage, place) for other in graph.predecessors(stage)]
+        payloads = [_unpacked(*bridge.recv()) for bridge in bridges]
         self._starts()
         part = step.microbatches[replica][index]
         reseed = None
@@ -230,20 +251,21 @@ class Engine:
                     loss, result = step.loss(result, index)
                     self._check(loss, stage)
                 step.results[index] = result
-            sent = [self._send(graph, run, stage, other, number) for other in graph.successors(stage)]
+            sent = [self._send(run, stage, other, place) for other in graph.successors(stage)]
         received = [
-            (self._channel(graph, other, stage, number, back=True), payload)
+            (self._bridge(other, stage, place, back=True), *_with_grads(payload))
             for other, payload in zip(graph.predecessors(stage), payloads, strict=True)
             if graph.has_backward(other)
         ]
-        return _Flight(run, sent, [(channel, _with_grads(payload)) for channel, payload in received], loss)
+        return _Flight(run, sent, received, loss)
 
-    def _send(self, graph: Graph, run: Run, stage: str, other: str, number: int) -> tuple[Channel, list[Tensor]]:
+    def _send(self, run: Run, stage: str, other: str, place: tuple[int, int]) -> tuple[Bridge, list[Tensor]]:
         consumed = self._plan.consumes.get(other, frozenset()) & frozenset(run.stage.cuts)
         modality, target = stage.rpartition(".")[0], other.rpartition(".")[0]
         payload = run.payload(consumed, modality if modality == target else None)
-        self._wire.send(self._channel(graph, stage, other, number), payload.meta, payload.tensors)
-        return self._channel(graph, stage, other, number, back=True), _with_grads(payload)
+        meta = {**payload.meta, "parts": sorted(payload.parts)} if payload.parts else payload.meta
+        self._bridge(stage, other, place).send(meta, payload.tensors, payload.parts)
+        return self._bridge(stage, other, place, back=True), _with_grads(payload)[0]
 
     def _backward(self, flight: _Flight) -> Deferred | None:
         """Run a backward; return the weight gradients that it put off."""
@@ -251,7 +273,7 @@ class Engine:
         gradients: dict[int, Tensor] = {}
         if flight.loss is not None and flight.loss.requires_grad:
             outputs[id(flight.loss)], gradients[id(flight.loss)] = flight.loss, torch.ones_like(flight.loss)
-        arrivals = [self._wire.recv(channel) for channel, _ in flight.sent]
+        arrivals = [bridge.recv() for bridge, _ in flight.sent]
         self._starts()
         for (_, tensors), (missing, arrived) in zip(flight.sent, arrivals, strict=True):
             wanted = [tensor for index, tensor in enumerate(tensors) if index not in missing]
@@ -261,10 +283,12 @@ class Engine:
                 outputs[key] = tensor
         if outputs:
             flight.run.backward(list(outputs.values()), list(gradients.values()))
-        for channel, tensors in flight.received:
+        for bridge, tensors, parts in flight.received:
             missing = [index for index, tensor in enumerate(tensors) if tensor.grad is None]
+            present = [index for index, tensor in enumerate(tensors) if tensor.grad is not None]
+            own = frozenset(place for place, index in enumerate(present) if index in parts)
             # copies: a parameter may have taken the same memory for its gradient, and later microbatches add to that
-            self._wire.send(channel, missing, [tensor.grad.clone() for tensor in tensors if tensor.grad is not None])
+            bridge.send(missing, [tensors[index].grad.clone() for index in present], own)  # type: ignore[union-attr]
         return flight.run.deferred
 
     def _check(self, loss: Tensor, stage: str) -> None:
@@ -281,5 +305,12 @@ class Engine:
             )
 
 
-def _with_grads(payload: Payload) -> list[Tensor]:
-    return [tensor for tensor, has in zip(payload.tensors, payload.meta["grads"], strict=True) if has]
+def _unpacked(meta: Any, tensors: list[Tensor]) -> Payload:
+    return Payload(meta, tensors, frozenset(meta.get("parts", ())))
+
+
+def _with_grads(payload: Payload) -> tuple[list[Tensor], frozenset[int]]:
+    """The tensors of a payload that carry a gradient, and which of these are parts."""
+    wanted = [index for index, has in enumerate(payload.meta["grads"]) if has]
+    parts = frozenset(place for place, index in enumerate(wanted) if index in payload.parts)
+    return [payload.tensors[index] for index in wanted], parts

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -21,6 +21,7 @@ from lightning_mm5d.config import Modality
 from lightning_mm5d.layout import Layout
 from lightning_mm5d.partition import Partition, StageCut, Unit, stage_costs
 from lightning_mm5d.schedule import SCHEDULES, Graph, Node, Schedule, Simulation, build, simulate, worker_of
+from lightning_mm5d.tensor_parallel.resolve import Division
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Plan:
         modalities: the configuration.
         sizes: elements of every parameter by name.
         v_shaped: whether model chunks go down the ranks and up again (``zbv``) instead of round and round.
+        division: what tensor parallelism makes of the layers.
     """
 
     layout: Layout
@@ -40,6 +42,7 @@ class Plan:
     modalities: Mapping[str, Modality]
     sizes: Mapping[str, int]
     v_shaped: bool = False
+    division: Division = field(default_factory=Division)
 
     @cached_property
     def members(self) -> dict[str, tuple[str, ...]]:
@@ -52,6 +55,11 @@ class Plan:
             for cut in cuts:
                 found.setdefault(f"{host}.{cut.index}", []).append(cut.name)
         return {key: tuple(names) for key, names in found.items()}
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank has all of the module, undivided."""
+        return len(self.members) == 1 and len(self.instances(self.last_stage)[0]) == 1
 
     @cached_property
     def stage_of(self) -> dict[str, str]:
@@ -91,9 +99,37 @@ class Plan:
         return tuple(sorted(set(found)))
 
     def ranks_of(self, stage: str) -> tuple[int, ...]:
-        """The ranks of a stage's instances, by replica."""
+        """The ranks of a stage: of its instances, one after the other."""
+        return tuple(rank for ranks in self.instances(stage) for rank in ranks)
+
+    def instances(self, stage: str) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each instance of a stage, by replica; those of one share its layers and act alike."""
         modality, _, index = stage.rpartition(".")
-        return self.layout.ranks_of(modality, pp=self.pp_of(modality, int(index)))
+        pp = self.pp_of(modality, int(index))
+        return tuple(self.layout.ranks_of(modality, pp=pp, dp=dp) for dp in range(self.layout.sizes(modality).dp))
+
+    @cached_property
+    def worker_of_rank(self) -> dict[int, int]:
+        """The worker that each rank belongs to, named by its first rank.
+
+        Ranks that share a stage's layers act in one order, so they are one worker to a schedule; so are those of
+        colocated modalities whose groups overlap.
+        """
+        found = {rank: rank for rank in range(self.layout.size)}
+        for ranks in (ranks for stage in self.members for ranks in self.instances(stage) if len(ranks) > 1):
+            joined = {found[rank] for rank in ranks}
+            found = {rank: min(joined) if worker in joined else worker for rank, worker in found.items()}
+        return found
+
+    def ranks_at(self, stage: str, replica: int, index: int) -> tuple[int, ...]:
+        """The ranks that run a stage on a microbatch.
+
+        Args:
+            stage: its key.
+            replica: of the terminal modality.
+            index: of the microbatch in that replica's batch.
+        """
+        return self.instances(stage)[self.layout.instance_of(stage.rpartition(".")[0], replica, index)]
 
     def pp_of(self, modality: str, index: int) -> int:
         """The pipeline rank of a stage: in turn, or there and back where the schedule is V-shaped."""
@@ -113,29 +149,62 @@ class Plan:
         return frozenset(name for name in self.sizes if members.intersection(self.partition.owners[name]))
 
     def owners(self, name: str) -> tuple[int, ...]:
-        """The ranks that hold a parameter, ascending."""
-        keys = {self.stage_of[owner] for owner in self.partition.owners[name]}
-        return tuple(sorted({rank for key in keys for rank in self.ranks_of(key)}))
+        """The ranks that hold a parameter, or a part of it, ascending."""
+        return tuple(sorted({rank for ranks in self._instances_with(name) for rank in ranks}))
+
+    def holders(self, name: str) -> tuple[tuple[int, ...], ...]:
+        """The ranks that hold each part of a parameter, in the order of the parts, ascending.
+
+        What is whole everywhere is one part for each tensor parallel index, since ranks of one index have gradients
+        that the others have too; it is a single part where modalities of unlike degrees share it.
+        """
+        instances = self._instances_with(name)
+        if len({len(ranks) for ranks in instances}) > 1:
+            return (self.owners(name),)
+        return tuple(tuple(sorted(set(ranks))) for ranks in zip(*instances, strict=True))
+
+    def weight_of(self, name: str, rank: int) -> float:
+        """What the gradient of a parameter on `rank` counts in the sum over one tuple of `holders`.
+
+        1, but where modalities of unlike tensor parallel degrees share it: then each of its ranks has the whole one.
+        """
+        instances = self._instances_with(name)
+        if len({len(ranks) for ranks in instances}) == 1:
+            return 1.0
+        return sum(1.0 / len(ranks) for ranks in instances if rank in ranks)
+
+    def _instances_with(self, name: str) -> list[tuple[int, ...]]:
+        keys = dict.fromkeys(self.stage_of[owner] for owner in self.partition.owners[name])
+        return [ranks for key in keys for ranks in self.instances(key)]
 
     def counts(self, name: str, rank: int) -> bool:
-        """Whether `rank` is the one that counts a parameter, among all that hold it."""
-        return self.keeper(name) == rank
+        """Whether `rank` is the one that counts a parameter, or its part of it, among all that hold it."""
+        return rank in self.keepers(name)
 
-    def keeper(self, name: str) -> int:
-        """The one rank that stands for a parameter or buffer: the first replica of the first stage that uses it.
+    def keepers(self, name: str) -> tuple[int, ...]:
+        """The ranks that stand for a parameter or buffer: one, or one for each part of what is divided.
 
-        A buffer that every stage computes is kept by the last. One that came after the plan was made (pruning adds
-        some) belongs with the others of its module.
+        They are those of the first replica of the first stage that uses it. A buffer that every stage computes is kept
+        by the last. One that came after the plan was made (pruning adds some) belongs with the others of its module.
         """
         owners = self.partition.owners
         prefix = f"{name.rpartition('.')[0]}."
         known = name if name in owners else next((other for other in owners if other.startswith(prefix)), None)
         if known is None:
-            return self.ranks_of(self.last_stage)[0]
+            return self.instances(self.last_stage)[0][:1]
         owner = owners[known][0]
         if name not in self.sizes and not self._stays(name):
             owner = self.partition.stages[owner.rpartition(".")[0]][-1].name
-        return self.ranks_of(self.stage_of[owner])[0]
+        ranks = self.instances(self.stage_of[owner])[0]
+        return ranks if name in self.division.shards else ranks[:1]
+
+    def part_of(self, name: str, rank: int) -> int:
+        """Which part of a divided parameter a rank that holds one has."""
+        return next(ranks.index(rank) for ranks in self._instances_with(name) if rank in ranks)
+
+    def keeper(self, name: str) -> int:
+        """The first of `keepers`."""
+        return self.keepers(name)[0]
 
     def _stays(self, buffer: str) -> bool:
         """Whether only the owner of a buffer runs the module that it is in; else the last stage has come furthest."""
@@ -201,7 +270,7 @@ class Plan:
             units, estimate = (*units, Unit(1.0, {})), 1.0
         cost = modality.cost
         if cost is None:
-            return units
+            return tuple(unit.scaled(1 / modality.tp_size) for unit in units) if modality.tp_size > 1 else units
         if not isinstance(cost, int | float):
             cost = cost[self.pp_of(name, int(index))]
         return tuple(unit.scaled(cost / modality.pp_chunks / estimate) for unit in units)
@@ -266,23 +335,30 @@ class Plan:
             forward, backward, weight = stage_costs(self.timed_units[key], trainable, before)
             # whether there is a backward is not a matter of costs: what is trained may be free, such as an embedding
             backward = max(backward, forward / 1000) if here or before else 0.0
-            for dp, rank in enumerate(self.ranks_of(key)):
-                ids = [
-                    (index, share.replica * counts + index)
-                    for share in self.layout.serves(modality, dp)
-                    if share.replica in replicas
-                    for index in range(share.start, counts, share.step)
-                ]
-                if any(share.replica in replicas for share in self.layout.serves(modality, dp)):
-                    nodes.append(
-                        Node(
-                            stage=key,
-                            worker=rank,
-                            microbatches=tuple(number for _, number in sorted(ids)),
-                            forward_cost=forward,
-                            backward_cost=backward,
-                            weight_cost=min(weight, backward),
-                            replica=dp,
-                        )
+            ids: dict[int, list[tuple[int, int]]] = {}
+            sharers: dict[int, list[int]] = {}
+            for dp, ranks in enumerate(self.instances(key)):
+                served = [share for share in self.layout.serves(modality, dp) if share.replica in replicas]
+                if served:
+                    worker = self.worker_of_rank[ranks[0]]
+                    sharers.setdefault(worker, []).append(dp)
+                    ids.setdefault(worker, []).extend(
+                        (index, share.replica * counts + index)
+                        for share in served
+                        for index in range(share.start, counts, share.step)
                     )
+            for worker, replica in sharers.items():
+                # instances on one worker run side by side, on some of its ranks each
+                cost = [one / len(replica) for one in (forward, backward, min(weight, backward))]
+                nodes.append(
+                    Node(
+                        stage=key,
+                        worker=worker,
+                        microbatches=tuple(number for _, number in sorted(ids[worker])),
+                        forward_cost=cost[0],
+                        backward_cost=cost[1],
+                        weight_cost=cost[2],
+                        replica=replica[0],
+                    )
+                )
         return Graph(tuple(nodes), self.edges)

@@ -23,7 +23,7 @@ class Holding(NamedTuple):
         place: a rank's position in one modality.
         cuts: its stages; several where a rank has several chunks of its modality.
         layers: full names of the layers in them.
-        parameters: elements of the parameters that it uses, tied ones once.
+        parameters: elements of the parameters that it uses, tied ones once, and of what is divided its part.
         bytes: memory of these parameters, without gradients and optimizer state.
     """
 
@@ -41,8 +41,9 @@ def holdings(plan: Plan, module: nn.Module) -> list[Holding]:
         cuts = plan.cuts_at(place.modality, place.pp)
         held = _parameters(module, plan, [cut.name for cut in cuts])
         layers = tuple(layer for cut in cuts for layer in _layers(plan, module, cut))
-        size = sum(p.numel() * p.element_size() for p in held)
-        found.append(Holding(place, cuts, layers, sum(p.numel() for p in held), size))
+        counts = {name: _elements(plan, name, p, place.tp) for name, p in held.items()}
+        size = sum(counts[name] * p.element_size() for name, p in held.items())
+        found.append(Holding(place, cuts, layers, sum(counts.values()), size))
     return found
 
 
@@ -68,6 +69,7 @@ def report(plan: Plan, module: nn.Module, *, schedule: str, num_microbatches: in
         ("model", f"{whole:,} parameters, loss in {plan.partition.terminal}"),
         *_cuts(plan),
         *_copies(plan, module),
+        *(("whole", f"{path} on every tensor parallel rank: {why}") for path, why in plan.division.whole.items()),
     ]
     width = max(len(name) for name, _ in lines)
     head = "\n".join(f"{name:{width}}  {text}" for name, text in lines)
@@ -125,7 +127,7 @@ def _stages(plan: Plan, module: nn.Module) -> str:
     for stage, members in plan.members.items():
         held = _parameters(module, plan, members)
         targets = [_title(plan, target) for source, target in plan.edges if source == stage]
-        total, trained = sum(p.numel() for p in held), sum(p.numel() for p in held if p.requires_grad)
+        total, trained = (sum(p.numel() for p in held.values() if p.requires_grad >= flag) for flag in (False, True))
         rows.append((_title(plan, stage), _span(plan.ranks_of(stage)), total, trained, ", ".join(targets) or "-"))
     return table(("stage", "ranks", "parameters", "trainable", "feeds"), rows)
 
@@ -139,11 +141,19 @@ def _places(plan: Plan, module: nn.Module) -> str:
     return table((*Place._fields, "layers", "parameters", "bytes"), rows)
 
 
-def _parameters(module: nn.Module, plan: Plan, stages: Iterable[str]) -> list[nn.Parameter]:
-    """The distinct parameters that stages of the partition use."""
+def _parameters(module: nn.Module, plan: Plan, stages: Iterable[str]) -> dict[str, nn.Parameter]:
+    """The distinct parameters that stages of the partition use, each under one of its names."""
     wanted = set(stages)
     every = module.named_parameters(remove_duplicate=False)
-    return list({id(p): p for name, p in every if wanted.intersection(plan.partition.owners[name])}.values())
+    used = {name: p for name, p in every if wanted.intersection(plan.partition.owners[name])}
+    return {name: p for name, p in {id(p): (name, p) for name, p in used.items()}.values()}
+
+
+def _elements(plan: Plan, name: str, parameter: nn.Parameter, tp: int) -> int:
+    """Elements of a parameter on one tensor parallel rank."""
+    shard = plan.division.shards.get(name)
+    count = parameter.numel()
+    return count if shard is None else count // shard.size * shard.lengths[tp]
 
 
 def _layers(plan: Plan, module: nn.Module, cut: StageCut) -> tuple[str, ...]:

@@ -104,13 +104,16 @@ def defers(module: nn.Module, x: Tensor) -> bool:
     )
 
 
-def deferred_linear(module: nn.Module, x: Tensor, due: Deferred) -> Tensor:
-    """Return what the linear layer `module` returns for `x` ``[..., in]``: ``[..., out]``; its weight goes to `due`."""
+def deferred_linear(module: nn.Module, x: Tensor, bias: Tensor | None, due: Deferred) -> Tensor:
+    """Return what the linear layer `module` computes of `x` ``[..., in]`` with its weight and `bias`: ``[..., out]``.
+
+    The gradient of its weight goes to `due`.
+    """
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
         x = x.to(torch.get_autocast_dtype(kind))  # what is kept for the backward is as small as it would be without
     # flat, because what a function returns must not be a view for operations in place to be allowed on it
-    flat = _Linear.apply(x.reshape(-1, x.shape[-1]), module.weight, module.bias, due, _is_conv(module))
+    flat = _Linear.apply(x.reshape(-1, x.shape[-1]), module.weight, bias, due, _is_conv(module))
     return flat.view(*x.shape[:-1], flat.shape[-1])
 
 

@@ -17,6 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_mm5d.tensor_parallel.collectives import TensorGroup
+from lightning_mm5d.tensor_parallel.divided import Divided, divided
+
 Path = tuple[str | int, ...]
 
 
@@ -27,18 +30,32 @@ class Payload:
     Attributes:
         meta: JSON description; which tensors carry a gradient is part of it.
         tensors: the tensors that it refers to by position.
+        parts: positions of those that are this rank's part of a divided tensor; all others are equal on all ranks of
+            the stage.
     """
 
     meta: dict[str, Any]
     tensors: list[Tensor] = field(default_factory=list)
+    parts: frozenset[int] = frozenset()
 
 
 class Packer:
-    """Collects trees into one list of distinct tensors."""
+    """Collects trees into one list of distinct tensors.
 
-    def __init__(self) -> None:
+    Args:
+        divides: whether divided tensors are taken apart: this rank's part stands for them.
+
+    Attributes:
+        tensors: the list.
+        parts: positions of those that stand for a divided tensor.
+    """
+
+    def __init__(self, *, divides: bool = False) -> None:
+        self._divides = divides
         self.tensors: list[Tensor] = []
+        self.parts: set[int] = set()
         self._index: dict[int, int] = {}
+        self._alive: list[Tensor] = []  # an id is taken again when its tensor is gone
 
     def add(self, tensor: Tensor) -> int:
         """Return the position of `tensor`, the same for the same tensor."""
@@ -53,6 +70,8 @@ class Packer:
         Raises:
             ValueError: it holds something that is neither a container, a tensor nor a plain value.
         """
+        if self._divides and isinstance(tree, Divided):
+            return self._describe_part(tree)
         if isinstance(tree, Tensor):
             return {"t": self.add(tree)}
         if tree is None or isinstance(tree, (bool, int, float, str)):
@@ -77,22 +96,34 @@ class Packer:
             "dicts, lists, tuples and dataclasses of these can"
         )
 
+    def _describe_part(self, tensor: Divided) -> Any:
+        if id(tensor) not in self._index:
+            self._alive.append(tensor)
+            self._index[id(tensor)] = self.add(tensor.part)
+        index = self._index[id(tensor)]
+        self.parts.add(index)
+        return {"t": index, "p": [tensor.divided_dim, list(tensor.lengths)]}
 
-def rebuild(description: Any, tensors: list[Tensor]) -> Any:
-    """Undo `Packer.describe`."""
+
+def rebuild(description: Any, tensors: list[Tensor], group: TensorGroup | None = None) -> Any:
+    """Undo `Packer.describe`; `group` is that of divided tensors."""
     if not isinstance(description, dict):
         return description
+    if "p" in description:
+        assert group is not None
+        dim, lengths = description["p"]
+        return divided(tensors[description["t"]], dim, lengths, group)
     if "t" in description:
         return tensors[description["t"]]
     if "y" in description:
         return getattr(torch, description["y"])
     if "d" in description:
-        items = {key: rebuild(value, tensors) for key, value in description["d"]}
+        items = {key: rebuild(value, tensors, group) for key, value in description["d"]}
         return _find_class(description["c"])(**items) if "c" in description else items
     if "l" in description:
-        values = [rebuild(value, tensors) for value in description["l"]]
+        values = [rebuild(value, tensors, group) for value in description["l"]]
         return _find_class(description["c"])(*values) if "c" in description else values
-    return tuple(rebuild(value, tensors) for value in description["u"])
+    return tuple(rebuild(value, tensors, group) for value in description["u"])
 
 
 def map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
@@ -100,6 +131,15 @@ def map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
     packer = Packer()
     description = packer.describe(tree)
     return rebuild(description, [function(tensor) for tensor in packer.tensors])
+
+
+def undivided(tree: Any) -> Any:
+    """Return `tree` with the divided tensors in it whole; the very same object where there are none."""
+    if isinstance(tree, Divided):
+        return tree.whole()
+    if not any(isinstance(tensor, Divided) for _, tensor in tensors_in(tree)):
+        return tree
+    return map_tensors(tree, lambda tensor: tensor.whole() if isinstance(tensor, Divided) else tensor)
 
 
 def tensors_in(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:

@@ -23,6 +23,8 @@ class _Unwritten(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind not in _KINDS for kind in types):
+            return NotImplemented  # another subclass knows better
         name = getattr(func, "__name__", "")
         own = bool(args) and isinstance(args[0], (_Unwritten, Placeholder))
         if own and name.endswith("_") and not name.endswith("__") and name != "requires_grad_":
@@ -39,6 +41,9 @@ class Placeholder(nn.Parameter):
     """A parameter of other ranks: NaN of its shape without memory, and nothing that is written to it stays."""
 
     __torch_function__ = _Unwritten.__torch_function__
+
+
+_KINDS = (Tensor, nn.Parameter, _Unwritten, Placeholder)
 
 
 def is_placeholder(tensor: Tensor) -> bool:

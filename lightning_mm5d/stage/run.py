@@ -23,8 +23,9 @@ from torch import Tensor
 
 from lightning_mm5d.partition import StageCut
 from lightning_mm5d.stage.deferred import Deferred
-from lightning_mm5d.stage.payload import Packer, Path, Payload, arguments, put, rebuild, tensors_in
+from lightning_mm5d.stage.payload import Packer, Path, Payload, arguments, put, rebuild, tensors_in, undivided
 from lightning_mm5d.stage.taint import Trace, mark_dependent, mark_stand_in, must_travel
+from lightning_mm5d.tensor_parallel.divided import Divided
 
 if TYPE_CHECKING:
     from lightning_mm5d.stage.runtime import Runtime
@@ -124,8 +125,12 @@ class Run:
         for name, description in payload.meta["boundaries"]:
             self._boundaries_in.setdefault(name, []).append(rebuild(description, payload.tensors))
         for modality, hidden, sides in payload.meta["calls"]:
-            found = {(layer, tuple(path)): rebuild(value, payload.tensors) for layer, path, value in sides}
-            self._calls_in.setdefault(modality, []).append(LayerCall(payload.tensors[hidden], found))
+            group = self._runtime.tensor_group(modality)
+            found = {(layer, tuple(path)): rebuild(value, payload.tensors, group) for layer, path, value in sides}
+            state = rebuild(hidden, payload.tensors, group)
+            for _, tensor in tensors_in((state, list(found.values()))):
+                mark_dependent(tensor)
+            self._calls_in.setdefault(modality, []).append(LayerCall(state, found))
 
     # --- the step ---
 
@@ -226,7 +231,7 @@ class Run:
         if layer == cut.last:
             self._calls_out.setdefault(modality, []).append(LayerCall(hidden, {}))
             # a copy: what the model does to it in place must not reach what is being sent
-            hidden = hidden.detach().clone()
+            hidden = hidden.detach() if isinstance(hidden, Divided) else hidden.detach().clone()
             mark_stand_in(hidden)
         self._collect(modality, layer, args, kwargs)
         if modality == terminal and self._is_over(modality, layer):
@@ -261,22 +266,24 @@ class Run:
             modalities: the encoders whose boundaries it consumes.
             calls_of: the modality that it continues, if any.
         """
-        packer = Packer()
+        packer = Packer(divides=True)
         boundaries = [
-            [name, packer.describe(self._runtime.wanted(name, result))]
+            # other modalities may be divided over other ranks
+            [name, packer.describe(undivided(self._runtime.wanted(name, result)))]
             for name, result in self._boundaries_out
             if self._runtime.modality_of(name) in modalities
         ]
         calls = [
             [
                 calls_of,
-                packer.add(call.hidden),
+                packer.describe(call.hidden),
                 [[layer, list(path), packer.describe(value)] for (layer, path), value in call.sides.items()],
             ]
             for call in (self._calls_out.get(calls_of, []) if calls_of else [])
         ]
         grads = [tensor.requires_grad for tensor in packer.tensors]
-        return Payload({"boundaries": boundaries, "calls": calls, "grads": grads}, packer.tensors)
+        meta = {"boundaries": boundaries, "calls": calls, "grads": grads}
+        return Payload(meta, packer.tensors, frozenset(packer.parts))
 
 
 def hidden_path(args: tuple, kwargs: Mapping[str, Any]) -> Path:

@@ -21,6 +21,9 @@ from lightning_mm5d.partition.order import used_fields
 from lightning_mm5d.stage.deferred import deferred_linear, defers, is_linear
 from lightning_mm5d.stage.remote import ShapeMemory
 from lightning_mm5d.stage.run import Run, StageError, StageView, hidden_of
+from lightning_mm5d.tensor_parallel.apply import TensorParallel
+from lightning_mm5d.tensor_parallel.collectives import TensorGroup
+from lightning_mm5d.tensor_parallel.region import linear
 
 
 class Runtime:
@@ -31,6 +34,8 @@ class Runtime:
         partition: what is cut where.
         stages: the stages of this rank, with the parameters that each of them holds.
         defers: whether backwards may put weight gradients off.
+        tensor: the layers that this rank shares with others.
+        tensor_groups: those that it shares them with, by modality.
 
     Attributes:
         active: the run that patched callables obey.
@@ -44,8 +49,11 @@ class Runtime:
         stages: Mapping[StageView, frozenset[str]],
         *,
         defers: bool = False,
+        tensor: TensorParallel | None = None,
+        tensor_groups: Mapping[str, TensorGroup] | None = None,
     ) -> None:
         self.active: Run | None = None
+        self._tensor, self._tensor_groups = tensor, tensor_groups or {}
         self._defers = defers
         self.known_sides: dict[Any, frozenset] = {}
         self.terminal = partition.terminal
@@ -70,6 +78,10 @@ class Runtime:
         """Return the index of a modality's last stage."""
         return len(self._partition.stages[modality]) - 1
 
+    def tensor_group(self, modality: str) -> TensorGroup | None:
+        """Return the ranks that share a modality's layers with this one."""
+        return self._tensor_groups.get(modality)
+
     def modality_of(self, boundary: str) -> str:
         """Return the modality that a boundary belongs to."""
         return self._modality_of[boundary]
@@ -84,6 +96,8 @@ class Runtime:
     def install(self) -> None:
         """Put the patches in front of the module's own callables."""
         if self._defers:
+            if self._tensor is not None:
+                self._tensor.linear = self._linear
             held = frozenset().union(*self._stages.values())
             for path, module in self._root.named_modules():
                 if is_linear(module) and f"{path}.weight" in held:
@@ -152,13 +166,23 @@ class Runtime:
 
     def _patch_linear(self, module: nn.Module) -> None:
         def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-            run = self.active
-            if run is None or run.deferred is None or kwargs or not defers(layer, *args):
-                return type(layer).forward(layer, *args, **kwargs)
-            return deferred_linear(layer, args[0], run.deferred)
+            if self._puts_off(layer, args, kwargs):
+                return self._linear(layer, args[0], layer.bias)
+            return type(layer).forward(layer, *args, **kwargs)
 
         # bound, so that a copy of the module computes with its own weights
         self._replace(module, "forward", MethodType(forward, module))
+
+    def _puts_off(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
+        run = self.active
+        return run is not None and run.deferred is not None and not kwargs and defers(layer, *args)
+
+    def _linear(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
+        """A linear layer, whose weight gradient is put off where the active run does that."""
+        run = self.active
+        if run is None or run.deferred is None or not defers(layer, x):
+            return linear(layer, x, bias)
+        return deferred_linear(layer, x, bias, run.deferred)
 
     def _patch_layer(self, layer: nn.Module, modality: str, index: int) -> None:
         original = layer.forward

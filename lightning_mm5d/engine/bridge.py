@@ -1,0 +1,192 @@
+"""Carries payloads from the ranks that share one stage to the ranks that share the next, with each byte sent once.
+
+All sources hold the same payload and all targets need the whole of it. Sent from one source, it would leave the other
+links idle; sent from each source to each target, it would cross several times. So, for a payload:
+
+1. *Divide*: source i of a covers elements ``n i // a`` to ``n (i + 1) // a`` of a tensor of n elements, target j of b
+   covers ``n j // b`` to ``n (j + 1) // b``. What both cover travels from i to j. Which pairs have something in common
+   follows from a and b alone, so both ends know beforehand how many payloads each channel brings.
+2. *Join*: each target puts the pieces of its interval together.
+3. *Gather*: the targets exchange their intervals, all tensors in one collective.
+
+Tensors under 1 KiB are not worth dividing: each target gets them whole from the source that covers its beginning, so
+these cross once per target. So do *own* tensors, of which each source has a part for the target of the same index.
+
+A piece whose source and target are the same rank does not touch the network. Where every target is a source too, it
+has all that it needs: then nothing is sent or gathered, and it receives the very same memory. One source and one target
+use the transport as it is.
+
+Sending never waits. Receiving waits for the other targets where there is something to gather, so these must receive
+in the same order. Gradients take a bridge of their own, with sources and targets exchanged.
+
+It refuses own tensors between groups of different sizes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_mm5d.engine import wire
+from lightning_mm5d.engine.transport import Transport
+from lightning_mm5d.engine.wire import Channel
+
+WHOLE_BYTES = 1024  # a tensor of fewer bytes is not divided
+
+
+class Bridge:
+    """The way of payloads from some ranks to some others. Every rank of either makes one alike.
+
+    Args:
+        transport: of this rank.
+        rank: this process's global rank.
+        direction: what it carries, as for a `Channel`.
+        name: of the edge, as for a `Channel`.
+        sources: global ranks that send, ascending.
+        targets: global ranks that receive, ascending; may share ranks with ``sources``.
+        group: process group of exactly ``targets``; None where there is one, or where this rank is none of them.
+
+    Attributes:
+        gathered: bytes that this rank has sent to the other targets, counted as in a ring.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        rank: int,
+        direction: Literal["activations", "gradients"],
+        name: str,
+        sources: tuple[int, ...],
+        targets: tuple[int, ...],
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        for ranks in (sources, targets):
+            assert ranks == tuple(sorted(set(ranks))) != (), f"the ranks of {name} must ascend, got {ranks}"
+        self.gathered = 0
+        self._transport, self._rank, self._name = transport, rank, name
+        self._sources, self._targets, self._group = sources, targets, group
+        is_local = set(targets) <= set(sources)
+        self._is_plain = is_local or len(sources) == len(targets) == 1  # payloads travel as they are
+        pairs = [(sources.index(target), j) for j, target in enumerate(targets)] if is_local else self._pairs()
+        ways = [(Channel(direction, sources[i], targets[j], name), i, j) for i, j in pairs]
+        self._outgoing = [way for way in ways if way[0].src_rank == rank]
+        self._incoming = [channel for channel, _, _ in ways if channel.dst_rank == rank]  # in the order of sources
+        if rank in targets and len(targets) > 1 and not is_local:
+            members = None if group is None else tuple(dist.get_process_group_ranks(group))
+            assert members == targets, f"{name} gathers on ranks {targets}, but its group has {members}"
+
+    def expect(self, count: int) -> None:
+        """Declare that ``count`` more payloads will arrive here; see `Transport.expect`."""
+        for channel in self._incoming:
+            self._transport.expect(channel, count)
+
+    def send(self, meta: Any, tensors: Sequence[Tensor], own: frozenset[int] = frozenset()) -> None:
+        """Send one payload, on every source alike, without waiting; see `Transport.send`.
+
+        Args:
+            meta: JSON, equal on all sources.
+            tensors: of any shape and strides, equal on all sources but for ``own``.
+            own: positions of tensors that go whole to the target of the same index; equal on all sources, which are
+                then as many as the targets.
+
+        Raises:
+            TransportError: when a peer is known to be lost.
+            TypeError: when ``meta`` cannot be written as JSON.
+        """
+        a, b = len(self._sources), len(self._targets)
+        assert self._rank in self._sources, f"rank {self._rank} does not send on {self._name}"
+        assert not own or a == b, f"{a} sources of {self._name} have no parts of their own for {b} targets"
+        assert own <= set(range(len(tensors))), f"{self._name}: no tensors at {sorted(own)} of {len(tensors)}"
+        if self._is_plain:
+            for channel, _, _ in self._outgoing:
+                self._transport.send(channel, meta, tensors)
+            return
+        leaves = [tensor.detach() for tensor in tensors]
+        shapes = [
+            None if index in own or leaf.numel() * leaf.itemsize < WHOLE_BYTES else list(leaf.shape)
+            for index, leaf in enumerate(leaves)
+        ]
+        whole = [leaf for leaf, shape in zip(leaves, shapes, strict=True) if shape is None]
+        flat = [leaf.reshape(-1) for leaf, shape in zip(leaves, shapes, strict=True) if shape is not None]
+        for channel, i, j in self._outgoing:
+            pieces = [_overlap(tensor, i, a, j, b) for tensor in flat]
+            if i == j * a // b:  # the first of those that send to this target
+                pieces += whole
+            self._transport.send(channel, [meta, shapes], pieces)
+
+    def recv(self) -> tuple[Any, list[Tensor]]:
+        """Return the next payload as (meta, tensors), on every target alike, waiting until it is there.
+
+        Tensors are contiguous, except where every target is a source: then they are the very memory that was sent, of
+        any strides. What is not divided may be that memory too where it comes from this rank.
+
+        Raises:
+            TransportError: when a peer was lost meanwhile, whichever it was.
+            RuntimeError: of torch.distributed, when another target was lost and this one waits to gather.
+        """
+        assert self._rank in self._targets, f"rank {self._rank} does not receive on {self._name}"
+        arrived = [self._transport.recv(channel) for channel in self._incoming]
+        if self._is_plain:
+            return arrived[0]
+        meta, shapes = arrived[0][0]
+        for channel, ((_, others), _) in zip(self._incoming, arrived, strict=True):
+            assert others == shapes, f"{channel}: {others} from {channel.src_rank}, {shapes} from another rank"
+        divided = [shape for shape in shapes if shape is not None]
+        whole = iter(arrived[0][1][len(divided) :])
+        joined = iter(self._join([tensors[: len(divided)] for _, tensors in arrived], divided))
+        return meta, [next(whole).contiguous() if shape is None else next(joined) for shape in shapes]
+
+    def _pairs(self) -> list[tuple[int, int]]:
+        """Indices of sources and targets whose intervals of a long tensor have something in common."""
+        a, b = len(self._sources), len(self._targets)
+        return [(i, j) for i in range(a) for j in range(b) if i * b < (j + 1) * a and j * a < (i + 1) * b]
+
+    def _join(self, pieces: list[list[Tensor]], shapes: list[list[int]]) -> list[Tensor]:
+        """Return tensors of `shapes`, whose pieces for this target are given by source."""
+        columns = list(zip(*pieces, strict=True))  # of each tensor, its pieces
+        if len(self._targets) == 1 or not shapes:
+            return [torch.cat(column).view(shape) for column, shape in zip(columns, shapes, strict=True)]
+        b, dtypes = len(self._targets), [column[0].dtype for column in columns]
+        lengths = [(math.prod(shape), dtype.itemsize) for shape, dtype in zip(shapes, dtypes, strict=True)]
+        rows = [[_length(n, j, b) * itemsize for n, itemsize in lengths] for j in range(b)]  # bytes by target, tensor
+        longest = max(sum(row) for row in rows)
+        gathered = self._gather(columns, longest)
+        if len(shapes) == 1 and gathered.numel() == sum(map(sum, rows)):
+            return [gathered.view(dtypes[0]).view(shapes[0])]
+        parts = [
+            part.split([*row, longest - sum(row)]) for part, row in zip(gathered.split(longest), rows, strict=True)
+        ]
+        # torch.cat also aligns what was gathered at odd addresses
+        return [
+            torch.cat([part[k] for part in parts]).view(dtype).view(shape)
+            for k, (dtype, shape) in enumerate(zip(dtypes, shapes, strict=True))
+        ]
+
+    def _gather(self, columns: list[tuple[Tensor, ...]], length: int) -> Tensor:
+        """Return the bytes of all targets, of which each has at most `length`, padded to that."""
+        device = columns[0][0].device
+        mine = [wire.bytes_of(piece) for column in columns for piece in column]
+        padding = mine[0].new_zeros(length - sum(piece.numel() for piece in mine))
+        # as in the transport, gloo gets host memory
+        part = torch.cat([*mine, padding]).to(device if dist.get_backend(self._group) == "nccl" else "cpu")
+        whole = part.new_empty(len(self._targets) * length)
+        dist.all_gather_single(whole, part, group=self._group)
+        self.gathered += whole.nbytes - length
+        return whole.to(device)
+
+
+def _overlap(flat: Tensor, i: int, a: int, j: int, b: int) -> Tensor:
+    """What source i of a and target j of b both cover of `flat`, a view."""
+    n = flat.numel()
+    return flat[max(n * i // a, n * j // b) : min(n * (i + 1) // a, n * (j + 1) // b)]
+
+
+def _length(n: int, j: int, b: int) -> int:
+    """How many of n elements target j of b covers."""
+    return n * (j + 1) // b - n * j // b

@@ -1,0 +1,1 @@
+"""Tensor parallelism: layers divided over the ranks of a group."""

@@ -1,0 +1,264 @@
+"""Divides a module over the ranks of tensor parallel groups, in place: the same objects under the same names.
+
+Parameters keep their identity and hold this rank's part; linear layers, embeddings and experts get an instance
+attribute in front of their `forward`; attributes that count heads hold this rank's number. Everything computes on plain
+local tensors, with the collectives of `region` between. `remove` takes the patches away; the parts stay.
+
+It refuses nothing: a `Division` was checked when it was resolved.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mm5d.tensor_parallel.collectives import TensorGroup, copy, reduce, scatter
+from lightning_mm5d.tensor_parallel.divided import Divided, divided
+from lightning_mm5d.tensor_parallel.region import Region, drops, linear
+from lightning_mm5d.tensor_parallel.resolve import Division, Heads, Kind
+
+
+class TensorParallel:
+    """The divided modules of one rank.
+
+    Args:
+        root: the LightningModule, whole and equal on all ranks.
+        division: what is to be divided.
+        groups: this rank's tensor parallel groups by name; modules of other groups stay as they are.
+        holds: whether this rank holds the parameter of a name; modules whose parameters it does not hold stay too.
+        device: where this rank computes.
+
+    Attributes:
+        linear: computes ``(module, x, bias)``, a linear layer on plain tensors; may be replaced.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        division: Division,
+        groups: Mapping[str, TensorGroup],
+        *,
+        holds: Callable[[str], bool] = lambda name: True,
+        device: torch.device = torch.device("cpu"),  # noqa: B008
+    ) -> None:
+        self.linear = linear
+        self._root, self._division, self._groups = root, division, groups
+        self._regions = {name: Region(group, drops=drops(root), device=device) for name, group in groups.items()}
+        self._undo: list[Callable[[], None]] = []
+        self._here = {path: self._is_here(path, holds) for path in {*division.roles, *division.heads}}
+        self._cut(holds)
+        for (path, name), values in division.local.items():
+            self._set_local(path, name, values)
+        for path, kind in division.roles.items():
+            if self._here[path] and division.groups[path] in groups:
+                self._patch(root.get_submodule(path), path, kind)
+        for path, heads in division.heads.items():
+            if self._here[path] and division.groups[path] in groups:
+                self._hook(root.get_submodule(path), heads, groups[division.groups[path]])
+
+    def divide_sequences(self, layers: nn.Module, group: str) -> None:
+        """Let the hidden state between tensor parallel regions be a shard of the sequence (Korthikanti et al. 2022,
+        arXiv:2205.05198).
+
+        It is divided along its last but one dim at the entry of each of `layers` where it comes whole. Between them it
+        is a `Divided`, which works on its part where it can and becomes whole where the model does anything else.
+
+        Args:
+            layers: list of layers whose hidden state is the first tensor among their arguments.
+            group: name of the tensor parallel group.
+        """
+        ranks = self._groups[group]
+
+        def enter(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+            if "hidden_states" in kwargs:
+                return args, {**kwargs, "hidden_states": _sequence_shard(kwargs["hidden_states"], ranks)}
+            for index, value in enumerate(args):
+                if isinstance(value, Tensor):
+                    return (*args[:index], _sequence_shard(value, ranks), *args[index + 1 :]), kwargs
+            return args, kwargs
+
+        for layer in layers.children():
+            self._undo.append(layer.register_forward_pre_hook(enter, with_kwargs=True).remove)
+
+    def remove(self) -> None:
+        """Take the patches away again; parameters keep their parts."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+
+    # --- parameters and attributes ---
+
+    def _is_here(self, path: str, holds: Callable[[str], bool]) -> bool:
+        module = self._root.get_submodule(path)
+        names = [name for name, _ in module.named_parameters(prefix=path, remove_duplicate=False)]
+        return not names or any(map(holds, names))
+
+    def _cut(self, holds: Callable[[str], bool]) -> None:
+        done: set[int] = set()
+        for name, shard in self._division.shards.items():
+            owner, _, attribute = name.rpartition(".")
+            tensor = getattr(self._root.get_submodule(owner), attribute)
+            group = self._group_of(name)
+            if group is None or not holds(name) or id(tensor) in done:
+                continue
+            done.add(id(tensor))
+            # the object stays: users and ties hold on to it
+            tensor.data = shard.cut(tensor.data, group.index)
+
+    def _group_of(self, name: str) -> TensorGroup | None:
+        return self._groups.get(self._division.groups[name])
+
+    def _set_local(self, path: str, name: str, values: tuple[int, ...]) -> None:
+        group = self._groups.get(self._division.groups[path])
+        if group is None:
+            return
+        module = self._root.get_submodule(path)
+        before = getattr(module, name)
+        value: Any = values[group.index]
+        if name == "padding_idx":
+            value = value if value >= 0 else None
+        setattr(module, name, value)
+        self._undo.append(lambda: setattr(module, name, before))
+
+    # --- forwards ---
+
+    def _patch(self, module: nn.Module, path: str, kind: Kind) -> None:
+        region = self._regions[self._division.groups[path]]
+        if kind == "column":
+            self._replace(module, self._column(region))
+        elif kind == "row":
+            self._replace(module, self._row(region))
+        elif kind == "experts":
+            self._replace(module, _experts(region))
+        elif kind == "dropout":
+            self._replace(module, _dropout(region))
+        else:
+            shard = self._division.shards[f"{path}.weight"]
+            if kind == "embedding":
+                self._replace(module, _embedding(shard.ranges[region.group.index][0], shard.size, region.group))
+            else:
+                self._replace(module, self._head(shard.lengths, region))
+
+    def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        # bound, so that a copy of the module computes with its own weights
+        vars(module)["forward"] = MethodType(forward, module)
+        self._undo.append(lambda: vars(module).pop("forward", None) and None)
+
+    def _column(self, region: Region) -> Callable[..., Tensor]:
+        def forward(module: nn.Module, x: Tensor) -> Tensor:
+            return self.linear(module, region.enter(x, module.training), module.bias)
+
+        return forward
+
+    def _row(self, region: Region) -> Callable[..., Tensor]:
+        def forward(module: nn.Module, x: Tensor) -> Tensor:
+            y = region.leave(self.linear(module, x, None))
+            if module.bias is None:
+                return y
+            return y + module.bias.to(y.dtype)  # after the sum, in the dtype that autocast chose
+
+        return forward
+
+    def _head(self, lengths: tuple[int, ...], region: Region) -> Callable[..., Tensor]:
+        def forward(module: nn.Module, x: Tensor) -> Tensor:
+            entered = region.enter(x, training=False)
+            region.forget()
+            return divided(self.linear(module, entered, module.bias), -1, lengths, region.group)
+
+        return forward
+
+    def _hook(self, module: nn.Module, heads: Heads, group: TensorGroup) -> None:
+        names = list(inspect.signature(type(module).forward).parameters)[1:]
+
+        def enter(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+            values = list(args)
+            kwargs = dict(kwargs)
+            for name, dim in heads.arguments.items():
+                place = names.index(name) if name in names else len(values)
+                if name in kwargs:
+                    kwargs[name] = _own_heads(kwargs[name], dim, heads.lengths, group)
+                elif place < len(values):
+                    values[place] = _own_heads(values[place], dim, heads.lengths, group)
+            return tuple(values), kwargs
+
+        def leave(_: nn.Module, args: Any, result: Any) -> Any:
+            if not isinstance(result, tuple):
+                return result
+            found = list(result)
+            for position, dim in heads.results.items():
+                value = found[position] if position < len(found) else None
+                if not isinstance(value, Tensor) or isinstance(value, Divided) or value.dim() <= dim:
+                    continue
+                if value.shape[dim] == heads.lengths[group.index]:
+                    found[position] = divided(value, dim - value.dim(), heads.lengths, group)
+            return tuple(found)
+
+        if heads.arguments:
+            self._undo.append(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+        if heads.results:
+            self._undo.append(module.register_forward_hook(leave).remove)
+
+
+def _sequence_shard(x: Tensor, group: TensorGroup) -> Tensor:
+    if isinstance(x, Divided) or x.dim() < 2:
+        return x
+    length = x.shape[-2]
+    lengths = [length // group.size + (rank < length % group.size) for rank in range(group.size)]
+    return divided(scatter(x, -2, lengths, group), -2, lengths, group)
+
+
+def _own_heads(value: Any, dim: int, lengths: tuple[int, ...], group: TensorGroup) -> Any:
+    """This rank's heads of an argument; a `dim` below 0 has the heads running fastest in dim ``-dim - 1``."""
+    if isinstance(value, Divided):
+        return value.part
+    if not isinstance(value, Tensor):
+        return value
+    total = sum(lengths)
+    if dim < 0:
+        apart = value.unflatten(-dim - 1, (-1, total))
+        return scatter(apart, -dim, lengths, group).flatten(-dim - 1, -dim)
+    return scatter(value, dim, lengths, group) if value.shape[dim] == total else value
+
+
+def _experts(region: Region) -> Callable[..., Any]:
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        def own(value: Any) -> Any:
+            if isinstance(value, Divided):
+                value = value.whole()
+            wants = isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
+            return copy(value, region.group) if wants else value
+
+        result = type(module).forward(module, *map(own, args), **{name: own(value) for name, value in kwargs.items()})
+        return reduce(result, region.group)
+
+    return forward
+
+
+def _dropout(region: Region) -> Callable[..., Tensor]:
+    def forward(module: nn.Module, x: Tensor) -> Tensor:
+        with region.outside():
+            return type(module).forward(module, x)
+
+    return forward
+
+
+def _embedding(held: tuple[int, int], size: int, group: TensorGroup) -> Callable[..., Tensor]:
+    start, stop = held
+
+    def forward(module: nn.Module, ids: Tensor) -> Tensor:
+        elsewhere = (ids < start) | (ids >= stop)
+        unknown = (ids < 0) | (ids >= size)
+        if ids.device.type == "cpu" and bool(unknown.any()):
+            raise IndexError(f"index out of range: the embedding has {size} rows")
+        found = type(module).forward(module, (ids - start).masked_fill(elsewhere, 0))
+        found = found.masked_fill(elsewhere.unsqueeze(-1), 0)
+        if ids.device.type != "cpu":  # without waiting for the device: NaN, which the first step reports
+            found = found.masked_fill(unknown.unsqueeze(-1), float("nan"))
+        return reduce(found, group)
+
+    return forward

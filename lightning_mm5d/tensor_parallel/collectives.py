@@ -1,0 +1,166 @@
+"""Collectives of a tensor parallel group, each with the backward that tensor parallelism needs.
+
+A value is *replicated* (equal on all ranks, and so is its gradient), *divided* (each rank has a part along one dim) or
+*partial* (the ranks' values add up to it). What follows from that for gradients is written at each function; torch's
+own differentiable collectives have other backwards.
+
+Parts may be of unequal lengths: shorter ones travel padded.
+
+It refuses nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class TensorGroup:
+    """The ranks that share each layer of one stage.
+
+    Args:
+        group: their process group.
+
+    Attributes:
+        group: the process group.
+        size: number of ranks.
+        index: of this rank among them.
+        moved: bytes that this rank has sent in a ring: ``2 (n - 1) / n`` of what is summed, ``(n - 1) / n`` of what is
+            gathered or summed and scattered.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.size = dist.get_world_size(group)
+        self.index = dist.get_rank(group)
+        self.moved = 0.0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Return the sum over ranks; `tensor` stays as it is."""
+        result = tensor.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(result, group=self.group)
+        self.moved += 2 * result.nbytes * (self.size - 1) / self.size
+        return result
+
+    def max(self, tensor: Tensor) -> Tensor:
+        """Return the maximum over ranks."""
+        result = tensor.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(result, dist.ReduceOp.MAX, group=self.group)
+        self.moved += 2 * result.nbytes * (self.size - 1) / self.size
+        return result
+
+    def gather(self, part: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
+        """Return the parts of all ranks, one after the other along `dim`, where they are `lengths` long."""
+        longest, dim = max(lengths), dim % part.dim()
+        first = part.detach().movedim(dim, 0)
+        shape = first.shape[1:]
+        if lengths[self.index] < longest:
+            padded = first.new_zeros(longest, *shape)
+            padded[: lengths[self.index]] = first
+            first = padded
+        whole = first.new_empty(self.size * longest, *shape)
+        dist.all_gather_single(whole, first.contiguous(), group=self.group)
+        self.moved += whole.nbytes * (self.size - 1) / self.size
+        if any(length != longest for length in lengths):
+            whole = torch.cat([whole[i * longest : i * longest + length] for i, length in enumerate(lengths)])
+        return whole.movedim(0, dim).contiguous()
+
+    def sum_scattered(self, whole: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
+        """Return this rank's part along `dim` of the sum over ranks; the parts are `lengths` long."""
+        longest, dim = max(lengths), dim % whole.dim()
+        first = whole.detach().movedim(dim, 0)
+        shape = first.shape[1:]
+        if any(length != longest for length in lengths):
+            padded = first.new_zeros(self.size * longest, *shape)
+            for i, piece in enumerate(first.split(list(lengths))):
+                padded[i * longest : i * longest + len(piece)] = piece
+            first = padded
+        part = first.new_empty(longest, *shape)
+        dist.reduce_scatter_single(part, first.contiguous(), group=self.group)
+        self.moved += first.nbytes * (self.size - 1) / self.size
+        return part[: lengths[self.index]].movedim(0, dim).contiguous()
+
+    def part(self, whole: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
+        """Return this rank's part of a replicated tensor, a view."""
+        start = sum(lengths[: self.index])
+        return whole.narrow(dim, start, lengths[self.index])
+
+
+def copy(x: Tensor, group: TensorGroup) -> Tensor:
+    """Return the replicated `x` for work on divided weights; its gradients, which are partial, are summed."""
+    return _Copy.apply(x, group)
+
+
+def reduce(x: Tensor, group: TensorGroup) -> Tensor:
+    """Return the sum of the partial `x`, replicated; the gradient of the sum is that of each rank's summand."""
+    return _Reduce.apply(x, group)
+
+
+def gather(x: Tensor, dim: int, lengths: Sequence[int], group: TensorGroup) -> Tensor:
+    """Return the divided `x` whole and replicated, for work that all ranks do alike; each takes its part's gradient."""
+    return _Gather.apply(x, dim, tuple(lengths), group, False)
+
+
+def gather_for_shards(x: Tensor, dim: int, lengths: Sequence[int], group: TensorGroup) -> Tensor:
+    """Return the divided `x` whole, for work on divided weights: its gradients, which are partial, are summed."""
+    return _Gather.apply(x, dim, tuple(lengths), group, True)
+
+
+def scatter(x: Tensor, dim: int, lengths: Sequence[int], group: TensorGroup) -> Tensor:
+    """Return this rank's part of the replicated `x`; the gradient is that of all parts, gathered."""
+    return _Scatter.apply(x, dim, tuple(lengths), group, False)
+
+
+def reduce_scatter(x: Tensor, dim: int, lengths: Sequence[int], group: TensorGroup) -> Tensor:
+    """Return this rank's part of the sum of the partial `x`; the gradient is that of all parts, gathered."""
+    return _Scatter.apply(x, dim, tuple(lengths), group, True)
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.group.sum(gradient[0]), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
+        return group.sum(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient[0], None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, lengths: tuple[int, ...], group: TensorGroup, sums: bool) -> Tensor:
+        ctx.dim, ctx.lengths, ctx.group, ctx.sums = dim, lengths, group, sums
+        return group.gather(x, dim, lengths)
+
+    @staticmethod
+    def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor | None, ...]:
+        take = ctx.group.sum_scattered if ctx.sums else ctx.group.part
+        return take(gradient[0], ctx.dim, ctx.lengths), None, None, None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, lengths: tuple[int, ...], group: TensorGroup, sums: bool) -> Tensor:
+        ctx.dim, ctx.lengths, ctx.group = dim, lengths, group
+        if sums:
+            return group.sum_scattered(x, dim, lengths)
+        return group.part(x, dim, lengths).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.group.gather(gradient[0], ctx.dim, ctx.lengths), None, None, None, None

@@ -1,0 +1,209 @@
+"""What the code of a module's class reads: which numbers, which widths, and what happens between two of its layers.
+
+A divided module computes on this rank's heads and width, while its code may say ``self.embed_dim`` or take the width of
+its input. Whether that is so is read from the syntax tree of the class, without running it, so that a rule by names
+divides a module only where it is known to be right.
+
+It refuses nothing: what has no source is not known, and what is not known is not divided.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+_NOT_READ = ("torch.", "transformers.modeling_layers", "transformers.modeling_utils", "builtins")
+_SHAPES = ("reshape", "view", "unflatten")
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What the methods of a class read outside of its constructor.
+
+    Attributes:
+        attributes: names read from ``self``.
+        config: names read from ``self.config``.
+        calls: names of the functions and methods that are called, the last part of dotted ones.
+        input_widths: whether a method uses the last dim of one of its arguments, which may be whole or divided.
+        fused: how a fused projection is taken apart, where the code says it: ``"heads"`` for all queries, then keys,
+            then values; ``"groups"`` for the query, key and value of each head together.
+        arguments: names of the arguments of ``forward``.
+    """
+
+    attributes: frozenset[str]
+    config: frozenset[str]
+    calls: frozenset[str]
+    input_widths: bool
+    fused: Literal["heads", "groups"] | None
+    arguments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Between:
+    """What a method does from the statement with a first layer to the one with a last: names as in `Reads`."""
+
+    attributes: frozenset[str]
+    calls: frozenset[str]
+    steps: bool
+    """Whether values are taken in steps, as in ``x[..., ::2]``."""
+
+
+def reads(cls: type[nn.Module]) -> Reads | None:
+    """Return what the code of `cls` reads, None where some of it has no source."""
+    methods = _methods(cls)
+    if methods is None or not any(method.name == "forward" for method in methods):
+        return None
+    nodes = [node for method in methods for node in _body(method)]
+    own = [node for node in nodes if isinstance(node, ast.Attribute) and _is_self(node.value)]
+    config = [
+        node.attr
+        for node in nodes
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute) and node.value in own
+        if node.value.attr == "config"
+    ]
+    forward = next(method for method in methods if method.name == "forward").args
+    return Reads(
+        attributes=frozenset(node.attr for node in own),
+        config=frozenset(config),
+        calls=frozenset(_called(nodes)),
+        input_widths=any(map(_uses_input_width, methods)),
+        fused=next(filter(None, map(_fused, nodes)), None),
+        arguments=tuple(argument.arg for argument in (*forward.args[1:], *forward.kwonlyargs)),
+    )
+
+
+def between(cls: type[nn.Module], first: tuple[str, ...], last: str) -> Between | None:
+    """Return what happens between the attributes `first` and `last` of `cls`, None where no one method has them all."""
+    for method in _methods(cls) or ():
+        statements = [node for node in ast.walk(method) if isinstance(node, ast.stmt) and _is_simple(node)]
+        places = {name: [s for s in statements if _mentions(s, name)] for name in (*first, last)}
+        if not all(places.values()):
+            continue
+        start = min(s.lineno for name in first for s in places[name])
+        stop = max(s.end_lineno or s.lineno for s in places[last])
+        if start > min(s.lineno for s in places[last]):
+            return None
+        nodes = [node for s in statements if start <= s.lineno and (s.end_lineno or 0) <= stop for node in ast.walk(s)]
+        names = {node.attr for node in nodes if isinstance(node, ast.Attribute) and _is_self(node.value)}
+        steps = any(isinstance(node, ast.Slice) and node.step is not None for node in nodes)
+        return Between(frozenset(names), frozenset(_called(nodes)), steps)
+    return None
+
+
+def _methods(cls: type[nn.Module]) -> list[ast.FunctionDef] | None:
+    """The syntax trees of all methods but constructors, of all classes that `cls` is made of but torch's own."""
+    found: list[ast.FunctionDef] = []
+    for owner in cls.__mro__:
+        if f"{owner.__module__}.".startswith(_NOT_READ):
+            continue
+        for name, value in vars(owner).items():
+            function = inspect.unwrap(getattr(value, "__func__", value)) if callable(value) or _is_bound(value) else None
+            if name in ("__init__", "__init_subclass__", "__post_init__") or not inspect.isfunction(function):
+                continue
+            try:
+                tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+            except (OSError, TypeError, SyntaxError):
+                return None
+            if isinstance(tree, ast.FunctionDef):
+                tree.name = name
+                found.append(tree)
+    return found
+
+
+def _is_bound(value: object) -> bool:
+    return isinstance(value, (staticmethod, classmethod))
+
+
+def _body(method: ast.FunctionDef) -> Iterator[ast.AST]:
+    for statement in method.body:
+        yield from ast.walk(statement)
+
+
+def _is_self(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
+
+
+def _is_simple(node: ast.stmt) -> bool:
+    return not any(isinstance(child, ast.stmt) for child in ast.iter_child_nodes(node))
+
+
+def _mentions(node: ast.AST, name: str) -> bool:
+    return any(isinstance(n, ast.Attribute) and n.attr == name and _is_self(n.value) for n in ast.walk(node))
+
+
+def _called(nodes: list[ast.AST]) -> Iterator[str]:
+    for node in nodes:
+        if isinstance(node, ast.Call):
+            if isinstance(node.func, ast.Attribute):
+                yield node.func.attr
+            elif isinstance(node.func, ast.Name):
+                yield node.func.id
+
+
+def _fused(node: ast.AST) -> Literal["heads", "groups"] | None:
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _SHAPES):
+        return None
+    sizes = [size for argument in node.args for size in (argument.elts if isinstance(argument, ast.Tuple) else [argument])]
+    for one, other in zip(sizes, sizes[1:], strict=False):
+        if _is_three(one) and isinstance(other, ast.Attribute) and "head" in other.attr:
+            return "heads"
+        if _is_three(other) and isinstance(one, ast.Attribute) and "head" in one.attr:
+            return "groups"
+    return None
+
+
+def _is_three(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and node.value == 3
+
+
+def _uses_input_width(method: ast.FunctionDef) -> bool:
+    arguments = {argument.arg for argument in (*method.args.args, *method.args.kwonlyargs)}
+    nodes = list(_body(method))
+    widths: set[str] = set()
+    shapes: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Assign) and _is_shape(node.value, arguments):
+            for target in node.targets:
+                if isinstance(target, ast.Tuple) and isinstance(target.elts[-1], ast.Name):
+                    widths.add(target.elts[-1].id)
+                elif isinstance(target, ast.Name):
+                    shapes.add(target.id)
+        if isinstance(node, ast.Call) and _is_shape(node, arguments) and node.args and _is_last(node.args[0]):
+            return True
+        if isinstance(node, ast.Subscript) and _is_last(node.slice):
+            whole = isinstance(node.value, ast.Name) and node.value.id in shapes
+            if whole or _is_shape(node.value, arguments):
+                return True
+    indexed = {id(node.value) for node in nodes if isinstance(node, ast.Subscript)}
+    return any(
+        isinstance(node, ast.Name)
+        and isinstance(node.ctx, ast.Load)
+        and (node.id in widths or (node.id in shapes and id(node) not in indexed))
+        for node in nodes
+    )
+
+
+def _is_shape(node: ast.AST, arguments: set[str]) -> bool:
+    """Whether a node is ``x.shape`` or ``x.size(...)`` of an argument."""
+    if isinstance(node, ast.Call):
+        node = node.func
+        name = "size"
+    else:
+        name = "shape"
+    return (
+        isinstance(node, ast.Attribute)
+        and node.attr == name
+        and isinstance(node.value, ast.Name)
+        and node.value.id in arguments - {"self"}
+    )
+
+
+def _is_last(node: ast.AST) -> bool:
+    negative = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant)
+    return negative and node.operand.value == 1  # type: ignore[union-attr, attr-defined]

@@ -1,0 +1,401 @@
+"""Works out, from plans, which parameter of a module is divided how, and what each divided module does.
+
+The result is plain data about names, shapes and ranks, the same on all ranks and made before any process exists. The
+vocabulary is divided too: tables that a Hugging Face model calls its input and output embeddings, tied or not.
+
+What cannot be divided stays whole, is computed alike on every rank, and is listed in `Division.whole`. It refuses plans
+that do not fit their modules, projections that are not plain linear layers, and adapters that it does not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D  # the projections of GPT-2 and its kin
+
+from lightning_mm5d.errors import ConfigError
+from lightning_mm5d.tensor_parallel.plans import TensorParallelPlan
+from lightning_mm5d.tensor_parallel.shards import HeadRanges, Range, Shard, even, heads_of, joined, scaled
+
+Kind = Literal["column", "row", "experts", "embedding", "head", "dropout"]
+_ADAPTER_PARTS = ("base_layer", "lora_A", "lora_B")
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Arguments and results of an attention module that have an entry for each of its heads.
+
+    Attributes:
+        lengths: heads on each rank.
+        arguments: dims of the heads by name of the argument, as in a plan.
+        results: dims of the heads by position in the result.
+    """
+
+    lengths: tuple[int, ...]
+    arguments: Mapping[str, int]
+    results: Mapping[int, int]
+
+
+@dataclass(frozen=True)
+class Division:
+    """What tensor parallelism makes of a module.
+
+    Attributes:
+        degrees: ranks of each tensor parallel group by name.
+        shards: of every divided parameter and buffer, tied ones under each of their names.
+        shared: names of parameters that are whole on every rank and whose gradients are summed over them.
+        roles: what modules do, by path: ``column`` and ``row`` linear layers, ``experts``, the vocabulary's
+            ``embedding`` and ``head``, and ``dropout`` that works on whole values behind a column layer.
+        heads: of attention modules whose arguments or results count heads, by path.
+        local: values of attributes on each rank, by path of the module and name.
+        groups: name of the tensor parallel group of every path and name in the other fields.
+        whole: modules that a plan would divide and that stay whole, by path, with the reason.
+    """
+
+    degrees: Mapping[str, int] = field(default_factory=dict)
+    shards: Mapping[str, Shard] = field(default_factory=dict)
+    shared: frozenset[str] = frozenset()
+    roles: Mapping[str, Kind] = field(default_factory=dict)
+    heads: Mapping[str, Heads] = field(default_factory=dict)
+    local: Mapping[tuple[str, str], tuple[int, ...]] = field(default_factory=dict)
+    groups: Mapping[str, str] = field(default_factory=dict)
+    whole: Mapping[str, str] = field(default_factory=dict)
+
+
+def resolve(
+    root: nn.Module,
+    plans: Mapping[str, Sequence[TensorParallelPlan]],
+    place: Callable[[str], tuple[str, int] | None],
+) -> Division:
+    """Return how `root` is divided.
+
+    Args:
+        root: the LightningModule; the meta device will do.
+        plans: by path of the module that they are relative to.
+        place: gives, for a parameter's name, the tensor parallel group that holds it and the number of its ranks; None
+            where several groups of different sizes do.
+
+    Raises:
+        ConfigError: a plan does not fit its module, or adapters are in the way.
+    """
+    resolver = _Resolver(root, place)
+    for path, several in plans.items():
+        for plan in several:
+            resolver.add(path, plan)
+    resolver.add_vocabulary()
+    return resolver.result()
+
+
+class _Resolver:
+    def __init__(self, root: nn.Module, place: Callable[[str], tuple[str, int] | None]) -> None:
+        self._root, self._place = root, place
+        self._degrees: dict[str, int] = {}
+        self._shards: dict[str, Shard] = {}
+        self._shared: set[str] = set()
+        self._roles: dict[str, Kind] = {}
+        self._heads: dict[str, Heads] = {}
+        self._local: dict[tuple[str, str], tuple[int, ...]] = {}
+        self._groups: dict[str, str] = {}
+        self._whole: dict[str, str] = {}
+        self._names: dict[int, list[str]] = {}
+        for name, tensor in (
+            *root.named_parameters(remove_duplicate=False),
+            *root.named_buffers(remove_duplicate=False),
+        ):
+            self._names.setdefault(id(tensor), []).append(name)
+
+    def result(self) -> Division:
+        return Division(
+            self._degrees,
+            self._shards,
+            frozenset(self._shared),
+            self._roles,
+            self._heads,
+            self._local,
+            self._groups,
+            self._whole,
+        )
+
+    # --- plans ---
+
+    def add(self, path: str, plan: TensorParallelPlan) -> None:
+        module = self._root.get_submodule(path)
+        group = self._group(path, module)
+        if group is None:
+            return
+        name, degree = group
+        units = _Units(path, module, plan, degree)
+        if units.why_whole:
+            self._whole[path] = units.why_whole
+            return
+        self._degrees[name] = degree
+        for key, parts in plan.column.items():
+            self._linear(_join(path, key), "column", units, parts, name)
+        for key, parts in plan.row.items():
+            self._linear(_join(path, key), "row", units, parts, name)
+        for key in plan.experts:
+            self._set_role(_join(path, key), "experts", name)
+        for key, (dim, *parts) in plan.parameters.items():
+            full = _join(path, key)
+            owner, _, attribute = full.rpartition(".")
+            tensor = getattr(self._root.get_submodule(owner), attribute)
+            self._divide(full, units.shard(full, int(dim), tensor.shape[int(dim)], tuple(map(str, parts))), name)
+        for key in plan.shared:
+            self._share(_join(path, key))
+        for attribute, values in units.attributes().items():
+            owner, _, last = attribute.rpartition(".")
+            self._local[_join(path, owner), last] = values
+            self._groups[_join(path, owner)] = name
+        if plan.arguments or plan.results:
+            self._heads[path] = Heads(units.lengths("heads"), plan.arguments, plan.results)
+            self._groups[path] = name
+
+    def _linear(self, path: str, kind: Kind, units: _Units, parts: Sequence[str], group: str) -> None:
+        module = self._root.get_submodule(path)
+        base_path = path
+        if hasattr(module, "base_layer"):
+            base_path = f"{path}.base_layer"
+            self._adapters(path, module, kind, units, parts, group)
+        self._one_linear(base_path, kind, units, parts, group)
+
+    def _one_linear(self, path: str, kind: Kind, units: _Units, parts: Sequence[str], group: str) -> None:
+        module = self._root.get_submodule(path)
+        if type(module).forward not in (nn.Linear.forward, Conv1D.forward):
+            raise ConfigError(
+                path,
+                type(module).__name__,
+                "A projection that is divided over tensor parallel ranks is a linear layer",
+                "Use nn.Linear there, or tp_size=1",
+            )
+        weight = module.weight
+        is_conv = type(module).forward is Conv1D.forward
+        dim = int(is_conv) if kind == "column" else int(not is_conv)
+        shard = units.shard(path, dim, weight.shape[dim], parts)
+        self._divide(f"{path}.weight", shard, group)
+        if kind == "column" and module.bias is not None:
+            self._divide(f"{path}.bias", Shard(0, shard.size, shard.ranges), group)
+        self._set_role(path, kind, group)
+
+    def _adapters(
+        self, path: str, module: nn.Module, kind: Kind, units: _Units, parts: Sequence[str], group: str
+    ) -> None:
+        """Divide the low-rank adapters (LoRA, as PEFT wraps them) of a linear layer as the layer is."""
+        strange = {
+            name
+            for name, _ in module.named_parameters()
+            if name.split(".")[0] not in _ADAPTER_PARTS or name.endswith("_embedding_A")
+        }
+        if strange:
+            raise ConfigError(
+                path,
+                type(module).__name__,
+                f"Of adapters on divided layers LoRA's two matrices are known, and this one has {sorted(strange)}",
+                "Use plain LoRA (no DoRA), leave these layers out of target_modules, or use tp_size=1",
+            )
+        divided = getattr(module, "lora_B" if kind == "column" else "lora_A", {})
+        for key in divided:
+            self._one_linear(f"{path}.{'lora_B' if kind == 'column' else 'lora_A'}.{key}", kind, units, parts, group)
+        if kind == "column":
+            for key, dropout in getattr(module, "lora_dropout", {}).items():
+                if isinstance(dropout, nn.Dropout):
+                    self._set_role(f"{path}.lora_dropout.{key}", "dropout", group)
+
+    # --- the vocabulary ---
+
+    def add_vocabulary(self) -> None:
+        """Divide the tables that models call their input and output embeddings."""
+        for model in list(self._root.modules()):
+            for method in ("get_input_embeddings", "get_output_embeddings"):
+                table = self._table(model, method)
+                if table is not None:
+                    self._add_table(table)
+
+    def _table(self, model: nn.Module, method: str) -> nn.Module | None:
+        if model is self._root or not callable(getattr(model, method, None)):
+            return None
+        try:
+            table = getattr(model, method)()
+        except (NotImplementedError, AttributeError):
+            return None
+        return table if isinstance(table, nn.Module) and _is_table(table) else None
+
+    def _add_table(self, table: nn.Module) -> None:
+        weight = table.weight
+        names = self._names.get(id(weight))
+        if not names or names[0] in self._shards:
+            return
+        users = {name: self._root.get_submodule(name.rpartition(".")[0]) for name in names}
+        groups = {self._place(name) for name in names}
+        group = groups.pop() if len(groups) == 1 else None
+        if group is None or group[1] == 1 or weight.shape[0] < group[1] or not all(map(_is_table, users.values())):
+            return
+        name, degree = group
+        self._degrees[name] = degree
+        shard = joined([even(weight.shape[0], degree)], 0, weight.shape[0])
+        for full, user in users.items():
+            path = full.rpartition(".")[0]
+            is_lookup = isinstance(user, nn.Embedding)
+            self._set_role(path, "embedding" if is_lookup else "head", name)
+            self._shards[full] = shard
+            self._groups[full] = name
+            if is_lookup and user.padding_idx is not None:  # -1 stands for none
+                held = [one[0] for one in shard.ranges]
+                places = (user.padding_idx - a if a <= user.padding_idx < b else -1 for a, b in held)
+                self._local[path, "padding_idx"] = tuple(places)
+            if not is_lookup and user.bias is not None:
+                self._divide(f"{path}.bias", shard, name)
+
+    # --- parameters ---
+
+    def _set_role(self, path: str, kind: Kind, group: str) -> None:
+        self._roles[path], self._groups[path] = kind, group
+
+    def _divide(self, name: str, shard: Shard, group: str) -> None:
+        owner, _, attribute = name.rpartition(".")
+        tensor = getattr(self._root.get_submodule(owner), attribute)
+        for alias in self._names[id(tensor)]:
+            self._groups[alias] = group
+            if self._shards.setdefault(alias, shard) != shard:
+                raise ConfigError(
+                    alias,
+                    name,
+                    "A parameter with two uses is divided in one way, and their plans differ",
+                    "Untie it, or use tp_size=1",
+                )
+
+    def _share(self, path: str) -> None:
+        owner, _, attribute = path.rpartition(".")
+        holder = self._root.get_submodule(owner)
+        if attribute in holder._parameters:
+            if holder._parameters[attribute] is not None:
+                self._shared.update(self._names[id(holder._parameters[attribute])])
+            return
+        for parameter in self._root.get_submodule(path).parameters():
+            self._shared.update(self._names[id(parameter)])
+
+    def _group(self, path: str, module: nn.Module) -> tuple[str, int] | None:
+        """The group that holds a module; None where there is nothing to divide."""
+        first = next((name for name, _ in module.named_parameters(prefix=path, remove_duplicate=False)), None)
+        group = None if first is None else self._place(first)
+        return None if group is None or group[1] == 1 else group
+
+
+class _Units:
+    """What the parts of one plan count, and who gets which of them."""
+
+    def __init__(self, path: str, module: nn.Module, plan: TensorParallelPlan, degree: int) -> None:
+        self._path, self._module, self._plan, self._degree = path, module, plan, degree
+        self.why_whole = ""
+        self._held: tuple[HeadRanges, ...] = ()
+        self._query = self._key_value = 0
+        if plan.heads is None:
+            return
+        self._query = int(_attribute(module, plan.heads))
+        self._key_value = int(_attribute(module, plan.key_value_heads)) if plan.key_value_heads else self._query
+        held = heads_of(self._query, self._key_value, degree)
+        if held is None:
+            kinds = f"{self._query} query and {self._key_value} key and value" * (self._query != self._key_value)
+            self.why_whole = f"its {kinds or self._query} heads cannot be shared by {degree} ranks"
+        else:
+            self._held = held
+
+    def _ranges(self, part: str) -> tuple[Range, ...]:
+        if part not in ("heads", "key_value_heads", "groups"):
+            raise ConfigError(self._path, part, "A part is heads, key_value_heads, groups or width", "Use one of these")
+        if not self._held:
+            raise ConfigError(self._path, part, "A plan that counts heads names the attribute `heads`", "Add it")
+        return tuple(held.query if part == "heads" else held.key_value for held in self._held)
+
+    def lengths(self, part: str) -> tuple[int, ...]:
+        """Units on each rank."""
+        return tuple(stop - start for start, stop in self._ranges(part))
+
+    def attributes(self) -> dict[str, tuple[int, ...]]:
+        """Values of attributes on each rank."""
+        found: dict[str, tuple[int, ...]] = {}
+        plan = self._plan
+        counts = dict(plan.local)
+        if plan.heads is not None:
+            counts = {plan.heads: "heads", **counts}
+            if plan.key_value_heads is not None and plan.key_value_heads != plan.heads:
+                counts = {plan.key_value_heads: "key_value_heads", **counts}
+        for attribute, part in counts.items():
+            if "config" in attribute.split(".")[:-1]:
+                continue  # others read it as well, and it tells of the whole
+            value = int(_attribute(self._module, attribute))
+            if part == "width":
+                found[attribute] = tuple(stop - start for start, stop in even(value, self._degree))
+            else:
+                units = self._query if part == "heads" else self._key_value
+                found[attribute] = tuple(value * length // units for length in self.lengths(part))
+        # the ratio of the two, by the name that Hugging Face's attention functions read it under
+        if self._held and hasattr(self._module, "num_key_value_groups"):
+            counts_of = zip(self.lengths("heads"), self.lengths("key_value_heads"), strict=True)
+            found["num_key_value_groups"] = tuple(query // key_value for query, key_value in counts_of)
+        return found
+
+    def shard(self, path: str, dim: int, size: int, parts: Sequence[str]) -> Shard:
+        """The shard of a dim that is made of `parts`, one after the other."""
+        if parts == ("groups",):
+            return self._groups(path, dim, size)
+        units = [self._query if part == "heads" else self._key_value if part != "width" else 1 for part in parts]
+        width, rest = divmod(size, max(sum(units), 1))
+        if rest or not parts:
+            raise ConfigError(
+                path,
+                size,
+                f"Its size along dim {dim} is not made of {' + '.join(parts) or 'parts'}, {sum(units)} units of one "
+                "width",
+                "Correct the tensor parallel plan of its module",
+            )
+        offset, ranges = 0, []
+        for part, count in zip(parts, units, strict=True):
+            if part == "width":
+                ranges.append([scaled(held, 1, offset) for held in even(width, self._degree)])
+            else:
+                ranges.append([scaled(held, width, offset) for held in self._ranges(part)])
+            offset += count * width
+        return joined(ranges, dim, size)
+
+    def _groups(self, path: str, dim: int, size: int) -> Shard:
+        """Rows that have, for each key and value head, its query heads and then its key and its value."""
+        each = self._query // max(self._key_value, 1)
+        width, rest = divmod(size, max(self._key_value * (each + 2), 1))
+        if rest or not self._held:
+            raise ConfigError(path, size, f"Its size is not that of {self._key_value} groups of heads", "Correct it")
+        ranges: list[tuple[Range, ...]] = []
+        for (first, last), (low, high) in self._held:
+            held: list[Range] = []
+            for head in range(low, high):
+                start = head * (each + 2)
+                a, b = max(first - head * each, 0), min(last - head * each, each)
+                held += [scaled((start + a, start + b), width), scaled((start + each, start + each + 2), width)]
+            ranges.append(tuple(held))
+        return Shard(dim, size, tuple(ranges))
+
+
+def _is_table(module: nn.Module) -> bool:
+    """Whether a module looks up rows of its weight, or multiplies by them, and nothing else."""
+    if isinstance(module, nn.Embedding):
+        return module.max_norm is None and not module.sparse
+    return type(module).forward is nn.Linear.forward
+
+
+def _attribute(module: nn.Module, path: str) -> Any:
+    value: Any = module
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _join(*parts: str) -> str:
+    return ".".join(part for part in parts if part)
+
+
+def describe(division: Division) -> Iterator[str]:
+    """Yield a line for each module that stays whole."""
+    for path, why in division.whole.items():
+        yield f"{path} is computed whole on every tensor parallel rank: {why}"
