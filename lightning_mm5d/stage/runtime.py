@@ -22,7 +22,7 @@ from lightning_mm5d.stage.deferred import deferred_linear, defers, is_linear
 from lightning_mm5d.stage.remote import ShapeMemory
 from lightning_mm5d.stage.run import Run, StageError, StageView, hidden_of
 from lightning_mm5d.tensor_parallel.apply import TensorParallel
-from lightning_mm5d.tensor_parallel.collectives import TensorGroup
+from lightning_mm5d.tensor_parallel.collectives import TensorGroup, silent
 from lightning_mm5d.tensor_parallel.region import linear
 
 
@@ -160,7 +160,8 @@ class Runtime:
             run = self.active
             if run is None or run.stage.name not in remote:
                 return original(*args, **kwargs)
-            return self._shapes.placeholder(module, original, args, kwargs)
+            with silent(self._tensor_groups.values()):  # the ranks that share it may be elsewhere
+                return self._shapes.placeholder(module, original, args, kwargs)
 
         self._replace(module, "forward", forward)
 
@@ -200,9 +201,9 @@ class Runtime:
                     checked = True
                     self._learn(modality, index, hidden_of(args, kwargs), result)
                 return result
+            hidden = run.skip(modality, index, args, kwargs)
             if modality not in self._returns_tuple:
                 self._probe(modality, index, original, args, kwargs)
-            hidden = run.skip(modality, index, args, kwargs)
             length = self._returns_tuple[modality]
             return hidden if length is None else (hidden, *[None] * (length - 1))
 
@@ -220,7 +221,7 @@ class Runtime:
     def _probe(self, modality: str, index: int, original: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
         """Find out what a remote layer returns by running it once on its NaN parameters."""
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            with torch.no_grad(), torch.random.fork_rng(devices=[]), silent(self._tensor_groups.values()):
                 self._learn(modality, index, None, original(*args, **kwargs))
         except RuntimeError:  # it writes to its parameters, and placeholders have no memory; a tensor is the rule
             self._returns_tuple[modality] = None

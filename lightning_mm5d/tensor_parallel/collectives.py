@@ -11,7 +11,8 @@ It refuses nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ class TensorGroup:
         index: of this rank among them.
         moved: bytes that this rank has sent in a ring: ``2 (n - 1) / n`` of what is summed, ``(n - 1) / n`` of what is
             gathered or summed and scattered.
+        is_silent: whether collectives return values of the right shape without communicating; for runs on one rank
+            that only ask for shapes.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -38,19 +41,22 @@ class TensorGroup:
         self.size = dist.get_world_size(group)
         self.index = dist.get_rank(group)
         self.moved = 0.0
+        self.is_silent = False
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum over ranks; `tensor` stays as it is."""
         result = tensor.detach().clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(result, group=self.group)
-        self.moved += 2 * result.nbytes * (self.size - 1) / self.size
-        return result
+        return self._all_reduce(result, dist.ReduceOp.SUM)
 
     def max(self, tensor: Tensor) -> Tensor:
         """Return the maximum over ranks."""
         result = tensor.detach().clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(result, dist.ReduceOp.MAX, group=self.group)
-        self.moved += 2 * result.nbytes * (self.size - 1) / self.size
+        return self._all_reduce(result, dist.ReduceOp.MAX)
+
+    def _all_reduce(self, result: Tensor, operation: Any) -> Tensor:
+        if not self.is_silent:
+            dist.all_reduce(result, operation, group=self.group)
+            self.moved += 2 * result.nbytes * (self.size - 1) / self.size
         return result
 
     def gather(self, part: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
@@ -63,8 +69,9 @@ class TensorGroup:
             padded[: lengths[self.index]] = first
             first = padded
         whole = first.new_empty(self.size * longest, *shape)
-        dist.all_gather_single(whole, first.contiguous(), group=self.group)
-        self.moved += whole.nbytes * (self.size - 1) / self.size
+        if not self.is_silent:
+            dist.all_gather_single(whole, first.contiguous(), group=self.group)
+            self.moved += whole.nbytes * (self.size - 1) / self.size
         if any(length != longest for length in lengths):
             whole = torch.cat([whole[i * longest : i * longest + length] for i, length in enumerate(lengths)])
         return whole.movedim(0, dim).contiguous()
@@ -80,14 +87,28 @@ class TensorGroup:
                 padded[i * longest : i * longest + len(piece)] = piece
             first = padded
         part = first.new_empty(longest, *shape)
-        dist.reduce_scatter_single(part, first.contiguous(), group=self.group)
-        self.moved += first.nbytes * (self.size - 1) / self.size
+        if not self.is_silent:
+            dist.reduce_scatter_single(part, first.contiguous(), group=self.group)
+            self.moved += first.nbytes * (self.size - 1) / self.size
         return part[: lengths[self.index]].movedim(0, dim).contiguous()
 
     def part(self, whole: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
         """Return this rank's part of a replicated tensor, a view."""
         start = sum(lengths[: self.index])
         return whole.narrow(dim, start, lengths[self.index])
+
+
+@contextmanager
+def silent(groups: Iterable[TensorGroup]) -> Iterator[None]:
+    """Let no group communicate meanwhile."""
+    groups = list(groups)
+    for group in groups:
+        group.is_silent = True
+    try:
+        yield
+    finally:
+        for group in groups:
+            group.is_silent = False
 
 
 def copy(x: Tensor, group: TensorGroup) -> Tensor:

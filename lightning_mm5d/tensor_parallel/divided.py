@@ -112,10 +112,7 @@ class Divided(Tensor):
         x = args[0]
         if func is not torch.ops.aten.detach.default:
             raise ConfigError(str(func), "a divided tensor", "A kernel would see one part", "Call it with `x.whole()`")
-        values = func(x._held)
-        result = values.as_subclass(cls)
-        result._part, result._held, result.division = None, values, x.division
-        return result
+        return _without_graph(func(x._held), x.division)
 
 
 class _Part(torch.autograd.Function):
@@ -146,8 +143,15 @@ def divided(part: Tensor, dim: int, lengths: Sequence[int], group: TensorGroup) 
 
 def _divided(part: Tensor, division: Division) -> Divided:
     result = part.as_subclass(Divided)
-    result._part, result.division = part, division
-    result._held = part
+    result._part = result._held = part
+    result.division = division
+    return result
+
+
+def _without_graph(part: Tensor, division: Division) -> Divided:
+    """For autograd, which puts the result itself into a graph."""
+    result = _divided(part, division)
+    result._part = None
     return result
 
 
@@ -326,8 +330,8 @@ def _reshape(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
 
 def _view_as(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     x, other = args
-    if x is other:  # so autograd functions return an argument
-        return _divided(func(x.part, x.part), x.division)
+    if x is other and not torch.is_grad_enabled():  # so autograd functions return an argument
+        return _without_graph(x._held.detach(), x.division)
     return _reshaped(x, other.shape) if type(x) is Divided else NotImplemented
 
 

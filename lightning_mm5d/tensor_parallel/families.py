@@ -28,7 +28,7 @@ _SEPARATE = TensorParallelPlan(
     row={"o_proj": ("heads",)},
     heads="num_attention_heads",
 )
-_DOWNSAMPLED = replace(_SEPARATE, row={"out_proj": ("heads",)})
+_SEPARATE_OUT = replace(_SEPARATE, row={"out_proj": ("heads",)})
 _GPT2 = TensorParallelPlan(
     column={"c_attn": _ALL_HEADS}, row={"c_proj": ("heads",)}, heads="num_heads", local={"split_size": "heads"}
 )
@@ -172,6 +172,7 @@ FAMILIES: Mapping[str, Entry] = {
     "BloomMLP": _bloom_perceptron,
     "FalconAttention": _falcon,
     "GPT2Attention": lambda module: _GPT2_CROSS if module.is_cross_attention else _GPT2,
+    "GPTJAttention": _SEPARATE_OUT,
     "GPTNeoXAttention": _gpt_neox,
     "GptOssAttention": _gpt_oss,
     "InstructBlipAttention": _BLIP,
@@ -180,7 +181,7 @@ FAMILIES: Mapping[str, Entry] = {
     "MLP": _chatglm_perceptron,
     "MT5Attention": _T5,
     "Phi3Attention": _phi3,
-    "SamAttention": _DOWNSAMPLED,
+    "SamAttention": _SEPARATE_OUT,
     "SamVisionAttention": _SAM_VISION,
     "SelfAttention": _chatglm_attention,
     "SwinAttention": replace(

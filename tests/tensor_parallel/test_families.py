@@ -1,0 +1,154 @@
+"""Every family, divided over two or three ranks, computes what it computes on one: losses, gradients, parameters.
+
+Ranks 0 and 1 (or 0 to 2) hold one model together. All families of a degree run one after the other in the same
+processes; where one fails, the others run in new ones.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_mm5d.tensor_parallel.apply import TensorParallel
+from lightning_mm5d.tensor_parallel.collectives import TensorGroup
+from lightning_mm5d.tensor_parallel.find import plans_of
+from lightning_mm5d.tensor_parallel.resolve import Division, resolve
+from parity.harness import run_ranks
+
+from .families import FAMILIES, Family, Root
+
+STEPS, RATE = 3, 0.01
+# three ranks: uneven heads, one key and value head for two ranks, widths and vocabularies with a remainder
+THREE = (
+    *("llama", "falcon_groups", "falcon_heads", "falcon_multi_query", "falcon_alibi", "bloom", "gpt2", "bert", "t5"),
+    *("phi3", "mixtral", "glm", "beit", "swin", "swinv2", "sam", "blip_2", "internvl", "qwen2_5_vl", "chatglm"),
+    *("qwen3", "gpt_oss", "whisper", "opt"),
+)
+CASES = [(name, 2) for name in FAMILIES] + [(name, 3) for name in THREE]
+
+Step = tuple[float, dict[str, Tensor]]
+
+
+def train(family: Family, division: Division | None = None, group: TensorGroup | None = None) -> list[Step]:
+    """Losses and whole gradients of a few steps of gradient descent, divided where a division is given."""
+    root = family.build()
+    tensor_parallel = None
+    if division is not None and group is not None:
+        tensor_parallel = TensorParallel(root, division, {"all": group})
+    steps: list[Step] = []
+    for step in range(STEPS):
+        loss = root(family.feed(step))
+        loss.backward()
+        gradients = {name: p.grad.clone() for name, p in root.named_parameters() if p.grad is not None}
+        if division is not None and group is not None:
+            gradients = merged(gradients, division, group)
+        for name, parameter in root.named_parameters():
+            parameter.grad = None
+            if name in gradients:
+                held = gradients[name]
+                if division is not None and group is not None and name in division.shards:
+                    held = division.shards[name].cut(held, group.index)
+                parameter.data.sub_(held, alpha=RATE)
+        steps.append((float(loss.detach()), gradients))
+    if tensor_parallel is not None:
+        tensor_parallel.remove()
+    return steps
+
+
+def merged(gradients: dict[str, Tensor], division: Division, group: TensorGroup) -> dict[str, Tensor]:
+    """Whole gradients: rows that several ranks hold, and what is shared, are summed; the rest is alike on all ranks."""
+    ranks: list[Any] = [None] * group.size
+    dist.all_gather_object(ranks, gradients)
+    found: dict[str, Tensor] = {}
+    for name, gradient in gradients.items():
+        parts = [rank[name] for rank in ranks]
+        shard = division.shards.get(name)
+        if shard is not None:
+            shape = [*gradient.shape]
+            shape[shard.dim] = shard.size
+            found[name] = gradient.new_zeros(shape)
+            for part, held in zip(parts, shard.ranges, strict=True):
+                other = torch.zeros_like(found[name])
+                shard.put(other, part, held)
+                found[name] += other
+        elif name in division.shared:
+            found[name] = torch.stack(parts).sum(0)
+        else:
+            for part in parts:
+                torch.testing.assert_close(part, gradient, msg=lambda m, name=name: f"{name}, whole, is not alike: {m}")
+            found[name] = gradient
+    return found
+
+
+def divided_as(root: Root, degree: int) -> Division:
+    return resolve(root, plans_of(root), lambda name: ("all", degree))
+
+
+def run(rank: int, names: list[str], degree: int) -> tuple[dict[str, list[Step]], str | None]:
+    """One rank: what each family gave, up to the first that fails, and why that did."""
+    torch.set_default_dtype(torch.float64)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    assert dist.group.WORLD is not None
+    group = TensorGroup(dist.group.WORLD)
+    done: dict[str, list[Step]] = {}
+    for name in names:
+        try:
+            done[name] = train(FAMILIES[name], divided_as(FAMILIES[name].build(), degree), group)
+        except BaseException:
+            # the others notice that this rank is gone; no barrier waits for them
+            dist.destroy_process_group()
+            return done, traceback.format_exc()
+    return done, None
+
+
+@pytest.fixture(scope="module")
+def runs(request: pytest.FixtureRequest) -> dict[tuple[str, int], list[Step] | str]:
+    """What each family that is asked for gave on each of the ranks, or why it failed."""
+    asked = [item.callspec.params for item in request.session.items if getattr(item, "callspec", None)]  # type: ignore[attr-defined]
+    found: dict[tuple[str, int], list[Any] | str] = {}
+    for degree in (2, 3):
+        names = [one["name"] for one in asked if one.get("degree") == degree]
+        while names:
+            ranks = run_ranks(degree, run, names, degree, limit=60 + 20 * len(names))
+            whole = [name for name in names if all(name in done for done, _ in ranks)]
+            found |= {(name, degree): [done[name] for done, _ in ranks] for name in whole}
+            if len(whole) < len(names):
+                failed = names[len(whole)]
+                found[failed, degree] = "\n".join(why or "" for _, why in ranks)
+            names = names[len(whole) + 1 :]
+    return found
+
+
+@pytest.fixture(autouse=True)
+def double() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize(("name", "degree"), CASES, ids=[f"{name}-{degree}" for name, degree in CASES])
+def test_a_divided_family_trains_like_a_whole_one(
+    name: str, degree: int, runs: dict[tuple[str, int], list[Any] | str]
+) -> None:
+    ranks = runs[name, degree]
+    assert not isinstance(ranks, str), ranks
+    family = FAMILIES[name]
+    expected = train(family)
+    for rank, steps in enumerate(ranks):
+        for step, (loss, gradients) in enumerate(steps):
+            wanted_loss, wanted = expected[step]
+            assert loss == pytest.approx(wanted_loss, rel=family.tolerance), f"rank {rank}, step {step}"
+            assert set(gradients) == set(wanted), f"rank {rank}, step {step}"
+            scale = max(float(gradient.abs().max()) for gradient in wanted.values())
+            for key, gradient in wanted.items():
+                largest = max(float(gradient.abs().max()), 1e-3 * scale)
+                difference = float((gradients[key] - gradient).abs().max())
+                assert difference <= family.tolerance * largest, f"rank {rank}, step {step}, {key}: {difference / largest}"
