@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from copy import copy as copy_of
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -49,7 +51,7 @@ class TensorParallel:
         self.linear = linear
         self._root, self._division, self._groups = root, division, groups
         self._regions = {name: Region(group, drops=drops(root), device=device) for name, group in groups.items()}
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], object]] = []
         self._here = {path: self._is_here(path, holds) for path in {*division.roles, *division.heads}}
         self._cut(holds)
         for (path, name), values in division.local.items():
@@ -117,13 +119,19 @@ class TensorParallel:
         group = self._groups.get(self._division.groups[path])
         if group is None:
             return
-        module = self._root.get_submodule(path)
-        before = getattr(module, name)
         value: Any = values[group.index]
         if name == "padding_idx":
             value = value if value >= 0 else None
-        setattr(module, name, value)
-        self._undo.append(lambda: setattr(module, name, before))
+        owner: Any = self._root
+        for part in path.split("."):
+            holder, owner = owner, getattr(owner, part)
+            if isinstance(holder, nn.Module) and not isinstance(owner, nn.Module):
+                # a config, which others read too: this module gets a copy
+                self._undo.append(partial(setattr, holder, part, owner))
+                owner = copy_of(owner)
+                setattr(holder, part, owner)
+        self._undo.append(partial(setattr, owner, name, getattr(owner, name)))
+        setattr(owner, name, value)
 
     # --- forwards ---
 
@@ -147,7 +155,7 @@ class TensorParallel:
     def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         # bound, so that a copy of the module computes with its own weights
         vars(module)["forward"] = MethodType(forward, module)
-        self._undo.append(lambda: vars(module).pop("forward", None) and None)
+        self._undo.append(partial(vars(module).pop, "forward", None))
 
     def _column(self, region: Region) -> Callable[..., Tensor]:
         def forward(module: nn.Module, x: Tensor) -> Tensor:

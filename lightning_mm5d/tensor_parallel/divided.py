@@ -9,6 +9,8 @@ All ranks of the group must do the same with it, because each gather is a collec
 of the whole: where a replicated tensor meets parts, its gradient is summed or gathered.
 
 It refuses writes that would go to a gathered copy (`ConfigError`), and kernels that would take the part for the whole.
+An autograd function of the user's is not asked whether it can work on parts: it needs `whole` tensors, unless it passes
+its arguments on, as those of checkpoints and of sharded data parallelism do.
 """
 
 from __future__ import annotations
@@ -44,22 +46,20 @@ class Divided(Tensor):
     """
 
     division: Division
-    _part: Tensor | None  # in the graph; none yet for one that came out of an autograd function
-    _held: Tensor  # the values, perhaps not in the graph
+    _part: Tensor | None  # none yet where autograd may still put the tensor itself into a graph
+    _held: Tensor  # the part's values, perhaps not in its graph
 
     @property
     def part(self) -> Tensor:
         """This rank's part, a plain tensor in the same graph."""
-        part = self._part
+        if self._part is not None:
+            return self._part
         if not torch.is_grad_enabled():
-            return self._held if part is None else part
-        if part is not None and part.requires_grad:
-            return part
+            return self._held
         with torch._C.DisableTorchFunctionSubclass():
-            needed = self.requires_grad
-        if part is None or needed:  # an autograd function has put it into a graph
-            self._part = part = _Part.apply(self)
-        return part
+            in_graph = self.requires_grad
+        self._part = _Part.apply(self) if in_graph else self._held
+        return self._part
 
     def whole(self) -> Tensor:
         """The whole tensor, plain and replicated: a collective."""
@@ -143,13 +143,14 @@ def divided(part: Tensor, dim: int, lengths: Sequence[int], group: TensorGroup) 
 
 def _divided(part: Tensor, division: Division) -> Divided:
     result = part.as_subclass(Divided)
-    result._part = result._held = part
+    result._part = part if torch.is_grad_enabled() else None
+    result._held = part
     result.division = division
     return result
 
 
 def _without_graph(part: Tensor, division: Division) -> Divided:
-    """For autograd, which puts the result itself into a graph."""
+    """For autograd to put into a graph."""
     result = _divided(part, division)
     result._part = None
     return result
@@ -248,7 +249,7 @@ def _like(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
 
 
 def _along(position: int, empty: bool = True) -> Callable[..., Any]:
-    """Rule of functions that work along the dims that are argument `position`, or reduce them, perhaps of no entries."""
+    """Rule of functions along the dims that are argument `position`; `empty`: also of parts without entries."""
 
     def rule(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         x = args[0]

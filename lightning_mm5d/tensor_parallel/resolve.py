@@ -89,6 +89,22 @@ def resolve(
     return resolver.result()
 
 
+class OwnHeads(int):
+    """This rank's number of heads, in a module that divides its input's width, which is whole, by the number of all."""
+
+    whole: int
+
+    @classmethod
+    def of(cls, count: int, whole: int) -> OwnHeads:
+        """`count` of `whole` heads."""
+        own = cls(count)
+        own.whole = whole
+        return own
+
+    def __rfloordiv__(self, width: int) -> int:
+        return width // self.whole
+
+
 class _Resolver:
     def __init__(self, root: nn.Module, place: Callable[[str], tuple[str, int] | None]) -> None:
         self._root, self._place = root, place
@@ -293,8 +309,8 @@ class _Units:
         self._query = self._key_value = 0
         if plan.heads is None:
             return
-        self._query = int(_attribute(module, plan.heads))
-        self._key_value = int(_attribute(module, plan.key_value_heads)) if plan.key_value_heads else self._query
+        self._query = _number(module, plan.heads)
+        self._key_value = self._query if plan.key_value_heads is None else _number(module, plan.key_value_heads)
         held = heads_of(self._query, self._key_value, degree)
         if held is None:
             kinds = f"{self._query} query and {self._key_value} key and value" * (self._query != self._key_value)
@@ -317,24 +333,23 @@ class _Units:
         """Values of attributes on each rank."""
         found: dict[str, tuple[int, ...]] = {}
         plan = self._plan
-        counts = dict(plan.local)
-        if plan.heads is not None:
-            counts = {plan.heads: "heads", **counts}
-            if plan.key_value_heads is not None and plan.key_value_heads != plan.heads:
-                counts = {plan.key_value_heads: "key_value_heads", **counts}
-        for attribute, part in counts.items():
-            if "config" in attribute.split(".")[:-1]:
-                continue  # others read it as well, and it tells of the whole
-            value = int(_attribute(self._module, attribute))
+        counts = {}
+        if isinstance(plan.key_value_heads, str):
+            counts[plan.key_value_heads] = "key_value_heads"
+        if isinstance(plan.heads, str):
+            counts[plan.heads] = "heads"
+        for attribute, part in (counts | dict(plan.local)).items():
+            value = _number(self._module, attribute)
             if part == "width":
                 found[attribute] = tuple(stop - start for start, stop in even(value, self._degree))
+            elif part == "group_size":
+                both = zip(self.lengths("heads"), self.lengths("key_value_heads"), strict=True)
+                found[attribute] = tuple(query // key_value for query, key_value in both)
             else:
                 units = self._query if part == "heads" else self._key_value
                 found[attribute] = tuple(value * length // units for length in self.lengths(part))
-        # the ratio of the two, by the name that Hugging Face's attention functions read it under
-        if self._held and hasattr(self._module, "num_key_value_groups"):
-            counts_of = zip(self.lengths("heads"), self.lengths("key_value_heads"), strict=True)
-            found["num_key_value_groups"] = tuple(query // key_value for query, key_value in counts_of)
+            if plan.whole_width and attribute == plan.heads:
+                found[attribute] = tuple(OwnHeads.of(count, value) for count in found[attribute])
         return found
 
     def shard(self, path: str, dim: int, size: int, parts: Sequence[str]) -> Shard:
@@ -384,11 +399,13 @@ def _is_table(module: nn.Module) -> bool:
     return type(module).forward is nn.Linear.forward
 
 
-def _attribute(module: nn.Module, path: str) -> Any:
-    value: Any = module
-    for part in path.split("."):
-        value = getattr(value, part)
-    return value
+def _number(module: nn.Module, path: str | int) -> int:
+    value: Any = path
+    if isinstance(path, str):
+        value = module
+        for part in path.split("."):
+            value = getattr(value, part)
+    return int(value)
 
 
 def _join(*parts: str) -> str:

@@ -47,6 +47,7 @@ class Model(L.LightningModule):
 
     def __init__(self, query: int, key_value: int, seed: int = 0) -> None:
         super().__init__()
+        self.query, self.key_value = query, key_value
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.table = nn.Embedding(VOCABULARY, WIDTH)
