@@ -10,6 +10,7 @@ It refuses nothing: what it is given was checked.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,7 +21,7 @@ from torch import nn
 from lightning_mm5d.config import Modality
 from lightning_mm5d.layout import Layout
 from lightning_mm5d.partition import Partition, StageCut, Unit, stage_costs
-from lightning_mm5d.schedule import SCHEDULES, Graph, Node, Schedule, Simulation, build, simulate, worker_of
+from lightning_mm5d.schedule import SCHEDULES, Graph, Node, Schedule, Simulation, abreast, build, simulate, worker_of
 from lightning_mm5d.tensor_parallel.resolve import Division
 
 
@@ -284,7 +285,7 @@ class Plan:
             module: the module, for what is trainable.
         """
         graph = self.whole_graph(schedule, count, module)
-        return simulate(build(schedule, graph), graph)
+        return simulate(self.built(schedule, graph), graph)
 
     def schedule(
         self,
@@ -310,7 +311,20 @@ class Plan:
         replicas = range(self.layout.num_replicas) if own and not forward_only else self.component(rank)
         graph = self.graph(replicas, count, trainable)
         # forwards run in the order of their microbatches whatever the schedule is
-        return graph, build("1f1b" if own and forward_only else schedule, graph, forward_only=forward_only)
+        return graph, self.built("1f1b" if own and forward_only else schedule, graph, forward_only=forward_only)
+
+    def built(
+        self, schedule: str | Callable[[Graph], Schedule], graph: Graph, *, forward_only: bool = False
+    ) -> Schedule:
+        """Return what workers do, as `build` does; instances of a stage on ranks of one worker run side by side."""
+        made = build(schedule, graph, forward_only=forward_only)
+        widths: dict[str, int] = {}
+        for stage in self.members:
+            workers = Counter(self.worker_of_rank[ranks[0]] for ranks in self.instances(stage))
+            widths[stage] = max(workers.values())
+        if max(widths.values()) == 1 or callable(schedule) or schedule not in SCHEDULES:
+            return made
+        return abreast(made, graph, widths, forward_only=forward_only)
 
     def whole_graph(self, schedule: object, count: int, module: nn.Module) -> Graph:
         """Return the graph of stages of all replicas, placed as `schedule` wants it; arguments as in `simulate`."""

@@ -4,6 +4,7 @@ Pure Python over plain values, so that any machine can plan for any cluster. It 
 transport, and refuses what could not be executed before a rank starts on it.
 """
 
+from lightning_mm5d.schedule.abreast import abreast
 from lightning_mm5d.schedule.actions import Action, Kind, Schedule, cost, dependencies
 from lightning_mm5d.schedule.bound import lower_bound
 from lightning_mm5d.schedule.builders import (
@@ -37,6 +38,7 @@ __all__ = [
     "ScheduleError",
     "Simulation",
     "Span",
+    "abreast",
     "build",
     "compare",
     "cost",

@@ -66,6 +66,8 @@ SPEECH: dict[str, Any] = WIDE | {
     "layerdrop": 0.0,
 }
 
+FLOAT32 = 5e-6  # tolerance of models that drop to float32 on the way: in norms, softmaxes or the loss
+
 Batch = dict[str, Any]
 
 
@@ -197,7 +199,7 @@ def made(model: str, config: str, **options: Any) -> Callable[[], nn.Module]:
     return make
 
 
-def of_zoo(name: str, tolerance: float = 1e-6) -> Family:
+def of_zoo(name: str, tolerance: float = FLOAT32) -> Family:
     case = CASES[name]
 
     def make() -> nn.Module:
@@ -208,8 +210,7 @@ def of_zoo(name: str, tolerance: float = 1e-6) -> Family:
 
 
 def causal(model: str, config: str, sizes: dict[str, Any] = GROUPED, **options: Any) -> Family:
-    # their loss takes logits as float32
-    return Family(made(model, config, **(sizes | options)), tokens, 1e-6, {"use_cache": False})
+    return Family(made(model, config, **(sizes | options)), tokens, FLOAT32, {"use_cache": False})
 
 
 def masked(model: str, config: str, **options: Any) -> Family:
@@ -263,7 +264,7 @@ def sam() -> nn.Module:
 
 def falcon(**options: Any) -> Family:
     sizes = IDS | WIDE | {"hidden_dropout": 0.0, "attention_dropout": 0.0, "ffn_hidden_size": 50} | options
-    return Family(made("FalconForCausalLM", "FalconConfig", **sizes), tokens, 1e-6, {"use_cache": False})
+    return Family(made("FalconForCausalLM", "FalconConfig", **sizes), tokens, FLOAT32, {"use_cache": False})
 
 
 def siglip() -> nn.Module:
@@ -343,9 +344,15 @@ FAMILIES: dict[str, Family] = {
     "bart": Family(
         made("BartForConditionalGeneration", "BartConfig", **BART_SIZES), source_and_target, fixed={"use_cache": False}
     ),
-    "beit": vision("BeitForImageClassification", "BeitConfig", **NO_DROPOUT, use_relative_position_bias=True),
+    "beit": vision(
+        "BeitForImageClassification", "BeitConfig", **NO_DROPOUT, drop_path_rate=0.0, use_relative_position_bias=True
+    ),
     "beit_shared_bias": vision(
-        "BeitForImageClassification", "BeitConfig", **NO_DROPOUT, use_shared_relative_position_bias=True
+        "BeitForImageClassification",
+        "BeitConfig",
+        **NO_DROPOUT,
+        drop_path_rate=0.0,
+        use_shared_relative_position_bias=True,
     ),
     "bert": of_zoo("bert"),
     "blip_2": of_zoo("blip_2"),
@@ -421,9 +428,9 @@ FAMILIES: dict[str, Family] = {
             "attn_pdrop": 0.0,
         },
     ),
-    "hubert": Family(made("HubertForCTC", "HubertConfig", **SPEECH), waves, 1e-6),
-    "internvl": Family(lambda: internvl(use_qk_norm=False), image_and_text(4, 8), 1e-6, {"use_cache": False}),
-    "internvl_qk_norm": Family(lambda: internvl(use_qk_norm=True), image_and_text(4, 8), 1e-6, {"use_cache": False}),
+    "hubert": Family(made("HubertForCTC", "HubertConfig", **SPEECH), waves, FLOAT32),
+    "internvl": Family(lambda: internvl(use_qk_norm=False), image_and_text(4, 8), FLOAT32, {"use_cache": False}),
+    "internvl_qk_norm": Family(lambda: internvl(use_qk_norm=True), image_and_text(4, 8), FLOAT32, {"use_cache": False}),
     "llama": causal("LlamaForCausalLM", "LlamaConfig"),
     "llama_biased": causal("LlamaForCausalLM", "LlamaConfig", attention_bias=True, mlp_bias=True),
     "llava": of_zoo("llava"),
@@ -432,14 +439,14 @@ FAMILIES: dict[str, Family] = {
         made("MBartForConditionalGeneration", "MBartConfig", **BART_SIZES), source_and_target, fixed={"use_cache": False}
     ),
     "mistral": causal("MistralForCausalLM", "MistralConfig", sliding_window=4),
-    "mistral3": Family(mistral3, sized_image_and_text, 1e-6, {"use_cache": False}),
+    "mistral3": Family(mistral3, sized_image_and_text, FLOAT32, {"use_cache": False}),
     "mixtral": causal("MixtralForCausalLM", "MixtralConfig", **EXPERTS),
     "opt": causal(
         "OPTForCausalLM",
         "OPTConfig",
         IDS | WIDE | {"ffn_dim": 50, "word_embed_proj_dim": 32, "max_position_embeddings": 32, "dropout": 0.0},
     ),
-    "paligemma": Family(paligemma, typed_image_and_text, 1e-6, {"use_cache": False}),
+    "paligemma": Family(paligemma, typed_image_and_text, FLOAT32, {"use_cache": False}),
     "phi3": causal(
         "Phi3ForCausalLM", "Phi3Config", resid_pdrop=0.0, embd_pdrop=0.0, attention_dropout=0.0, sliding_window=None
     ),
@@ -465,7 +472,7 @@ FAMILIES: dict[str, Family] = {
         fixed={"use_cache": False},
     ),
     "vit": vision("ViTForImageClassification", "ViTConfig", **NO_DROPOUT),
-    "voxtral": Family(voxtral, speech_and_text, 1e-6, {"use_cache": False}),
-    "wav2vec2": Family(made("Wav2Vec2ForCTC", "Wav2Vec2Config", **SPEECH), waves, 1e-6),
+    "voxtral": Family(voxtral, speech_and_text, FLOAT32, {"use_cache": False}),
+    "wav2vec2": Family(made("Wav2Vec2ForCTC", "Wav2Vec2Config", **SPEECH), waves, FLOAT32),
     "whisper": of_zoo("whisper"),
 }
