@@ -55,7 +55,8 @@ class TensorParallel:
         self._here = {path: self._is_here(path, holds) for path in {*division.roles, *division.heads}}
         self._cut(holds)
         for (path, name), values in division.local.items():
-            self._set_local(path, name, values)
+            if self._is_here(path, holds):
+                self._set_local(path, name, values)
         for path, kind in division.roles.items():
             if self._here[path] and division.groups[path] in groups:
                 self._patch(root.get_submodule(path), path, kind)
@@ -96,7 +97,12 @@ class TensorParallel:
     # --- parameters and attributes ---
 
     def _is_here(self, path: str, holds: Callable[[str], bool]) -> bool:
-        module = self._root.get_submodule(path)
+        module: Any = None
+        while module is None:
+            try:
+                module = self._root.get_submodule(path)
+            except AttributeError:  # a config of it
+                path = path.rpartition(".")[0]
         names = [name for name, _ in module.named_parameters(prefix=path, remove_duplicate=False)]
         return not names or any(map(holds, names))
 

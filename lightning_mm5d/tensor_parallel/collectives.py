@@ -180,7 +180,8 @@ class _Scatter(torch.autograd.Function):
         ctx.dim, ctx.lengths, ctx.group = dim, lengths, group
         if sums:
             return group.sum_scattered(x, dim, lengths)
-        return group.part(x, dim, lengths).contiguous()
+        # a copy, never a view: it may be written to, and lets go of the whole
+        return group.part(x, dim, lengths).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor | None, ...]:

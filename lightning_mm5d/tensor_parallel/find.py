@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from lightning_mm5d.errors import ConfigError
 from lightning_mm5d.tensor_parallel.families import family_plan
 from lightning_mm5d.tensor_parallel.plans import TensorParallelPlan
-from lightning_mm5d.tensor_parallel.rules import linear_of, metadata, rules, sizes
+from lightning_mm5d.tensor_parallel.rules import metadata, rules, sizes
 
 Plans = tuple[TensorParallelPlan, ...]
 
@@ -135,17 +136,16 @@ def _check_layers(
 
 
 def _has_linear(layer: nn.Module) -> bool:
-    return any(linear_of(module) is not None for module in layer.modules()) or any(
-        parameter.dim() == 3 for parameter in layer.parameters()
-    )
+    return bool(_named_linears(layer)) or any(parameter.dim() == 3 for parameter in layer.parameters())
 
 
 def _named_linears(layer: nn.Module) -> dict[str, tuple[int, int]]:
     found: dict[str, tuple[int, int]] = {}
     for path, module in layer.named_modules():
-        linear = linear_of(module)
-        if linear is not None and not path.endswith("base_layer") and ".lora_" not in path:
-            found[path] = sizes(linear)
+        adapted = getattr(module, "base_layer", module)
+        is_part = path.endswith(".base_layer") or ".lora_" in path
+        if isinstance(adapted, (nn.Linear, Conv1D)) and not is_part:
+            found[path] = sizes(adapted)
     return found
 
 

@@ -18,7 +18,7 @@ from typing import Literal
 
 from torch import nn
 
-_NOT_READ = ("torch.", "transformers.modeling_layers", "transformers.modeling_utils", "builtins")
+_NOT_READ = ("torch.", "transformers.modeling_layers", "transformers.modeling_utils")
 _SHAPES = ("reshape", "view", "unflatten")
 
 
@@ -87,8 +87,10 @@ def between(cls: type[nn.Module], first: tuple[str, ...], last: str) -> Between 
             continue
         start = min(s.lineno for name in first for s in places[name])
         stop = max(s.end_lineno or s.lineno for s in places[last])
-        if start > min(s.lineno for s in places[last]):
-            return None
+        for name in first:
+            for s in places[name]:
+                if s.lineno > min(t.lineno for t in places[last]) or (s in places[last] and not _feeds(s, name, last)):
+                    return None
         nodes = [node for s in statements if start <= s.lineno and (s.end_lineno or 0) <= stop for node in ast.walk(s)]
         names = {node.attr for node in nodes if isinstance(node, ast.Attribute) and _is_self(node.value)}
         steps = any(isinstance(node, ast.Slice) and node.step is not None for node in nodes)
@@ -100,7 +102,7 @@ def _methods(cls: type[nn.Module]) -> list[ast.FunctionDef] | None:
     """The syntax trees of all methods but constructors, of all classes that `cls` is made of but torch's own."""
     found: list[ast.FunctionDef] = []
     for owner in cls.__mro__:
-        if f"{owner.__module__}.".startswith(_NOT_READ):
+        if owner is object or f"{owner.__module__}.".startswith(_NOT_READ):
             continue
         for name, value in vars(owner).items():
             function = inspect.unwrap(getattr(value, "__func__", value)) if callable(value) or _is_bound(value) else None
@@ -135,6 +137,12 @@ def _is_simple(node: ast.stmt) -> bool:
 
 def _mentions(node: ast.AST, name: str) -> bool:
     return any(isinstance(n, ast.Attribute) and n.attr == name and _is_self(n.value) for n in ast.walk(node))
+
+
+def _feeds(statement: ast.stmt, first: str, last: str) -> bool:
+    """Whether within a statement what `first` gives is part of what `last` is called with."""
+    calls = [node for node in ast.walk(statement) if isinstance(node, ast.Call) and _mentions(node.func, last)]
+    return any(_mentions(argument, first) for call in calls for argument in call.args)
 
 
 def _called(nodes: list[ast.AST]) -> Iterator[str]:

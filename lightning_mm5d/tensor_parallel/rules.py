@@ -17,6 +17,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D  # the projections of GPT-2 and its kin
 
 from lightning_mm5d.partition.order import accesses
+from lightning_mm5d.tensor_parallel.families import PLAIN_LINEARS
 from lightning_mm5d.tensor_parallel.plans import Part, TensorParallelPlan
 from lightning_mm5d.tensor_parallel.reads import Reads, between, reads
 
@@ -79,9 +80,15 @@ _ELEMENTWISE_CALLS = frozenset(
 
 
 def linear_of(module: Any) -> nn.Linear | Conv1D | None:
-    """Return the linear layer that a module is, or that it adapts (PEFT's ``base_layer``); None where it is neither."""
+    """Return the linear layer that a module is, or that it adapts (PEFT's ``base_layer``); None where it is neither.
+
+    Classes that derive from a linear layer and compute something else, such as those of quantised weights, are none.
+    """
     module = getattr(module, "base_layer", module)
-    return module if isinstance(module, (nn.Linear, Conv1D)) else None
+    if not isinstance(module, (nn.Linear, Conv1D)):
+        return None
+    cls = type(module)
+    return module if cls.forward in (nn.Linear.forward, Conv1D.forward) or cls.__name__ in PLAIN_LINEARS else None
 
 
 def sizes(linear: nn.Linear | Conv1D) -> tuple[int, int]:
