@@ -44,7 +44,7 @@ from turns import WARMUP, Side, Turns, fit, median_ratio, milliseconds, race, ro
 
 from lightning_mm5d import Modality, MultimodalStrategy
 
-STEPS, RANKS, FLOAT_BYTES = 24 + WARMUP, 2, 4
+STEPS, RANKS, FLOAT_BYTES = 20 + WARMUP, 2, 4
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Size:
 
 NARROW = Size(width=256, hidden=688)
 WIDER = Size(width=512, hidden=1376)
-WIDE = Size(width=768, hidden=2048, batch=2)
+WIDE = Size(width=768, hidden=2048, layers=2)
 LARGE_VOCABULARY = Size(width=256, hidden=688, vocabulary=32000, batch=1)
 UNEVEN = Size(width=256, hidden=683, vocabulary=32001, batch=1)
 
@@ -95,7 +95,7 @@ class Llama(L.LightningModule):
         self.losses.append(float(outputs["loss"]))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3, foreach=True)
+        return torch.optim.AdamW(self.parameters(), lr=1e-4, foreach=True)
 
 
 class ByHand(Llama):
@@ -127,7 +127,7 @@ class ByHand(Llama):
         groups: dict[bool, list[Tensor]] = {}
         for parameter in self.parameters():
             groups.setdefault(isinstance(parameter, DTensor), []).append(parameter)
-        return torch.optim.AdamW([{"params": group} for group in groups.values()], lr=1e-3, foreach=True)
+        return torch.optim.AdamW([{"params": group} for group in groups.values()], lr=1e-4, foreach=True)
 
 
 Styles = dict[str, ParallelStyle]

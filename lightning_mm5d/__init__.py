@@ -9,9 +9,18 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_mm5d.config import Modality, PipelineTemplate
 from lightning_mm5d.errors import ConfigError
 from lightning_mm5d.strategy import MultimodalStrategy
+from lightning_mm5d.tensor_parallel.find import register_tensor_parallel_plan
+from lightning_mm5d.tensor_parallel.plans import TensorParallelPlan
 
-__all__ = ["ConfigError", "Modality", "MultimodalStrategy", "PipelineTemplate"]
+__all__ = [
+    "ConfigError",
+    "Modality",
+    "MultimodalStrategy",
+    "PipelineTemplate",
+    "TensorParallelPlan",
+    "register_tensor_parallel_plan",
+]
 
 StrategyRegistry.register(
-    "mm5d", MultimodalStrategy, description="Data, pipeline and modality parallelism, set per modality", override=True
+    "mm5d", MultimodalStrategy, description="Data, tensor, pipeline and modality parallelism, set per modality", override=True
 )

@@ -339,8 +339,9 @@ class Session:
         for norm in norms:
             bad = torch.maximum(bad, (~norm.isfinite()).to(bad))
         dist.all_reduce(bad, dist.ReduceOp.MAX)
-        if bool(bad) and grads:
-            grads[0].fill_(float("inf"))
+        if bool(bad):
+            for grad in grads:
+                grad.fill_(float("inf"))
 
     def clip_over_all_ranks(self, plugin: Precision) -> None:
         """Let a precision plugin clip by the norm over all ranks, until `close`."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from torch.utils.data import DataLoader
 
 from lightning_mm5d.config import Modality, check
@@ -130,10 +130,11 @@ def check_timeline(path: str | None, is_plain: bool = False) -> None:
 
 
 def check_callbacks(callbacks: Sequence[pl.Callback], plan: Plan) -> None:
-    """Refuse callbacks that keep a copy of the module and save it, which is whole on no rank.
+    """Refuse callbacks that keep a copy of the module, or a mask of its parameters, where ranks have parts only.
 
     Raises:
-        ConfigError: `WeightAveraging` with several stages.
+        ConfigError: `WeightAveraging` with several stages or tensor parallelism, `StochasticWeightAveraging` and
+            `ModelPruning` with tensor parallelism.
     """
     for callback in callbacks:
         if isinstance(callback, WeightAveraging) and not plan.is_whole:
@@ -142,6 +143,13 @@ def check_callbacks(callbacks: Sequence[pl.Callback], plan: Plan) -> None:
                 type(callback).__name__,
                 "It saves the copy of the module that it averages, and with stages or tp_size > 1 no rank has all",
                 "Use StochasticWeightAveraging, or one stage (colocate all modalities, pp_size=1) and tp_size=1",
+            )
+        if isinstance(callback, StochasticWeightAveraging | ModelPruning) and plan.division.shards:
+            raise ConfigError(
+                "callbacks",
+                type(callback).__name__,
+                "It works on whole parameters, and tensor parallel ranks have parts of them",
+                "Leave it out, or use tp_size=1",
             )
 
 

@@ -72,7 +72,7 @@ class Gradients:
         self._counted = {id(parameters[name]): rows for name, rows in counted.items()}
         self._shared: dict[tuple[dist.ProcessGroup, torch.dtype], list[_Piece]] = {}
         for name, group, rows, weight in sums:
-            piece = _Piece(parameters[name], rows, weight)
+            piece = _piece(parameters[name], rows, weight)
             self._shared.setdefault((group, piece.parameter.dtype), []).append(piece)
 
     def take(self) -> list[Tensor | None]:
@@ -275,34 +275,31 @@ class _Piece(NamedTuple):
     parameter: nn.Parameter
     rows: Rows | None
     weight: float
-
-    @property
-    def numel(self) -> int:
-        if self.rows is None:
-            return self.parameter.numel()
-        length = sum(segment.length for segment in self.rows.segments)
-        return self.parameter.numel() // max(self.parameter.shape[self.rows.dim], 1) * length
+    numel: int
 
     def read(self) -> list[Tensor]:
         """What this rank adds to the sum, as flat tensors: `numel` elements."""
-        parameter, rows, weight = self
-        if parameter.grad is None:
-            return [parameter.new_zeros(self.numel)]
-        parts = [parameter.grad] if rows is None else rows.of(parameter.grad)
-        return [part.reshape(-1) if weight == 1.0 else part.reshape(-1) * weight for part in parts]
+        grad = self.parameter.grad
+        if grad is None:
+            return [self.parameter.new_zeros(self.numel)]
+        parts = [grad] if self.rows is None else self.rows.of(grad)
+        return [part.reshape(-1) if self.weight == 1.0 else part.reshape(-1) * self.weight for part in parts]
 
-    def write(self, flat: Tensor) -> None:
-        """Take the sum as the gradient."""
-        parameter, rows, _ = self
-        if rows is None:
-            # views of the bucket: the gradient's old memory is given up instead of being copied into
-            parameter.grad = flat.view_as(parameter)
-            return
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        parts = rows.of(parameter.grad)
+    def write(self, rows: Rows, flat: Tensor) -> None:
+        """Take the sum as the gradient of `rows`."""
+        if self.parameter.grad is None:
+            self.parameter.grad = torch.zeros_like(self.parameter)
+        parts = rows.of(self.parameter.grad)
         for part, piece in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
             part.copy_(piece.view_as(part))
+
+
+def _piece(parameter: nn.Parameter, rows: Rows | None, weight: float) -> _Piece:
+    numel = parameter.numel()
+    if rows is not None:
+        length = sum(segment.length for segment in rows.segments)
+        numel = numel // max(parameter.shape[rows.dim], 1) * length
+    return _Piece(parameter, rows, weight, numel)
 
 
 def _start(group: dist.ProcessGroup, pieces: list[_Piece]) -> list[tuple[Any, list[_Piece], Tensor]]:
@@ -322,7 +319,13 @@ def _start(group: dist.ProcessGroup, pieces: list[_Piece]) -> list[tuple[Any, li
 
 def _pack(bucket: list[_Piece]) -> Tensor:
     """One flat tensor: all gradients, zeros where there is none, and behind them a flag for each."""
-    parts = [part for piece in bucket for part in piece.read()]
+    parts: list[Tensor] = []
+    for piece in bucket:
+        grad = piece.parameter.grad
+        if grad is not None and piece.rows is None and piece.weight == 1.0:  # most of them, and there may be thousands
+            parts.append(grad.reshape(-1))
+        else:
+            parts += piece.read()
     first = bucket[0].parameter
     flags = torch.tensor([piece.parameter.grad is not None for piece in bucket], dtype=first.dtype, device=first.device)
     return torch.cat([*parts, flags])
@@ -332,8 +335,11 @@ def _unpack(bucket: list[_Piece], flat: Tensor) -> None:
     count = len(bucket)
     present = flat[-count:].tolist()
     for piece, flag, part in zip(bucket, present, flat[:-count].split([one.numel for one in bucket]), strict=True):
-        if flag:
-            piece.write(part)
+        if flag and piece.rows is None:
+            # views of the bucket: the gradient's old memory is given up instead of being copied into
+            piece.parameter.grad = part.view_as(piece.parameter)
+        elif flag and piece.rows is not None:
+            piece.write(piece.rows, part)
 
 
 class _Publish(torch.autograd.Function):

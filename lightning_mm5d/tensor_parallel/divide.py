@@ -35,8 +35,9 @@ def divide(root: nn.Module, partition: Partition, modalities: Mapping[str, Modal
         return Division()
 
     def place(parameter: str) -> tuple[str, int] | None:
-        users = list(dict.fromkeys(stage.rpartition(".")[0] for stage in partition.owners[parameter]))
-        return (users[0], degrees[users[0]]) if len({degrees[user] for user in users}) == 1 else None
+        # what several modalities share stays whole: their ranks are of different groups
+        users = {stage.rpartition(".")[0] for stage in partition.owners[parameter]}
+        return (user, degrees[user]) if len(users) == 1 and (user := next(iter(users))) else None
 
     divided = [name for name in partition.owners if (found := place(name)) is not None and found[1] > 1]
     around = {name.rsplit(".", cut)[0] for name in divided for cut in range(1, name.count(".") + 1)} | {""}

@@ -1,8 +1,8 @@
 """What families of models need beyond rules by names: fused projections, per-head tables, widths that their code reads.
 
 Each entry was read from the code of the class in transformers and is tried against the undivided model. Keys are names
-of classes; a class counts with all that derive from it, if it comes from transformers or from the code that a model on
-the Hub brings along.
+of classes; a class counts with all that derive from it, if it and its forward come from transformers or from the code
+that a model on the Hub brings along.
 
 It refuses nothing; a class that is not here is left to other sources.
 """
@@ -15,13 +15,13 @@ from typing import Any
 
 from torch import nn
 
-from lightning_mm5d.tensor_parallel.plans import TensorParallelPlan
+from lightning_mm5d.tensor_parallel.plans import Part, TensorParallelPlan
 
 # linear layers with a forward of their own, which computes what that of nn.Linear does
 PLAIN_LINEARS = frozenset({"FalconLinear"})
 
 _HOMES = ("transformers.", "transformers_modules.")
-_ALL_HEADS = ("heads", "heads", "heads")
+_ALL_HEADS: tuple[Part, ...] = ("heads", "heads", "heads")
 
 _SEPARATE = TensorParallelPlan(
     column={"q_proj": ("heads",), "k_proj": ("heads",), "v_proj": ("heads",)},
@@ -118,9 +118,7 @@ def _gpt_oss(module: Any) -> TensorParallelPlan:
 def _internvl(module: Any) -> TensorParallelPlan | None:
     if any(True for norm in (module.q_norm, module.k_norm) for _ in norm.parameters()):
         return None  # they are norms of all heads together
-    return replace(
-        _SEPARATE, row={"projection_layer": ("heads",)}, heads="num_heads", local={"embed_dim": "heads"}
-    )
+    return replace(_SEPARATE, row={"projection_layer": ("heads",)}, heads="num_heads", local={"embed_dim": "heads"})
 
 
 def _phi3(module: Any) -> TensorParallelPlan:
@@ -197,6 +195,8 @@ def family_plan(module: nn.Module) -> TensorParallelPlan | None:
 
     What an instance lacks (a table that only the first layer has, an attribute of another version) is left out.
     """
+    if not f"{getattr(type(module).forward, '__module__', '')}.".startswith(_HOMES):
+        return None  # somebody's own forward, which may read anything
     for cls in type(module).__mro__:
         if cls.__name__ not in FAMILIES or not f"{cls.__module__}.".startswith(_HOMES):
             continue

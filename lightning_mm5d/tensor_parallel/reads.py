@@ -14,6 +14,7 @@ import inspect
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from torch import nn
@@ -50,8 +51,8 @@ class Between:
 
     attributes: frozenset[str]
     calls: frozenset[str]
-    steps: bool
-    """Whether values are taken in steps, as in ``x[..., ::2]``."""
+    slices: bool
+    """Whether values are cut, as in ``x[..., ::2]``, or multiplied as matrices."""
 
 
 def reads(cls: type[nn.Module]) -> Reads | None:
@@ -93,8 +94,8 @@ def between(cls: type[nn.Module], first: tuple[str, ...], last: str) -> Between 
                     return None
         nodes = [node for s in statements if start <= s.lineno and (s.end_lineno or 0) <= stop for node in ast.walk(s)]
         names = {node.attr for node in nodes if isinstance(node, ast.Attribute) and _is_self(node.value)}
-        steps = any(isinstance(node, ast.Slice) and node.step is not None for node in nodes)
-        return Between(frozenset(names), frozenset(_called(nodes)), steps)
+        slices = any(isinstance(node, (ast.Slice, ast.MatMult)) for node in nodes)
+        return Between(frozenset(names), frozenset(_called(nodes)), slices)
     return None
 
 
@@ -105,8 +106,8 @@ def _methods(cls: type[nn.Module]) -> list[ast.FunctionDef] | None:
         if owner is object or f"{owner.__module__}.".startswith(_NOT_READ):
             continue
         for name, value in vars(owner).items():
-            function = inspect.unwrap(getattr(value, "__func__", value)) if callable(value) or _is_bound(value) else None
-            if name in ("__init__", "__init_subclass__", "__post_init__") or not inspect.isfunction(function):
+            function = inspect.unwrap(getattr(value, "__func__", value)) if _is_method(value) else None
+            if name in ("__init__", "__init_subclass__") or not inspect.isfunction(function):
                 continue
             try:
                 tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
@@ -118,8 +119,8 @@ def _methods(cls: type[nn.Module]) -> list[ast.FunctionDef] | None:
     return found
 
 
-def _is_bound(value: object) -> bool:
-    return isinstance(value, (staticmethod, classmethod))
+def _is_method(value: object) -> bool:
+    return callable(value) or isinstance(value, (staticmethod, classmethod))
 
 
 def _body(method: ast.FunctionDef) -> Iterator[ast.AST]:
@@ -157,8 +158,8 @@ def _called(nodes: list[ast.AST]) -> Iterator[str]:
 def _fused(node: ast.AST) -> Literal["heads", "groups"] | None:
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _SHAPES):
         return None
-    sizes = [size for argument in node.args for size in (argument.elts if isinstance(argument, ast.Tuple) else [argument])]
-    for one, other in zip(sizes, sizes[1:], strict=False):
+    groups = [argument.elts if isinstance(argument, ast.Tuple) else [argument] for argument in node.args]
+    for one, other in pairwise([size for group in groups for size in group]):
         if _is_three(one) and isinstance(other, ast.Attribute) and "head" in other.attr:
             return "heads"
         if _is_three(other) and isinstance(one, ast.Attribute) and "head" in one.attr:
@@ -213,5 +214,4 @@ def _is_shape(node: ast.AST, arguments: set[str]) -> bool:
 
 
 def _is_last(node: ast.AST) -> bool:
-    negative = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant)
-    return negative and node.operand.value == 1  # type: ignore[union-attr, attr-defined]
+    return ast.unparse(node) == "-1"

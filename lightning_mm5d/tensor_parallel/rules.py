@@ -60,22 +60,26 @@ _PERCEPTRONS_IN_LAYERS = ((("linear_1",), "linear_2"),)
 _SIBLING_PERCEPTRONS = (("intermediate", "output"), ("intermediate_query", "output_query"))
 
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "num_query_heads", "n_local_heads")
-_KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads", "num_key_value", "n_local_kv_heads")
+_KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads", "n_local_kv_heads")
 _GROUP_SIZES = ("num_key_value_groups", "n_rep", "num_queries_per_kv")
 _WIDTHS = ("all_head_size", "inner_dim", "q_dim", "qkv_dim")  # of all heads, never of anything else
 _HEAD_WIDTHS = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim", "dim_head", "d_head", "d_kv")
 _OTHER_NUMBERS = frozenset(
-    (*_HEAD_WIDTHS, "layer_idx", "layer_id", "layer_index", "layer_number", "sliding_window", "window_size")
-    + ("max_position_embeddings", "max_positions", "rotary_ndims", "rotary_dim", "rotary_emb_dim")
-    + ("relative_attention_num_buckets", "relative_attention_max_distance", "training")
+    [
+        *(*_HEAD_WIDTHS, "layer_idx", "layer_id", "layer_index", "layer_number", "sliding_window", "window_size"),
+        *("max_position_embeddings", "max_positions", "rotary_ndims", "rotary_dim", "rotary_emb_dim"),
+        *("relative_attention_num_buckets", "relative_attention_max_distance"),
+    ]
 )
 _OTHER_CONFIG = frozenset(("sliding_window", "max_position_embeddings", "num_hidden_layers", "head_dim"))
 _HEAD_NORM = re.compile(r"(q|k|query|key)_?(layer)?_?norm|(norm|ln|layernorm)_?(q|k|query|key)")
 _HEAD_ARGUMENT = re.compile(r"bias|alibi|slope|rel_pos")
-_ELEMENTWISE = re.compile(r"gelu|relu|silu|swish|mish|[^gw]elu|tanh|sigmoid|activation|dropout|identity", re.IGNORECASE)
+_ELEMENTWISE = re.compile(r"elu|silu|swish|mish|tanh|sigmoid|activation|dropout|identity", re.IGNORECASE)
 _ELEMENTWISE_CALLS = frozenset(
-    ("dropout", "gelu", "relu", "silu", "tanh", "sigmoid", "softplus", "elu", "square", "pow", "to", "type", "float")
-    + ("type_as", "contiguous", "clamp", "isinstance", "max", "any", "isinf", "isnan", "finfo", "where", "is_tensor")
+    [
+        *("dropout", "gelu", "relu", "silu", "tanh", "sigmoid", "softplus", "elu", "square", "pow", "clamp"),
+        *("to", "type", "type_as", "float", "contiguous", "isinstance"),
+    ]
 )
 
 
@@ -182,9 +186,7 @@ def _attention(module: nn.Module, prefix: str, names: tuple[str, ...], output: s
     )
 
 
-def _count_heads(
-    holder: nn.Module, names: tuple[str, ...], output: int, code: Reads
-) -> tuple[int, int, int] | None:
+def _count_heads(holder: nn.Module, names: tuple[str, ...], output: int, code: Reads) -> tuple[int, int, int] | None:
     """Return the numbers of query heads and of key and value heads, and the width of a head."""
     widths = [sizes(_linear(holder, name))[1] for name in names]
     if len(names) == 1:
@@ -263,7 +265,7 @@ def perceptron_rule(module: nn.Module, columns: tuple[str, ...], row: str) -> Te
     if not all(_linear(module, name) for name in (*columns, row)) or type(module).__module__.startswith("torch."):
         return None
     code = between(type(module), columns, row)
-    if code is None or code.steps:
+    if code is None or code.slices:
         return None
     packed = "chunk" in code.calls
     own = code.attributes - {*columns, row, "training"}

@@ -95,4 +95,4 @@ class ChatGLM(nn.Module):
 
 
 for one in (CoreAttention, SelfAttention, MLP, GLMBlock, ChatGLM):
-    one.__module__ = HOME
+    one.__module__ = one.forward.__module__ = HOME

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import transformers as hf
 from torch import Tensor, nn
+
 from zoo import CASES
 
 from .chatglm import ChatGLM
@@ -84,7 +85,8 @@ class Root(nn.Module):
         if loss is not None:
             return loss
         tensors = [value for value in result.values() if isinstance(value, Tensor) and value.requires_grad]
-        return torch.stack([(value * torch.linspace(-1, 1, value.shape[-1])).square().mean() for value in tensors]).sum()
+        weighted = [value * torch.linspace(-1, 1, value.shape[-1]) for value in tensors]
+        return torch.stack([value.square().mean() for value in weighted]).sum()
 
 
 @dataclass(frozen=True)
@@ -436,7 +438,9 @@ FAMILIES: dict[str, Family] = {
     "llava": of_zoo("llava"),
     "llava_next": of_zoo("llava_next"),
     "mbart": Family(
-        made("MBartForConditionalGeneration", "MBartConfig", **BART_SIZES), source_and_target, fixed={"use_cache": False}
+        made("MBartForConditionalGeneration", "MBartConfig", **BART_SIZES),
+        source_and_target,
+        fixed={"use_cache": False},
     ),
     "mistral": causal("MistralForCausalLM", "MistralConfig", sliding_window=4),
     "mistral3": Family(mistral3, sized_image_and_text, FLOAT32, {"use_cache": False}),
@@ -465,7 +469,9 @@ FAMILIES: dict[str, Family] = {
     "smolvlm": of_zoo("smolvlm"),
     "swin": swin("SwinForImageClassification", "SwinConfig"),
     "swinv2": swin("Swinv2ForImageClassification", "Swinv2Config"),
-    "t5": Family(made("T5ForConditionalGeneration", "T5Config", **T5_SIZES), source_and_target, fixed={"use_cache": False}),
+    "t5": Family(
+        made("T5ForConditionalGeneration", "T5Config", **T5_SIZES), source_and_target, fixed={"use_cache": False}
+    ),
     "t5_gated": Family(
         made("T5ForConditionalGeneration", "T5Config", **T5_SIZES, feed_forward_proj="gated-gelu"),
         source_and_target,

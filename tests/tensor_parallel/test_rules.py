@@ -329,9 +329,7 @@ def test_an_attention_with_separate_projections_is_divided_by_heads() -> None:
     assert (plan.heads, plan.key_value_heads) == ("num_heads", None)
 
 
-@pytest.mark.parametrize(
-    ("cls", "parts"), [(FusedByParts, ("heads", "heads", "heads")), (FusedByHeads, ("groups",))]
-)
+@pytest.mark.parametrize(("cls", "parts"), [(FusedByParts, ("heads", "heads", "heads")), (FusedByHeads, ("groups",))])
 def test_the_code_says_how_a_fused_projection_is_made(cls: type[nn.Module], parts: tuple[str, ...]) -> None:
     (plan,) = plans_for(cls())
     assert plan.column == {"qkv": parts}

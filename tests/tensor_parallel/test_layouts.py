@@ -1,0 +1,113 @@
+"""Any tensor parallel layout gives the losses, gradients and parameters of the same module on one process.
+
+Ranks are in the order of the modalities: "vision tp 2 | language tp 3" is "vision: ranks 0-1; language: ranks 2-4".
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_mm5d import TensorParallelPlan, register_tensor_parallel_plan
+from tensor_parallel.layouts import check
+
+ONE: dict[str, tuple[dict[str, Any], int]] = {
+    "tp 2": ({"tp_size": 2}, 2),
+    "tp 3, uneven heads and vocabulary": ({"tp_size": 3}, 3),
+    "tp 2 with sequence shards": ({"tp_size": 2, "sequence_parallel": True}, 2),
+    "tp 2, pp 2": ({"tp_size": 2, "pp_size": 2}, 4),
+    "tp 2, pp 2 with sequence shards": ({"tp_size": 2, "pp_size": 2, "sequence_parallel": True}, 4),
+}
+# the degrees of a bridge: both ways, to more ranks and to fewer, also where one is no multiple of the other
+BRIDGES = {"1 to 2": (1, 2), "2 to 4": (2, 4), "4 to 2": (4, 2), "3 to 2": (3, 2), "4 to 1": (4, 1), "2 to 2": (2, 2)}
+SHARED: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
+    "vision tp 1 beside language tp 2": ({"tp_size": 1}, {"tp_size": 2}, 2),
+    "vision tp 2 within language tp 2": ({"tp_size": 2}, {"tp_size": 2}, 2),
+    "vision tp 2 beside language tp 4": ({"tp_size": 2}, {"tp_size": 4}, 4),
+    "vision tp 2 beside language tp 1": ({"tp_size": 2}, {"tp_size": 1, "dp_size": 2}, 2),
+    "vision tp 1 beside language tp 2, pp 2": ({"tp_size": 1}, {"tp_size": 2, "pp_size": 2}, 4),
+    "sequence shards in both": (
+        {"tp_size": 2, "sequence_parallel": True},
+        {"tp_size": 2, "sequence_parallel": True},
+        2,
+    ),
+}
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("which", ONE)
+@pytest.mark.parametrize("name", ["llama_tied", "gpt2", "t5", "bert"])
+def test_one_modality_equals_one_process(name: str, which: str) -> None:
+    fields, world = ONE[which]
+    if name == "t5" and "pp" in which:
+        check(name, {"encoder": {}, "language": fields}, world + 1, exact=True)
+        return
+    check(name, {"language": fields}, world, exact=name in ("bert", "t5"))
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("which", BRIDGES)
+def test_modalities_of_unlike_degrees_equal_one_process(which: str) -> None:
+    vision, language = BRIDGES[which]
+    check("llava", {"vision": {"tp_size": vision}, "language": {"tp_size": language}}, vision + language)
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("which", SHARED)
+def test_modalities_on_the_same_ranks_equal_one_process(which: str) -> None:
+    vision, language, world = SHARED[which]
+    fields = {"vision": {"colocate_with": "language", **vision}, "language": language}
+    check("llava", fields, world, replicas=language.get("dp_size", 1))
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize(
+    ("name", "fields", "world", "options"),
+    [
+        (
+            "qwen2_vl",
+            {"vision": {"tp_size": 2, "pp_size": 2}, "language": {"tp_size": 2}},
+            6,
+            {"variant": "projector_only", "schedule": "zero_bubble", "accumulate_grad_batches": 2},
+        ),
+        (
+            "gemma3",
+            {"vision": {"tp_size": 2}, "language": {"tp_size": 2, "pp_size": 2, "sequence_parallel": True}},
+            6,
+            {"variant": "encoder", "gradient_clip_val": 0.01},
+        ),
+        (
+            "whisper",
+            {"audio": {"tp_size": 3}, "language": {"tp_size": 2}},
+            5,
+            {"schedule": "auto", "gradient_clip_val": 0.01, "exact": True},
+        ),
+        ("blip_2", {"vision": {"tp_size": 2, "dp_size": 1}, "language": {"dp_size": 2}}, 4, {"replicas": 2}),
+        ("llava", {"vision": {"tp_size": 2}, "language": {"tp_size": 2, "pp_size": 2}}, 6, {"schedule": "zbv"}),
+        ("llama_tied", {"language": {"tp_size": 2, "dp_size": 2}}, 4, {"replicas": 2, "gradient_clip_val": 0.01}),
+        ("clip", {"vision": {"tp_size": 2}, "language": {"tp_size": 3}}, 5, {"exact": True}),
+        ("qwen2_audio", {"audio": {"tp_size": 2}, "language": {"tp_size": 2}}, 4, {"variant": "language"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_tensor_parallelism_combines_with_all_else(
+    name: str, fields: dict[str, Any], world: int, options: dict[str, Any]
+) -> None:
+    check(name, fields, world, **options)
+
+
+@pytest.mark.usefixtures("float64")
+def test_a_layer_of_the_users_own_is_divided_as_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vision: ranks 0-1; language: ranks 2-4."""
+    monkeypatch.setattr("lightning_mm5d.tensor_parallel.find._REGISTERED", {})
+    register_tensor_parallel_plan(
+        "Layer",
+        TensorParallelPlan(
+            column={"qkv": ("heads", "heads", "heads"), "up": ("width",)},
+            row={"out": ("heads",), "down": ("width",)},
+            heads="heads",
+        ),
+    )
+    fields = {"vision": {"tp_size": 2}, "language": {"tp_size": 3, "sequence_parallel": True}}
+    check("handwritten", fields, 5, exact=True)
