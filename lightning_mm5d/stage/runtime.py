@@ -168,7 +168,7 @@ class Runtime:
     def _patch_linear(self, module: nn.Module) -> None:
         def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
             if self._puts_off(layer, args, kwargs):
-                return self._linear(layer, args[0], layer.bias)
+                return self._linear(layer, args[0], layer.bias)  # type: ignore[arg-type]
             return type(layer).forward(layer, *args, **kwargs)
 
         # bound, so that a copy of the module computes with its own weights

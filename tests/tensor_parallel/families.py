@@ -356,6 +356,14 @@ FAMILIES: dict[str, Family] = {
         drop_path_rate=0.0,
         use_shared_relative_position_bias=True,
     ),
+    "beit_eager": vision(
+        "BeitForImageClassification",
+        "BeitConfig",
+        **NO_DROPOUT,
+        drop_path_rate=0.0,
+        use_relative_position_bias=True,
+        attn_implementation="eager",
+    ),
     "bert": of_zoo("bert"),
     "blip_2": of_zoo("blip_2"),
     "bloom": causal(
@@ -385,6 +393,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "ernie": masked("ErnieForMaskedLM", "ErnieConfig"),
     "falcon_alibi": falcon(alibi=True, multi_query=False, new_decoder_architecture=False),
+    "falcon_alibi_eager": falcon(alibi=True, multi_query=True, attn_implementation="eager"),
     "falcon_groups": falcon(num_kv_heads=2, new_decoder_architecture=True, bias=True),
     "falcon_heads": falcon(multi_query=False, new_decoder_architecture=False, parallel_attn=False, bias=True),
     "falcon_multi_query": falcon(multi_query=True, new_decoder_architecture=False),
@@ -435,6 +444,7 @@ FAMILIES: dict[str, Family] = {
     "internvl_qk_norm": Family(lambda: internvl(use_qk_norm=True), image_and_text(4, 8), FLOAT32, {"use_cache": False}),
     "llama": causal("LlamaForCausalLM", "LlamaConfig"),
     "llama_biased": causal("LlamaForCausalLM", "LlamaConfig", attention_bias=True, mlp_bias=True),
+    "llama_eager": causal("LlamaForCausalLM", "LlamaConfig", attn_implementation="eager"),
     "llava": of_zoo("llava"),
     "llava_next": of_zoo("llava_next"),
     "mbart": Family(
@@ -471,6 +481,11 @@ FAMILIES: dict[str, Family] = {
     "swinv2": swin("Swinv2ForImageClassification", "Swinv2Config"),
     "t5": Family(
         made("T5ForConditionalGeneration", "T5Config", **T5_SIZES), source_and_target, fixed={"use_cache": False}
+    ),
+    "t5_eager": Family(
+        made("T5ForConditionalGeneration", "T5Config", **T5_SIZES, attn_implementation="eager"),
+        source_and_target,
+        fixed={"use_cache": False},
     ),
     "t5_gated": Family(
         made("T5ForConditionalGeneration", "T5Config", **T5_SIZES, feed_forward_proj="gated-gelu"),

@@ -29,7 +29,7 @@ STEPS, RATE = 3, 0.01
 THREE = (
     *("llama", "falcon_groups", "falcon_heads", "falcon_multi_query", "falcon_alibi", "bloom", "gpt2", "bert", "t5"),
     *("phi3", "mixtral", "glm", "beit", "swin", "swinv2", "sam", "blip_2", "internvl", "qwen2_5_vl", "chatglm"),
-    *("qwen3", "gpt_oss", "whisper", "opt"),
+    *("qwen3", "gpt_oss", "whisper", "opt", "llama_eager", "falcon_alibi_eager"),
 )
 CASES = [(name, 2) for name in FAMILIES] + [(name, 3) for name in THREE]
 
