@@ -22,5 +22,8 @@ __all__ = [
 ]
 
 StrategyRegistry.register(
-    "mm5d", MultimodalStrategy, description="Data, tensor, pipeline and modality parallelism, set per modality", override=True
+    "mm5d",
+    MultimodalStrategy,
+    description="Data, tensor, pipeline and modality parallelism, set per modality",
+    override=True,
 )

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeGuard
 
-from lightning_mm5d.errors import ConfigError
+from lightning_mm5d.errors import ConfigError, nearest, one_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,18 +204,6 @@ def colocated_dp(name: str, modality: Modality, host_ranks: int) -> int:
     return dp
 
 
-def nearest(value: int, fits: Callable[[int], bool], reach: int = 4096) -> list[int]:
-    """The largest number in 1 to `value` and the smallest above it that fit, within `reach` of it."""
-    below = next((n for n in range(value, max(0, value - reach), -1) if fits(n)), None)
-    above = next((n for n in range(max(value, 0) + 1, max(value, 0) + 1 + reach) if fits(n)), None)
-    return [n for n in (below, above) if n is not None]
-
-
-def one_of(choices: Iterable[object]) -> str:
-    """The choices as English: ``"6 or 8"``."""
-    return " or ".join(str(choice) for choice in choices)
-
-
 def _check_name(name: object) -> None:
     # a dot would make the path of a field, in YAML and on the command line, mean something else
     if isinstance(name, str) and name and not any(c == "." or c.isspace() for c in name):
@@ -230,6 +218,9 @@ def _check_sizes(field: str, modality: Modality) -> None:
         value = getattr(modality, size)
         if value is not None or size in ("tp_size", "cp_size", "pp_chunks"):
             _check_count(f"{field}.{size}", value)
+    if not isinstance(modality.sequence_parallel, bool):
+        got = modality.sequence_parallel
+        raise ConfigError(f"{field}.sequence_parallel", got, "It is true or false", f"Use {bool(got)}")
     template = modality.pipeline_template
     if modality.pp_chunks > 1 and modality.pp_size in (None, 1) and template is None:
         rule = "Chunks interleave the stages of several pipeline ranks"

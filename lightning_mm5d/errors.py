@@ -1,4 +1,4 @@
-"""The error for what a user got wrong in a configuration.
+"""The error for what a user got wrong in a configuration, and the words for what would work.
 
 One class, so that every refusal reads alike: where it is, what it got, which rule it breaks and what would work.
 It refuses nothing itself; bugs of this library are `AssertionError`s instead.
@@ -6,6 +6,7 @@ It refuses nothing itself; bugs of this library are `AssertionError`s instead.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 
@@ -25,3 +26,15 @@ class ConfigError(ValueError):
 
     def __reduce__(self) -> tuple[type, tuple[str, Any, str, str]]:
         return type(self), (self.field, self.got, self.rule, self.fix)
+
+
+def nearest(value: int, fits: Callable[[int], bool], reach: int = 4096) -> list[int]:
+    """The largest number in 1 to `value` and the smallest above it that fit, within `reach` of it."""
+    below = next((n for n in range(value, max(0, value - reach), -1) if fits(n)), None)
+    above = next((n for n in range(max(value, 0) + 1, max(value, 0) + 1 + reach) if fits(n)), None)
+    return [n for n in (below, above) if n is not None]
+
+
+def one_of(choices: Iterable[object]) -> str:
+    """The choices as English: ``"6 or 8"``."""
+    return " or ".join(str(choice) for choice in choices)

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from lightning_mm5d.config import Modality, colocated_dp, nearest, one_of
-from lightning_mm5d.errors import ConfigError
+from lightning_mm5d.config import Modality, colocated_dp
+from lightning_mm5d.errors import ConfigError, nearest, one_of
 
 _WORLD = "Trainer(devices=..., num_nodes=...)"
 

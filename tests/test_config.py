@@ -13,8 +13,8 @@ import yaml
 from jsonargparse import ArgumentParser, auto_cli
 
 from lightning_mm5d import config
-from lightning_mm5d.config import Modality, PipelineTemplate, check, nearest, one_of
-from lightning_mm5d.errors import ConfigError
+from lightning_mm5d.config import Modality, PipelineTemplate, check
+from lightning_mm5d.errors import ConfigError, nearest, one_of
 
 SCHEDULES = ("gpipe", "1f1b")
 COUNTS_AS_NO_SIZE = (0, -3, True, 2.0, "2", float("inf"))

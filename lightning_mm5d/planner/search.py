@@ -16,9 +16,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from lightning_mm5d.config import Host, Modality, PipelineTemplate, nearest, one_of
+from lightning_mm5d.config import Host, Modality, PipelineTemplate
 from lightning_mm5d.engine.plan import Plan
-from lightning_mm5d.errors import ConfigError
+from lightning_mm5d.errors import ConfigError, nearest, one_of
 from lightning_mm5d.layout import Layout
 from lightning_mm5d.partition import Encoder, Partition, StageCut
 from lightning_mm5d.partition.costs import Unit, step_costs

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy as copy_of
 from functools import partial
 from types import MethodType
@@ -149,8 +150,8 @@ class TensorParallel:
             self._replace(module, self._row(region))
         elif kind == "experts":
             self._replace(module, _experts(region))
-        elif kind == "dropout":
-            self._replace(module, _dropout(region))
+        elif kind in ("dropout", "own_dropout"):
+            self._replace(module, _dropout(region.outside if kind == "dropout" else region.inside))
         else:
             shard = self._division.shards[f"{path}.weight"]
             if kind == "embedding":
@@ -171,7 +172,9 @@ class TensorParallel:
 
     def _row(self, region: Region) -> Callable[..., Tensor]:
         def forward(module: nn.Module, x: Tensor) -> Tensor:
-            y = region.leave(self.linear(module, x, None))
+            with region.closing():
+                y = self.linear(module, x, None)
+            y = region.leave(y)
             if module.bias is None:
                 return y
             return y + module.bias.to(y.dtype)  # after the sum, in the dtype that autocast chose
@@ -247,15 +250,17 @@ def _experts(region: Region) -> Callable[..., Any]:
             wants = isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
             return copy(value, region.group) if wants else value
 
-        result = type(module).forward(module, *map(own, args), **{name: own(value) for name, value in kwargs.items()})
+        args, kwargs = tuple(map(own, args)), {name: own(value) for name, value in kwargs.items()}
+        with region.inside() if module.training else nullcontext():
+            result = type(module).forward(module, *args, **kwargs)
         return reduce(result, region.group)
 
     return forward
 
 
-def _dropout(region: Region) -> Callable[..., Tensor]:
+def _dropout(stream: Callable[[], AbstractContextManager[None]]) -> Callable[..., Tensor]:
     def forward(module: nn.Module, x: Tensor) -> Tensor:
-        with region.outside():
+        with stream() if module.training else nullcontext():
             return type(module).forward(module, x)
 
     return forward

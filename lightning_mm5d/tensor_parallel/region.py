@@ -12,6 +12,7 @@ It refuses nothing.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,6 +31,8 @@ from lightning_mm5d.tensor_parallel.collectives import (
 from lightning_mm5d.tensor_parallel.divided import Divided, divided
 
 Linear = Callable[[nn.Module, Tensor, "Tensor | None"], Tensor]
+_Sequence = tuple[int, tuple[int, ...]]  # the divided dim, and its length on each rank
+_OF_MODULES = ("summary_", "classifier_")  # of heads that a model may not have, and that have modules for it
 _STREAM = 0x9E3779B97F4A7C15  # odd, so that ranks get seeds that are far apart
 
 
@@ -46,44 +49,54 @@ class Region:
         self.group = group
         self._drops, self._device = drops, device
         self._outer: tuple[Tensor, Tensor | None] | None = None
-        self._source: Tensor | None = None
-        self._version = 0
-        self._entered: Tensor | None = None
-        self._sequence: tuple[int, tuple[int, ...]] | None = None
+        self._came: list[tuple[Tensor, Tensor, int]] = []
+        self._sequences: tuple[_Sequence, ...] = ()
+        self._left: tuple[_Sequence, ...] = ()
 
     def enter(self, x: Tensor, training: bool) -> Tensor:
         """Return `x` for work on divided weights; the same `x` gives the same result until `leave`."""
-        if self._drops and training and self._outer is None:
+        if training:
             self._switch()
-        if x is self._source and self._entered is not None and self._fits(x):
-            return self._entered
+        wants = x.requires_grad and torch.is_grad_enabled()
+        for source, entered, version in self._came:
+            if x is source and version == _version(x) and entered.requires_grad == wants:
+                return entered
         if isinstance(x, Divided):
-            self._sequence = (x.divided_dim, x.lengths)
+            self._sequences += ((x.divided_dim, x.lengths),)
             entered = gather_for_shards(x.part, x.divided_dim, x.lengths, self.group)
         else:
-            entered = copy(x, self.group) if x.requires_grad and torch.is_grad_enabled() else x
-        self._source, self._entered, self._version = x, entered, _version(x)
+            entered = copy(x, self.group) if wants else x
+        self._came.append((x, entered, _version(x)))
         return entered
 
     def leave(self, y: Tensor) -> Tensor:
-        """Return the sum of the partial `y` over ranks: whole, or a shard of the sequence where shards came in."""
-        sequence = self._sequence
+        """Return the sum of the partial `y` over ranks: whole, or a shard of the sequence where shards came in.
+
+        Where nothing came in, `y` is that of an adapter, and becomes what its layer's was.
+        """
+        if self._came:
+            self._left = self._sequences
         self.forget()
-        if self._outer is not None:
-            self._restore()
-        if sequence is None:
-            return reduce(y, self.group)
-        dim, lengths = sequence
-        return divided(reduce_scatter(y, dim, lengths, self.group), dim, lengths, self.group)
+        for dim, lengths in self._left:
+            if y.dim() >= -dim and y.shape[dim] == sum(lengths):
+                return divided(reduce_scatter(y, dim, lengths, self.group), dim, lengths, self.group)
+        return reduce(y, self.group)
 
     def forget(self) -> None:
-        """Let go of what came in."""
-        self._sequence = self._source = self._entered = None
+        """Let go of what came in, and draw from the common random stream again."""
+        self._came, self._sequences = [], ()
+        self._restore()
 
-    def _fits(self, x: Tensor) -> bool:
-        assert self._entered is not None
-        wants = x.requires_grad and torch.is_grad_enabled()
-        return self._entered.requires_grad == wants and _version(x) == self._version
+    @contextmanager
+    def closing(self) -> Iterator[None]:
+        """`forget` where the work stops: checkpointing stops a recomputation behind the last tensor that it needs."""
+        try:
+            yield
+        except BaseException:
+            self.forget()
+            raise
+
+    # --- random streams ---
 
     @contextmanager
     def outside(self) -> Iterator[None]:
@@ -93,13 +106,26 @@ class Region:
             return
         inner = self._states()
         self._restore()
-        yield
-        self._outer = self._states()
-        self._set(inner)
+        try:
+            yield
+        finally:
+            self._outer = self._states()
+            self._set(inner)
 
-    # --- random streams ---
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Draw from the rank's own random stream meanwhile."""
+        is_first = self._outer is None
+        self._switch()
+        try:
+            yield
+        finally:
+            if is_first:
+                self._restore()
 
     def _switch(self) -> None:
+        if not self._drops or self._outer is not None:
+            return
         # without a generator of its own: checkpointing puts back the common ones before it recomputes
         seed = int(torch.randint(0, 2**62, ()))
         self._outer = self._states()
@@ -109,9 +135,9 @@ class Region:
             torch.cuda.default_generators[self._device.index or 0].manual_seed(own)
 
     def _restore(self) -> None:
-        assert self._outer is not None
-        self._set(self._outer)
-        self._outer = None
+        if self._outer is not None:
+            self._set(self._outer)
+            self._outer = None
 
     def _states(self) -> tuple[Tensor, Tensor | None]:
         on_gpu = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
@@ -130,14 +156,29 @@ def linear(module: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def drops(module: nn.Module) -> bool:
-    """Whether anything in `module` drops values out in training: a rate above 0 under a name that says so."""
+    """Whether anything in `module` may drop values out in training.
+
+    A rate above 0 does, in a module or in its configuration, if its name or that of the module's class says what it is;
+    and so does a forward that calls a dropout by a rate with no such name.
+    """
     for part in module.modules():
-        if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0:
+        rates = [*_rates(part), *_rates(getattr(part, "config", None))]
+        code = getattr(inspect.unwrap(type(part).forward), "__code__", None)
+        calls = code is not None and "dropout" in code.co_names and not hasattr(part, "dropout")
+        if any(rate > 0 for rate in rates) or (calls and not rates):
             return True
-        for name, value in vars(part).items():
-            if ("drop" in name or name.endswith("pdrop")) and isinstance(value, float) and value > 0:
-                return True
     return False
+
+
+def _rates(holder: Any) -> Iterator[float]:
+    is_dropout = "drop" in type(holder).__name__.lower()
+    for name, value in getattr(holder, "__dict__", {}).items():
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            continue
+        if "drop" in name and not name.startswith(_OF_MODULES):
+            yield value
+        elif is_dropout and value <= 1:  # `p`, and what else it may be called
+            yield value
 
 
 def _version(x: Tensor) -> int:

@@ -11,16 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D  # the projections of GPT-2 and its kin
 
 from lightning_mm5d.errors import ConfigError
 from lightning_mm5d.tensor_parallel.plans import TensorParallelPlan
-from lightning_mm5d.tensor_parallel.shards import HeadRanges, Range, Shard, even, heads_of, joined, scaled
+from lightning_mm5d.tensor_parallel.rules import linear_of
+from lightning_mm5d.tensor_parallel.shards import Shard, even, joined
+from lightning_mm5d.tensor_parallel.units import Units
 
-Kind = Literal["column", "row", "experts", "embedding", "head", "dropout"]
+Kind = Literal["column", "row", "experts", "embedding", "head", "dropout", "own_dropout"]
 _ADAPTER_PARTS = ("base_layer", "lora_A", "lora_B")
 
 
@@ -48,7 +50,8 @@ class Division:
         shards: of every divided parameter and buffer, tied ones under each of their names.
         shared: names of parameters that are whole on every rank and whose gradients are summed over them.
         roles: what modules do, by path: ``column`` and ``row`` linear layers, ``experts``, the vocabulary's
-            ``embedding`` and ``head``, and ``dropout`` that works on whole values behind a column layer.
+            ``embedding`` and ``head``, and the dropouts of adapters: ``dropout`` of whole values at a column layer,
+            ``own_dropout`` of each rank's part at a row layer.
         heads: of attention modules whose arguments or results count heads, by path.
         local: values of attributes on each rank, by path of the module and name.
         groups: name of the tensor parallel group of every path and name in the other fields.
@@ -89,22 +92,6 @@ def resolve(
     return resolver.result()
 
 
-class OwnHeads(int):
-    """This rank's number of heads, in a module that divides its input's width, which is whole, by the number of all."""
-
-    whole: int
-
-    @classmethod
-    def of(cls, count: int, whole: int) -> OwnHeads:
-        """`count` of `whole` heads."""
-        own = cls(count)
-        own.whole = whole
-        return own
-
-    def __rfloordiv__(self, width: int) -> int:
-        return width // self.whole
-
-
 class _Resolver:
     def __init__(self, root: nn.Module, place: Callable[[str], tuple[str, int] | None]) -> None:
         self._root, self._place = root, place
@@ -143,7 +130,7 @@ class _Resolver:
         if group is None:
             return
         name, degree = group
-        units = _Units(path, module, plan, degree)
+        units = Units(path, module, plan, degree)
         if units.why_whole:
             self._whole[path] = units.why_whole
             return
@@ -169,7 +156,7 @@ class _Resolver:
             self._heads[path] = Heads(units.lengths("heads"), plan.arguments, plan.results)
             self._groups[path] = name
 
-    def _linear(self, path: str, kind: Kind, units: _Units, parts: Sequence[str], group: str) -> None:
+    def _linear(self, path: str, kind: Kind, units: Units, parts: Sequence[str], group: str) -> None:
         module = self._root.get_submodule(path)
         base_path = path
         if hasattr(module, "base_layer"):
@@ -177,9 +164,9 @@ class _Resolver:
             self._adapters(path, module, kind, units, parts, group)
         self._one_linear(base_path, kind, units, parts, group)
 
-    def _one_linear(self, path: str, kind: Kind, units: _Units, parts: Sequence[str], group: str) -> None:
+    def _one_linear(self, path: str, kind: Kind, units: Units, parts: Sequence[str], group: str) -> None:
         module = self._root.get_submodule(path)
-        if type(module).forward not in (nn.Linear.forward, Conv1D.forward):
+        if linear_of(module) is not module:
             raise ConfigError(
                 path,
                 type(module).__name__,
@@ -187,7 +174,7 @@ class _Resolver:
                 "Use nn.Linear there, or tp_size=1",
             )
         weight = module.weight
-        is_conv = type(module).forward is Conv1D.forward
+        is_conv = isinstance(module, Conv1D)
         dim = int(is_conv) if kind == "column" else int(not is_conv)
         shard = units.shard(path, dim, weight.shape[dim], parts)
         self._divide(f"{path}.weight", shard, group)
@@ -196,14 +183,14 @@ class _Resolver:
         self._set_role(path, kind, group)
 
     def _adapters(
-        self, path: str, module: nn.Module, kind: Kind, units: _Units, parts: Sequence[str], group: str
+        self, path: str, module: nn.Module, kind: Kind, units: Units, parts: Sequence[str], group: str
     ) -> None:
         """Divide the low-rank adapters (LoRA, as PEFT wraps them) of a linear layer as the layer is."""
         strange = {
             name
             for name, _ in module.named_parameters()
             if name.split(".")[0] not in _ADAPTER_PARTS or name.endswith("_embedding_A")
-        }
+        } | {type(variant).__name__ for variant in getattr(module, "lora_variant", {}).values()}
         if strange:
             raise ConfigError(
                 path,
@@ -211,13 +198,12 @@ class _Resolver:
                 f"Of adapters on divided layers LoRA's two matrices are known, and this one has {sorted(strange)}",
                 "Use plain LoRA (no DoRA), leave these layers out of target_modules, or use tp_size=1",
             )
-        divided = getattr(module, "lora_B" if kind == "column" else "lora_A", {})
-        for key in divided:
-            self._one_linear(f"{path}.{'lora_B' if kind == 'column' else 'lora_A'}.{key}", kind, units, parts, group)
-        if kind == "column":
-            for key, dropout in getattr(module, "lora_dropout", {}).items():
-                if isinstance(dropout, nn.Dropout):
-                    self._set_role(f"{path}.lora_dropout.{key}", "dropout", group)
+        divided = "lora_B" if kind == "column" else "lora_A"
+        for key in getattr(module, divided, {}):
+            self._one_linear(f"{path}.{divided}.{key}", kind, units, parts, group)
+        for key, dropout in getattr(module, "lora_dropout", {}).items():
+            if isinstance(dropout, nn.Dropout):
+                self._set_role(f"{path}.lora_dropout.{key}", "dropout" if kind == "column" else "own_dropout", group)
 
     # --- the vocabulary ---
 
@@ -299,113 +285,11 @@ class _Resolver:
         return None if group is None or group[1] == 1 else group
 
 
-class _Units:
-    """What the parts of one plan count, and who gets which of them."""
-
-    def __init__(self, path: str, module: nn.Module, plan: TensorParallelPlan, degree: int) -> None:
-        self._path, self._module, self._plan, self._degree = path, module, plan, degree
-        self.why_whole = ""
-        self._held: tuple[HeadRanges, ...] = ()
-        self._query = self._key_value = 0
-        if plan.heads is None:
-            return
-        self._query = _number(module, plan.heads)
-        self._key_value = self._query if plan.key_value_heads is None else _number(module, plan.key_value_heads)
-        held = heads_of(self._query, self._key_value, degree)
-        if held is None:
-            kinds = f"{self._query} query and {self._key_value} key and value" * (self._query != self._key_value)
-            self.why_whole = f"its {kinds or self._query} heads cannot be shared by {degree} ranks"
-        else:
-            self._held = held
-
-    def _ranges(self, part: str) -> tuple[Range, ...]:
-        if part not in ("heads", "key_value_heads", "groups"):
-            raise ConfigError(self._path, part, "A part is heads, key_value_heads, groups or width", "Use one of these")
-        if not self._held:
-            raise ConfigError(self._path, part, "A plan that counts heads names the attribute `heads`", "Add it")
-        return tuple(held.query if part == "heads" else held.key_value for held in self._held)
-
-    def lengths(self, part: str) -> tuple[int, ...]:
-        """Units on each rank."""
-        return tuple(stop - start for start, stop in self._ranges(part))
-
-    def attributes(self) -> dict[str, tuple[int, ...]]:
-        """Values of attributes on each rank."""
-        found: dict[str, tuple[int, ...]] = {}
-        plan = self._plan
-        counts = {}
-        if isinstance(plan.key_value_heads, str):
-            counts[plan.key_value_heads] = "key_value_heads"
-        if isinstance(plan.heads, str):
-            counts[plan.heads] = "heads"
-        for attribute, part in (counts | dict(plan.local)).items():
-            value = _number(self._module, attribute)
-            if part == "width":
-                found[attribute] = tuple(stop - start for start, stop in even(value, self._degree))
-            elif part == "group_size":
-                both = zip(self.lengths("heads"), self.lengths("key_value_heads"), strict=True)
-                found[attribute] = tuple(query // key_value for query, key_value in both)
-            else:
-                units = self._query if part == "heads" else self._key_value
-                found[attribute] = tuple(value * length // units for length in self.lengths(part))
-            if plan.whole_width and attribute == plan.heads:
-                found[attribute] = tuple(OwnHeads.of(count, value) for count in found[attribute])
-        return found
-
-    def shard(self, path: str, dim: int, size: int, parts: Sequence[str]) -> Shard:
-        """The shard of a dim that is made of `parts`, one after the other."""
-        if parts == ("groups",):
-            return self._groups(path, dim, size)
-        units = [self._query if part == "heads" else self._key_value if part != "width" else 1 for part in parts]
-        width, rest = divmod(size, max(sum(units), 1))
-        if rest or not parts:
-            raise ConfigError(
-                path,
-                size,
-                f"Its size along dim {dim} is not made of {' + '.join(parts) or 'parts'}, {sum(units)} units of one "
-                "width",
-                "Correct the tensor parallel plan of its module",
-            )
-        offset, ranges = 0, []
-        for part, count in zip(parts, units, strict=True):
-            if part == "width":
-                ranges.append([scaled(held, 1, offset) for held in even(width, self._degree)])
-            else:
-                ranges.append([scaled(held, width, offset) for held in self._ranges(part)])
-            offset += count * width
-        return joined(ranges, dim, size)
-
-    def _groups(self, path: str, dim: int, size: int) -> Shard:
-        """Rows that have, for each key and value head, its query heads and then its key and its value."""
-        each = self._query // max(self._key_value, 1)
-        width, rest = divmod(size, max(self._key_value * (each + 2), 1))
-        if rest or not self._held:
-            raise ConfigError(path, size, f"Its size is not that of {self._key_value} groups of heads", "Correct it")
-        ranges: list[tuple[Range, ...]] = []
-        for (first, last), (low, high) in self._held:
-            held: list[Range] = []
-            for head in range(low, high):
-                start = head * (each + 2)
-                a, b = max(first - head * each, 0), min(last - head * each, each)
-                held += [scaled((start + a, start + b), width), scaled((start + each, start + each + 2), width)]
-            ranges.append(tuple(held))
-        return Shard(dim, size, tuple(ranges))
-
-
 def _is_table(module: nn.Module) -> bool:
     """Whether a module looks up rows of its weight, or multiplies by them, and nothing else."""
     if isinstance(module, nn.Embedding):
         return module.max_norm is None and not module.sparse
     return type(module).forward is nn.Linear.forward
-
-
-def _number(module: nn.Module, path: str | int) -> int:
-    value: Any = path
-    if isinstance(path, str):
-        value = module
-        for part in path.split("."):
-            value = getattr(value, part)
-    return int(value)
 
 
 def _join(*parts: str) -> str:
