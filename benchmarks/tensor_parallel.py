@@ -1,18 +1,19 @@
 """A Llama on two tensor parallel ranks: time against ModelParallelStrategy, memory against half, bytes against theory.
 
-Time: the other side is Lightning's strategy for tensor parallelism, with the plan that torch's documentation gives for
-a Llama and the loss computed on divided logits, in the same float32 steps of AdamW. Losses must agree.
+Time: the other side is Lightning's own strategy for tensor parallelism, with torch's styles for the same layers and the
+cross entropy of divided logits, as its users write them. Both train in float32 with the AdamW that is fastest there,
+and must have the same losses. With sequence parallelism, theirs divides sequences too.
 
-Memory: parameters, gradients and AdamW's moments that a rank holds behind the second step, in whole storages, against
-half of what one process holds.
+Memory: what a rank holds behind the second step in parameters, gradients and AdamW's moments, counted in whole
+storages, against half of what one process holds.
 
-Bytes: what a rank sends, counted where torch.distributed is called, against what the shapes say. Two depths tell the
-layers from the rest of a step. A layer has two all-reduces of a hidden state [B, S, D] in the forward and two in the
-backward; with sequence parallelism all-gathers and reduce-scatters that carry as much, and the gradients of its two
-norms, which have seen one part of the sequence each. The rest has three (embedding, head, and what the cross entropy
-says of each row) or, with sequence parallelism, as much and the gradient of one norm.
+Bytes: what a rank sends, counted where torch.distributed is called, against what must be sent by the shapes; two depths
+tell a layer from the rest. A layer has two all-reduces of a hidden state [B, S, D] in the forward and two in the
+backward. With sequence parallelism these are all-gathers and reduce-scatters, of half the bytes and twice as many, and
+the gradients of its two norms are summed, which saw a part of the sequence. The rest is as much as one all-reduce for
+the embedding and one for the head, three numbers a row for the cross entropy, and one norm.
 
-Shapes: B batch, S sequence, D width, R ranks.
+Shapes: B batch, S sequence, D width.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from time import process_time
 from typing import Any
 
 import lightning as L
@@ -188,6 +190,10 @@ def loader(steps: int, size: Size) -> DataLoader:
     return DataLoader(Texts(steps * size.batch, size), batch_size=size.batch)
 
 
+def by_hand() -> ModelParallelStrategy:
+    return ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=RANKS)
+
+
 def ours(sequence_parallel: bool = False) -> MultimodalStrategy:
     """All that a user of the strategy writes."""
     return MultimodalStrategy({"language": Modality(tp_size=RANKS, sequence_parallel=sequence_parallel)})
@@ -196,32 +202,43 @@ def ours(sequence_parallel: bool = False) -> MultimodalStrategy:
 # --- time ---
 
 
-def train(turns: Turns, size: Size, sequence_parallel: bool) -> list[float]:
-    """Returns this rank's losses under the strategy."""
-    module = Llama(size)
-    fit(module, loader(STEPS, size), ours(sequence_parallel), RANKS, turns)
-    return module.losses
+class Processor(Callback):
+    """Counts the processor time of steps behind the warm-up; waiting takes none, so it knows little of other work."""
+
+    def __init__(self) -> None:
+        self._since = 0.0
+        self.seconds = 0.0
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == WARMUP:
+            self._since = process_time()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seconds = process_time() - self._since
 
 
-def train_by_hand(turns: Turns, size: Size, sequence_parallel: bool) -> list[float]:
-    """Returns this rank's losses under ModelParallelStrategy."""
-    module = ByHand(size, sequence_parallel)
-    theirs = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=RANKS)
-    fit(module, loader(STEPS, size), theirs, RANKS, turns)
-    return module.losses
+def train(turns: Turns, module: Llama, strategy: Any, size: Size) -> tuple[list[float], float]:
+    """Returns this rank's losses and processor time."""
+    processor = Processor()
+    fit(module, loader(STEPS, size), strategy, RANKS, turns, processor)
+    return module.losses, processor.seconds
 
 
-def time() -> None:
-    for size, sequence_parallel in ((NARROW, False), (WIDER, False), (WIDE, False), (NARROW, True), (WIDE, True)):
+def times() -> None:
+    for size, divided in ((NARROW, False), (WIDER, False), (WIDE, False), (NARROW, True), (WIDE, True)):
         mine, theirs = race(
-            Side(RANKS, lambda turns, rank, s=size, p=sequence_parallel: train(turns, s, p)),
-            Side(RANKS, lambda turns, rank, s=size, p=sequence_parallel: train_by_hand(turns, s, p)),
+            Side(RANKS, lambda turns, rank, s=size, d=divided: train(turns, Llama(s), ours(d), s)),
+            Side(RANKS, lambda turns, rank, s=size, d=divided: train(turns, ByHand(s, d), by_hand(), s)),
             STEPS,
         )
-        for losses in (*mine.results, *theirs.results):
-            torch.testing.assert_close(torch.tensor(losses), torch.tensor(mine.results[0]), rtol=1e-5, atol=0)
-        what = f"{_name(size.width, sequence_parallel)}: time of a step, strategy / ModelParallelStrategy"
-        row(what, median_ratio(mine, theirs), "0.9", f"{milliseconds(mine)} / {milliseconds(theirs)}")
+        for losses, _ in (*mine.results, *theirs.results):
+            torch.testing.assert_close(torch.tensor(losses), torch.tensor(mine.results[0][0]), rtol=1e-5, atol=0)
+        name = _name(size, divided)
+        measured = f"{milliseconds(mine)} / {milliseconds(theirs)}"
+        row(f"{name}: time of a step, strategy / ModelParallelStrategy", median_ratio(mine, theirs), "0.9", measured)
+        a, b = (sum(seconds for _, seconds in side.results) for side in (mine, theirs))
+        each = 1e3 / (STEPS - WARMUP) / RANKS
+        row(f"{name}: the same in processor time", a / b, "", f"{a * each:.1f} ms / {b * each:.1f} ms")
 
 
 # --- memory ---
@@ -302,34 +319,29 @@ def send(turns: Turns, size: Size, sequence_parallel: bool) -> float:
 
 
 def traffic() -> None:
-    for sequence_parallel in (False, True):
-        shallow, deep = (
-            run(Side(RANKS, lambda turns, rank, s=replace(NARROW, layers=n), p=sequence_parallel: send(turns, s, p)))
-            for n in (2, 4)
-        )
-        layer = (max(deep) - max(shallow)) / 2
-        rest = max(shallow) - 2 * layer
-        share = 2 * (RANKS - 1) / RANKS
-        norms = NARROW.width * FLOAT_BYTES if sequence_parallel else 0
-        rows = 3 * NARROW.batch * NARROW.tokens * FLOAT_BYTES  # greatest logit, sum, logit of the target
-        for what, sent, needed in (
-            ("layer", layer, share * (4 * NARROW.state_bytes + 2 * norms)),
-            ("rest of the step", rest, share * (2 * NARROW.state_bytes + norms) + share / 2 * RANKS * rows),
+    size, share = NARROW, 2 * (RANKS - 1) / RANKS
+    for divided in (False, True):
+        sides = [
+            Side(RANKS, lambda turns, rank, s=replace(size, layers=layers), d=divided: send(turns, s, d))  # noqa: B008
+            for layers in (2, 4)
+        ]
+        shallow, deep = (max(run(side)) for side in sides)
+        layer = (deep - shallow) / 2
+        norm = size.width * FLOAT_BYTES * divided
+        rows = 3 * size.batch * size.tokens * FLOAT_BYTES  # greatest logit, sum of exponentials, logit of the target
+        for what, sent, needed, aim in (
+            ("a layer", layer, share * (4 * size.state_bytes + 2 * norm), "1.00"),
+            ("the rest", shallow - 2 * layer, share * (2 * size.state_bytes + norm + RANKS * rows / 2), ""),
         ):
-            measured = f"{sent / 2**20:.4f} / {needed / 2**20:.4f} MiB"
-            row(
-                f"{_name(NARROW.width, sequence_parallel)}: bytes sent, {what} / theory",
-                sent / needed,
-                "1.00",
-                measured,
-            )
+            measured = f"{sent / 2**20:.4f} MiB / {needed / 2**20:.4f} MiB"
+            row(f"{_name(size, divided)}: bytes that {what} sends / needed", sent / needed, aim, measured)
 
 
-def _name(width: int, sequence_parallel: bool) -> str:
-    return f"tp {RANKS}, width {width}" + ", sequence_parallel" * sequence_parallel
+def _name(size: Size, divided: bool) -> str:
+    return f"tp {RANKS}, width {size.width}" + ", sequence_parallel" * divided
 
 
 if __name__ == "__main__":
-    parts = {"time": time, "memory": memory, "bytes": traffic}
-    for name in sys.argv[1:] or parts:
-        parts[name]()
+    figures = {"time": times, "memory": memory, "bytes": traffic}
+    for name in sys.argv[1:] or figures:
+        figures[name]()

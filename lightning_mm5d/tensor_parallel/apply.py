@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lightning_mm5d.tensor_parallel.collectives import TensorGroup, copy, reduce, scatter
 from lightning_mm5d.tensor_parallel.divided import Divided, divided
-from lightning_mm5d.tensor_parallel.region import Region, drops, linear
+from lightning_mm5d.tensor_parallel.region import Linear, Region, drops, linear
 from lightning_mm5d.tensor_parallel.resolve import Division, Heads, Kind
 
 
@@ -49,7 +49,7 @@ class TensorParallel:
         holds: Callable[[str], bool] = lambda name: True,
         device: torch.device = torch.device("cpu"),  # noqa: B008
     ) -> None:
-        self.linear = linear
+        self.linear: Linear = linear
         self._root, self._division, self._groups = root, division, groups
         self._regions = {name: Region(group, drops=drops(root), device=device) for name, group in groups.items()}
         self._undo: list[Callable[[], object]] = []
@@ -165,13 +165,13 @@ class TensorParallel:
         self._undo.append(partial(vars(module).pop, "forward", None))
 
     def _column(self, region: Region) -> Callable[..., Tensor]:
-        def forward(module: nn.Module, x: Tensor) -> Tensor:
+        def forward(module: Any, x: Tensor) -> Tensor:
             return self.linear(module, region.enter(x, module.training), module.bias)
 
         return forward
 
     def _row(self, region: Region) -> Callable[..., Tensor]:
-        def forward(module: nn.Module, x: Tensor) -> Tensor:
+        def forward(module: Any, x: Tensor) -> Tensor:
             with region.closing():
                 y = self.linear(module, x, None)
             y = region.leave(y)
@@ -182,7 +182,7 @@ class TensorParallel:
         return forward
 
     def _head(self, lengths: tuple[int, ...], region: Region) -> Callable[..., Tensor]:
-        def forward(module: nn.Module, x: Tensor) -> Tensor:
+        def forward(module: Any, x: Tensor) -> Tensor:
             entered = region.enter(x, training=False)
             region.forget()
             return divided(self.linear(module, entered, module.bias), -1, lengths, region.group)

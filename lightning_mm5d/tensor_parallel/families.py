@@ -53,7 +53,7 @@ _T5 = TensorParallelPlan(
     local={"inner_dim": "heads"},
     parameters={"relative_attention_bias.weight": (1, "heads")},
     arguments={"position_bias": 1},
-    results={1: 1},
+    results={1: 1, 2: 1},
 )
 _SWIN_V2 = TensorParallelPlan(
     column={

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-Part = Literal["heads", "key_value_heads", "groups", "width", "whole"]
+Part = Literal["heads", "key_value_heads", "groups", "width"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,10 +24,10 @@ class TensorParallelPlan:
     Args:
         column: linear layers whose outputs are divided, each with what its outputs are made of, one after the other:
             ``"heads"`` (query heads), ``"key_value_heads"``, ``"groups"`` (for each key and value head its query heads
-            and then its key and its value, as one unit), ``"width"`` (anything that may be divided anywhere), or
-            ``"whole"`` (as wide as a key and a value head, on every rank). ``("heads", "heads", "heads")`` is a fused
-            projection of all queries, then keys, then values; ``("width", "width")`` a fused gate and up projection. A
-            part is as wide as its number of units times a width that follows from the size of the layer.
+            and then its key and its value, as one unit) or ``"width"`` (anything that may be divided anywhere).
+            ``("heads", "heads", "heads")`` is a fused projection of all queries, then keys, then values; ``("width",
+            "width")`` a fused gate and up projection. A part is as wide as its number of units times a width that
+            follows from the size of the layer.
         row: linear layers whose inputs are divided alike, by the parts of their inputs; their outputs are summed.
         experts: modules that hold experts as tensors ``[experts, out, in]``: their inputs are copied to the ranks and
             their output is summed, and `parameters` says what is divided in them.
@@ -45,7 +45,7 @@ class TensorParallelPlan:
         arguments: arguments of the module that have an entry for each head: name to the dim of the heads; where heads
             and samples are one dim, heads running fastest, its negative minus 1 (``-1`` is dim 0).
         results: positions in the result of the module (a tuple) with an entry for each head, to the dim of the heads.
-        sequence: whether the module's first argument (or ``hidden_states``) may be a shard of the sequence.
+            Unset: dim 1 of position 1, where Hugging Face's attentions return their weights.
     """
 
     column: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
@@ -59,4 +59,3 @@ class TensorParallelPlan:
     shared: tuple[str, ...] = ()
     arguments: Mapping[str, int] = field(default_factory=dict)
     results: Mapping[int, int] = field(default_factory=dict)
-    sequence: bool = True

@@ -14,12 +14,15 @@ import inspect
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cache
 from typing import Literal
 
 from torch import nn
 
+HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "num_query_heads", "n_local_heads")
+HEAD_WIDTHS = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim", "dim_head", "d_head", "d_kv")
 _NOT_READ = ("torch.", "transformers.modeling_layers", "transformers.modeling_utils")
+_HANDLES = ("init", "tie", "resize", "save", "load", "prune", "optim", "param")
 _SHAPES = ("reshape", "view", "unflatten")
 
 
@@ -99,15 +102,40 @@ def between(cls: type[nn.Module], first: tuple[str, ...], last: str) -> Between 
     return None
 
 
+@cache
+def weights_read(cls: type[nn.Module]) -> frozenset[str]:
+    """Return the names of parts whose weights the code of `cls` takes as values: ``head`` for ``self.head.weight``.
+
+    What looks at a weight's dtype or device only, or handles parameters (ties, initializes or saves them, or gives them
+    to an optimizer), does not count.
+    """
+    found: set[str] = set()
+    for method in _methods(cls) or ():
+        if any(word in method.name for word in _HANDLES):
+            continue
+        nodes = list(_body(method))
+        harmless = {
+            id(node.value) for node in nodes if isinstance(node, ast.Attribute) and node.attr in ("dtype", "device")
+        }
+        for node in nodes:
+            if isinstance(node, ast.Attribute) and node.attr == "weight" and id(node) not in harmless:
+                holder = node.value.func if isinstance(node.value, ast.Call) else node.value
+                if isinstance(holder, ast.Attribute):
+                    found.add(holder.attr)
+    return frozenset(found)
+
+
 def _methods(cls: type[nn.Module]) -> list[ast.FunctionDef] | None:
-    """The syntax trees of all methods but constructors, of all classes that `cls` is made of but torch's own."""
+    """The syntax trees of all methods but constructors, those of torch, and overridden ones that nothing calls."""
+    bases = {"super", *(owner.__name__ for owner in cls.__mro__)}
     found: list[ast.FunctionDef] = []
+    replaced: set[str] = set()
     for owner in cls.__mro__:
         if owner is object or f"{owner.__module__}.".startswith(_NOT_READ):
             continue
         for name, value in vars(owner).items():
             function = inspect.unwrap(getattr(value, "__func__", value)) if _is_method(value) else None
-            if name in ("__init__", "__init_subclass__") or not inspect.isfunction(function):
+            if name in ("__init__", "__init_subclass__", *replaced) or not inspect.isfunction(function):
                 continue
             try:
                 tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
@@ -116,6 +144,8 @@ def _methods(cls: type[nn.Module]) -> list[ast.FunctionDef] | None:
             if isinstance(tree, ast.FunctionDef):
                 tree.name = name
                 found.append(tree)
+                if not any(isinstance(node, ast.Name) and node.id in bases for node in ast.walk(tree)):
+                    replaced.add(name)
     return found
 
 
@@ -159,16 +189,19 @@ def _fused(node: ast.AST) -> Literal["heads", "groups"] | None:
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _SHAPES):
         return None
     groups = [argument.elts if isinstance(argument, ast.Tuple) else [argument] for argument in node.args]
-    for one, other in pairwise([size for group in groups for size in group]):
-        if _is_three(one) and isinstance(other, ast.Attribute) and "head" in other.attr:
+    kinds = [_kind(size) for group in groups for size in group]
+    for at in range(len(kinds)):
+        here = kinds[at : at + 3]
+        if here[:2] == ["3", "heads"] or here == ["3", "-1", "width"]:
             return "heads"
-        if _is_three(other) and isinstance(one, ast.Attribute) and "head" in one.attr:
+        if here[:2] == ["heads", "3"] or here == ["-1", "3", "width"]:
             return "groups"
     return None
 
 
-def _is_three(node: ast.AST) -> bool:
-    return isinstance(node, ast.Constant) and node.value == 3
+def _kind(node: ast.AST) -> str:
+    name = node.attr if isinstance(node, ast.Attribute) and _is_self(node.value) else ""
+    return "heads" if name in HEADS else "width" if name in HEAD_WIDTHS else ast.unparse(node)
 
 
 def _uses_input_width(method: ast.FunctionDef) -> bool:

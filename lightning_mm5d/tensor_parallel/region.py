@@ -171,13 +171,10 @@ def drops(module: nn.Module) -> bool:
 
 
 def _rates(holder: Any) -> Iterator[float]:
-    is_dropout = "drop" in type(holder).__name__.lower()
+    is_dropout = "drop" in type(holder).__name__.lower()  # then its rate may have any name, such as `p`
     for name, value in getattr(holder, "__dict__", {}).items():
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            continue
-        if "drop" in name and not name.startswith(_OF_MODULES):
-            yield value
-        elif is_dropout and value <= 1:  # `p`, and what else it may be called
+        is_rate = "drop" in name and not name.startswith(_OF_MODULES)
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and (is_rate or (is_dropout and value <= 1)):
             yield value
 
 

@@ -11,18 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D  # the projections of GPT-2 and its kin
 
 from lightning_mm5d.errors import ConfigError
 from lightning_mm5d.tensor_parallel.plans import TensorParallelPlan
+from lightning_mm5d.tensor_parallel.reads import weights_read
 from lightning_mm5d.tensor_parallel.rules import linear_of
 from lightning_mm5d.tensor_parallel.shards import Shard, even, joined
 from lightning_mm5d.tensor_parallel.units import Units
 
 Kind = Literal["column", "row", "experts", "embedding", "head", "dropout", "own_dropout"]
+_GETTERS = ("get_input_embeddings", "get_output_embeddings")
 _ADAPTER_PARTS = ("base_layer", "lora_A", "lora_B")
 
 
@@ -103,6 +105,7 @@ class _Resolver:
         self._local: dict[tuple[str, str], tuple[int, ...]] = {}
         self._groups: dict[str, str] = {}
         self._whole: dict[str, str] = {}
+        self._weights_read: frozenset[str] = frozenset()
         self._names: dict[int, list[str]] = {}
         for name, tensor in (
             *root.named_parameters(remove_duplicate=False),
@@ -141,19 +144,20 @@ class _Resolver:
             self._linear(_join(path, key), "row", units, parts, name)
         for key in plan.experts:
             self._set_role(_join(path, key), "experts", name)
-        for key, (dim, *parts) in plan.parameters.items():
+        for key, (dim, *counted) in plan.parameters.items():
             full = _join(path, key)
             owner, _, attribute = full.rpartition(".")
             tensor = getattr(self._root.get_submodule(owner), attribute)
-            self._divide(full, units.shard(full, int(dim), tensor.shape[int(dim)], tuple(map(str, parts))), name)
+            self._divide(full, units.shard(full, int(dim), tensor.shape[int(dim)], tuple(map(str, counted))), name)
         for key in plan.shared:
             self._share(_join(path, key))
         for attribute, values in units.attributes().items():
             owner, _, last = attribute.rpartition(".")
             self._local[_join(path, owner), last] = values
             self._groups[_join(path, owner)] = name
-        if plan.arguments or plan.results:
-            self._heads[path] = Heads(units.lengths("heads"), plan.arguments, plan.results)
+        if plan.heads is not None:
+            # Hugging Face's attentions return the weights of their heads behind what they attend to
+            self._heads[path] = Heads(units.lengths("heads"), plan.arguments, plan.results or {1: 1})
             self._groups[path] = name
 
     def _linear(self, path: str, kind: Kind, units: Units, parts: Sequence[str], group: str) -> None:
@@ -208,33 +212,39 @@ class _Resolver:
     # --- the vocabulary ---
 
     def add_vocabulary(self) -> None:
-        """Divide the tables that models call their input and output embeddings."""
+        """Divide the tables that models call their input and output embeddings, and only call."""
+        classes = {type(module) for module in self._root.modules()}
+        self._weights_read = frozenset[str]().union(*map(weights_read, classes))
         for model in list(self._root.modules()):
-            for method in ("get_input_embeddings", "get_output_embeddings"):
+            for method in _GETTERS:
                 table = self._table(model, method)
                 if table is not None:
                     self._add_table(table)
 
-    def _table(self, model: nn.Module, method: str) -> nn.Module | None:
+    def _table(self, model: nn.Module, method: str) -> nn.Embedding | nn.Linear | None:
         if model is self._root or not callable(getattr(model, method, None)):
             return None
         try:
             table = getattr(model, method)()
         except (NotImplementedError, AttributeError):
             return None
-        return table if isinstance(table, nn.Module) and _is_table(table) else None
+        return table if _is_table(table) else None
 
-    def _add_table(self, table: nn.Module) -> None:
+    def _add_table(self, table: nn.Embedding | nn.Linear) -> None:
         weight = table.weight
         names = self._names.get(id(weight))
         if not names or names[0] in self._shards:
             return
-        users = {name: self._root.get_submodule(name.rpartition(".")[0]) for name in names}
+        users: dict[str, Any] = {name: self._root.get_submodule(name.rpartition(".")[0]) for name in names}
         groups = {self._place(name) for name in names}
         group = groups.pop() if len(groups) == 1 else None
         if group is None or group[1] == 1 or weight.shape[0] < group[1] or not all(map(_is_table, users.values())):
             return
         name, degree = group
+        read = self._weights_read.intersection((*_GETTERS, *(full.split(".")[-2] for full in names)))
+        if read:
+            self._whole[names[0]] = f"code takes it as the weight of {' and '.join(sorted(read))}"
+            return
         self._degrees[name] = degree
         shard = joined([even(weight.shape[0], degree)], 0, weight.shape[0])
         for full, user in users.items():
@@ -285,11 +295,12 @@ class _Resolver:
         return None if group is None or group[1] == 1 else group
 
 
-def _is_table(module: nn.Module) -> bool:
+def _is_table(module: object) -> bool:
     """Whether a module looks up rows of its weight, or multiplies by them, and nothing else."""
     if isinstance(module, nn.Embedding):
-        return module.max_norm is None and not module.sparse
-    return type(module).forward is nn.Linear.forward
+        has_more = any(parameter is not module.weight for parameter in module.parameters())
+        return module.max_norm is None and not module.sparse and not has_more
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
 def _join(*parts: str) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D  # the projections of GPT-2 and its kin
@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D  # the projections of GPT-2 and it
 from lightning_mm5d.partition.order import accesses
 from lightning_mm5d.tensor_parallel.families import PLAIN_LINEARS
 from lightning_mm5d.tensor_parallel.plans import Part, TensorParallelPlan
-from lightning_mm5d.tensor_parallel.reads import Reads, between, reads
+from lightning_mm5d.tensor_parallel.reads import HEAD_WIDTHS, HEADS, Reads, between, reads
 
 _PROJECTIONS = (
     ("q_proj", "k_proj", "v_proj"),
@@ -48,6 +48,7 @@ _PERCEPTRONS = (
     (("fc_in",), "fc_out"),
     (("wi",), "wo"),
     (("wi_0", "wi_1"), "wo"),
+    (("Wi",), "Wo"),
     (("weights_in",), "weights_out"),
     (("w1", "w3"), "w2"),
     (("linear_fc1",), "linear_fc2"),
@@ -59,14 +60,12 @@ _PERCEPTRONS = (
 _PERCEPTRONS_IN_LAYERS = ((("linear_1",), "linear_2"),)
 _SIBLING_PERCEPTRONS = (("intermediate", "output"), ("intermediate_query", "output_query"))
 
-_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "num_query_heads", "n_local_heads")
 _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads", "n_local_kv_heads")
 _GROUP_SIZES = ("num_key_value_groups", "n_rep", "num_queries_per_kv")
 _WIDTHS = ("all_head_size", "inner_dim", "q_dim", "qkv_dim")  # of all heads, never of anything else
-_HEAD_WIDTHS = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim", "dim_head", "d_head", "d_kv")
 _OTHER_NUMBERS = frozenset(
     [
-        *(*_HEAD_WIDTHS, "layer_idx", "layer_id", "layer_index", "layer_number", "sliding_window", "window_size"),
+        *(*HEAD_WIDTHS, "layer_idx", "layer_id", "layer_index", "layer_number", "sliding_window", "window_size"),
         *("max_position_embeddings", "max_positions", "rotary_ndims", "rotary_dim", "rotary_emb_dim"),
         *("relative_attention_num_buckets", "relative_attention_max_distance"),
     ]
@@ -174,7 +173,7 @@ def _attention(module: nn.Module, prefix: str, names: tuple[str, ...], output: s
     else:
         columns = {prefix + names[0]: ("heads", "heads", "heads") if code.fused == "heads" else ("groups",)}
     named = {prefix + key: part for key, part in local.items()}
-    head_path = next((key for key, part in named.items() if part == "heads" and key.split(".")[-1] in _HEADS), heads)
+    head_path = next((key for key, part in named.items() if part == "heads" and key.split(".")[-1] in HEADS), heads)
     key_value_path = next((key for key, part in named.items() if part == "key_value_heads"), key_value_heads)
     return TensorParallelPlan(
         column=columns,
@@ -194,9 +193,9 @@ def _count_heads(holder: nn.Module, names: tuple[str, ...], output: int, code: R
             return None
         widths = [output] * 3
     query, key, value = widths
-    heads, width = _number(holder, _HEADS), _number(holder, _HEAD_WIDTHS)
+    heads, width = _number(holder, HEADS), _number(holder, HEAD_WIDTHS)
     if width is None:
-        heads = heads or _number(getattr(holder, "config", None), _HEADS)
+        heads = heads or _number(getattr(holder, "config", None), HEADS)
         width = query // heads if heads else None
     if not width or query % width or key % width or key != value or output != query:
         return None
@@ -209,7 +208,7 @@ def _count_heads(holder: nn.Module, names: tuple[str, ...], output: int, code: R
 def _local(holder: nn.Module, code: Reads, heads: int, key_value_heads: int) -> dict[str, Any] | None:
     """Return the attributes that hold numbers of heads, None where the code reads a number that is not known."""
     known: list[tuple[Sequence[str], Any, int | None]] = [
-        (_HEADS, "heads", heads),
+        (HEADS, "heads", heads),
         (_KEY_VALUE_HEADS, "key_value_heads", key_value_heads),
         (_GROUP_SIZES, "group_size", heads // key_value_heads),
         (_WIDTHS, "heads", None),
@@ -335,22 +334,28 @@ def _from_styles(
             yield plan
     for name, style in entries.items():
         experts = getattr(module, name)
-        if style != "moe_tp_experts" or not isinstance(experts, nn.Module):
-            continue
-        held = styles.get(".".join(filter(None, (path, name))), {})
-        parameters: dict[str, tuple[int | str, ...]] = {}
-        for key, parameter in experts.named_parameters():
-            side: Literal["out", "in"] | None = _side(held.get(key, ""))
-            if side is None or parameter.dim() != 3:
-                break
-            parts = ("width", "width") if held[key].startswith("packed_") else ("width",)
-            parameters[f"{name}.{key}"] = (1 if side == "out" else 2, *parts)
-        else:
-            yield TensorParallelPlan(experts=(name,), parameters=parameters)
+        if style == "moe_tp_experts" and isinstance(experts, nn.Module):
+            parameters = _experts(experts, styles.get(".".join(filter(None, (path, name))), {}))
+            if parameters:
+                yield TensorParallelPlan(
+                    experts=(name,), parameters={f"{name}.{key}": parts for key, parts in parameters.items()}
+                )
 
 
-def _side(style: str) -> Literal["out", "in"] | None:
-    return {"colwise": "out", "packed_colwise": "out", "rowwise": "in", "packed_rowwise": "in"}.get(style)  # type: ignore[return-value]
+def _experts(experts: nn.Module, styles: Mapping[str, str]) -> dict[str, tuple[int | str, ...]]:
+    """Return what is divided in a module of experts, nothing where the styles of its tensors do not fit its code."""
+    code = reads(type(experts))
+    tensors = dict(experts.named_parameters())
+    if code is None or any(tensor.dim() != 3 for tensor in tensors.values()) or set(tensors) != set(styles):
+        return {}
+    # either way around: a tensor may be [experts, out, in] or [experts, in, out]
+    dims = {key: 1 if styles[key].endswith("colwise") else 2 for key in tensors}
+    packed = {key for key in tensors if styles[key].startswith("packed_")}
+    inner = {tensors[key].shape[dims[key]] // (2 if key in packed else 1) for key in tensors}
+    known = {"colwise", "rowwise", "packed_colwise", "packed_rowwise"}
+    if set(styles.values()) - known or len(inner) != 1 or bool(packed) != ("chunk" in code.calls):
+        return {}
+    return {key: (dims[key], *(("width", "width") if key in packed else ("width",))) for key in tensors}
 
 
 # --- parts of modules ---

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import lightning as L
@@ -14,80 +16,126 @@ from zoo import CASES, apply_freeze
 
 STEPS, SAMPLES = 2, 8
 Fields = dict[str, dict[str, Any]]
+Prepare = Callable[[L.LightningModule], None]
+State = dict[str, torch.Tensor]
+OF_STRATEGY = ("num_microbatches", "schedule")
 
 
-def build(name: str, variant: str = "none") -> L.LightningModule:
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """A run on ranks that is compared with one process.
+
+    Args:
+        name: of the case in the zoo.
+        fields: of each modality.
+        replicas: of the modality that computes the loss.
+        variant: what is frozen.
+        prepare: changes the module in place, alike on every process and each time; adapters, for instance.
+        steps: number of optimizer steps, or more batches where they are accumulated.
+        exact: whether the model computes in float64 throughout.
+        options: of the trainer, and `num_microbatches` and `schedule`.
+    """
+
+    name: str
+    fields: Fields
+    replicas: int = 1
+    variant: str = "none"
+    prepare: Prepare | None = None
+    steps: int = STEPS
+    exact: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def build(self) -> L.LightningModule:
+        return build(self.name, self.variant, self.prepare)
+
+
+def build(name: str, variant: str = "none", prepare: Prepare | None = None) -> L.LightningModule:
     module = CASES[name].build()
     apply_freeze(module, CASES[name], variant)
+    if prepare is not None:
+        prepare(module)
     return module
 
 
-def batches_of(name: str) -> list[Any]:
-    return [CASES[name].batch(SAMPLES, seed=step) for step in range(STEPS)]
+def batches_of(name: str, steps: int = STEPS) -> list[Any]:
+    return [CASES[name].batch(SAMPLES, seed=step) for step in range(steps)]
 
 
 @lru_cache
-def reference(name: str, variant: str, options: tuple[tuple[str, Any], ...]) -> tuple[Recorder, dict[str, torch.Tensor]]:
-    module = build(name, variant)
-    return fit(module, batches_of(name), **dict(options)), module.state_dict()
+def reference(
+    name: str, variant: str, prepare: Prepare | None, steps: int, options: tuple[tuple[str, Any], ...]
+) -> tuple[Recorder, State]:
+    module = build(name, variant, prepare)
+    return fit(module, batches_of(name, steps), **dict(options)), module.state_dict()
 
 
-def train(
-    rank: int, name: str, fields: Fields, world: int, replicas: int, variant: str, options: dict[str, Any]
-) -> tuple[list[float], list[Any], dict[str, torch.Tensor], dict[str, Any]]:
-    """One rank's run: losses, gradients of each step, parameters at the end, and the part of each that it holds."""
-    case, options = CASES[name], dict(options)
+def train(rank: int, runs: list[Compared], world: int) -> list[tuple[list[float], list[State], State, dict[str, Any]]]:
+    """One rank's runs: losses, gradients of each step, parameters at the end, and the part of each that it holds."""
+    return [_train(rank, run, world) for run in runs]
+
+
+def _train(rank: int, run: Compared, world: int) -> tuple[list[float], list[State], State, dict[str, Any]]:
+    case, options = CASES[run.name], dict(run.options)
     chosen = strategy(
-        {key: Modality(**case.modality_paths.get(key, {}), **value) for key, value in fields.items()},
+        {key: Modality(**case.modality_paths.get(key, {}), **value) for key, value in run.fields.items()},
         num_microbatches=options.pop("num_microbatches", 4 if case.mean_of_samples else 1),
         schedule=options.pop("schedule", "1f1b"),
     )
-    module = build(name, variant)
-    batches = batches_of(name)
-    if replicas > 1:
-        batches = [part for batch in batches for part in case.split(batch, replicas)]
-    recorder = fit(module, batches, chosen, world, **{**options, "use_distributed_sampler": replicas > 1})
-    plan = chosen.plan(build(name, variant))
-    held = {key: (shard, plan.part_of(key, rank)) for key, shard in plan.division.shards.items() if rank in plan.owners(key)}
+    module = run.build()
+    batches = batches_of(run.name, run.steps)
+    if run.replicas > 1:
+        batches = [part for batch in batches for part in case.split(batch, run.replicas)]
+    recorder = fit(module, batches, chosen, world, **{**options, "use_distributed_sampler": run.replicas > 1})
+    plan = chosen.plan(run.build())
+    shards = {key: shard for key, shard in plan.division.shards.items() if rank in plan.owners(key)}
+    held = {key: (shard, plan.part_of(key, rank)) for key, shard in shards.items()}
     return recorder.losses, recorder.gradients, module.state_dict(), held
 
 
-def check(
-    name: str,
-    fields: Fields,
-    world: int,
-    *,
-    replicas: int = 1,
-    variant: str = "none",
-    exact: bool = False,
-    **options: Any,
-) -> None:
+def check(name: str, fields: Fields, world: int, **options: Any) -> None:
     """Compare losses, every gradient and the parameters at the end with one process.
 
     Args:
         name: of the case in the zoo.
         fields: of each modality.
         world: number of ranks.
-        replicas: of the modality that computes the loss.
-        variant: what is frozen.
-        exact: whether the model computes in float64 throughout.
-        options: of the trainer, and `num_microbatches` and `schedule`.
+        options: those of `Compared`, of the trainer and of the strategy.
     """
-    alone = {key: value for key, value in options.items() if key not in ("num_microbatches", "schedule")}
-    recorder, parameters = reference(name, variant, tuple(sorted(alone.items())))
-    ranks = run_ranks(world, train, name, fields, world, replicas, variant, options)
-    close = partial(torch.testing.assert_close, rtol=1e-9 if exact else 1e-6, atol=1e-12 if exact else 1e-7)
-    if replicas == 1:
+    known = {key: options.pop(key) for key in ("replicas", "variant", "prepare", "steps", "exact") if key in options}
+    check_all(world, Compared(name=name, fields=fields, options=options, **known))
+
+
+def check_all(world: int, *runs: Compared, limit: float = 120) -> None:
+    """The same of several runs, one after the other in the same processes."""
+    expected = []
+    for run in runs:
+        alone = tuple(sorted((key, value) for key, value in run.options.items() if key not in OF_STRATEGY))
+        expected.append(reference(run.name, run.variant, run.prepare, run.steps, alone))
+    ranks = run_ranks(world, train, list(runs), world, limit=limit)
+    for index, (run, (recorder, parameters)) in enumerate(zip(runs, expected, strict=True)):
+        _compare(run, recorder, parameters, [results[index] for results in ranks])
+
+
+def _compare(run: Compared, recorder: Recorder, parameters: State, ranks: list[Any]) -> None:
+    where = f"{run.name}, {run.fields}, {run.options}"
+    tolerance = {"rtol": 1e-9, "atol": 1e-12} if run.exact else {"rtol": 1e-6, "atol": 1e-7}
+
+    def close(found: torch.Tensor, wanted: torch.Tensor, key: str) -> None:
+        torch.testing.assert_close(found, wanted, **tolerance, msg=lambda m: f"{where}: {key}: {m}")
+
+    if run.replicas == 1:
         for losses, *_ in ranks:
-            close(torch.tensor(losses), torch.tensor(recorder.losses))
+            close(torch.tensor(losses), torch.tensor(recorder.losses), "losses")
     for step, expected in enumerate(recorder.gradients):
         found: set[str] = set()
         for rank, (_, gradients, _, held) in enumerate(ranks):
+            assert len(gradients) == len(recorder.gradients), where
             found |= set(gradients[step])
             for key, gradient in gradients[step].items():
                 whole = expected[key]
                 part = held[key][0].cut(whole, held[key][1]) if key in held else whole
-                close(gradient, part, msg=lambda m, key=key, rank=rank: f"rank {rank}, {key}: {m}")
-        assert found == set(expected), "some gradient is on no rank, or on one too many"
+                close(gradient, part, f"rank {rank}, step {step}, gradient of {key}")
+        assert found == set(expected), f"{where}: some gradient is on no rank, or on one too many"
+    assert list(ranks[0][2]) == list(parameters), where
     for key, value in parameters.items():
-        close(ranks[0][2][key], value, msg=lambda m, key=key: f"{key}: {m}")
+        close(ranks[0][2][key], value, key)

@@ -161,6 +161,21 @@ class FusedByParts(FusedUnknown):
         return self.o_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
+class FusedByPartsOfHeads(FusedUnknown):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:-1], 3, -1, self.head_dim).permute(2, 0, 3, 1, 4)
+        return self.o_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class FusedByANumber(FusedUnknown):
+    """The number of heads has a name of its own, so that 3 stands before the width of a head."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        number = self.num_heads
+        q, k, v = self.qkv(x).view(*x.shape[:-1], number, 3, self.head_dim).permute(3, 0, 2, 1, 4)
+        return self.o_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
 class FusedByHeads(FusedUnknown):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (self.num_heads, 3, self.head_dim)).permute(3, 0, 2, 1, 4)
@@ -293,6 +308,37 @@ class Interleaved(Halved):
         return self.down_proj(F.silu(both[..., ::2]) * both[..., 1::2])
 
 
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(3, 24, 8))
+        self.down_proj = nn.Parameter(torch.randn(3, 8, 12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = (x @ self.gate_up_proj.transpose(1, 2)).chunk(2, dim=-1)
+        return ((F.silu(gate) * up) @ self.down_proj.transpose(1, 2)).sum(0)
+
+
+class InterleavedExperts(Experts):
+    def forward(self, x: Tensor) -> Tensor:
+        both = x @ self.gate_up_proj.transpose(1, 2)
+        return ((F.silu(both[..., ::2]) * both[..., 1::2]) @ self.down_proj.transpose(1, 2)).sum(0)
+
+
+class BiasedExperts(Experts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(3, 8))
+
+
+class Model(nn.Module):
+    """What says of itself how it may be divided, as Hugging Face models do."""
+
+    def __init__(self, part: nn.Module, tp_plan: dict[str, str]) -> None:
+        super().__init__()
+        self.layers, self.tp_plan = nn.ModuleList([nn.ModuleDict({"mlp": part})]), tp_plan
+
+
 def plans_for(module: nn.Module) -> tuple[TensorParallelPlan, ...]:
     return plans_of(nn.ModuleDict({"one": module})).get("one", ())
 
@@ -302,7 +348,7 @@ def plans_for(module: nn.Module) -> tuple[TensorParallelPlan, ...]:
     [
         *(ReadsWidth, ReadsInputWidth, ReadsInputShape, ReadsLastSize, ReadsNumber, ReadsConfig),
         *(NormOfAllHeads, NormWithoutParameters, FunctionalNorm, Gate, Parameter, PerHeadBuffer, PerHeadArgument),
-        *(WrongNumberOfHeads, NoNumberOfHeads, WideQueries, OddLinear, FusedUnknown),
+        *(WrongNumberOfHeads, NoNumberOfHeads, WideQueries, OddLinear, FusedUnknown, FusedByANumber),
     ],
 )
 def test_an_attention_that_is_not_fully_understood_stays_whole(cls: type[nn.Module]) -> None:
@@ -329,7 +375,14 @@ def test_an_attention_with_separate_projections_is_divided_by_heads() -> None:
     assert (plan.heads, plan.key_value_heads) == ("num_heads", None)
 
 
-@pytest.mark.parametrize(("cls", "parts"), [(FusedByParts, ("heads", "heads", "heads")), (FusedByHeads, ("groups",))])
+@pytest.mark.parametrize(
+    ("cls", "parts"),
+    [
+        (FusedByParts, ("heads", "heads", "heads")),
+        (FusedByPartsOfHeads, ("heads", "heads", "heads")),
+        (FusedByHeads, ("groups",)),
+    ],
+)
 def test_the_code_says_how_a_fused_projection_is_made(cls: type[nn.Module], parts: tuple[str, ...]) -> None:
     (plan,) = plans_for(cls())
     assert plan.column == {"qkv": parts}
@@ -359,6 +412,55 @@ def test_a_perceptron_is_divided_by_width(cls: type[nn.Module]) -> None:
 def test_halves_of_a_fused_projection_are_divided_apart() -> None:
     (plan,) = plans_for(Halved())
     assert plan.column == {"gate_up_proj": ("width", "width")}
+
+
+def expert_styles(**tensors: str) -> dict[str, str]:
+    styles = {f"layers.*.mlp.{name}": style for name, style in tensors.items()}
+    return styles | {"layers.*.mlp": "moe_tp_experts"}
+
+
+PACKED = {"gate_up_proj": "packed_colwise", "down_proj": "rowwise"}
+
+
+def test_experts_are_divided_as_the_model_says() -> None:
+    (plan,) = plans_of(Model(Experts(), expert_styles(**PACKED)))["layers.0"]
+    assert plan.experts == ("mlp",)
+    assert plan.parameters == {"mlp.gate_up_proj": (1, "width", "width"), "mlp.down_proj": (2, "width")}
+
+
+@pytest.mark.parametrize(
+    ("cls", "styles"),
+    [
+        (Experts, {**PACKED, "gate_up_proj": "colwise"}),
+        (Experts, {**PACKED, "down_proj": "packed_rowwise"}),
+        (Experts, {**PACKED, "down_proj": "colwise"}),
+        (Experts, {**PACKED, "down_proj": "unheard_of"}),
+        (Experts, {"gate_up_proj": "packed_colwise"}),
+        (InterleavedExperts, PACKED),
+        (InterleavedExperts, {**PACKED, "gate_up_proj": "colwise"}),
+        (BiasedExperts, PACKED),
+    ],
+)
+def test_experts_whose_code_does_not_fit_what_the_model_says_stay_whole(
+    cls: type[nn.Module], styles: dict[str, str]
+) -> None:
+    assert plans_of(Model(cls(), expert_styles(**styles))) == {}
+
+
+def test_perceptrons_with_names_of_their_own_are_divided_as_the_model_says() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enter, self.act, self.leave = nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.leave(self.act(self.enter(x)))
+
+    plan = TensorParallelPlan(column={"enter": ("width",)}, row={"leave": ("width",)})
+    said = {"layers.*.mlp.enter": "colwise", "layers.*.mlp.leave": "rowwise"}
+    assert plans_of(Model(Odd(), said)) == {"layers.0.mlp": (plan,)}
+    assert plans_of(Model(Odd(), {})) == {}
+    assert plans_of(Model(Odd(), {**said, "layers.*.mlp.leave": "unheard_of"})) == {}
 
 
 def test_torchs_own_attention_and_layers_stay_whole() -> None:
