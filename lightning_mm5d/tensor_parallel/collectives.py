@@ -62,35 +62,36 @@ class TensorGroup:
     def gather(self, part: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
         """Return the parts of all ranks, one after the other along `dim`, where they are `lengths` long."""
         longest, dim = max(lengths), dim % part.dim()
-        first = part.detach().movedim(dim, 0)
-        shape = first.shape[1:]
+        own = part.detach()
         if lengths[self.index] < longest:
-            padded = first.new_zeros(longest, *shape)
-            padded[: lengths[self.index]] = first
-            first = padded
-        whole = first.new_empty(self.size * longest, *shape)
+            shape = [*own.shape]
+            shape[dim] = longest - lengths[self.index]
+            own = torch.cat([own, own.new_zeros(shape)], dim)
+        parts = own.new_empty(self.size, *own.shape)
         if not self.is_silent:
-            dist.all_gather_single(whole, first.contiguous(), group=self.group)
-            self.moved += whole.nbytes * (self.size - 1) / self.size
+            dist.all_gather_single(parts.flatten(0, 1), own.contiguous(), group=self.group)
+            self.moved += parts.nbytes * (self.size - 1) / self.size
         if any(length != longest for length in lengths):
-            whole = torch.cat([whole[i * longest : i * longest + length] for i, length in enumerate(lengths)])
-        return whole.movedim(0, dim).contiguous()
+            return torch.cat([one.narrow(dim, 0, length) for one, length in zip(parts, lengths, strict=True)], dim)
+        return parts.movedim(0, dim).flatten(dim, dim + 1)
 
     def sum_scattered(self, whole: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
         """Return this rank's part along `dim` of the sum over ranks; the parts are `lengths` long."""
         longest, dim = max(lengths), dim % whole.dim()
-        first = whole.detach().movedim(dim, 0)
-        shape = first.shape[1:]
+        whole = whole.detach()
         if any(length != longest for length in lengths):
-            padded = first.new_zeros(self.size * longest, *shape)
-            for i, piece in enumerate(first.split(list(lengths))):
-                padded[i * longest : i * longest + len(piece)] = piece
-            first = padded
-        part = first.new_empty(longest, *shape)
+            shape = [self.size, *whole.shape]
+            shape[dim + 1] = longest
+            parts = whole.new_zeros(shape)
+            for one, piece, length in zip(parts, whole.split(list(lengths), dim), lengths, strict=True):
+                one.narrow(dim, 0, length).copy_(piece)
+        else:
+            parts = whole.unflatten(dim, (self.size, longest)).movedim(dim, 0).contiguous()
+        part = parts.new_empty(parts.shape[1:])
         if not self.is_silent:
-            dist.reduce_scatter_single(part, first.contiguous(), group=self.group)
-            self.moved += first.nbytes * (self.size - 1) / self.size
-        return part[: lengths[self.index]].movedim(0, dim).contiguous()
+            dist.reduce_scatter_single(part, parts.flatten(0, 1), group=self.group)
+            self.moved += parts.nbytes * (self.size - 1) / self.size
+        return part.narrow(dim, 0, lengths[self.index]).contiguous()
 
     def part(self, whole: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
         """Return this rank's part of a replicated tensor, a view."""

@@ -313,7 +313,7 @@ _SAME = "float half bfloat16 double long int bool to type type_as contiguous det
 _OF_PART = """
     dtype device layout requires_grad grad_fn is_leaf is_cuda is_cpu is_meta is_sparse is_nested is_quantized
     is_mps is_xpu names itemsize element_size is_floating_point is_complex is_signed is_inference get_device
-    is_contiguous retain_grad retains_grad new_tensor new_empty new_zeros new_ones new_full
+    is_contiguous _version retain_grad retains_grad new_tensor new_empty new_zeros new_ones new_full
 """
 
 
