@@ -42,7 +42,20 @@ from lightning_mm5d.tensor_parallel.apply import TensorParallel
 from lightning_mm5d.tensor_parallel.collectives import TensorGroup
 
 _BUCKET_ELEMENTS = 8 * 2**20
-_OVER_WHOLE_MATRICES = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon)
+# by name, because they come from many packages
+_OVER_WHOLE_MATRICES = {
+    "Adafactor",
+    "LBFGS",
+    "Muon",
+    "Lamb",
+    "LAMB",
+    "Lars",
+    "LARS",
+    "Shampoo",
+    "SOAP",
+    "Adalomo",
+    "LOMO",
+}
 
 
 class Session:
@@ -280,7 +293,8 @@ class Session:
         """
         for optimizer in optimizers:
             inner = getattr(optimizer, "optimizer", optimizer)
-            if self.plan.division.shards and isinstance(inner, _OVER_WHOLE_MATRICES):
+            names = {cls.__name__ for cls in type(inner).__mro__}
+            if self.plan.division.shards and not names.isdisjoint(_OVER_WHOLE_MATRICES):
                 raise ConfigError(
                     "configure_optimizers",
                     type(inner).__name__,

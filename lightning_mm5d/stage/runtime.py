@@ -23,6 +23,7 @@ from lightning_mm5d.stage.remote import ShapeMemory
 from lightning_mm5d.stage.run import Run, StageError, StageView, hidden_of
 from lightning_mm5d.tensor_parallel.apply import TensorParallel
 from lightning_mm5d.tensor_parallel.collectives import TensorGroup, silent
+from lightning_mm5d.tensor_parallel.divided import Divided
 from lightning_mm5d.tensor_parallel.region import linear
 
 
@@ -176,7 +177,9 @@ class Runtime:
 
     def _puts_off(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
         run = self.active
-        return run is not None and run.deferred is not None and not kwargs and defers(layer, *args)
+        if run is None or run.deferred is None or kwargs or isinstance(args[0], Divided):  # it would be gathered
+            return False
+        return defers(layer, *args)
 
     def _linear(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
         """A linear layer, whose weight gradient is put off where the active run does that."""

@@ -213,7 +213,7 @@ class _Resolver:
 
     def add_vocabulary(self) -> None:
         """Divide the tables that models call their input and output embeddings, and only call."""
-        classes = {type(module) for module in self._root.modules()}
+        classes: set[Any] = {type(module) for module in self._root.modules()}
         self._weights_read = frozenset[str]().union(*map(weights_read, classes))
         for model in list(self._root.modules()):
             for method in _GETTERS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,10 @@ from tensor_parallel.layouts import Compared, Fields, check_all
 from zoo import CASES
 
 peft = pytest.importorskip("peft")
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Could not find a config file"),  # of a base model that has no file
+]
 
 SHARDS: dict[str, Any] = {"tp_size": 2, "sequence_parallel": True}
 PROJECTIONS = (
@@ -39,7 +43,8 @@ def adapt(module: Any, targets: Any = PROJECTIONS, **options: Any) -> None:
         fan_in_fan_out=convolutions,
         **options,
     )
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT has something to say of biases, and of tied tables
         torch.manual_seed(1)
         module.model = peft.get_peft_model(module.model, config, autocast_adapter_dtype=False)
         for parameter in module.parameters():
