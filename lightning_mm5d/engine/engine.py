@@ -295,6 +295,7 @@ class Engine:
         if self._checked:
             return
         self._checked = True
+        self._check_alike(loss, stage)
         if self._plan.edges and bool(loss.detach().isnan()):
             remote = sorted(set(self._plan.partition.layers) - set(self._views[stage].cuts)) or ["earlier layers"]
             raise StageError(
@@ -302,6 +303,21 @@ class Engine:
                 f"uses something there that only other ranks compute ({', '.join(remote)}, embeddings, earlier layers) "
                 "and that does not pass through a boundary: set `boundary`, or `feeds` to the stages that use it, or "
                 "pp_size to 1 where a modality uses states from between its layers"
+            )
+
+    def _check_alike(self, loss: Tensor, stage: str) -> None:
+        """Refuse what the ranks that share the last layers have computed unlike: they can only go on apart."""
+        group = self._runtime.tensor_group(self._plan.partition.terminal)
+        if group is None:
+            return
+        value = loss.detach().double()
+        highest, lowest = float(group.max(value)), -float(group.max(-value))
+        if highest - lowest > 1e-4 * max(abs(highest), abs(lowest)):
+            raise StageError(
+                f"the ranks that share stage {stage} have unlike losses in the first step, from {lowest:.6g} to "
+                f"{highest:.6g}. The step takes the values of a divided parameter by itself (`lm_head.weight`, or a "
+                "penalty over `self.parameters()`), or depends on the rank: call the module instead, use the "
+                "optimizer's weight_decay, or set tp_size to 1"
             )
 
 

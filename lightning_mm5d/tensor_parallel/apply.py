@@ -165,15 +165,15 @@ class TensorParallel:
         self._undo.append(partial(vars(module).pop, "forward", None))
 
     def _column(self, region: Region) -> Callable[..., Tensor]:
-        def forward(module: Any, x: Tensor) -> Tensor:
-            return self.linear(module, region.enter(x, module.training), module.bias)
+        def forward(module: Any, input: Tensor) -> Tensor:
+            return self.linear(module, region.enter(input, module.training), module.bias)
 
         return forward
 
     def _row(self, region: Region) -> Callable[..., Tensor]:
-        def forward(module: Any, x: Tensor) -> Tensor:
+        def forward(module: Any, input: Tensor) -> Tensor:
             with region.closing():
-                y = self.linear(module, x, None)
+                y = self.linear(module, input, None)
             y = region.leave(y)
             if module.bias is None:
                 return y
@@ -182,8 +182,8 @@ class TensorParallel:
         return forward
 
     def _head(self, lengths: tuple[int, ...], region: Region) -> Callable[..., Tensor]:
-        def forward(module: Any, x: Tensor) -> Tensor:
-            entered = region.enter(x, training=False)
+        def forward(module: Any, input: Tensor) -> Tensor:
+            entered = region.enter(input, training=False)
             region.forget()
             return divided(self.linear(module, entered, module.bias), -1, lengths, region.group)
 
@@ -218,7 +218,7 @@ class TensorParallel:
         if heads.arguments:
             self._undo.append(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
         if heads.results:
-            self._undo.append(module.register_forward_hook(leave).remove)
+            self._undo.append(module.register_forward_hook(leave, prepend=True).remove)
 
 
 def _sequence_shard(x: Tensor, group: TensorGroup) -> Tensor:
@@ -269,7 +269,8 @@ def _dropout(stream: Callable[[], AbstractContextManager[None]]) -> Callable[...
 def _embedding(held: tuple[int, int], size: int, group: TensorGroup) -> Callable[..., Tensor]:
     start, stop = held
 
-    def forward(module: nn.Module, ids: Tensor) -> Tensor:
+    def forward(module: nn.Module, input: Tensor) -> Tensor:
+        ids = input
         elsewhere = (ids < start) | (ids >= stop)
         unknown = (ids < 0) | (ids >= size)
         if ids.device.type == "cpu" and bool(unknown.any()):

@@ -73,7 +73,7 @@ class TensorGroup:
             self.moved += parts.nbytes * (self.size - 1) / self.size
         if any(length != longest for length in lengths):
             return torch.cat([one.narrow(dim, 0, length) for one, length in zip(parts, lengths, strict=True)], dim)
-        return parts.movedim(0, dim).flatten(dim, dim + 1)
+        return _owned(parts.movedim(0, dim).flatten(dim, dim + 1))
 
     def sum_scattered(self, whole: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
         """Return this rank's part along `dim` of the sum over ranks; the parts are `lengths` long."""
@@ -91,12 +91,17 @@ class TensorGroup:
         if not self.is_silent:
             dist.reduce_scatter_single(part, parts.flatten(0, 1), group=self.group)
             self.moved += parts.nbytes * (self.size - 1) / self.size
-        return part.narrow(dim, 0, lengths[self.index]).contiguous()
+        return _owned(part.narrow(dim, 0, lengths[self.index]).contiguous())
 
     def part(self, whole: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
         """Return this rank's part of a replicated tensor, a view."""
         start = sum(lengths[: self.index])
         return whole.narrow(dim, start, lengths[self.index])
+
+
+def _owned(x: Tensor) -> Tensor:
+    """`x`, but no view: autograd forbids writes to views that a function returns, and models write to hidden states."""
+    return x.new_empty(0).set_(x) if x._is_view() else x  # type: ignore[call-overload]
 
 
 @contextmanager

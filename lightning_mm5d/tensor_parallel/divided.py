@@ -60,7 +60,7 @@ class Divided(Tensor):
         if not torch.is_grad_enabled():
             return self._held
         with torch._C.DisableTorchFunctionSubclass():
-            in_graph = self.requires_grad
+            in_graph = self.requires_grad and not self._held.requires_grad  # that of a view is that of its base
         self._part = _Part.apply(self) if in_graph else self._held
         return self._part
 

@@ -273,9 +273,47 @@ def _grad(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     return tuple(as_divided(g, division) if division and g is not None else g for g, division in pairs)
 
 
+def _backward(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """From parts, whose gradients may be given whole (by the user) or as parts (a checkpoint passes on what it got)."""
+    options = dict(zip(("tensors", "grad_tensors"), args, strict=False)) | dict(kwargs)
+    tensors, gradients = options.pop("tensors"), options.pop("grad_tensors", None)
+    tensors = [tensors] if isinstance(tensors, Tensor) else [*tensors]
+    gradients = [gradients] if isinstance(gradients, Tensor) else gradients
+    if gradients is not None:
+        pairs = zip(tensors, gradients, strict=True)
+        gradients = [_part_of_gradient(x, gradient) if type(x) is Divided else gradient for x, gradient in pairs]
+    if options.get("inputs") is not None:
+        options["inputs"] = _parts(options["inputs"])
+    return func(_parts(tensors), gradients, **options)
+
+
+def _part_of_gradient(x: Divided, gradient: Tensor | None) -> Tensor | None:
+    if type(gradient) is Divided:
+        return gradient.part
+    if gradient is None or gradient.shape != x.shape:
+        return gradient
+    return x.group.part(gradient, x.divided_dim, x.lengths)
+
+
+def _parts(tensors: Any) -> list[Any]:
+    tensors = [tensors] if isinstance(tensors, Tensor) else tensors
+    return [x.part if type(x) is Divided else x for x in tensors]
+
+
+def _requires_grad(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Also of what an autograd function returned or saved, whose graph is its own and not that of its values."""
+    x = args[0]
+    if x._part is not None:
+        return func(x._part)
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(x) or func(x._held)
+
+
 def _grad_of_leaf(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     gradient = func(args[0].part)
-    return None if gradient is None else as_divided(gradient, args[0].division)
+    if gradient is None or torch._C._current_graph_task_id() >= 0:
+        return gradient  # inside a backward: a checkpoint hands it to autograd, which knows the part alone
+    return as_divided(gradient, args[0].division)
 
 
 def _size(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -334,6 +372,7 @@ def _fill(rules: dict[Any, Callable[..., Any]]) -> None:
     add(_pointwise_in_place, " ".join(f"__{name}__" for name in _OPERATORS.split() if f"__{name}__" in WRITING))
     add(_same, _SAME)
     add(_of_part, _OF_PART)
+    rules[Tensor.requires_grad.__get__] = _requires_grad  # type: ignore[attr-defined]
     rules[Tensor.requires_grad.__set__] = _of_part  # type: ignore[attr-defined]
     add(_like, "empty_like zeros_like ones_like full_like rand_like randn_like")
     add(_along(1), "mean sum prod amax amin logsumexp argmax argmin all any softmax log_softmax cumsum")
@@ -354,6 +393,7 @@ def _fill(rules: dict[Any, Callable[..., Any]]) -> None:
     add(_deepcopy, "__deepcopy__")
     add(_repr, "__repr__ __format__")
     rules[torch.autograd.grad] = _grad
+    rules[torch.autograd.backward] = _backward
     add(lambda func, args, kwargs: args[0].shape, "shape")
     add(_size, "size")
     add(lambda func, args, kwargs: args[0].part.dim(), "dim ndim ndimension")

@@ -157,8 +157,13 @@ class _Resolver:
             self._groups[_join(path, owner)] = name
         if plan.heads is not None:
             # Hugging Face's attentions return the weights of their heads behind what they attend to
-            self._heads[path] = Heads(units.lengths("heads"), plan.arguments, plan.results or {1: 1})
+            results = plan.results or {1: 1}
+            self._heads[path] = Heads(units.lengths("heads"), plan.arguments, results)
             self._groups[path] = name
+            for inner in {key.rpartition(".")[0] for key in plan.column} - {""}:
+                full = _join(path, inner)  # and so does the part of it that has the projections
+                self._heads.setdefault(full, Heads(units.lengths("heads"), {}, results))
+                self._groups[full] = name
 
     def _linear(self, path: str, kind: Kind, units: Units, parts: Sequence[str], group: str) -> None:
         module = self._root.get_submodule(path)
@@ -195,6 +200,8 @@ class _Resolver:
             for name, _ in module.named_parameters()
             if name.split(".")[0] not in _ADAPTER_PARTS or name.endswith("_embedding_A")
         } | {type(variant).__name__ for variant in getattr(module, "lora_variant", {}).values()}
+        if hasattr(module, "parameter_name"):  # adds to the weight itself (target_parameters)
+            strange.add(f"{type(module).__name__} of {module.parameter_name}")
         if strange:
             raise ConfigError(
                 path,
