@@ -81,7 +81,8 @@ def check_module(
     """Refuse modules that cannot run in stages, and a user's own schedule that does not fit them.
 
     Raises:
-        ConfigError: it optimizes manually, or its loss needs all layers, and the layout has several stages.
+        ConfigError: it optimizes manually, or its loss needs all layers, and the layout has several stages; or it clips
+            by a norm of its own, and parameters are divided.
         ScheduleError: the schedule is not one of the stages of this module.
     """
     if callable(schedule) or is_table(schedule):
@@ -92,6 +93,14 @@ def check_module(
             False,
             "Manual optimization runs its own backward, and a schedule leaves no place for that",
             "Use automatic optimization, or one stage (colocate all modalities, tp_size=1, pp_size=1), no microbatches",
+        )
+    clips = getattr(type(module).configure_gradient_clipping, "__code__", None)
+    if plan.division.shards and "clip_grad_norm_" in getattr(clips, "co_names", ()):
+        raise ConfigError(
+            "configure_gradient_clipping",
+            "clip_grad_norm_",
+            "It takes the norm of the parts that one rank has, so that ranks would clip unlike",
+            "Call self.clip_gradients(optimizer, gradient_clip_val=..., gradient_clip_algorithm='norm')",
         )
     configs = [getattr(part, "config", None) for part in module.modules()]
     if any(getattr(config, "output_router_logits", False) is True for config in configs):

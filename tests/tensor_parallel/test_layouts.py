@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import lightning as L
 import pytest
 
 from lightning_mm5d import TensorParallelPlan, register_tensor_parallel_plan
-from tensor_parallel.layouts import check
+from tensor_parallel.layouts import Compared, check, check_all
 
 ONE: dict[str, tuple[dict[str, Any], int]] = {
     "tp 2": ({"tp_size": 2}, 2),
@@ -95,6 +96,22 @@ def test_tensor_parallelism_combines_with_all_else(
     name: str, fields: dict[str, Any], world: int, options: dict[str, Any]
 ) -> None:
     check(name, fields, world, **options)
+
+
+def recompute(module: L.LightningModule) -> None:
+    module.model.gradient_checkpointing_enable({"use_reentrant": True})
+    module.train()
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.filterwarnings("ignore")
+def test_layers_that_are_recomputed_by_a_backward_within_the_backward_equal_one_process() -> None:
+    shards = {"language": {"tp_size": 2, "sequence_parallel": True}}
+    check_all(
+        2,
+        Compared(name="llama_tied", fields=shards, prepare=recompute),
+        Compared(name="t5", fields={"language": {"tp_size": 2}}, prepare=recompute, exact=True),
+    )
 
 
 @pytest.mark.usefixtures("float64")

@@ -1,0 +1,65 @@
+"""What divided parameters cannot do is refused, before a process group where it can be known, and never goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
+
+from lightning_mm5d import ConfigError, Modality
+from lightning_mm5d.layout import Layout
+from lightning_mm5d.validation import check_callbacks, check_module
+from parity.harness import fit, run_ranks, strategy
+from tensor_parallel.layouts import batches_of, build
+from zoo.case import TinyModule
+
+DIVIDED = {"language": Modality(tp_size=2)}
+
+
+def plan_of(module: L.LightningModule) -> Any:
+    chosen = strategy(dict(DIVIDED))
+    chosen.__dict__["layout"] = Layout.build(DIVIDED, world_size=2, terminal="language")
+    return chosen.plan(module)
+
+
+class Clipping(TinyModule):
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+
+
+def test_a_norm_of_the_users_own_is_refused() -> None:
+    module = Clipping(build("llama_tied").model)
+    with pytest.raises(ConfigError, match=r"self\.clip_gradients"):
+        check_module(module, plan_of(module), 1, "1f1b")
+
+
+@pytest.mark.parametrize("callback", [StochasticWeightAveraging(0.1), ModelPruning("l1_unstructured")])
+def test_callbacks_that_need_whole_parameters_are_refused(callback: L.Callback) -> None:
+    with pytest.raises(ConfigError, match="whole parameters"):
+        check_callbacks([callback], plan_of(build("llama_tied")))
+
+
+def test_a_wrong_type_of_sequence_parallel_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"modalities\.language\.sequence_parallel: got 'yes'"):
+        strategy({"language": Modality(tp_size=2, sequence_parallel="yes")})
+
+
+class Penalized(TinyModule):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) + sum(p.pow(2).sum() for p in self.parameters())
+
+
+def penalize(rank: int) -> str:
+    """language: ranks 0-1."""
+    module = Penalized(build("llama_tied").model, use_cache=False)
+    with pytest.raises(ValueError, match="unlike losses") as caught:
+        fit(module, batches_of("llama_tied"), strategy(DIVIDED, num_microbatches=2), 2)
+    return str(caught.value)
+
+
+@pytest.mark.usefixtures("float64")
+def test_ranks_that_come_to_unlike_losses_stop_in_the_first_step() -> None:
+    assert all("weight_decay" in message for message in run_ranks(2, penalize))
