@@ -24,6 +24,8 @@ from lightning_mm5d.engine.plan import Plan
 from lightning_mm5d.stage.remote import Placeholder, give_memory, is_placeholder
 from lightning_mm5d.tensor_parallel.shards import Shard
 
+_BUCKET_ELEMENTS = 8 * 2**20
+
 # --- optimizers ---
 
 
@@ -119,6 +121,30 @@ def _merged(parts: Mapping[int, Mapping[str, Any]], shard: Shard, shape: torch.S
 
 
 # --- modules ---
+
+
+def equalize(root: nn.Module, device: torch.device) -> None:
+    """Give all ranks rank 0's parameters and buffers, whole; collective.
+
+    Args:
+        root: the LightningModule, whole on rank 0.
+        device: where messages of the default group live.
+    """
+    give_memory(root.parameters())
+    if dist.get_world_size() == 1:
+        return
+    held: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in (*root.parameters(), *root.buffers()):
+        held.setdefault(tensor.dtype, []).append(tensor.data)
+    for tensors in held.values():
+        while tensors:
+            bucket = [tensors.pop(0)]
+            while tensors and sum(t.numel() for t in bucket) + tensors[0].numel() <= _BUCKET_ELEMENTS:
+                bucket.append(tensors.pop(0))
+            flat = torch.cat([tensor.reshape(-1) for tensor in bucket]).to(device)
+            dist.broadcast(flat, 0)
+            for tensor, piece in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
+                tensor.copy_(piece.view_as(tensor))
 
 
 def collect_module(root: nn.Module, plan: Plan, rank: int, targets: Sequence[int] = (0,)) -> dict[str, Any]:

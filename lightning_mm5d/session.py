@@ -31,17 +31,16 @@ from lightning_mm5d.engine.logs import LogExchange
 from lightning_mm5d.engine.metrics import MetricSync
 from lightning_mm5d.engine.plan import Plan
 from lightning_mm5d.engine.recorder import Recorder
+from lightning_mm5d.engine.run_groups import make_groups
 from lightning_mm5d.engine.transport import Transport
 from lightning_mm5d.errors import ConfigError
 from lightning_mm5d.parallel.gradients import make_gradients, sum_groups
 from lightning_mm5d.recorded import write_timeline
 from lightning_mm5d.schedule import WHOLE_BACKWARDS, Graph, Schedule
-from lightning_mm5d.stage import Runtime, drop_parameters, give_memory, is_placeholder, views
+from lightning_mm5d.stage import Runtime, drop_parameters, is_placeholder, views
 from lightning_mm5d.steps import Replica, Steps
 from lightning_mm5d.tensor_parallel.apply import TensorParallel
-from lightning_mm5d.tensor_parallel.collectives import TensorGroup
 
-_BUCKET_ELEMENTS = 8 * 2**20
 # by name, because they come from many packages
 _OVER_WHOLE_MATRICES = {
     "Adafactor",
@@ -98,7 +97,15 @@ class Session:
         self._module, self._rank, self._device = module, rank, device
         self._unsynced, self._seed = False, seed
         self._clipper: Precision | None = None
-        self._make_groups(timeout)
+        self._groups = Groups(timeout)
+        self._in = make_groups(
+            self._groups,
+            plan,
+            rank,
+            gradients=sum_groups(plan),
+            trained=[name for name, parameter in module.named_parameters() if parameter.requires_grad],
+            is_plain=self.is_plain,
+        )
         self._cut(schedule, num_microbatches)
         self._connect_parts(num_microbatches, loss_weight)
         self._timeline, self._schedule, self._num_microbatches = timeline, schedule, num_microbatches
@@ -129,26 +136,6 @@ class Session:
         return device if dist.get_backend() == "nccl" else torch.device("cpu")
 
     @staticmethod
-    def equalize(module: pl.LightningModule, device: torch.device) -> None:
-        """Give all ranks rank 0's parameters and buffers, whole; collective."""
-        give_memory(module.parameters())
-        if dist.get_world_size() == 1:
-            return
-        wire = Session.wire(device)
-        held: dict[torch.dtype, list[Tensor]] = {}
-        for tensor in (*module.parameters(), *module.buffers()):
-            held.setdefault(tensor.dtype, []).append(tensor.data)
-        for tensors in held.values():
-            while tensors:
-                bucket = [tensors.pop(0)]
-                while tensors and sum(t.numel() for t in bucket) + tensors[0].numel() <= _BUCKET_ELEMENTS:
-                    bucket.append(tensors.pop(0))
-                flat = torch.cat([tensor.reshape(-1) for tensor in bucket]).to(wire)
-                dist.broadcast(flat, 0)
-                for tensor, piece in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
-                    tensor.copy_(piece.view_as(tensor))
-
-    @staticmethod
     def agreed_seed(device: torch.device) -> int:
         """Return rank 0's seed; collective."""
         own = int(os.environ.get("PL_GLOBAL_SEED") or torch.initial_seed() % 2**62)
@@ -157,43 +144,6 @@ class Session:
         return int(seed)
 
     # --- building ---
-
-    def _make_groups(self, timeout: timedelta) -> None:
-        plan, layout = self.plan, self.plan.layout
-        self._groups = Groups(timeout)
-        world = range(layout.size)
-        self._ascending = self._groups.get(world, "ascending") if plan.edges else None
-        self._descending = self._groups.get(world, "descending") if plan.edges else None
-        self._replica_groups = {
-            replica: self._groups.get(layout.replica_ranks(replica), f"replica {replica}")
-            for replica in range(layout.num_replicas)
-            if not self.is_plain
-        }
-        # one rank of each replica: those that share a last stage do alike, and count once
-        ends = [
-            self._groups.get(sorted(ranks), "terminal") for ranks in zip(*plan.instances(plan.last_stage), strict=True)
-        ]
-        self._terminal = next((group for group in ends if group and dist.get_world_size(group) > 1), None)
-        self._gradient_groups = {ranks: self._groups.get(ranks, "gradients") for ranks in sum_groups(plan)}
-        self._make_tensor_groups()
-        trained = sorted(name for name, parameter in self._module.named_parameters() if parameter.requires_grad)
-        self._groups.verify(
-            f"stages {plan.partition.stages}, trained {trained}, divided {sorted(plan.division.shards)}"
-        )
-
-    def _make_tensor_groups(self) -> None:
-        """Groups of the ranks that share layers, by their ranks and by modality."""
-        plan, made = self.plan, {}
-        for ranks in dict.fromkeys(ranks for stage in plan.members for ranks in plan.instances(stage)):
-            group = self._groups.get(ranks, "tensor") if len(ranks) > 1 else None
-            if group is not None:
-                made[ranks] = TensorGroup(group)
-        self._groups_by_ranks = made
-        self._tensor_groups = {
-            place.modality: made[ranks]
-            for place in plan.layout.places_of(self._rank)
-            if (ranks := plan.layout.ranks_of(place.modality, dp=place.dp, pp=place.pp)) in made
-        }
 
     def _cut(self, schedule: str | Callable[[Graph], Schedule], num_microbatches: int) -> None:
         plan, module = self.plan, self._module
@@ -205,9 +155,9 @@ class Session:
         every = views(plan.partition, plan.members, plan.consumes)
         self._views = {key: every[key] for key in own}
         self._tensor: TensorParallel | None = None
-        if self._tensor_groups:
+        if self._in.modalities:
             self._tensor = TensorParallel(
-                module, plan.division, self._tensor_groups, holds=local.__contains__, device=self._device
+                module, plan.division, self._in.modalities, holds=local.__contains__, device=self._device
             )
         self._runtime = Runtime(
             module,
@@ -215,18 +165,18 @@ class Session:
             {self._views[key]: held[key] for key in own},
             defers=schedule not in WHOLE_BACKWARDS,
             tensor=self._tensor,
-            tensor_groups=self._tensor_groups,
+            tensor_groups=self._in.modalities,
         )
         self.transport: Transport | None = None
         if plan.edges or self._tensor is not None:
             self._runtime.install()
         for name, modality in plan.modalities.items():
             layers = plan.partition.layers[name]
-            if modality.sequence_parallel and self._tensor is not None and name in self._tensor_groups and layers:
+            if modality.sequence_parallel and self._tensor is not None and name in self._in.modalities and layers:
                 self._tensor.divide_sequences(module.get_submodule(layers), name)
         if plan.edges:
-            assert self._ascending is not None and self._descending is not None  # noqa: PT018
-            self.transport = Transport(self._ascending, self._descending, self._device, self._rank)
+            assert self._in.ascending is not None and self._in.descending is not None  # noqa: PT018
+            self.transport = Transport(self._in.ascending, self._in.descending, self._device, self._rank)
         self._engine = Engine(
             plan,
             self._runtime,
@@ -236,7 +186,7 @@ class Session:
             num_microbatches=num_microbatches,
             rank=self._rank,
             device=self._device,
-            tensor_groups=self._groups_by_ranks,
+            tensor_groups=self._in.tensor,
         )
 
     def _connect_parts(self, num_microbatches: int, loss_weight: Literal["samples", "tokens"]) -> None:
@@ -245,12 +195,12 @@ class Session:
         for name, parameter in module.named_parameters():
             if not is_placeholder(parameter):
                 held[name] = parameter
-        self.gradients = make_gradients(plan, self._rank, held, self._gradient_groups)
+        self.gradients = make_gradients(plan, self._rank, held, self._in.gradients)
         last = plan.instances(plan.last_stage)
         is_last = any(self._rank in ranks for ranks in last)
         self._sources = tuple(ranks[0] for ranks in last)
         self._metrics = MetricSync(
-            terminal_group=self._terminal if is_last else None, is_terminal=is_last, world_src=last[0][0]
+            terminal_group=self._in.terminal if is_last else None, is_terminal=is_last, world_src=last[0][0]
         )
         if not self.is_plain:
             self._metrics.attach(part for part in module.modules() if isinstance(part, Metric))
@@ -259,8 +209,8 @@ class Session:
             number: Replica(
                 src=last[number][0],
                 ends_here=self._rank in last[number],
-                group=self._replica_groups[number],
-                exchange=LogExchange(src=last[number][0], group=self._replica_groups[number], device=wire),
+                group=self._in.replicas[number],
+                exchange=LogExchange(src=last[number][0], group=self._in.replicas[number], device=wire),
             )
             for number in layout.replicas_of_rank(self._rank)
             if not self.is_plain
@@ -275,7 +225,7 @@ class Session:
             self._metrics,
             rank=self._rank,
             device=self._device,
-            terminal_group=self._terminal if is_last else None,
+            terminal_group=self._in.terminal if is_last else None,
             num_microbatches=num_microbatches,
             loss_weight=loss_weight,
             seed=None if alone else self._seed,
@@ -388,12 +338,12 @@ class Session:
         count = self.plan.layout.num_replicas
         run = self._runtime.active
         if run is not None:
-            if not run.stage.is_last or self._terminal is None:
+            if not run.stage.is_last or self._in.terminal is None:
                 return torch.stack([tensor] * count)
             if sync_grads:
-                return torch.stack(_gather_with_grad(tensor, self._terminal))
+                return torch.stack(_gather_with_grad(tensor, self._in.terminal))
             gathered = [torch.empty_like(tensor) for _ in range(count)]
-            dist.all_gather(gathered, tensor.detach().contiguous(), group=self._terminal)
+            dist.all_gather(gathered, tensor.detach().contiguous(), group=self._in.terminal)
             return torch.stack(gathered)
         everywhere = [torch.empty_like(tensor) for _ in range(self.plan.layout.size)]
         dist.all_gather(everywhere, tensor.detach().contiguous())

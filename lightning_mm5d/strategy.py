@@ -28,7 +28,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_mm5d.checkpoint import collect_module, collect_optimizer, load_module, load_optimizer
+from lightning_mm5d.checkpoint import collect_module, collect_optimizer, equalize, load_module, load_optimizer
 from lightning_mm5d.config import Modality, for_schedule
 from lightning_mm5d.engine.plan import Plan
 from lightning_mm5d.grouped import group_batches
@@ -242,7 +242,7 @@ class MultimodalStrategy(ParallelStrategy):
         check_callbacks(vars(trainer)["callbacks"], plan)
         if trainer.state.fn == TrainerFn.FITTING:
             self._fit_plan = plan
-        Session.equalize(module, self.root_device)
+        equalize(module, Session.wire(self.root_device))
         self._failed = False
         self._session = Session(
             module,

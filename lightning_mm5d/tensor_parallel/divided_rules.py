@@ -282,9 +282,9 @@ def _backward(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     if gradients is not None:
         pairs = zip(tensors, gradients, strict=True)
         gradients = [_part_of_gradient(x, gradient) if type(x) is Divided else gradient for x, gradient in pairs]
-    if options.get("inputs") is not None:
-        options["inputs"] = _parts(options["inputs"])
-    return func(_parts(tensors), gradients, **options)
+    inputs = options.pop("inputs", None)
+    inputs = [inputs] if isinstance(inputs, Tensor) else inputs
+    return func(_parts(tensors), gradients, inputs=inputs and _parts(inputs), **options)
 
 
 def _part_of_gradient(x: Divided, gradient: Tensor | None) -> Tensor | None:
@@ -295,8 +295,7 @@ def _part_of_gradient(x: Divided, gradient: Tensor | None) -> Tensor | None:
     return x.group.part(gradient, x.divided_dim, x.lengths)
 
 
-def _parts(tensors: Any) -> list[Any]:
-    tensors = [tensors] if isinstance(tensors, Tensor) else tensors
+def _parts(tensors: Sequence[Any]) -> list[Any]:
     return [x.part if type(x) is Divided else x for x in tensors]
 
 
