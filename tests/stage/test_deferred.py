@@ -29,7 +29,7 @@ class Block(nn.Module):
         return x + self._run(self.down, hidden * 2)
 
     def _run(self, layer: nn.Module, x: Tensor) -> Tensor:
-        return layer(x) if self.due is None or not defers(layer, x) else deferred_linear(layer, x, self.due)
+        return layer(x) if self.due is None or not defers(layer, x) else deferred_linear(layer, x, layer.bias, self.due)
 
 
 def gradients(block: Block) -> dict[str, Tensor]:
@@ -141,7 +141,7 @@ def test_autocast_computes_in_sixteen_bits_and_keeps_gradients_in_thirty_two() -
         block.zero_grad()
         x.grad, block.due = None, due
         with torch.autocast("cpu", torch.bfloat16):
-            out = block.up(x) if due is None else deferred_linear(block.up, x, due)
+            out = block.up(x) if due is None else deferred_linear(block.up, x, block.up.bias, due)
         assert out.dtype == torch.bfloat16
         with due or nullcontext():
             out.float().square().sum().backward()
@@ -190,7 +190,7 @@ def test_what_is_put_off_is_its_own_where_a_parameter_takes_the_same_memory() ->
     due = [Deferred() for _ in parts]
     for x, one in zip(parts, due, strict=True):
         with one:
-            (deferred_linear(layer, x, one) + pos.unsqueeze(0)).square().sum().backward()
+            (deferred_linear(layer, x, layer.bias, one) + pos.unsqueeze(0)).square().sum().backward()
     for one in due:
         one.compute()
     torch.testing.assert_close(layer.weight.grad, expected)
@@ -198,7 +198,7 @@ def test_what_is_put_off_is_its_own_where_a_parameter_takes_the_same_memory() ->
 
 def test_results_can_be_changed_in_place() -> None:
     layer, x = nn.Linear(4, 4), torch.randn(2, 3, 4, requires_grad=True)
-    out = deferred_linear(layer, x, Deferred())
+    out = deferred_linear(layer, x, layer.bias, Deferred())
     out.view(2, 3, 2, 2)[..., 0].mul_(2)
     assert torch.relu_(out).shape == (2, 3, 4)
     out.sum().backward()
