@@ -178,10 +178,6 @@ class Plan:
         keys = dict.fromkeys(self.stage_of[owner] for owner in self.partition.owners[name])
         return [ranks for key in keys for ranks in self.instances(key)]
 
-    def counts(self, name: str, rank: int) -> bool:
-        """Whether `rank` is the one that counts a parameter, or its part of it, among all that hold it."""
-        return rank in self.keepers(name)
-
     def keepers(self, name: str) -> tuple[int, ...]:
         """The ranks that stand for a parameter or buffer: one, or one for each part of what is divided.
 
@@ -202,10 +198,6 @@ class Plan:
     def part_of(self, name: str, rank: int) -> int:
         """Which part of a divided parameter a rank that holds one has."""
         return next(ranks.index(rank) for ranks in self._instances_with(name) if rank in ranks)
-
-    def keeper(self, name: str) -> int:
-        """The first of `keepers`."""
-        return self.keepers(name)[0]
 
     def _stays(self, buffer: str) -> bool:
         """Whether only the owner of a buffer runs the module that it is in; else the last stage has come furthest."""

@@ -9,7 +9,7 @@ that do not fit their modules, projections that are not plain linear layers, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -312,9 +312,3 @@ def _is_table(module: object) -> bool:
 
 def _join(*parts: str) -> str:
     return ".".join(part for part in parts if part)
-
-
-def describe(division: Division) -> Iterator[str]:
-    """Yield a line for each module that stays whole."""
-    for path, why in division.whole.items():
-        yield f"{path} is computed whole on every tensor parallel rank: {why}"
