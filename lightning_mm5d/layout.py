@@ -10,7 +10,7 @@ The *replicas* are those of the terminal modality, whose last stage computes the
 as many (then each takes every k-th microbatch) or a k-th of them (then each serves k replicas).
 
 It refuses what `sizes.solve` refuses, and placements that are no permutation or descend along an axis. It expects
-modalities that passed `config.check`.
+modalities that passed `checks.check`.
 """
 
 from __future__ import annotations

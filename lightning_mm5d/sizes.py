@@ -5,7 +5,7 @@ all ranks of its host divides them by its own sizes; one that shares a pipeline 
 and brings along the ranks of its earlier stages.
 
 It refuses sizes that do not fill the world, and replicas that do not pair up. It expects modalities that passed
-`config.check`.
+`checks.check`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Checks of a configuration against a module and its data, before any process is started.
 
-What needs only the configuration is checked in `config` and `layout`. It refuses manual optimization where a schedule
+What needs only the configuration is checked in `checks` and `layout`. It refuses manual optimization where a schedule
 runs, losses that need all layers on one rank, callbacks that save a copy of the module, and batches that are too small
 to be split.
 """
@@ -16,7 +16,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from torch.utils.data import DataLoader
 
-from lightning_mm5d.config import Modality, check
+from lightning_mm5d.checks import check
+from lightning_mm5d.config import Modality
 from lightning_mm5d.engine.plan import Plan
 from lightning_mm5d.errors import ConfigError
 from lightning_mm5d.partition import terminal_of

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from lightning_mm5d.config import Modality, check, colocated_dp
+from lightning_mm5d.checks import check
+from lightning_mm5d.config import Modality, colocated_dp
 from lightning_mm5d.errors import ConfigError
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from layouts import build, numbers, random_modalities
-from lightning_mm5d.config import Modality, check
+from lightning_mm5d.checks import check
+from lightning_mm5d.config import Modality
 from lightning_mm5d.errors import ConfigError
 from lightning_mm5d.layout import Layout, Place, Share, Sizes
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from lightning_mm5d.config import Modality, check
+from lightning_mm5d.checks import check
+from lightning_mm5d.config import Modality
 from lightning_mm5d.errors import ConfigError
 from lightning_mm5d.layout import Layout
 from lightning_mm5d.partition.costs import Unit

@@ -13,7 +13,8 @@ import yaml
 from jsonargparse import ArgumentParser, auto_cli
 
 from lightning_mm5d import config
-from lightning_mm5d.config import Modality, PipelineTemplate, check
+from lightning_mm5d.checks import check
+from lightning_mm5d.config import Modality, PipelineTemplate
 from lightning_mm5d.errors import ConfigError, nearest, one_of
 
 SCHEDULES = ("gpipe", "1f1b")
