@@ -10,10 +10,10 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, get_args, get_type_hints
 
 from lightning_mm5d.config import Modality, PipelineTemplate, colocated_dp
-from lightning_mm5d.errors import ConfigError
+from lightning_mm5d.errors import ConfigError, one_of
 
 
 def check(
@@ -51,6 +51,7 @@ def check(
         _check_paths(f"modalities.{name}.module", modality.module)
         _check_paths(f"modalities.{name}.boundary", modality.boundary)
         _check_cost(f"modalities.{name}.cost", modality)
+        _check_context(f"modalities.{name}", modality, is_terminal=name == terminal)
     for name in modalities:
         _check_feeds(name, modalities, terminal)
         _check_colocation(name, modalities)
@@ -91,6 +92,32 @@ def _check_sizes(field: str, modality: Modality) -> None:
         rule = f"The pipeline_template has {template.num_stages} stages"
         fix = f"Use pp_size={fits}, or leave it unset"
         raise ConfigError(f"{field}.pp_size", modality.pp_size, rule, fix)
+
+
+def _check_context(field: str, modality: Modality, *, is_terminal: bool) -> None:
+    mode, size, inner = modality.cp_mode, modality.cp_size, modality.ulysses_size
+    for name in ("cp_mode", "cp_distribution"):
+        known = get_args(get_type_hints(Modality)[name])
+        if getattr(modality, name) not in known:
+            got = getattr(modality, name)
+            raise ConfigError(f"{field}.{name}", got, f"It is one of {', '.join(known)}", _did_you_mean(got, known))
+    if mode == "items" and is_terminal:
+        rule = "Items are whole images, frames or clips of an encoder, and this modality computes the loss"
+        raise ConfigError(f"{field}.cp_mode", mode, rule, "Use 'allgather', 'ring' or 'ulysses'")
+    if mode != "hybrid":
+        if inner is not None:
+            rule = f"It is the size of the inner groups of cp_mode='hybrid', and cp_mode is {mode!r}"
+            raise ConfigError(f"{field}.ulysses_size", inner, rule, "Leave it unset, or use cp_mode='hybrid'")
+        return
+    if size == 1 and inner is None:
+        return
+    proper = [one for one in range(2, size) if size % one == 0]
+    if not proper:
+        rule = f"A hybrid has groups of several ranks, and several groups: cp_size={size} has no such divisor"
+        raise ConfigError(f"{field}.cp_mode", mode, rule, "Use 'ring' or 'ulysses', or a cp_size such as 4")
+    if inner not in proper or isinstance(inner, bool):
+        rule = f"It divides cp_size={size} into several groups of several ranks"
+        raise ConfigError(f"{field}.ulysses_size", inner, rule, f"Use {one_of(proper)}")
 
 
 def _check_template(field: str, template: object) -> None:

@@ -59,6 +59,13 @@ class Modality:
         sequence_parallel: Whether what lies between the divided layers (norms, dropouts, residuals) is divided over the
             same ranks along the sequence, which takes less memory and no more communication.
         cp_size: Context parallel degree: ranks that share each sequence.
+        cp_mode: How an attention reaches the tokens of other ranks. ``allgather``: keys and values are gathered, a head
+            at a time; ``ring``: they are passed around; ``ulysses``: ranks exchange tokens for heads; ``hybrid``:
+            ``ulysses`` within groups of `ulysses_size` ranks and ``ring`` between them; ``items``, for encoders: each
+            rank takes whole images, frames or clips, and where there is one alone, ``allgather``.
+        cp_distribution: Which tokens a rank takes. ``uniform``: one stretch; ``zigzag``: two, one from either end;
+            ``makespan_min``: blocks of 128, dealt out by how many keys their queries see.
+        ulysses_size: Ranks of the inner groups of ``hybrid``.
         pp_size: Number of pipeline stages. Unset: as many as ``pipeline_template`` has, else 1.
         pipeline_template: Which layers run in which stage. Unset: balanced by what they cost.
         pp_chunks: Stages that each rank of the pipeline has, of as many model chunks; for interleaved schedules.
@@ -76,6 +83,9 @@ class Modality:
     tp_size: int = 1
     sequence_parallel: bool = False
     cp_size: int = 1
+    cp_mode: Literal["allgather", "ring", "ulysses", "hybrid", "items"] = "allgather"
+    cp_distribution: Literal["uniform", "zigzag", "makespan_min"] = "makespan_min"
+    ulysses_size: int | None = None
     pp_size: int | None = None
     pipeline_template: PipelineTemplate | None = None
     pp_chunks: int = 1

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_mm5d.checkpoint import drop_remote_state, restore_whole
+from lightning_mm5d.context_parallel.apply import ContextParallel, Ranks
 from lightning_mm5d.device import DeviceFigures
 from lightning_mm5d.engine.engine import Engine
 from lightning_mm5d.engine.groups import Groups
@@ -155,24 +156,27 @@ class Session:
         every = views(plan.partition, plan.members, plan.consumes)
         self._views = {key: every[key] for key in own}
         self._tensor: TensorParallel | None = None
-        if self._in.modalities:
+        if self._in.tensor:
             self._tensor = TensorParallel(
-                module, plan.division, self._in.modalities, holds=local.__contains__, device=self._device
+                module, plan.division, self._in.tensor, holds=local.__contains__, device=self._device
             )
+        self._context = self._share_sequences(local)
         self._runtime = Runtime(
             module,
             plan.partition,
             {self._views[key]: held[key] for key in own},
             defers=schedule not in WHOLE_BACKWARDS,
             tensor=self._tensor,
-            tensor_groups=self._in.modalities,
+            sharing=self._in.sharing,
+            context=self._context,
         )
         self.transport: Transport | None = None
-        if plan.edges or self._tensor is not None:
+        if plan.edges or self._in.sharing:
             self._runtime.install()
         for name, modality in plan.modalities.items():
             layers = plan.partition.layers[name]
-            if modality.sequence_parallel and self._tensor is not None and name in self._in.modalities and layers:
+            if modality.sequence_parallel and name in self._in.tensor and name not in self._context and layers:
+                assert self._tensor is not None
                 self._tensor.divide_sequences(module.get_submodule(layers), name)
         if plan.edges:
             assert self._in.ascending is not None and self._in.descending is not None  # noqa: PT018
@@ -186,8 +190,31 @@ class Session:
             num_microbatches=num_microbatches,
             rank=self._rank,
             device=self._device,
-            tensor_groups=self._in.tensor,
+            instances=self._in.instances,
         )
+
+    def _share_sequences(self, held: frozenset[str]) -> dict[str, ContextParallel]:
+        """Share the sequences of this rank's layers over context parallel ranks; `held` are its parameters."""
+        found = {}
+        for name, context in self._in.context.items():
+            layers = self.plan.partition.layers[name]
+            assert layers is not None, f"{name} has no layers whose sequences could be shared"
+            degree = context.whole.size
+            averaged = {
+                id(parameter)
+                for parameter_name, parameter in self._module.named_parameters(remove_duplicate=False)
+                if parameter_name in held and self.plan.degree_of(parameter_name, self._rank) == degree
+            }
+            found[name] = ContextParallel(
+                name,
+                self.plan.modalities[name],
+                self._module,
+                layers,
+                Ranks(context, self._in.sharing[name], self._in.tensor.get(name)),
+                averages=lambda x, averaged=averaged: id(x) in averaged,  # type: ignore[misc]
+                device=self._device,
+            )
+        return found
 
     def _connect_parts(self, num_microbatches: int, loss_weight: Literal["samples", "tokens"]) -> None:
         plan, layout, module = self.plan, self.plan.layout, self._module
@@ -359,6 +386,8 @@ class Session:
     def close(self, targets: Sequence[int], gather: bool) -> None:
         """Undo what the session did to the module; with `gather`, whole on the ranks `targets`."""
         self._runtime.remove()
+        for shared in self._context.values():
+            shared.remove()
         if self._tensor is not None:
             self._tensor.remove()
         self._metrics.detach()

@@ -30,6 +30,7 @@ from typing_extensions import override
 
 from lightning_mm5d.checkpoint import collect_module, collect_optimizer, equalize, load_module, load_optimizer
 from lightning_mm5d.config import Modality, for_schedule
+from lightning_mm5d.context_parallel.check import check_layers
 from lightning_mm5d.engine.plan import Plan
 from lightning_mm5d.grouped import group_batches
 from lightning_mm5d.launch import cpu_threads, make_launcher
@@ -166,6 +167,7 @@ class MultimodalStrategy(ParallelStrategy):
         """
         sizes = {name: p.numel() for name, p in module.named_parameters(remove_duplicate=False)}
         cut = partition(module, self.modalities)
+        check_layers(self.modalities, module, cut.layers)
         division = divide(module, cut, self.modalities)
         return Plan(self.layout, cut, self.modalities, sizes, v_shaped=self.schedule == "zbv", division=division)
 

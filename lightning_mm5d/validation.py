@@ -59,21 +59,13 @@ def check_computed(modalities: Mapping[str, Modality]) -> None:
     """Refuse what can be laid out, shown and simulated, but not computed in this version.
 
     Raises:
-        ConfigError: context parallel sizes, and costs that are given for some modalities only.
+        ConfigError: costs that are given for some modalities only.
     """
     costs = {name: modality.cost for name, modality in modalities.items()}
     for name, cost in costs.items():
         if cost is None and any(other is not None for other in costs.values()):
             rule = "Costs that are given and costs that are estimated have no common unit"
             raise ConfigError(f"modalities.{name}.cost", cost, rule, "Give a cost for all modalities, or for none")
-    for name, modality in modalities.items():
-        if modality.cp_size != 1:
-            raise ConfigError(
-                f"modalities.{name}.cp_size",
-                modality.cp_size,
-                "This version computes data, tensor, pipeline and modality parallelism, and no context parallelism",
-                "Use 1",
-            )
 
 
 def check_module(
@@ -106,11 +98,12 @@ def check_module(
     configs = [getattr(part, "config", None) for part in module.modules()]
     if any(getattr(config, "output_router_logits", False) is True for config in configs):
         for name, axes in plan.layout.axes.items():
-            if axes.pp > 1:
+            if axes.pp > 1 or axes.cp > 1:
+                size = "pp_size" if axes.pp > 1 else "cp_size"
                 raise ConfigError(
-                    f"modalities.{name}.pp_size",
-                    axes.pp,
-                    "A loss over the routers of all layers (output_router_logits) needs all layers on one rank",
+                    f"modalities.{name}.{size}",
+                    axes.pp if axes.pp > 1 else axes.cp,
+                    "A loss over the routers of all layers (output_router_logits) needs all layers and tokens on one rank",
                     "Use 1, or set output_router_logits to False in the model's config",
                 )
 

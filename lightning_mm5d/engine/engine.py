@@ -93,7 +93,7 @@ class Engine:
         num_microbatches: M.
         rank: global rank.
         device: where this rank computes.
-        tensor_groups: this rank's tensor parallel groups, by their ranks.
+        instances: groups of the ranks that share layers with this one, by their ranks.
 
     Attributes:
         seconds: spent in steps.
@@ -112,14 +112,14 @@ class Engine:
         num_microbatches: int,
         rank: int,
         device: torch.device,
-        tensor_groups: Mapping[tuple[int, ...], TensorGroup],
+        instances: Mapping[tuple[int, ...], TensorGroup],
     ) -> None:
         self.seconds = 0.0
         self.waited = 0.0
         self.recorder: Recorder | None = None
         self._plan, self._runtime, self._views, self._transport = plan, runtime, views, transport
         self._schedule, self._num_microbatches = schedule, num_microbatches
-        self._rank, self._device, self._tensor_groups = rank, device, tensor_groups
+        self._rank, self._device, self._instances = rank, device, instances
         self._bridges: dict[Any, Bridge] = {}
         self._built: dict[Any, _Prepared] = {}
         self._checked = False
@@ -209,7 +209,7 @@ class Engine:
             name = f"{source}->{target}"
             if back:
                 ends, name = ends[::-1], f"{target}->{source}"
-            group = self._tensor_groups.get(ends[1])
+            group = self._instances.get(ends[1])
             self._bridges[key] = Bridge(
                 self._wire,
                 rank=self._rank,
@@ -307,7 +307,7 @@ class Engine:
 
     def _check_alike(self, loss: Tensor, stage: str) -> None:
         """Refuse what the ranks that share the last layers have computed unlike: they can only go on apart."""
-        group = self._runtime.tensor_group(self._plan.partition.terminal)
+        group = self._runtime.sharing(self._plan.partition.terminal)
         if group is None:
             return
         value = loss.detach().double()
@@ -317,7 +317,7 @@ class Engine:
                 f"the ranks that share stage {stage} have unlike losses in the first step, from {lowest:.6g} to "
                 f"{highest:.6g}. The step takes the values of a divided parameter by itself (`lm_head.weight`, or a "
                 "penalty over `self.parameters()`), or depends on the rank: call the module instead, use the "
-                "optimizer's weight_decay, or set tp_size to 1"
+                "optimizer's weight_decay, or set tp_size and cp_size to 1"
             )
 
 

@@ -104,7 +104,10 @@ class Plan:
         return tuple(rank for ranks in self.instances(stage) for rank in ranks)
 
     def instances(self, stage: str) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each instance of a stage, by replica; those of one share its layers and act alike."""
+        """The ranks of each instance of a stage, by replica; those of one share its layers and act alike.
+
+        Tensor parallel ranks run fastest among them, then context parallel ones.
+        """
         modality, _, index = stage.rpartition(".")
         pp = self.pp_of(modality, int(index))
         return tuple(self.layout.ranks_of(modality, pp=pp, dp=dp) for dp in range(self.layout.sizes(modality).dp))
@@ -151,7 +154,7 @@ class Plan:
 
     def owners(self, name: str) -> tuple[int, ...]:
         """The ranks that hold a parameter, or a part of it, ascending."""
-        return tuple(sorted({rank for ranks in self._instances_with(name) for rank in ranks}))
+        return tuple(sorted({rank for ranks, _ in self._instances_with(name) for rank in ranks}))
 
     def holders(self, name: str) -> tuple[tuple[int, ...], ...]:
         """The ranks that hold each part of a parameter, in the order of the parts, ascending.
@@ -160,23 +163,41 @@ class Plan:
         that the others have too; it is a single part where modalities of unlike degrees share it.
         """
         instances = self._instances_with(name)
-        if len({len(ranks) for ranks in instances}) > 1:
+        if len({parts for _, parts in instances}) > 1:
             return (self.owners(name),)
-        return tuple(tuple(sorted(set(ranks))) for ranks in zip(*instances, strict=True))
+        parts = instances[0][1]
+        return tuple(
+            tuple(sorted({rank for ranks, _ in instances for rank in ranks[index::parts]})) for index in range(parts)
+        )
 
     def weight_of(self, name: str, rank: int) -> float:
         """What the gradient of a parameter on `rank` counts in the sum over one tuple of `holders`.
 
-        1, but where modalities of unlike tensor parallel degrees share it: then each of its ranks has the whole one.
+        Context parallel ranks have gradients of which the mean counts (see `context_parallel.sequence`), and where
+        modalities of unlike tensor parallel degrees share a parameter, each of its ranks has the whole gradient.
         """
         instances = self._instances_with(name)
-        if len({len(ranks) for ranks in instances}) == 1:
-            return 1.0
-        return sum(1.0 / len(ranks) for ranks in instances if rank in ranks)
+        ranks, parts = next(one for one in instances if rank in one[0])
+        return (1.0 if len({parts for _, parts in instances}) > 1 else parts) / len(ranks)
 
-    def _instances_with(self, name: str) -> list[tuple[int, ...]]:
+    def degree_of(self, name: str, rank: int) -> int:
+        """The context parallel degree of the ranks among which the mean of a parameter's gradient counts.
+
+        It is 0 where they are of unlike degrees, or no such parameter is known.
+        """
+        if name not in self.partition.owners:
+            return 0
+        found = {len(ranks) // parts for ranks, parts in self._instances_with(name) if rank in ranks}
+        return found.pop() if len(found) == 1 else 0
+
+    def _instances_with(self, name: str) -> list[tuple[tuple[int, ...], int]]:
+        """The ranks of each instance of the stages that use a parameter, and how many parts it has there."""
         keys = dict.fromkeys(self.stage_of[owner] for owner in self.partition.owners[name])
-        return [ranks for key in keys for ranks in self.instances(key)]
+        return [(ranks, self._parts(key)) for key in keys for ranks in self.instances(key)]
+
+    def _parts(self, stage: str) -> int:
+        """Tensor parallel degree of a stage; it runs fastest among the ranks of an instance."""
+        return self.layout.sizes(stage.rpartition(".")[0]).tp
 
     def keepers(self, name: str) -> tuple[int, ...]:
         """The ranks that stand for a parameter or buffer: one, or one for each part of what is divided.
@@ -192,12 +213,12 @@ class Plan:
         owner = owners[known][0]
         if name not in self.sizes and not self._stays(name):
             owner = self.partition.stages[owner.rpartition(".")[0]][-1].name
-        ranks = self.instances(self.stage_of[owner])[0]
-        return ranks if name in self.division.shards else ranks[:1]
+        stage = self.stage_of[owner]
+        return self.instances(stage)[0][: self._parts(stage) if name in self.division.shards else 1]
 
     def part_of(self, name: str, rank: int) -> int:
         """Which part of a divided parameter a rank that holds one has."""
-        return next(ranks.index(rank) for ranks in self._instances_with(name) if rank in ranks)
+        return next(ranks.index(rank) % parts for ranks, parts in self._instances_with(name) if rank in ranks)
 
     def _stays(self, buffer: str) -> bool:
         """Whether only the owner of a buffer runs the module that it is in; else the last stage has come furthest."""

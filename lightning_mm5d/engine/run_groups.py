@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import product
 
 import torch.distributed as dist
 
+from lightning_mm5d.context_parallel.exchange import ContextGroups
 from lightning_mm5d.engine.groups import Groups
 from lightning_mm5d.engine.plan import Plan
 from lightning_mm5d.tensor_parallel.collectives import TensorGroup
@@ -24,10 +26,12 @@ class RunGroups:
         descending: the world again, for payloads to lower ranks.
         replicas: the ranks that work for each replica of the terminal modality.
         terminal: one rank of each replica, where steps end: of those that share a last stage, those of this rank's
-            tensor parallel index.
+            place among them.
         gradients: by their ranks, those whose gradients are summed.
-        tensor: by their ranks, those that share layers.
-        modalities: the same by modality.
+        instances: by their ranks, those that share layers: of a stage, its tensor and context parallel ranks.
+        sharing: the same by modality.
+        tensor: the tensor parallel ranks by modality.
+        context: the context parallel ranks by modality.
     """
 
     ascending: dist.ProcessGroup | None = None
@@ -35,8 +39,10 @@ class RunGroups:
     replicas: dict[int, dist.ProcessGroup | None] = field(default_factory=dict)
     terminal: dist.ProcessGroup | None = None
     gradients: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
-    tensor: dict[tuple[int, ...], TensorGroup] = field(default_factory=dict)
-    modalities: dict[str, TensorGroup] = field(default_factory=dict)
+    instances: dict[tuple[int, ...], TensorGroup] = field(default_factory=dict)
+    sharing: dict[str, TensorGroup] = field(default_factory=dict)
+    tensor: dict[str, TensorGroup] = field(default_factory=dict)
+    context: dict[str, ContextGroups] = field(default_factory=dict)
 
 
 def make_groups(
@@ -73,17 +79,58 @@ def make_groups(
     ends = [sorted(ranks) for ranks in zip(*plan.instances(plan.last_stage), strict=True)]
     terminals = [groups.get(ranks, "terminal") for ranks in ends if len(ranks) > 1]
     summed = {ranks: groups.get(ranks, "gradients") for ranks in gradients}
-    tensor: dict[tuple[int, ...], TensorGroup] = {}
-    for ranks in dict.fromkeys(ranks for stage in plan.members for ranks in plan.instances(stage)):
-        group = groups.get(ranks, "tensor") if len(ranks) > 1 else None
-        if group is not None:
-            tensor[ranks] = TensorGroup(group)
-    modalities = {
-        place.modality: tensor[ranks]
+    instances: dict[tuple[int, ...], TensorGroup] = {}
+    tensor: dict[str, TensorGroup] = {}
+    context: dict[str, ContextGroups] = {}
+
+    def shared(ranks: tuple[int, ...]) -> TensorGroup | None:
+        group = groups.get(ranks, "layers") if len(ranks) > 1 else None
+        return None if group is None else instances.setdefault(ranks, TensorGroup(group))
+
+    for stage in plan.members:
+        for ranks in plan.instances(stage):
+            shared(ranks)
+    for name in layout.modalities:
+        size = layout.sizes(name)
+        for pp, dp in product(range(size.pp), range(size.dp)):
+            for cp in range(size.cp):
+                ranks = layout.ranks_of(name, pp=pp, dp=dp, cp=cp)
+                if (found := shared(ranks)) is not None and rank in ranks:
+                    tensor[name] = found
+            for tp in range(size.tp) if size.cp > 1 else ():
+                ranks = layout.ranks_of(name, pp=pp, dp=dp, tp=tp)
+                whole = shared(ranks)
+                parts = _cut(ranks, _inner_size(plan, name, ranks))
+                inner, outer = ([shared(group) for group in way] for way in parts)
+                if whole is not None and rank in ranks:
+                    mine = (next(filter(None, way), None) for way in (inner, outer))
+                    context[name] = ContextGroups(whole=whole, **dict(zip(("inner", "outer"), mine, strict=True)))
+    sharing = {
+        place.modality: instances[ranks]
         for place in layout.places_of(rank)
-        if (ranks := layout.ranks_of(place.modality, dp=place.dp, pp=place.pp)) in tensor
+        if (ranks := layout.ranks_of(place.modality, dp=place.dp, pp=place.pp)) in instances
     }
     divided = sorted(plan.division.shards)
     groups.verify(f"stages {plan.partition.stages}, trained {sorted(trained)}, divided {divided}")
     terminal = next(filter(None, terminals), None)
-    return RunGroups(ascending, descending, replicas, terminal, summed, tensor, modalities)
+    return RunGroups(ascending, descending, replicas, terminal, summed, instances, sharing, tensor, context)
+
+
+def _inner_size(plan: Plan, modality: str, ranks: tuple[int, ...]) -> int:
+    """Ranks of the inner groups of a context parallel group: those of a hybrid, or of a node for a double ring."""
+    given = plan.modalities[modality]
+    if given.cp_mode == "hybrid":
+        assert given.ulysses_size is not None
+        return given.ulysses_size
+    nodes = [rank // plan.layout.ranks_per_node for rank in ranks]
+    size = nodes.count(nodes[0])
+    even = all(len(set(nodes[first : first + size])) == 1 for first in range(0, len(nodes), size))
+    return size if given.cp_mode == "ring" and len(ranks) % size == 0 and even else len(ranks)
+
+
+def _cut(ranks: tuple[int, ...], size: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """Inner groups of `size` neighbours, and outer groups of one rank of each; none where either had one rank."""
+    if size in (1, len(ranks)):
+        return [], []
+    inner = [ranks[first : first + size] for first in range(0, len(ranks), size)]
+    return inner, list(zip(*inner, strict=True))

@@ -237,18 +237,19 @@ def _sums(plan: Plan, name: str, rank: int) -> Iterator[Summed]:
     owners = plan.owners(name)
     if rank not in owners:
         return
+    weight = plan.weight_of(name, rank)
     if name in plan.division.shared:
-        yield Summed(owners)
+        yield Summed(owners, None, weight)
         return
     holders, shard = plan.holders(name), plan.division.shards.get(name)
     if shard is None:
-        yield Summed(next(ranks for ranks in holders if rank in ranks), None, plan.weight_of(name, rank))
+        yield Summed(next(ranks for ranks in holders if rank in ranks), None, weight)
         return
     held: dict[tuple[int, ...], list[Segment]] = {}
     for segment in shard.segments(plan.part_of(name, rank)):
         held.setdefault(_with(holders, segment), []).append(segment)
     for ranks, segments in held.items():
-        yield Summed(ranks, Rows(shard.dim, tuple(segments)) if len(held) > 1 else None)
+        yield Summed(ranks, Rows(shard.dim, tuple(segments)) if len(held) > 1 else None, weight)
 
 
 def _counts(plan: Plan, name: str, rank: int) -> Iterator[Rows | None]:

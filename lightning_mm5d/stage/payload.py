@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_mm5d.tensor_parallel.collectives import TensorGroup
-from lightning_mm5d.tensor_parallel.divided import Divided, divided
+from lightning_mm5d.tensor_parallel.divided import Divided, Group, divided
 
 Path = tuple[str | int, ...]
 
@@ -102,17 +101,17 @@ class Packer:
             self._index[id(tensor)] = self.add(tensor.part)
         index = self._index[id(tensor)]
         self.parts.add(index)
-        return {"t": index, "p": [tensor.divided_dim, list(tensor.lengths)]}
+        return {"t": index, "p": [tensor.divided_dim, list(tensor.lengths), tensor.group.description()]}
 
 
-def rebuild(description: Any, tensors: list[Tensor], group: TensorGroup | None = None) -> Any:
-    """Undo `Packer.describe`; `group` is that of divided tensors."""
+def rebuild(description: Any, tensors: list[Tensor], group: Callable[[Any], Group] | None = None) -> Any:
+    """Undo `Packer.describe`; `group` gives that of a divided tensor from its own description."""
     if not isinstance(description, dict):
         return description
     if "p" in description:
         assert group is not None
-        dim, lengths = description["p"]
-        return divided(tensors[description["t"]], dim, lengths, group)
+        dim, lengths, holders = description["p"]
+        return divided(tensors[description["t"]], dim, lengths, group(holders))
     if "t" in description:
         return tensors[description["t"]]
     if "y" in description:

@@ -16,11 +16,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from lightning_mm5d.calls import at, hidden_place
 from lightning_mm5d.partition import StageCut
 from lightning_mm5d.stage.deferred import Deferred
 from lightning_mm5d.stage.payload import Packer, Path, Payload, arguments, put, rebuild, tensors_in, undivided
@@ -125,7 +127,7 @@ class Run:
         for name, description in payload.meta["boundaries"]:
             self._boundaries_in.setdefault(name, []).append(rebuild(description, payload.tensors))
         for modality, hidden, sides in payload.meta["calls"]:
-            group = self._runtime.tensor_group(modality)
+            group = partial(self._runtime.holders, modality)
             found = {(layer, tuple(path)): rebuild(value, payload.tensors, group) for layer, path, value in sides}
             state = rebuild(hidden, payload.tensors, group)
             for _, tensor in tensors_in((state, list(found.values()))):
@@ -287,19 +289,14 @@ class Run:
 
 
 def hidden_path(args: tuple, kwargs: Mapping[str, Any]) -> Path:
-    """Return where in ``(args, kwargs)`` the hidden state is: the first tensor, or ``hidden_states``."""
-    if "hidden_states" in kwargs:
-        return (1, "hidden_states")
-    for index, value in enumerate(args):
-        if isinstance(value, Tensor):
-            return (0, index)
-    for key, value in kwargs.items():
-        if isinstance(value, Tensor):
-            return (1, key)
-    raise StageError("a layer of a list that is split over stages takes no tensor")
+    """Return where in ``(args, kwargs)`` the hidden state is."""
+    place = hidden_place(args, kwargs)
+    if place is None:
+        raise StageError("a layer of a list that is split over stages takes no tensor")
+    return place
 
 
 def hidden_of(args: tuple, kwargs: Mapping[str, Any]) -> Tensor:
     """Return the hidden state among a layer's arguments."""
-    which, key = hidden_path(args, kwargs)
-    return kwargs[key] if which else args[key]  # type: ignore[index]
+    found: Tensor = at(hidden_path(args, kwargs), args, kwargs)  # type: ignore[arg-type]
+    return found

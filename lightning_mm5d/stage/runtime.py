@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_mm5d.context_parallel.apply import ContextParallel
 from lightning_mm5d.partition import Partition
 from lightning_mm5d.partition.order import used_fields
 from lightning_mm5d.stage.deferred import deferred_linear, defers, is_linear
@@ -23,7 +24,7 @@ from lightning_mm5d.stage.remote import ShapeMemory
 from lightning_mm5d.stage.run import Run, StageError, StageView, hidden_of
 from lightning_mm5d.tensor_parallel.apply import TensorParallel
 from lightning_mm5d.tensor_parallel.collectives import TensorGroup, silent
-from lightning_mm5d.tensor_parallel.divided import Divided
+from lightning_mm5d.tensor_parallel.divided import Divided, Group
 from lightning_mm5d.tensor_parallel.region import linear
 
 
@@ -36,7 +37,8 @@ class Runtime:
         stages: the stages of this rank, with the parameters that each of them holds.
         defers: whether backwards may put weight gradients off.
         tensor: the layers that this rank shares with others.
-        tensor_groups: those that it shares them with, by modality.
+        sharing: those that it shares them with, by modality.
+        context: the sequences that this rank shares with others, by modality.
 
     Attributes:
         active: the run that patched callables obey.
@@ -51,10 +53,14 @@ class Runtime:
         *,
         defers: bool = False,
         tensor: TensorParallel | None = None,
-        tensor_groups: Mapping[str, TensorGroup] | None = None,
+        sharing: Mapping[str, TensorGroup] | None = None,
+        context: Mapping[str, ContextParallel] | None = None,
     ) -> None:
         self.active: Run | None = None
-        self._tensor, self._tensor_groups = tensor, tensor_groups or {}
+        self._tensor, self._sharing, self._context = tensor, sharing or {}, context or {}
+        self._groups = [*self._sharing.values(), *(group for one in self._context.values() for group in one.groups)]
+        if tensor is not None:
+            self._groups += tensor.groups.values()
         self._defers = defers
         self.known_sides: dict[Any, frozenset] = {}
         self.terminal = partition.terminal
@@ -79,9 +85,16 @@ class Runtime:
         """Return the index of a modality's last stage."""
         return len(self._partition.stages[modality]) - 1
 
-    def tensor_group(self, modality: str) -> TensorGroup | None:
+    def sharing(self, modality: str) -> TensorGroup | None:
         """Return the ranks that share a modality's layers with this one."""
-        return self._tensor_groups.get(modality)
+        return self._sharing.get(modality)
+
+    def holders(self, modality: str, description: Any) -> Group:
+        """Return what holds the parts of a divided tensor of a modality, of which a peer gave the description."""
+        if description is not None:
+            return self._context[modality].sequence(description)
+        assert self._tensor is not None
+        return self._tensor.groups[modality]
 
     def modality_of(self, boundary: str) -> str:
         """Return the modality that a boundary belongs to."""
@@ -161,7 +174,7 @@ class Runtime:
             run = self.active
             if run is None or run.stage.name not in remote:
                 return original(*args, **kwargs)
-            with silent(self._tensor_groups.values()):  # the ranks that share it may be elsewhere
+            with silent(self._groups):  # the ranks that share it may be elsewhere
                 return self._shapes.placeholder(module, original, args, kwargs)
 
         self._replace(module, "forward", forward)
@@ -224,7 +237,7 @@ class Runtime:
     def _probe(self, modality: str, index: int, original: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
         """Find out what a remote layer returns by running it once on its NaN parameters."""
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]), silent(self._tensor_groups.values()):
+            with torch.no_grad(), torch.random.fork_rng(devices=[]), silent(self._groups):
                 self._learn(modality, index, None, original(*args, **kwargs))
         except RuntimeError:  # it writes to its parameters, and placeholders have no memory; a tensor is the rule
             self._returns_tuple[modality] = None

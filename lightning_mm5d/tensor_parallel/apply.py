@@ -20,8 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_mm5d.tensor_parallel.collectives import TensorGroup, copy, reduce, scatter
+from lightning_mm5d.calls import at, hidden_place, with_state
+from lightning_mm5d.tensor_parallel.collectives import TensorGroup, copy, exchange, reduce, scatter
 from lightning_mm5d.tensor_parallel.divided import Divided, divided
+from lightning_mm5d.tensor_parallel.divided_sequences import is_tokens
 from lightning_mm5d.tensor_parallel.region import Linear, Region, drops, linear
 from lightning_mm5d.tensor_parallel.resolve import Division, Heads, Kind
 
@@ -37,6 +39,7 @@ class TensorParallel:
         device: where this rank computes.
 
     Attributes:
+        groups: as they were given.
         linear: computes ``(module, x, bias)``, a linear layer on plain tensors; may be replaced.
     """
 
@@ -50,7 +53,7 @@ class TensorParallel:
         device: torch.device = torch.device("cpu"),  # noqa: B008
     ) -> None:
         self.linear: Linear = linear
-        self._root, self._division, self._groups = root, division, groups
+        self._root, self._division, self.groups = root, division, groups
         self._regions = {name: Region(group, drops=drops(root), device=device) for name, group in groups.items()}
         self._undo: list[Callable[[], object]] = []
         self._here = {path: self._is_here(path, holds) for path in {*division.roles, *division.heads}}
@@ -76,15 +79,13 @@ class TensorParallel:
             layers: list of layers whose hidden state is the first tensor among their arguments.
             group: name of the tensor parallel group.
         """
-        ranks = self._groups[group]
+        ranks = self.groups[group]
 
         def enter(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-            if "hidden_states" in kwargs:
-                return args, {**kwargs, "hidden_states": _sequence_shard(kwargs["hidden_states"], ranks)}
-            for index, value in enumerate(args):
-                if isinstance(value, Tensor):
-                    return (*args[:index], _sequence_shard(value, ranks), *args[index + 1 :]), kwargs
-            return args, kwargs
+            place = hidden_place(args, kwargs)
+            if place is None:
+                return args, kwargs
+            return with_state(place, _sequence_shard(at(place, args, kwargs), ranks), args, kwargs)
 
         for layer in layers.children():
             self._undo.append(layer.register_forward_pre_hook(enter, with_kwargs=True).remove)
@@ -120,10 +121,10 @@ class TensorParallel:
             tensor.data = shard.cut(tensor.data, group.index)
 
     def _group_of(self, name: str) -> TensorGroup | None:
-        return self._groups.get(self._division.groups[name])
+        return self.groups.get(self._division.groups[name])
 
     def _set_local(self, path: str, name: str, values: tuple[int, ...]) -> None:
-        group = self._groups.get(self._division.groups[path])
+        group = self.groups.get(self._division.groups[path])
         if group is None:
             return
         value: Any = values[group.index]
@@ -185,7 +186,13 @@ class TensorParallel:
         def forward(module: Any, input: Tensor) -> Tensor:
             entered = region.enter(input, training=False)
             region.forget()
-            return divided(self.linear(module, entered, module.bias), -1, lengths, region.group)
+            part = self.linear(module, entered, module.bias)
+            if isinstance(input, Divided) and is_tokens(input.group):
+                # of a context parallel rank's tokens, each tensor parallel rank gets some, with all classes
+                tokens = input.group.finer
+                part = exchange(part, -1, lengths, input.divided_dim, tokens.own_lengths, region.group)
+                return tokens.wrapped(part, input.divided_dim)
+            return divided(part, -1, lengths, region.group)
 
         return forward
 

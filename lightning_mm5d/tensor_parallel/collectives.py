@@ -11,6 +11,7 @@ It refuses nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -30,6 +31,7 @@ class TensorGroup:
         group: the process group.
         size: number of ranks.
         index: of this rank among them.
+        factor: a part of a divided value has the gradient that it has in the whole, once.
         moved: bytes that this rank has sent in a ring: ``2 (n - 1) / n`` of what is summed, ``(n - 1) / n`` of what is
             gathered or summed and scattered.
         is_silent: whether collectives return values of the right shape without communicating; for runs on one rank
@@ -38,6 +40,7 @@ class TensorGroup:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
+        self.factor = 1
         self.size = dist.get_world_size(group)
         self.index = dist.get_rank(group)
         self.moved = 0.0
@@ -98,6 +101,40 @@ class TensorGroup:
         start = sum(lengths[: self.index])
         return whole.narrow(dim, start, lengths[self.index])
 
+    def exchange(self, part: Tensor, source: int, before: Sequence[int], target: int, after: Sequence[int]) -> Tensor:
+        """Return the part along `target`, `after` long, of what is divided along `source`, `before` long."""
+        shape, pieces = [*part.shape], part.detach().split(list(after), target)
+        shape[target] = after[self.index]
+        unit = math.prod(size for dim, size in enumerate(shape) if dim != source % part.dim())
+        sent = torch.cat([piece.reshape(-1) for piece in pieces])
+        counts = [unit * length for length in before]
+        found = sent.new_empty(sum(counts))
+        if not self.is_silent:
+            dist.all_to_all_single(found, sent, counts, [piece.numel() for piece in pieces], group=self.group)
+            self.moved += (sent.numel() - pieces[self.index].numel()) * sent.element_size()
+        rows = []
+        for row, length in zip(found.split(counts), before, strict=True):
+            shape[source] = length
+            rows.append(row.view(shape))
+        return torch.cat(rows, source)
+
+    # what a divided tensor asks of its group, in autograd's graph
+
+    def copied(self, x: Tensor) -> Tensor:
+        """`copy`."""
+        return copy(x, self)
+
+    def scattered(self, x: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
+        """`scatter`."""
+        return scatter(x, dim, lengths, self)
+
+    def gathered(self, x: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
+        """`gather`."""
+        return gather(x, dim, lengths, self)
+
+    def description(self) -> None:
+        """What a peer needs to know to find its own group of this kind: nothing."""
+
 
 def _owned(x: Tensor) -> Tensor:
     """`x`, but no view: autograd forbids writes to views that a function returns, and models write to hidden states."""
@@ -147,6 +184,13 @@ def reduce_scatter(x: Tensor, dim: int, lengths: Sequence[int], group: TensorGro
     return _Scatter.apply(x, dim, tuple(lengths), group, True)
 
 
+def exchange(
+    x: Tensor, source: int, before: Sequence[int], target: int, after: Sequence[int], group: TensorGroup
+) -> Tensor:
+    """Return this rank's part along `target` of the `x` that is divided along `source`; gradients go the way back."""
+    return _Exchange.apply(x, (source, tuple(before)), (target, tuple(after)), group)
+
+
 class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
@@ -192,3 +236,14 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.group.gather(gradient[0], ctx.dim, ctx.lengths), None, None, None, None
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, source: Any, target: Any, group: TensorGroup) -> Tensor:
+        ctx.source, ctx.target, ctx.group = source, target, group
+        return group.exchange(x, *source, *target)
+
+    @staticmethod
+    def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.group.exchange(gradient[0], *ctx.target, *ctx.source), None, None, None

@@ -30,6 +30,7 @@ def divide(root: nn.Module, partition: Partition, modalities: Mapping[str, Modal
     Raises:
         ConfigError: a layer has no plan, or a plan does not fit.
     """
+    _check_shared(partition, modalities)
     degrees = {name: modality.tp_size for name, modality in modalities.items()}
     if set(degrees.values()) == {1}:
         return Division()
@@ -45,18 +46,19 @@ def divide(root: nn.Module, partition: Partition, modalities: Mapping[str, Modal
     division = resolve(root, plans_of(root, around.__contains__, layers), place)
     for path, why in division.whole.items():
         _log.warning("%s is computed whole on every tensor parallel rank: %s", path, why)
-    _check_shared(partition, modalities)
     return division
 
 
 def _check_shared(partition: Partition, modalities: Mapping[str, Modality]) -> None:
     for parameter, stages in partition.owners.items():
         users = list(dict.fromkeys(stage.rpartition(".")[0] for stage in stages))
-        unlike = [user for user in users if modalities[user].tp_size != modalities[users[0]].tp_size]
-        if unlike and any(modalities[user].host is not None for user in users):
-            raise ConfigError(
-                f"modalities.{unlike[0]}.tp_size",
-                modalities[unlike[0]].tp_size,
-                f"{parameter!r} is shared by {' and '.join(map(repr, users))}, which are colocated",
-                f"Use tp_size={modalities[users[0]].tp_size}, or ranks of their own",
-            )
+        for size in ("tp_size", "cp_size"):
+            degrees = {user: getattr(modalities[user], size) for user in users}
+            unlike = [user for user in users if degrees[user] != degrees[users[0]]]
+            if unlike and any(modalities[user].host is not None for user in users):
+                raise ConfigError(
+                    f"modalities.{unlike[0]}.{size}",
+                    degrees[unlike[0]],
+                    f"{parameter!r} is shared by {' and '.join(map(repr, users))}, which are colocated",
+                    f"Use {size}={degrees[users[0]]}, or ranks of their own",
+                )

@@ -1,4 +1,4 @@
-"""A tensor of which each rank of a tensor parallel group holds a part, and that acts as the whole.
+"""A tensor of which each rank of a group holds a part, and that acts as the whole.
 
 The user's code and that of Hugging Face must see logits with the whole vocabulary and hidden states with the whole
 sequence, although each rank computed only a part. A `Divided` answers for the whole and keeps working on the parts
@@ -16,18 +16,46 @@ its arguments on, as those of checkpoints and of sharded data parallelism do.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_mm5d.errors import ConfigError
-from lightning_mm5d.tensor_parallel.collectives import TensorGroup, gather
 
 WRITING = {"__setitem__", "__set__", "__delete__"} | {
     f"__i{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
 }
+
+
+class Group(Protocol):
+    """What holds the parts of divided tensors: a tensor parallel group, or a sequence split over ranks.
+
+    Attributes:
+        index: of this rank among those that hold parts.
+        size: their number.
+        factor: how many times the gradient of the whole a part's gradient is.
+    """
+
+    index: int
+    size: int
+    factor: int
+
+    def part(self, whole: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
+        """This rank's part of a whole tensor without a graph."""
+
+    def copied(self, x: Tensor) -> Tensor:
+        """The whole `x` for work on parts."""
+
+    def scattered(self, x: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
+        """This rank's part of the whole `x`."""
+
+    def gathered(self, x: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
+        """The whole of which `x` is this rank's part."""
+
+    def description(self) -> Any:
+        """JSON from which a peer finds its own."""
 
 
 class Parts(NamedTuple):
@@ -36,7 +64,7 @@ class Parts(NamedTuple):
     dim: int
     lengths: tuple[int, ...]
     size: int
-    group: TensorGroup
+    group: Group
 
 
 class Divided(Tensor):
@@ -67,7 +95,7 @@ class Divided(Tensor):
     def whole(self) -> Tensor:
         """The whole tensor, plain and replicated: a collective."""
         dim, lengths, _, group = self.division
-        return gather(self.part, dim, lengths, group)
+        return group.gathered(self.part, dim, lengths)
 
     @property
     def divided_dim(self) -> int:
@@ -80,8 +108,8 @@ class Divided(Tensor):
         return self.division.lengths
 
     @property
-    def group(self) -> TensorGroup:
-        """The ranks that hold parts."""
+    def group(self) -> Any:
+        """What holds the parts, a `Group`."""
         return self.division.group
 
     @property
@@ -130,7 +158,7 @@ class _Part(torch.autograd.Function):
         return gradient[0]
 
 
-def divided(part: Tensor, dim: int, lengths: Sequence[int], group: TensorGroup) -> Divided:
+def divided(part: Tensor, dim: int, lengths: Sequence[int], group: Group) -> Divided:
     """Return the tensor of which `part` is this rank's part.
 
     Args:
@@ -167,7 +195,7 @@ def on_wholes(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     if any(isinstance(leaf, Divided) for leaf in tree_leaves(written)):
         raise ConfigError(
             f"{name or func}",
-            "a tensor of which each tensor parallel rank holds a part",
+            "a tensor of which each rank holds a part",
             "What is written would be lost, because it needs the whole tensor, which is a gathered copy",
             "Write to `x.clone()`, which is whole on every rank",
         )

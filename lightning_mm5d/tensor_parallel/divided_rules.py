@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_mm5d.tensor_parallel.collectives import copy, scatter
+from lightning_mm5d.tensor_parallel.collectives import TensorGroup
 from lightning_mm5d.tensor_parallel.cross_entropy import cross_entropy
 from lightning_mm5d.tensor_parallel.divided import (
     WRITING,
@@ -28,6 +28,12 @@ from lightning_mm5d.tensor_parallel.divided import (
     on_wholes,
     without_graph,
 )
+from lightning_mm5d.tensor_parallel.divided_sequences import (
+    cross_entropy_of_tokens,
+    is_tokens,
+    narrowed_sequence,
+    reshaped_sequences,
+)
 
 
 def _beside(x: Tensor, division: Parts) -> Tensor | None:
@@ -35,9 +41,9 @@ def _beside(x: Tensor, division: Parts) -> Tensor | None:
     dim, lengths, size, group = division
     needed = x.requires_grad and torch.is_grad_enabled()
     if x.dim() < -dim or x.shape[dim] == 1:
-        return copy(x, group) if needed else x
+        return group.copied(x) if needed else x
     if x.shape[dim] == size:
-        return scatter(x, dim, lengths, group) if needed else group.part(x, dim, lengths)
+        return group.scattered(x, dim, lengths) if needed else group.part(x, dim, lengths)
     return None
 
 
@@ -136,7 +142,7 @@ def _weighted(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
         if type(other) is Divided or not fits:
             return NotImplemented
         needed = isinstance(other, Tensor) and other.requires_grad and torch.is_grad_enabled()
-        local.append(copy(other, group) if needed else other)
+        local.append(group.copied(other) if needed else other)
     result = func(*local[: len(args)], **dict(zip(kwargs, local[len(args) :], strict=True)))
     return as_divided(result, x.division)
 
@@ -171,7 +177,7 @@ def _reshaped(x: Divided, sizes: Sequence[Any]) -> Any:
             local = [*sizes]
             local[place] = part.shape[division.dim]
             return as_divided(part.reshape(local), division._replace(dim=place - len(sizes)))
-    return NotImplemented
+    return reshaped_sequences(x, sizes) if math.prod(sizes) == shape.numel() else NotImplemented
 
 
 def _reshape(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -231,9 +237,10 @@ def _getitem(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
                 return NotImplemented
             dim += (type(entry) is int) - (entry is None)
         elif at <= place < at + taken:
-            if not isinstance(entry, slice) or entry.indices(division.size) != (0, division.size, 1):
+            found = narrowed_sequence(division, entry)
+            if found is None:
                 return NotImplemented
-            entries[i] = slice(None)
+            division, entries[i] = found
         at += taken
     return as_divided(func(part, tuple(entries)), division._replace(dim=dim))
 
@@ -242,13 +249,18 @@ def _cross_entropy(func: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
     names = ("weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
     options = dict(zip(names, args[2:], strict=False)) | dict(kwargs)
     logits, target = args[0], args[1]
-    if type(logits) is not Divided or type(target) is Divided or logits.dim() != 2 or logits.division.dim != -1:
+    if type(logits) is not Divided or type(target) is Divided or logits.dim() != 2:
+        return NotImplemented
+    if logits.division.dim == -2:
+        return cross_entropy_of_tokens(logits, target, options)
+    if is_tokens(logits.group):
         return NotImplemented
     if target.dim() != 1 or target.dtype != torch.int64:
         return NotImplemented
     if any(options.pop(name, None) is not None for name in ("weight", "size_average", "reduce")):
         return NotImplemented
-    _, lengths, size, group = logits.division
+    _, lengths, size, _ = logits.division
+    group: TensorGroup = logits.group
     start = sum(lengths[: group.index])
     return cross_entropy(logits.part, target, start=start, classes=size, group=group, **options)
 
@@ -257,10 +269,12 @@ def _register_hook(func: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
     x, hook = args
 
     def of_part(gradient: Tensor) -> Tensor | None:
-        changed = hook(as_divided(gradient, x.division))
-        if changed is None or type(changed) is Divided:
-            return None if changed is None else changed.part
-        return _beside(changed, x.division)
+        factor = x.group.factor
+        changed = hook(as_divided(gradient if factor == 1 else gradient / factor, x.division))
+        if changed is None:
+            return None
+        part = changed.part if type(changed) is Divided else _beside(changed, x.division)
+        return part if factor == 1 or part is None else part * factor
 
     return func(x.part, of_part, **kwargs)
 
@@ -270,7 +284,12 @@ def _grad(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     found = on_wholes(func, (outputs, _of_part(lambda *parts: parts, inputs, {})), kwargs)
     divisions = [x.division if type(x) is Divided else None for x in inputs]
     pairs = zip(found, divisions, strict=True)
-    return tuple(as_divided(g, division) if division and g is not None else g for g, division in pairs)
+    return tuple(
+        as_divided(g if division.group.factor == 1 else g / division.group.factor, division)
+        if division and g is not None
+        else g
+        for g, division in pairs
+    )
 
 
 def _backward(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -292,7 +311,8 @@ def _part_of_gradient(x: Divided, gradient: Tensor | None) -> Tensor | None:
         return gradient.part
     if gradient is None or gradient.shape != x.shape:
         return gradient
-    return x.group.part(gradient, x.divided_dim, x.lengths)
+    part = x.group.part(gradient, x.divided_dim, x.lengths)
+    return part if x.group.factor == 1 else part * x.group.factor
 
 
 def _parts(tensors: Sequence[Any]) -> list[Any]:

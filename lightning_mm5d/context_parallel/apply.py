@@ -1,0 +1,339 @@
+"""Shares the sequences of one modality's layers over context parallel ranks, in place.
+
+Each layer gets an instance attribute in front of its `forward`: a whole hidden state is split over ranks at its entry,
+and so is what goes along with the tokens; inside, everything works on plain local tensors, and only the attention
+(`attention.Attention`) communicates; what comes out is a `Divided` that acts as the whole and enters the next layer as
+it is. So whatever a model does between layers or behind them is right, and costs a gather only where it needs one.
+
+Which tokens a rank takes is decided when a whole hidden state comes in, by the masks that were made for it. A layer
+that is computed again for its backward gets the same `Divided`, hence the same tokens.
+
+An encoder in mode ``items`` gives each rank whole items of its batch, or whole segments of a packed sequence, and no
+token leaves its rank; where there are fewer items than ranks, sequences are split.
+
+It refuses what `check.probe` finds: layers in which tokens mix beside the attention.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mm5d.calls import at, hidden_place
+from lightning_mm5d.config import Modality
+from lightning_mm5d.context_parallel.arguments import (
+    Arguments,
+    item_dim,
+    names_of,
+    other_sequences,
+    replaced,
+    token_dim,
+)
+from lightning_mm5d.context_parallel.attention import Attention, Call
+from lightning_mm5d.context_parallel.check import probe
+from lightning_mm5d.context_parallel.exchange import ContextGroups
+from lightning_mm5d.context_parallel.sequence import Holders, Sequence
+from lightning_mm5d.context_parallel.split import Split, by_items, distribute
+from lightning_mm5d.tensor_parallel.collectives import TensorGroup
+from lightning_mm5d.tensor_parallel.divided import Divided
+from lightning_mm5d.tensor_parallel.divided_sequences import is_tokens
+from lightning_mm5d.tensor_parallel.region import Region, drops
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Those that share a modality's layers with this one.
+
+    Attributes:
+        context: its context parallel ranks.
+        sharing: these and their tensor parallel ranks, which run fastest.
+        tensor: its tensor parallel ranks; None where it has none.
+    """
+
+    context: ContextGroups
+    sharing: TensorGroup
+    tensor: TensorGroup | None = None
+
+
+@dataclass(eq=False)
+class _Pass:
+    """What a layer is about to work on.
+
+    Attributes:
+        sequence: of its tokens or items; parts are held as the hidden state's.
+        dim: of the hidden state that is divided, from the last.
+        call: what the attention needs to know.
+    """
+
+    sequence: Sequence
+    dim: int
+    call: Call
+    cut: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+
+class ContextParallel:
+    """The shared layers of one modality on one rank.
+
+    Args:
+        name: of the modality.
+        modality: its configuration.
+        root: the LightningModule.
+        path: of the list of layers in it.
+        ranks: who shares them.
+        averages: whether the gradient of a leaf is that of a parameter whose mean over ranks is taken in the end.
+        device: where this rank computes.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        modality: Modality,
+        root: nn.Module,
+        path: str,
+        ranks: Ranks,
+        *,
+        averages: Callable[[Tensor], bool],
+        device: torch.device = torch.device("cpu"),  # noqa: B008
+    ) -> None:
+        self._name, self._ranks = name, ranks
+        self._by_items = modality.cp_mode == "items"
+        self._distribution = modality.cp_distribution
+        layers: nn.Module = root.get_submodule(path)
+        self._layers = list(layers.children())
+        degree = ranks.context.whole.size
+        coarser = Holders(ranks.context.whole, degree, None, averages)
+        finer = None
+        if ranks.tensor is not None:
+            finer = Holders(ranks.sharing, degree, ranks.tensor, averages, coarser=coarser)
+        self._holders = coarser._replace(finer=finer)
+        self._divides_tokens = modality.sequence_parallel and finer is not None
+        self._sequences: weakref.WeakValueDictionary[Any, Sequence] = weakref.WeakValueDictionary()
+        self._stream = Region(ranks.context.whole, drops=drops(layers), device=device)
+        self._undo: list[Callable[[], object]] = []
+        self._probed: set[Any] = set()
+        self._cut: dict[int, tuple[Tensor, Tensor]] = {}
+        self._local: dict[int, tuple[Tensor, bool]] = {}
+        self._dealt: Sequence | None = None
+        members = [module for layer in self._layers for module in layer.modules()]
+        mode: Any = "allgather" if self._by_items else modality.cp_mode
+        self._attention = Attention(name, mode, ranks.context, members)
+        parent = root.get_submodule(path.rpartition(".")[0])
+        holders = [module for module in (*members, parent) if hasattr(getattr(module, "config", None), "model_type")]
+        packed = any("cu_seqlens" in names_of(module.forward) for module in members)
+        self._attention.choose({id(one.config): one.config for one in holders}.values(), packed)
+        self._undo.append(self._attention.remove)
+        for layer in self._layers:
+            self._patch(layer)
+        for module in members:
+            if others := other_sequences(module):
+                enters, leaves = partial(self._turns, others), partial(self._returns)
+                self._undo.append(module.register_forward_pre_hook(enters, with_kwargs=True).remove)
+                self._undo.append(module.register_forward_hook(leaves).remove)
+
+    @property
+    def groups(self) -> list[TensorGroup]:
+        """All groups that its work communicates in."""
+        context, sharing, tensor = self._ranks.context, self._ranks.sharing, self._ranks.tensor
+        found = (context.whole, context.inner, context.outer, sharing, tensor)
+        return [group for group in found if group is not None]
+
+    def remove(self) -> None:
+        """Take the patches away again."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+
+    def sequence(self, description: Any) -> Sequence:
+        """The sequence that a peer described."""
+        size, ranges = description
+        split = Split.of(ranges, size)
+        holders = self._holders if split.ranks == self._holders.degree else self._holders.finer
+        assert holders is not None
+        return self._sequence(split, holders)
+
+    # --- layers ---
+
+    def _patch(self, layer: nn.Module) -> None:
+        own = vars(layer).get("forward")
+        names = names_of(layer.forward)
+
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            inner = partial(type(module).forward, module) if own is None else own
+            return self._run(module, inner, Arguments(args, kwargs), names)
+
+        # bound, so that a copy of the module computes with its own weights
+        vars(layer)["forward"] = MethodType(forward, layer)
+
+        def undo() -> None:
+            vars(layer).pop("forward", None)
+            if own is not None:
+                vars(layer)["forward"] = own
+
+        self._undo.append(undo)
+
+    def _run(self, layer: nn.Module, inner: Callable[..., Any], given: Arguments, names: tuple[str, ...]) -> Any:
+        where = hidden_place(*given)
+        if where is None:
+            return inner(*given.args, **given.kwargs)
+        state = at(where, *given)
+        now = self._pass(state, given.kwargs)
+        if now is None:
+            return inner(*given.args, **given.kwargs)
+        local = replaced(given, names, partial(self._part, now), where, self._local_state(state, now))
+        key = (type(layer), now.dim)
+        if key not in self._probed and now.call.split is not None:
+            self._probed.add(key)
+            probe(self._name, layer, inner, local, self._attention, names, now.sequence.own_size)
+        before, self._attention.call = self._attention.call, now.call
+        try:
+            with self._stream.inside() if layer.training else nullcontext():
+                result = inner(*local.args, **local.kwargs)
+        finally:
+            self._attention.call = before
+        self._keep_states(given, now)
+        return self._whole(result, now)
+
+    def _turns(
+        self, others: Mapping[str, int], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Note whether an attention is given the keys of another sequence."""
+        if self._attention.call is not None:
+            given = [kwargs.get(name, args[at] if at < len(args) else None) for name, at in others.items()]
+            self._attention.call.is_cross = any(value is not None for value in given)
+
+    def _returns(self, module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+        if self._attention.call is not None:
+            self._attention.call.is_cross = False
+
+    # --- what is split how ---
+
+    def _pass(self, state: Tensor, kwargs: Mapping[str, Any]) -> _Pass | None:
+        """How a layer's hidden state is split; None where it stays whole."""
+        if isinstance(state, Divided) and is_tokens(state.group):
+            return self._pass_of(state.group, state.divided_dim, state.dim(), kwargs)
+        if self._by_items and state.dim() > 2 and state.shape[0] >= self._holders.degree:
+            split = distribute("uniform", state.shape[0], self._holders.degree, _no_work)
+            return self._pass_of(self._sequence(split, self._holders), -state.dim(), state.dim(), kwargs, new=True)
+        if state.dim() < 2 or not state.shape[-2]:
+            return None
+        split = self._split(state, kwargs)
+        sequence = self._sequence(split, self._holders)
+        found = self._pass_of(sequence.finer if self._divides_tokens else sequence, -2, state.dim(), kwargs, new=True)
+        return found
+
+    def _pass_of(self, sequence: Sequence, dim: int, ndim: int, kwargs: Mapping[str, Any], new: bool = False) -> _Pass:
+        if new or sequence is not self._dealt:
+            self._cut, self._local, self._dealt = {}, {}, sequence
+        if dim != -2:
+            return _Pass(sequence, dim, Call(None), self._cut)
+        split = sequence.coarse
+        bounds = kwargs.get("cu_seqlens")
+        if bounds is None:
+            return _Pass(sequence, dim, Call(split), self._cut)
+        if id(bounds) not in self._local:
+            self._local[id(bounds)] = (bounds, _whole_segments(split, bounds))
+        return _Pass(sequence, dim, Call(split, is_local=self._local[id(bounds)][1]), self._cut)
+
+    def _split(self, state: Tensor, kwargs: Mapping[str, Any]) -> Split:
+        size, degree = state.shape[-2], self._holders.degree
+        bounds = kwargs.get("cu_seqlens")
+        if bounds is not None:
+            lengths = bounds.diff().tolist()
+            if self._by_items and len(lengths) >= degree:
+                return by_items(lengths, [length * (length + state.shape[-1]) for length in lengths], degree)
+            return distribute(self._distribution, size, degree, partial(_work_of_segments, lengths))
+        return distribute(self._distribution, size, degree, partial(self._attention.work, size))
+
+    def _sequence(self, split: Split, holders: Holders) -> Sequence:
+        found = self._sequences.get(split)
+        if found is None:
+            found = self._sequences[split] = Sequence(split, holders)
+        return found
+
+    # --- into a layer ---
+
+    def _local_state(self, state: Tensor, now: _Pass) -> Tensor:
+        sequence = now.sequence
+        if not isinstance(state, Divided):
+            state = sequence.wrapped(sequence.scattered(state, now.dim, sequence.lengths), now.dim)
+        return sequence.local(state)
+
+    def _part(self, now: _Pass, name: str, value: Any) -> Any:
+        """What this rank's layer gets of an argument."""
+        if isinstance(value, dict):
+            for key, entry in value.items():
+                value[key] = self._state_part(entry)
+            return value
+        if isinstance(value, Divided) and is_tokens(value.group):
+            return value.group.local(value)
+        if not isinstance(value, Tensor) or isinstance(value, Divided):
+            return value
+        sequence = now.sequence.whole_of_rank
+        size = sequence.split.size
+        dim = token_dim(name, value, size) if now.dim == -2 else item_dim(name, value, size, -now.dim)
+        wants = value.requires_grad and torch.is_grad_enabled()
+        if dim is None:
+            return sequence.copied(value) if wants else value
+        if wants:  # not kept: it belongs to the graph of one layer
+            return sequence.scattered(value, dim, sequence.lengths)
+        if id(value) not in now.cut:
+            now.cut[id(value)] = (value, sequence.part(value, dim, sequence.lengths))
+        return now.cut[id(value)][1]
+
+    def _state_part(self, entry: Any) -> Any:
+        if isinstance(entry, (list, tuple)):
+            return type(entry)(self._state_part(one) for one in entry)
+        return entry.group.local(entry) if isinstance(entry, Divided) and is_tokens(entry.group) else entry
+
+    # --- out of a layer ---
+
+    def _keep_states(self, given: Arguments, now: _Pass) -> None:
+        """Let what layers share in a dict be known as parts, for stages behind this one."""
+        sequence = now.sequence.whole_of_rank
+        length = sequence.lengths[sequence.index]
+
+        def divide(entry: Any) -> Any:
+            if isinstance(entry, (list, tuple)):
+                return type(entry)(divide(one) for one in entry)
+            fits = isinstance(entry, Tensor) and not isinstance(entry, Divided) and entry.dim() > 2
+            return sequence.wrapped(entry, -2) if fits and entry.shape[-2] == length else entry
+
+        for value in (*given.args, *given.kwargs.values()):
+            if isinstance(value, dict) and now.dim == -2:
+                for key, entry in value.items():
+                    value[key] = divide(entry)
+
+    def _whole(self, result: Any, now: _Pass) -> Any:
+        if isinstance(result, Tensor):
+            return now.sequence.wrapped(result, now.dim)
+        if isinstance(result, tuple) and result and isinstance(result[0], Tensor):
+            parts = (now.sequence.wrapped(result[0], now.dim), *result[1:])
+            return type(result)(*parts) if hasattr(result, "_fields") else parts
+        if isinstance(result, list) and result and isinstance(result[0], Tensor):
+            return [now.sequence.wrapped(result[0], now.dim), *result[1:]]
+        return result
+
+
+def _whole_segments(split: Split, bounds: Tensor) -> bool:
+    """Whether no rank has a part of a segment whose other parts are elsewhere."""
+    cuts = {edge for part in split.ranges for piece in part for edge in piece}
+    return cuts <= {*bounds.tolist()}
+
+
+def _work_of_segments(lengths: list[int], block: int) -> Tensor:
+    """What the queries of each block of a packed sequence cost, int64 ``[ceil(S / block)]``."""
+    per_token = torch.repeat_interleave(torch.tensor(lengths), torch.tensor(lengths))
+    padded = torch.nn.functional.pad(per_token, (0, -len(per_token) % block))
+    return padded.view(-1, block).sum(1)
+
+
+def _no_work(block: int) -> Tensor:
+    raise AssertionError("the split does not ask for it")

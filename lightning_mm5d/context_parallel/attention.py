@@ -1,0 +1,370 @@
+"""The attention and the masks of a modality whose sequences are shared, as transformers' interfaces take them.
+
+Both are registered under a name of the modality's own and chosen in the configs of its layers; no model is patched.
+A mask is made as ever by the model's own code, and comes out as a `ContextMask`: a tensor without memory that knows
+which keys each query may see, for any tokens. Where code does anything else with it, it becomes the dense mask.
+
+Modules of the same config that are not in the shared layers (a pooling head, another tower) compute with the same
+kernel on what they are given.
+
+It refuses, at the first step at the latest, attention with a position bias, dropout of attention weights, and keys that
+are not those of the step (a cache from earlier calls).
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import (
+    add_offsets_to_mask_function,
+    and_masks,
+    causal_mask_function,
+    packed_sequence_mask_function,
+    padding_mask_function,
+    prepare_padding_mask,
+)
+
+from lightning_mm5d.context_parallel.alone import local_attention
+from lightning_mm5d.context_parallel.exchange import ContextGroups, Mode, context_attention
+from lightning_mm5d.context_parallel.masks import Mask, MaskFunction
+from lightning_mm5d.context_parallel.split import Split
+from lightning_mm5d.errors import ConfigError
+
+_KEPT = 16  # masks that were not made through the interface
+_LOW = -1e3  # what a mask adds to scores that do not count is less
+PACKED = "flash"  # a name with this in it makes vision towers hand over packed images at once, with their boundaries
+
+
+class ContextMask(Tensor):
+    """A mask as a tensor ``[B, 1, Sq, Sk]`` of bool without memory; whatever reads it gets the dense mask.
+
+    Attributes:
+        mask: which keys each query may see.
+    """
+
+    mask: Mask
+
+    @staticmethod
+    def of(mask: Mask) -> ContextMask:
+        """The tensor of a mask."""
+        shape = (mask.batch, 1, mask.q_length, mask.k_length)
+        empty = torch.ones((), dtype=torch.bool, device=mask.device).expand(shape)
+        result = empty.as_subclass(ContextMask)
+        result.mask = mask
+        return result
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _OF_SHAPE:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func is Tensor.to and args[1:] in ((args[0].device,), (torch.bool,)):
+            return args[0]
+
+        def dense(value: Any) -> Any:
+            return value.mask.dense() if isinstance(value, ContextMask) else value
+
+        return func(*map(dense, args), **{name: dense(value) for name, value in kwargs.items()})
+
+
+_OF_SHAPE = {
+    getattr(found, "__get__", found)
+    for found in (
+        Tensor.shape,
+        Tensor.dtype,
+        Tensor.device,
+        Tensor.ndim,
+        Tensor.requires_grad,
+        Tensor.is_leaf,
+        Tensor.layout,
+        Tensor.grad_fn,
+        Tensor.is_cuda,
+        Tensor.is_meta,
+    )
+} | {Tensor.size, Tensor.dim, Tensor.is_floating_point, Tensor.numel, Tensor.stride, Tensor.is_contiguous}
+
+
+@dataclass(eq=False)
+class Call:
+    """One pass through a shared layer.
+
+    Attributes:
+        split: the tokens of each context parallel rank; None where ranks have whole items, or everything.
+        is_local: whether no token attends to those of another rank.
+        is_cross: whether the attention that runs has keys of another sequence.
+        probes: whether the layer only runs to see what it mixes; then attention works on each token by itself.
+    """
+
+    split: Split | None
+    is_local: bool = False
+    is_cross: bool = False
+    probes: bool = False
+
+
+class Attention:
+    """The attention of one modality's shared layers.
+
+    Args:
+        name: of the modality, for errors.
+        mode: how ranks reach each other's tokens.
+        groups: its context parallel ranks.
+        members: the modules in its layers.
+
+    Attributes:
+        call: the pass through a layer that is under way.
+        made: masks made since the layers last ran.
+        used: how many layers have asked for the mask that is made first, second and so on in a step.
+    """
+
+    def __init__(self, name: str, mode: Mode, groups: ContextGroups, members: Iterable[nn.Module]) -> None:
+        self._name, self._mode, self._groups = name, mode, groups
+        self._members = {id(module) for module in members}
+        self._undo: list[Callable[[], object]] = []
+        self.call: Call | None = None
+        self.made: list[Mask] = []
+        self.used: dict[int, int] = {}
+        self._ran = False
+        self._known: OrderedDict[Any, tuple[Any, Mask]] = OrderedDict()
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether nothing may be communicated now."""
+        return self._groups.is_silent
+
+    @contextmanager
+    def probing(self) -> Iterator[None]:
+        """Let attention leave each token alone meanwhile."""
+        before, self.call = self.call, Call(None, probes=True)
+        try:
+            yield
+        finally:
+            self.call = before
+
+    def choose(self, configs: Iterable[Any], packed: bool) -> None:
+        """Let `configs` name this attention; `packed` where the layers take the boundaries of packed sequences."""
+        name = f"mm5d_{self._name}" + (f"_{PACKED}" if packed else "")
+        # the registries have no way to forget, so they get nothing that keeps this alive
+        own = weakref.ref(self)
+        AttentionInterface.register(name, partial(_attend, own))
+        AttentionMaskInterface.register(name, partial(_make_mask, own))
+        for config in configs:
+            before = {id(one): (one, one._attn_implementation) for one in _with_parts(config)}
+            config._attn_implementation = name
+            for other, value in before.values():
+                if other is not config:
+                    other._attn_implementation = value
+            self._undo.append(partial(setattr, config, "_attn_implementation", config_value(before, config)))
+
+    def remove(self) -> None:
+        """Let the configs name what they named before."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+
+    # --- masks ---
+
+    def make_mask(
+        self,
+        batch_size: int,
+        q_length: int,
+        kv_length: int,
+        q_offset: int = 0,
+        kv_offset: int = 0,
+        mask_function: MaskFunction = causal_mask_function,  # type: ignore[assignment]
+        attention_mask: Tensor | None = None,
+        device: torch.device | str = "cpu",
+        **kwargs: Any,
+    ) -> ContextMask:
+        """What transformers asks a mask interface for; the arguments are those of its ``sdpa_mask``."""
+        padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
+        if padding is not None:
+            mask_function = and_masks(mask_function, padding_mask_function(padding))
+        if not (isinstance(q_offset, int) and isinstance(kv_offset, int) and q_offset == kv_offset == 0):
+            mask_function = add_offsets_to_mask_function(mask_function, q_offset, kv_offset)
+        mask = Mask(mask_function, batch=batch_size, q_length=q_length, k_length=kv_length, device=device)
+        if self._ran:
+            self.made, self._ran = [], False
+        self.made.append(mask)
+        return ContextMask.of(mask)
+
+    def work(self, size: int, block: int) -> Tensor:
+        """What queries of each block of a sequence cost all layers, by the masks made for them: ``[ceil(S / block)]``.
+
+        Units are pairs of a query and a key. Masks count by how many layers took them in earlier steps.
+        """
+        fitting = [index for index, mask in enumerate(self.made) if mask.q_length == mask.k_length == size]
+        if not fitting:
+            return torch.ones(-(-size // block), dtype=torch.int64)
+        counts = [max(1, self.used.get(index, 0)) for index in fitting]
+        unit = math.gcd(*counts)  # so that the same masks weigh the same in every step
+        return torch.stack(
+            [self.made[index].work(block).cpu() * (count // unit) for index, count in zip(fitting, counts, strict=True)]
+        ).sum(0)
+
+    def _mask_of(self, given: Any, module: nn.Module, q: Tensor, k: Tensor, options: Mapping[str, Any]) -> Mask:
+        self._ran = True
+        if isinstance(given, ContextMask):
+            for index, mask in enumerate(self.made):
+                if mask is given.mask:
+                    self.used[index] = self.used.get(index, 0) + 1
+            return given.mask
+        bounds = options.get("cu_seq_lens_q")
+        causal = options.get("is_causal")
+        causal = getattr(module, "is_causal", True) if causal is None else causal
+        call = self.call
+        whole = call.split.size if call is not None and call.split is not None else q.shape[2]
+        keys = k.shape[2] if call is None or call.is_cross or call.split is None else whole
+        shape = {"batch": q.shape[0], "q_length": whole, "k_length": keys, "device": q.device}
+        source = bounds if given is None else given
+        key = (id(source), bool(causal), self.call is not None and self.call.is_cross, *shape.values())
+        if key not in self._known:
+            self._known[key] = (source, self._new_mask(given, bounds, causal and not key[2], shape))
+            if len(self._known) > _KEPT:
+                self._known.popitem(last=False)
+        return self._known[key][1]
+
+    def _new_mask(self, given: Tensor | None, bounds: Tensor | None, causal: bool, shape: Mapping[str, Any]) -> Mask:
+        if given is not None:
+            if given.dim() != 4 or given.shape[1] != 1:
+                raise self._refusal("attention_mask", list(given.shape), "A mask has the shape [B, 1, Sq, Sk]")
+            return Mask(self._dense(given), **{**shape, "q_length": given.shape[2], "k_length": given.shape[3]})
+        if bounds is not None:
+            return Mask(packed_sequence_mask_function(_segments(bounds)), **shape)
+        function: Any = causal_mask_function if causal else None
+        return Mask(function, **shape)
+
+    def _dense(self, given: Tensor) -> MaskFunction:
+        """The mask function of a dense mask, bool or added to scores."""
+        if given.dtype != torch.bool:
+            allowed = given == 0
+            if given.requires_grad or bool(((given > _LOW) & ~allowed).any()):
+                raise self._refusal("attention_mask", list(given.shape), "It adds a bias to scores")
+            given = allowed
+        rows = given.shape[0]
+        return lambda b, h, q, k: given[b if rows > 1 else b * 0, 0, q, k]
+
+    # --- attention ---
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        position_bias: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """What transformers asks an attention interface for.
+
+        Args:
+            module: that attends.
+            query: ``[B, H, S, D]``.
+            key: ``[B, G, S, D]``, G of them for H queries.
+            value: ``[B, G, S, Dv]``.
+            attention_mask: a `ContextMask`, a dense mask of the whole sequence, or None.
+            scaling: of scores; 1 / sqrt(D) where unset.
+            dropout: of attention weights.
+            softcap: of scores, as in Gemma 2.
+            s_aux: sinks ``[H]``, as in GPT-OSS.
+            position_bias: of scores.
+            kwargs: what else models say: ``is_causal``, ``cu_seq_lens_q``.
+
+        Returns:
+            ``[B, S, H, Dv]`` and None.
+        """
+        if position_bias is not None:
+            raise self._refusal("position_bias", list(position_bias.shape), "Its scores have a bias by position")
+        call = self.call if id(module) in self._members else None
+        if call is not None and call.probes:
+            return _by_token(query, key, value, s_aux), None
+        if dropout:
+            raise self._refusal("dropout", dropout, "Attention weights lie on several ranks and are not dropped out")
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        mask = self._mask_of(attention_mask, module, query, key, kwargs)
+        options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": s_aux}
+        if call is None or call.split is None:
+            out = local_attention(query, key, value, mask, None, None, **options)
+            return out.transpose(1, 2).contiguous(), None
+        own = call.split.indices(self._groups.whole.index, mask.device)
+        if call.is_cross:
+            self._expect(mask, call.split.size, key.shape[2])
+            out = local_attention(query, key, value, mask, own, None, **options)
+        else:
+            if key.shape[2] != query.shape[2]:
+                raise self._refusal(
+                    "past_key_values", key.shape[2], f"Keys of {query.shape[2]} tokens are here, and no cache of others"
+                )
+            self._expect(mask, call.split.size, call.split.size)
+            if call.is_local:
+                out = local_attention(query, key, value, mask, own, own, **options)
+            else:
+                out = context_attention(query, key, value, mask, call.split, self._groups, mode=self._mode, **options)
+        return out.transpose(1, 2).contiguous(), None
+
+    def _expect(self, mask: Mask, queries: int, keys: int) -> None:
+        if (mask.q_length, mask.k_length) != (queries, keys):
+            got = [mask.q_length, mask.k_length]
+            raise self._refusal("attention_mask", got, f"The layers work on {queries} queries and {keys} keys")
+
+    def _refusal(self, field: str, got: Any, rule: str) -> ConfigError:
+        return ConfigError(
+            f"modalities.{self._name}.cp_size", f"{field}={got}", rule, "Use cp_size=1, or leave it out of the model"
+        )
+
+
+def config_value(before: Mapping[int, tuple[Any, Any]], config: Any) -> Any:
+    """What `config` named before."""
+    return before[id(config)][1]
+
+
+def _attend(own: Callable[[], Attention | None], *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    attention = own()
+    assert attention is not None, "the session of this attention is closed"
+    return attention.attend(*args, **kwargs)
+
+
+def _make_mask(own: Callable[[], Attention | None], *args: Any, **kwargs: Any) -> ContextMask:
+    attention = own()
+    assert attention is not None, "the session of this mask is closed"
+    return attention.make_mask(*args, **kwargs)
+
+
+def _with_parts(config: Any) -> list[Any]:
+    """A config and those that it sets together with itself."""
+    parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
+    return [config, *(one for part in parts if part is not None for one in _with_parts(part))]
+
+
+def _segments(bounds: Tensor) -> Tensor:
+    """The number of its segment for each token, ``[1, S]``, of boundaries ``[n + 1]``."""
+    lengths = bounds.diff()
+    return torch.repeat_interleave(torch.arange(len(lengths), device=bounds.device), lengths).unsqueeze(0)
+
+
+def _by_token(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+    """Something of each token alone in which query, key and value all matter, ``[B, S, H, Dv]``."""
+    groups = q.shape[1] // k.shape[1]
+    if k.shape[2] != q.shape[2]:  # of another sequence
+        return (q.sum(-1, keepdim=True) + v.mean((1, 2), keepdim=True)).transpose(1, 2).contiguous()
+    k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+    width = min(q.shape[-1], k.shape[-1])
+    score = (q[..., :width] * k[..., :width]).sum(-1, keepdim=True)
+    return (v * score.tanh()).transpose(1, 2).contiguous()

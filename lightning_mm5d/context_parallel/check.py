@@ -1,0 +1,186 @@
+"""Finds layers whose sequences cannot be shared: before a run by their code, and at the first step by running them.
+
+Only the attention may mix tokens, and only through transformers' attention interface, where this library takes its
+place. `check_layers` looks for that in the classes of a layer's modules. `probe` runs a layer on some tokens, with an
+attention that leaves each token alone, and again on half of them: what differs is neither.
+
+It refuses (`ConfigError`) layers that fail either, by the name of the module.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from types import CodeType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mm5d.calls import at, hidden_place
+from lightning_mm5d.config import Modality
+from lightning_mm5d.context_parallel.arguments import Arguments, replaced, token_dim
+from lightning_mm5d.errors import ConfigError
+from lightning_mm5d.tensor_parallel.divided import Divided
+
+if TYPE_CHECKING:
+    from lightning_mm5d.context_parallel.attention import Attention
+
+_INTERFACE = {"ALL_ATTENTION_FUNCTIONS"}
+_BIASES = ("position_bias", "rel_pos", "relative_position", "alibi")
+_MIXERS = (nn.modules.conv._ConvNd, nn.RNNBase, nn.MultiheadAttention, nn.modules.batchnorm._BatchNorm)
+_MIXES = ("scaled_dot_product_attention", "baddbmm", "conv1d", "causal_conv1d_fn", "cumsum")
+_DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "attn_dropout")
+_TOKENS = 8  # that a probe looks at
+_OFF = {torch.float64: 1e-8, torch.float32: 1e-3}
+
+
+def check_layers(modalities: Mapping[str, Modality], root: nn.Module, layers: Mapping[str, str | None]) -> None:
+    """Refuse to share sequences of layers in which tokens mix beside the attention interface.
+
+    Args:
+        modalities: the configuration.
+        root: the LightningModule; the meta device will do.
+        layers: path of each modality's list of layers.
+
+    Raises:
+        ConfigError: with the path of the module.
+    """
+    for name, modality in modalities.items():
+        if modality.cp_size == 1:
+            continue
+        path = layers.get(name)
+        if path is None:
+            rule = f"{name!r} has no list of layers, between which its sequences could be divided"
+            raise ConfigError(f"modalities.{name}.cp_size", modality.cp_size, rule, "Use 1")
+        if modality.cp_mode == "items":
+            continue
+        seen: set[type] = set()
+        for index, layer in root.get_submodule(path).named_children():
+            if type(layer) not in seen:
+                seen.add(type(layer))
+                _check_layer(name, modality, f"{path}.{index}", layer)
+
+
+def _check_layer(name: str, modality: Modality, path: str, layer: nn.Module) -> None:
+    def refuse(module: str, why: str) -> ConfigError:
+        where = f"{path}.{module}" if module else path
+        return ConfigError(
+            f"modalities.{name}.cp_size",
+            modality.cp_size,
+            f"{where} ({type(layer.get_submodule(module)).__name__}) {why}",
+            "Use cp_size=1; tp_size, pp_size and dp_size have no such limit",
+        )
+
+    attends = [module for module, part in layer.named_modules() if _names(part) & _INTERFACE]
+    for module, part in layer.named_modules():
+        names = _names(part)
+        bias = next((found for found in sorted(names) if found.startswith(_BIASES)), None)
+        mixes = next((found for found in _MIXES if found in names), None)
+        if module in attends and bias is not None:
+            raise refuse(module, f"adds a bias by position to its scores ({bias}), which would have to be divided")
+        if isinstance(part, _MIXERS):
+            raise refuse(module, "mixes tokens of which each rank has some")
+        if module not in attends and mixes is not None:
+            raise refuse(module, f"works on whole sequences ({mixes}), not through transformers' attention interface")
+    if not attends:
+        raise refuse("", "has no attention that goes through transformers' attention interface")
+    for module in attends:
+        config = getattr(layer.get_submodule(module), "config", None)
+        for field in _DROPOUTS:
+            rate = getattr(config, field, 0.0)
+            if isinstance(rate, (int, float)) and rate > 0:
+                raise ConfigError(
+                    f"modalities.{name}.cp_size",
+                    modality.cp_size,
+                    f"The config of {path}.{module} drops out attention weights ({field}={rate}), which lie on several "
+                    "ranks",
+                    f"Set {field}=0.0 in the model's config, as most recipes do, or use cp_size=1",
+                )
+
+
+def _names(module: nn.Module) -> set[str]:
+    """What the code of a module's forward names: globals, attributes and variables."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return set(_code_names(code)) if code is not None and not type(module).__module__.startswith("torch.nn") else set()
+
+
+def _code_names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    yield from code.co_varnames
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _code_names(constant)
+
+
+def probe(
+    name: str,
+    layer: nn.Module,
+    inner: Callable[..., Any],
+    local: Arguments,
+    attention: Attention,
+    names: tuple[str, ...],
+    size: int,
+) -> None:
+    """Run a layer on a few of this rank's tokens, and on every other one of them; refuse it where results differ.
+
+    Args:
+        name: of the modality.
+        layer: whose class is looked at.
+        inner: its forward.
+        local: what it is about to work on, the tokens of this rank.
+        attention: of the modality; leaves each token alone meanwhile.
+        names: of its positional arguments.
+        size: tokens of this rank.
+
+    Raises:
+        ConfigError: tokens mix, or what is given with them does not follow them.
+    """
+    where = hidden_place(*local)
+    assert where is not None
+    state = at(where, *local)
+    if isinstance(state, Divided):
+        state = state.whole()
+    if size < 2 or attention.is_silent:
+        return
+    few = torch.arange(min(size, _TOKENS), device=state.device)
+
+    def run(tokens: Tensor) -> Tensor:
+        def only(argument: str, value: Any) -> Any:
+            if isinstance(value, dict):
+                return dict(value)
+            if hasattr(value, "get_seq_length"):  # a cache, which would keep these
+                return None
+            dim = token_dim(argument, value, size) if isinstance(value, Tensor) else None
+            return value if dim is None else value.index_select(dim, tokens)
+
+        args, kwargs = replaced(local, names, only, where, state.index_select(-2, tokens))
+        result = inner(*args, **kwargs)
+        found: Tensor = result[0] if isinstance(result, (tuple, list)) else result
+        return found.whole() if isinstance(found, Divided) else found
+
+    training = {part: part.training for part in layer.modules()}
+    layer.eval()
+    try:
+        with torch.no_grad(), attention.probing(), torch.random.fork_rng(devices=[]):
+            every, half = run(few), run(few[::2])
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        raise _mixed(name, layer, f"fails on some of its tokens: {error}") from error
+    finally:
+        for part, value in training.items():
+            part.training = value
+    if every.shape[-2] != len(few) or half.shape[-2] != len(few[::2]):
+        raise _mixed(name, layer, f"returns {every.shape[-2]} tokens for {len(few)}")
+    off = (every[..., ::2, :] - half).abs().amax(-1) > _OFF.get(half.dtype, 3e-2) * half.abs().amax(-1).clamp_min(1e-6)
+    # a router may send a token elsewhere for a rounding; where tokens mix, all but the first differ
+    if off.float().mean() >= 0.5:
+        raise _mixed(name, layer, "computes something else of a token when other tokens are elsewhere")
+
+
+def _mixed(name: str, layer: nn.Module, why: str) -> ConfigError:
+    return ConfigError(
+        f"modalities.{name}.cp_size",
+        type(layer).__name__,
+        f"This layer {why}, beside its attention",
+        "Use cp_size=1; tp_size, pp_size and dp_size have no such limit",
+    )
