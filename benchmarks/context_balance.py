@@ -7,7 +7,9 @@ other. Text sees everything before it in its document, what an encoder put out s
 of items and documents are drawn from wide ranges (log-uniform), with a seed; each figure is over `SEEDS` of them. A
 rank's work is the number of (query, key) pairs that its queries may see.
 
-Beside the makespan: the largest number of tokens of a rank over the mean, and the time of one distribution.
+Beside the makespan: the largest number of tokens of a rank over the mean, the time of dealing out (median), and the time
+of finding the work of the blocks from the function of a mask that was not met before (one mask each; a mask that was
+costs a digest).
 """
 
 from __future__ import annotations
@@ -15,11 +17,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from statistics import mean, median
+from typing import TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from lightning_mm5d.context_parallel.makespan import longest_first
+from lightning_mm5d.context_parallel.masks import Mask, MaskFunction
 from lightning_mm5d.context_parallel.split import BLOCK, Split, balanced, uniform, zigzag
 
 RANKS = 8
@@ -27,51 +32,44 @@ SIZES = (16 * 1024, 64 * 1024, 256 * 1024)
 SEEDS = 20
 AIM = 1.01
 
-Seen = np.ndarray  # int64 [S]: how many keys each query may see
+Result = TypeVar("Result")
+
+Document = list[int]  # lengths of its stretches in turn: text, an item, text, an item, ..., text; any may be 0
 
 
-def causal(size: int, source: np.random.Generator) -> Seen:
-    return np.arange(1, size + 1)
+def causal(size: int, source: np.random.Generator) -> list[Document]:
+    return [[size]]
 
 
-def in_front(size: int, source: np.random.Generator) -> Seen:
+def in_front(size: int, source: np.random.Generator) -> list[Document]:
     """One to three items, then text."""
     share = source.uniform(0.1, 0.9)
-    lengths = source.dirichlet(np.ones(source.integers(1, 4))) * share * size
-    seen = causal(size, source)
-    at = 0
-    for length in lengths.astype(int):
-        seen[at : at + length] = length
-        at += length
-    return seen
+    items = [int(length) for length in source.dirichlet(np.ones(source.integers(1, 4))) * share * size]
+    return [[*(stretch for item in items for stretch in (0, item)), size - sum(items)]]
 
 
-def embedded(size: int, source: np.random.Generator) -> Seen:
+def embedded(size: int, source: np.random.Generator) -> list[Document]:
     """Items of 64 tokens to a quarter of the sequence, anywhere in the text."""
     left = int(source.uniform(0.1, 0.9) * size)
-    lengths = []
+    items = []
     while left:
-        lengths.append(min(left, _log_uniform(source, 64, max(size // 4, 65))))
-        left -= lengths[-1]
-    seen = causal(size, source)
-    at = gone = 0
-    for text, length in zip(np.sort(source.integers(0, size - sum(lengths) + 1, len(lengths))), lengths, strict=True):
-        at += int(text) - gone
-        gone = int(text)
-        seen[at : at + length] = length
-        at += length
-    return seen
+        items.append(min(left, _log_uniform(source, 64, max(size // 4, 65))))
+        left -= items[-1]
+    text = size - sum(items)
+    cuts = [0, *sorted(source.integers(0, text + 1, len(items)).tolist()), text]
+    texts = np.diff(cuts).tolist()
+    return [[*(stretch for pair in zip(texts, items, strict=False) for stretch in pair), texts[-1]]]
 
 
-def packed(size: int, source: np.random.Generator) -> Seen:
+def packed(size: int, source: np.random.Generator) -> list[Document]:
     """Documents of 256 tokens to half the sequence, each with items embedded."""
-    documents: list[Seen] = []
-    while left := size - sum(map(len, documents)):
-        documents.append(embedded(min(left, _log_uniform(source, 256, size // 2)), source))
-    return np.concatenate(documents)
+    documents: list[Document] = []
+    while left := size - sum(map(sum, documents)):
+        documents += embedded(min(left, _log_uniform(source, 256, size // 2)), source)
+    return documents
 
 
-KINDS: dict[str, Callable[[int, np.random.Generator], Seen]] = {
+KINDS: dict[str, Callable[[int, np.random.Generator], list[Document]]] = {
     "causal": causal,
     "encoder outputs in front": in_front,
     "encoder outputs embedded": embedded,
@@ -79,46 +77,86 @@ KINDS: dict[str, Callable[[int, np.random.Generator], Seen]] = {
 }
 
 
-def longest(work: list[int], size: int, ranks: int) -> Split:
+def seen(documents: list[Document]) -> Tensor:
+    """int64 [S]: how many keys each query may see."""
+    parts = []
+    for document in documents:
+        at = 0
+        for index, length in enumerate(document):
+            parts.append(torch.full((length,), length) if index % 2 else torch.arange(at + 1, at + length + 1))
+            at += length
+    return torch.cat(parts)
+
+
+def mask_function(documents: list[Document]) -> MaskFunction:
+    """The same as a function of indices."""
+    numbers = torch.arange(len(documents)).repeat_interleave(torch.tensor([sum(one) for one in documents]))
+    lengths = torch.tensor([length for one in documents for length in one])
+    is_item = torch.tensor([index % 2 > 0 for one in documents for index in range(len(one))])
+    items = (torch.arange(len(lengths)) * is_item).repeat_interleave(lengths)  # 0 for text, which comes first
+
+    def allowed(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        text = (items[q] == 0) & (k <= q) & (numbers[q] == numbers[k])
+        return text | ((items[q] > 0) & (items[q] == items[k]))
+
+    return allowed
+
+
+def longest(work: list[int], size: int) -> Split:
     """Blocks, largest first, to the least busy rank."""
-    parts: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
-    for index, rank in enumerate(longest_first(work, ranks)):
+    parts: list[list[tuple[int, int]]] = [[] for _ in range(RANKS)]
+    for index, rank in enumerate(longest_first(work, RANKS)):
         parts[rank].append((index * BLOCK, (index + 1) * BLOCK))
     return Split.of(parts, size)
 
 
-WAYS: dict[str, Callable[[list[int], int, int], Split]] = {
-    "uniform": lambda _, size, ranks: uniform(size, ranks),
-    "zigzag": lambda _, size, ranks: zigzag(size, ranks),
+WAYS: dict[str, Callable[[list[int], int], Split]] = {
+    "uniform": lambda _, size: uniform(size, RANKS),
+    "zigzag": lambda _, size: zigzag(size, RANKS),
     "longest first": longest,
-    "makespan_min": balanced,
+    "makespan_min": lambda work, size: balanced(work, size, RANKS),
 }
 
 
 def main() -> None:
     torch.set_num_threads(1)
     print(f"Work of the busiest of {RANKS} ranks over the mean: worst (mean) of {SEEDS} masks. Aim: {AIM}.\n")
-    print(f"| mask | tokens | {' | '.join(WAYS)} | most tokens / mean | distribution, ms |")
-    print("| --- " * (len(WAYS) + 4) + "|")
+    print(f"| mask | tokens | {' | '.join(WAYS)} | most tokens / mean | dealing out, ms | work of a new mask, ms |")
+    print("| --- " * (len(WAYS) + 5) + "|")
     for (kind, make), size in ((item, size) for item in KINDS.items() for size in SIZES):
         busiest: dict[str, list[float]] = {way: [] for way in WAYS}
-        tokens, seconds = [], []
-        for seed in range(SEEDS if make is not causal else 1):
-            seen = make(size, np.random.default_rng([seed, size]))
-            upto = torch.from_numpy(np.concatenate([[0], np.cumsum(seen)]))
+        tokens, dealing = [], []
+        for seed in range(SEEDS):
+            documents = make(size, np.random.default_rng([seed, size]))
+            keys = seen(documents)
+            upto = [0, *keys.cumsum(0).tolist()]
+            work = keys.view(-1, BLOCK).sum(1)
+            if not seed:
+                finding, found = timed(lambda size=size, function=mask_function(documents): work_of(function, size))
+                assert torch.equal(found, work), "the mask's function and its closed form differ"
             for way, split_up in WAYS.items():
-                start = time.perf_counter()
-                work = seen.reshape(-1, BLOCK).sum(1).tolist()
-                split = split_up(work, size, RANKS)
-                end = time.perf_counter()
-                shares = [sum(int(upto[last] - upto[first]) for first, last in part) for part in split.ranges]
-                assert sum(shares) == seen.sum()
+                seconds, split = timed(lambda split_up=split_up, work=work.tolist(), size=size: split_up(work, size))
+                shares = [sum(upto[end] - upto[start] for start, end in part) for part in split.ranges]
+                assert sum(shares) == upto[-1]
                 busiest[way].append(max(shares) * RANKS / sum(shares))
-                if split_up is balanced:
-                    seconds.append(end - start)
+                if way == "makespan_min":
+                    dealing.append(seconds)
                     tokens.append(max(split.lengths) * RANKS / size)
         figures = " | ".join(f"{max(ratios):.4f} ({mean(ratios):.4f})" for ratios in busiest.values())
-        print(f"| {kind} | {size:,} | {figures} | {max(tokens):.3f} | {median(seconds) * 1e3:.1f} |", flush=True)
+        times = f"{median(dealing) * 1e3:.1f} | {finding * 1e3:.0f}"
+        print(f"| {kind} | {size:,} | {figures} | {max(tokens):.3f} | {times} |", flush=True)
+
+
+def work_of(function: MaskFunction, size: int) -> Tensor:
+    """Pairs of each block of queries."""
+    return Mask(function, batch=1, q_length=size, k_length=size, device="cpu").work(BLOCK)
+
+
+def timed(call: Callable[[], Result]) -> tuple[float, Result]:
+    """The seconds that a call takes, and what it returns."""
+    start = time.perf_counter()
+    result = call()
+    return time.perf_counter() - start, result
 
 
 def _log_uniform(source: np.random.Generator, least: int, most: int) -> int:

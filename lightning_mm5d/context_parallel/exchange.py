@@ -267,7 +267,7 @@ class _Attention(torch.autograd.Function):
                 k, v = again or (k, v)
             dq, dk, dv = ctx.way.core.backward(d_out, q, k, v, out, lse)
             d_sinks = None
-            if sinks is not None:
+            if sinks is not None and ctx.needs_input_grad[3]:
                 d_sinks, own = torch.zeros_like(sinks), slice(None) if heads is None else heads.own
                 shares = torch.exp(sinks[own].to(lse.dtype).view(-1, 1) - lse)
                 d_sinks[own] = -(shares * (d_out.to(lse.dtype) * out).sum(-1)).sum((0, 2)).to(sinks.dtype)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_mm5d.context_parallel import allgather, ring
-from lightning_mm5d.context_parallel.exchange import ContextGroups, context_attention
+from lightning_mm5d.context_parallel.exchange import ContextGroups, context_attention, first_tokens, local_attention
 from lightning_mm5d.context_parallel.local import Local
 from lightning_mm5d.context_parallel.masks import Mask
 from lightning_mm5d.context_parallel.split import Split, uniform, zigzag
@@ -421,6 +421,23 @@ def test_what_does_not_fit_is_refused() -> None:
     refused("one width", q, keys[..., :4], keys, mask, split)
     refused("travel together", q, keys, keys.half(), mask, split)
     refused("each of 4 heads", q, keys, keys, mask, split, sinks=torch.zeros(2))
+    with pytest.raises(ValueError, match="numbers of 3 queries and 2 keys"):
+        local_attention(q, keys, keys, mask, None, torch.arange(2), scale=1.0)
+
+
+def test_local_attention_takes_some_queries_and_some_keys() -> None:
+    q, k, v, d_out, sinks = (x.requires_grad_() for x in tensors(Case("ring", sinks=True)))
+    rows, columns = torch.arange(3, S, 2), torch.arange(0, 200)
+    dense_mask = torch.where((rows[:, None] >= columns), 0.0, -torch.inf).double()
+    scores = 0.3 * q[:, :, rows] @ k[:, :, columns].repeat_interleave(2, 1).mT + dense_mask
+    scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(B, -1, len(rows), 1)], -1)
+    wanted = scores.softmax(-1)[..., :-1] @ v[:, :, columns].repeat_interleave(2, 1)
+    mask = Mask(causal, batch=B, q_length=S, k_length=200, device="cpu")
+    found = local_attention(q[:, :, rows], k[:, :, columns], v[:, :, columns], mask, rows, None, scale=0.3, sinks=sinks)
+    gradients = (torch.autograd.grad(out, (q, k, v, sinks), d_out[:, :, rows]) for out in (found, wanted))
+    for one, other in zip((found, *next(gradients)), (wanted, *next(gradients)), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+    assert first_tokens(200, q.device) is first_tokens(200, q.device)
 
 
 def test_splits_of_groups_hold_the_tokens_of_their_ranks() -> None:
