@@ -7,9 +7,9 @@ other. Text sees everything before it in its document, what an encoder put out s
 of items and documents are drawn from wide ranges (log-uniform), with a seed; each figure is over `SEEDS` of them. A
 rank's work is the number of (query, key) pairs that its queries may see.
 
-Beside the makespan: the largest number of tokens of a rank over the mean, the time of dealing out (median), and the time
-of finding the work of the blocks from the function of a mask that was not met before (one mask each; a mask that was
-costs a digest).
+Beside the makespan: the largest number of tokens of a rank over the mean, the time of dealing out (median), and the
+time of finding the work of the blocks from the function of a mask that was not met before (one mask each; a mask that
+was costs a digest).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from statistics import mean, median
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -132,10 +132,10 @@ def main() -> None:
             upto = [0, *keys.cumsum(0).tolist()]
             work = keys.view(-1, BLOCK).sum(1)
             if not seed:
-                finding, found = timed(lambda size=size, function=mask_function(documents): work_of(function, size))
+                finding, found = timed(work_of, mask_function(documents), size)
                 assert torch.equal(found, work), "the mask's function and its closed form differ"
             for way, split_up in WAYS.items():
-                seconds, split = timed(lambda split_up=split_up, work=work.tolist(), size=size: split_up(work, size))
+                seconds, split = timed(split_up, work.tolist(), size)
                 shares = [sum(upto[end] - upto[start] for start, end in part) for part in split.ranges]
                 assert sum(shares) == upto[-1]
                 busiest[way].append(max(shares) * RANKS / sum(shares))
@@ -152,10 +152,10 @@ def work_of(function: MaskFunction, size: int) -> Tensor:
     return Mask(function, batch=1, q_length=size, k_length=size, device="cpu").work(BLOCK)
 
 
-def timed(call: Callable[[], Result]) -> tuple[float, Result]:
+def timed(call: Callable[..., Result], *args: Any) -> tuple[float, Result]:
     """The seconds that a call takes, and what it returns."""
     start = time.perf_counter()
-    result = call()
+    result = call(*args)
     return time.perf_counter() - start, result
 
 

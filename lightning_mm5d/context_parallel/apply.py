@@ -33,12 +33,11 @@ from lightning_mm5d.context_parallel.arguments import (
     Arguments,
     item_dim,
     names_of,
-    other_sequences,
     replaced,
     token_dim,
 )
 from lightning_mm5d.context_parallel.attention import Attention, Call
-from lightning_mm5d.context_parallel.check import probe
+from lightning_mm5d.context_parallel.check import probe, takes_products
 from lightning_mm5d.context_parallel.exchange import ContextGroups
 from lightning_mm5d.context_parallel.sequence import Holders, Sequence
 from lightning_mm5d.context_parallel.split import Split, by_items, distribute
@@ -118,7 +117,7 @@ class ContextParallel:
         self._sequences: weakref.WeakValueDictionary[Any, Sequence] = weakref.WeakValueDictionary()
         self._stream = Region(ranks.context.whole, drops=drops(layers), device=device)
         self._undo: list[Callable[[], object]] = []
-        self._probed: set[Any] = set()
+        self._known: dict[Any, tuple[bool, ...]] = {}
         self._cut: dict[int, tuple[Tensor, Tensor]] = {}
         self._local: dict[int, tuple[Tensor, bool]] = {}
         self._dealt: Sequence | None = None
@@ -132,11 +131,7 @@ class ContextParallel:
         self._undo.append(self._attention.remove)
         for layer in self._layers:
             self._patch(layer)
-        for module in members:
-            if others := other_sequences(module):
-                enters, leaves = partial(self._turns, others), partial(self._returns)
-                self._undo.append(module.register_forward_pre_hook(enters, with_kwargs=True).remove)
-                self._undo.append(module.register_forward_hook(leaves).remove)
+        self._attention.takes_products = takes_products(members)
 
     @property
     def groups(self) -> list[TensorGroup]:
@@ -188,30 +183,25 @@ class ContextParallel:
         if now is None:
             return inner(*given.args, **given.kwargs)
         local = replaced(given, names, partial(self._part, now), where, self._local_state(state, now))
-        key = (type(layer), now.dim)
-        if key not in self._probed and now.call.split is not None:
-            self._probed.add(key)
-            probe(self._name, layer, inner, local, self._attention, names, now.sequence.own_size)
-        before, self._attention.call = self._attention.call, now.call
-        try:
-            with self._stream.inside() if layer.training else nullcontext():
-                result = inner(*local.args, **local.kwargs)
-        finally:
-            self._attention.call = before
+        if now.call.split is not None:
+            now.call.crosses = self._crosses(layer, inner, local, names, now.sequence.own_size)
+        with self._attention.during(now.call), self._stream.inside() if layer.training else nullcontext():
+            result = inner(*local.args, **local.kwargs)
         self._keep_states(given, now)
         return self._whole(result, now)
 
-    def _turns(
-        self, others: Mapping[str, int], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """Note whether an attention is given the keys of another sequence."""
-        if self._attention.call is not None:
-            given = [kwargs.get(name, args[at] if at < len(args) else None) for name, at in others.items()]
-            self._attention.call.is_cross = any(value is not None for value in given)
-
-    def _returns(self, module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
-        if self._attention.call is not None:
-            self._attention.call.is_cross = False
+    def _crosses(
+        self, layer: nn.Module, inner: Callable[..., Any], local: Arguments, names: tuple[str, ...], size: int
+    ) -> tuple[bool, ...]:
+        """For each attention of a layer, whether its keys are of another sequence; found out once for each layer."""
+        given = (*names[: len(local.args)], *(name for name, value in local.kwargs.items() if value is not None))
+        key = (id(layer), given)
+        if key not in self._known:
+            found = probe(self._name, layer, inner, local, self._attention, names, size)
+            if found is None:  # too short to tell this time
+                return ()
+            self._known[key] = found
+        return self._known[key]
 
     # --- what is split how ---
 

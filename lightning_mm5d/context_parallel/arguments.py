@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_mm5d.calls import Place
 
@@ -85,9 +85,3 @@ def replaced(
     )
     kwargs = {name: state if hidden == (1, name) else walk(name, value) for name, value in call.kwargs.items()}
     return Arguments(args, kwargs)
-
-
-def other_sequences(module: nn.Module) -> dict[str, int]:
-    """The arguments by which a module may be given the keys of another sequence, with their positions."""
-    names = list(inspect.signature(type(module).forward).parameters)[1:]
-    return {name: names.index(name) for name in _OF_ANOTHER[:4] if name in names}

@@ -17,13 +17,15 @@ import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import (
     add_offsets_to_mask_function,
@@ -104,14 +106,23 @@ class Call:
     Attributes:
         split: the tokens of each context parallel rank; None where ranks have whole items, or everything.
         is_local: whether no token attends to those of another rank.
-        is_cross: whether the attention that runs has keys of another sequence.
+        crosses: for each attention of the layer in turn, whether its keys are those of another sequence, all of which
+            are here; of those beyond its end, lengths tell.
         probes: whether the layer only runs to see what it mixes; then attention works on each token by itself.
+        seen: queries and keys of each attention that has run.
     """
 
     split: Split | None
     is_local: bool = False
-    is_cross: bool = False
+    crosses: tuple[bool, ...] = ()
     probes: bool = False
+    seen: list[tuple[int, int]] = field(default_factory=list)
+
+    def enter(self, queries: int, keys: int) -> bool:
+        """Note the next attention; return whether its keys are those of another sequence."""
+        self.seen.append((queries, keys))
+        place = len(self.seen) - 1
+        return self.crosses[place] if place < len(self.crosses) else queries != keys
 
 
 class Attention:
@@ -126,11 +137,13 @@ class Attention:
     Attributes:
         call: the pass through a layer that is under way.
         made: masks made since the layers last ran.
+        takes_products: whether layers call ``scaled_dot_product_attention`` by themselves.
         used: how many layers have asked for the mask that is made first, second and so on in a step.
     """
 
     def __init__(self, name: str, mode: Mode, groups: ContextGroups, members: Iterable[nn.Module]) -> None:
         self._name, self._mode, self._groups = name, mode, groups
+        self.takes_products = False
         self._members = {id(module) for module in members}
         self._undo: list[Callable[[], object]] = []
         self.call: Call | None = None
@@ -145,11 +158,12 @@ class Attention:
         return self._groups.is_silent
 
     @contextmanager
-    def probing(self) -> Iterator[None]:
-        """Let attention leave each token alone meanwhile."""
-        before, self.call = self.call, Call(None, probes=True)
+    def during(self, call: Call) -> Iterator[Call]:
+        """Work on a pass through a layer meanwhile."""
+        before, self.call = self.call, call
         try:
-            yield
+            with _Products(self) if self.takes_products else nullcontext():
+                yield call
         finally:
             self.call = before
 
@@ -214,7 +228,9 @@ class Attention:
             [self.made[index].work(block).cpu() * (count // unit) for index, count in zip(fitting, counts, strict=True)]
         ).sum(0)
 
-    def _mask_of(self, given: Any, module: nn.Module, q: Tensor, k: Tensor, options: Mapping[str, Any]) -> Mask:
+    def _mask_of(
+        self, given: Any, module: Any, q: Tensor, k: Tensor, options: Mapping[str, Any], *, crosses: bool
+    ) -> Mask:
         self._ran = True
         if isinstance(given, ContextMask):
             for index, mask in enumerate(self.made):
@@ -226,12 +242,13 @@ class Attention:
         causal = getattr(module, "is_causal", True) if causal is None else causal
         call = self.call
         whole = call.split.size if call is not None and call.split is not None else q.shape[2]
-        keys = k.shape[2] if call is None or call.is_cross or call.split is None else whole
+        keys = k.shape[2] if call is None or crosses or call.split is None else whole
         shape = {"batch": q.shape[0], "q_length": whole, "k_length": keys, "device": q.device}
         source = bounds if given is None else given
-        key = (id(source), bool(causal), self.call is not None and self.call.is_cross, *shape.values())
+        is_causal = bool(causal) and not crosses
+        key = (id(source), is_causal, *shape.values())
         if key not in self._known:
-            self._known[key] = (source, self._new_mask(given, bounds, causal and not key[2], shape))
+            self._known[key] = (source, self._new_mask(given, bounds, is_causal, shape))
             if len(self._known) > _KEPT:
                 self._known.popitem(last=False)
         return self._known[key][1]
@@ -258,9 +275,30 @@ class Attention:
 
     # --- attention ---
 
+    def product(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """What code asks ``torch.nn.functional.scaled_dot_product_attention`` for, in a shared layer."""
+        lead = query.shape[:-3]
+        q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
+        mask = attn_mask
+        if mask is not None and not isinstance(mask, ContextMask):
+            mask = mask.reshape(-1, *mask.shape[-3:]) if mask.dim() > 2 else mask.unsqueeze(0)
+            mask = mask.unsqueeze(1) if mask.dim() == 3 else mask
+        out, _ = self.attend(None, q, k, v, mask, scaling=scale, dropout=dropout_p, is_causal=is_causal)
+        return out.transpose(1, 2).reshape(*lead, *out.shape[2:3], *out.shape[1:2], out.shape[3])
+
     def attend(
         self,
-        module: nn.Module,
+        module: nn.Module | None,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -275,7 +313,7 @@ class Attention:
         """What transformers asks an attention interface for.
 
         Args:
-            module: that attends.
+            module: that attends; None for one of the shared layers.
             query: ``[B, H, S, D]``.
             key: ``[B, G, S, D]``, G of them for H queries.
             value: ``[B, G, S, Dv]``.
@@ -292,19 +330,20 @@ class Attention:
         """
         if position_bias is not None:
             raise self._refusal("position_bias", list(position_bias.shape), "Its scores have a bias by position")
-        call = self.call if id(module) in self._members else None
+        call = self.call if module is None or id(module) in self._members else None
+        crosses = call.enter(query.shape[2], key.shape[2]) if call is not None else False
         if call is not None and call.probes:
-            return _by_token(query, key, value, s_aux), None
+            return _by_token(query, key, value), None
         if dropout:
             raise self._refusal("dropout", dropout, "Attention weights lie on several ranks and are not dropped out")
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        mask = self._mask_of(attention_mask, module, query, key, kwargs)
+        mask = self._mask_of(attention_mask, module, query, key, kwargs, crosses=crosses)
         options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": s_aux}
         if call is None or call.split is None:
             out = local_attention(query, key, value, mask, None, None, **options)
             return out.transpose(1, 2).contiguous(), None
         own = call.split.indices(self._groups.whole.index, mask.device)
-        if call.is_cross:
+        if crosses:
             self._expect(mask, call.split.size, key.shape[2])
             out = local_attention(query, key, value, mask, own, None, **options)
         else:
@@ -359,7 +398,22 @@ def _segments(bounds: Tensor) -> Tensor:
     return torch.repeat_interleave(torch.arange(len(lengths), device=bounds.device), lengths).unsqueeze(0)
 
 
-def _by_token(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+class _Products(TorchFunctionMode):
+    """Hands calls of torch's attention to that of a modality."""
+
+    def __init__(self, attention: Attention) -> None:
+        super().__init__()
+        self._attention = attention
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return self._attention.product(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _by_token(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Something of each token alone in which query, key and value all matter, ``[B, S, H, Dv]``."""
     groups = q.shape[1] // k.shape[1]
     if k.shape[2] != q.shape[2]:  # of another sequence

@@ -22,10 +22,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from lightning_mm5d.context_parallel.nodes import (
     FEW,
@@ -41,7 +43,6 @@ from lightning_mm5d.context_parallel.nodes import (
 )
 
 Bounds = tuple[Tensor, Tensor]
-Evaluate = Callable[[Tensor, Tensor], Tensor]  # indices [m], [n] -> bool [m, n]
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +62,7 @@ class Side:
     @staticmethod
     def of(index: Tensor, size: int, multiple: int = 1) -> Side:
         """Blocks of `size` tokens of `index` [S]; empty ones make the number of blocks a multiple."""
-        blocks = -(-len(index) // (size * multiple)) * multiple
+        blocks = max(1, -(-len(index) // (size * multiple))) * multiple
         whole = index.new_zeros(blocks * size)
         whole[: len(index)] = index
         seen = torch.arange(blocks * size).view(blocks, size) < len(index)
@@ -70,6 +71,11 @@ class Side:
     def take(self, values: Tensor, row: int) -> Tensor:
         """Values [R, S] of the tokens [blocks, t] in a row of the batch."""
         return values[row if len(values) > 1 else 0][self.index]
+
+    def grouped(self, size: int) -> Side:
+        """The same tokens in blocks of `size` blocks."""
+        seen = self.seen.view(-1, size * self.seen.shape[1])
+        return Side(self.index.view(seen.shape), seen, _count(seen))
 
     def only(self, seen: Tensor) -> Side:
         """The tokens that are also in `seen` [blocks, t]."""
@@ -88,10 +94,6 @@ class Where:
     def total(self, i: Tensor, j: Tensor) -> Tensor:
         """Number of pairs."""
         return self.q.count[i] * self.k.count[j]
-
-    def pairs(self, i: Tensor, j: Tensor) -> Tensor:
-        """Which pairs count, bool [n, t, t]."""
-        return self.q.seen[i][:, :, None] & self.k.seen[j][:, None, :]
 
 
 def judge(condition: Condition, where: Where) -> Judge:
@@ -112,6 +114,12 @@ class Judge(ABC):
     @abstractmethod
     def exact(self, i: Tensor, j: Tensor) -> Tensor:
         """Where it holds, bool [n, t, t]; of tokens that do not count it may say anything."""
+
+    def grouped(self, size: int) -> Self:
+        """Return the judge of squares of `size` x `size` blocks, for bounds only."""
+        other = copy(self)
+        other.where = Where(self.where.q.grouped(size), self.where.k.grouped(size), self.where.row)
+        return other
 
 
 def _judge(condition: Condition, where: Where) -> Judge:
@@ -161,17 +169,28 @@ class _Every(Judge):
         return low, high
 
     def exact(self, i: Tensor, j: Tensor) -> Tensor:
-        total = self.where.total(i, j)
-        pairs = self.where.pairs(i, j)
+        where = self.where
+        size = (len(i), where.q.seen.shape[1], where.k.seen.shape[1])
+        total = where.total(i, j)
+        pairs = torch.ones(size, dtype=torch.bool)
         for part in self._parts:
             least, most = part.bounds(i, j)
-            pairs[most == 0] = False
             open_ = ((least < total) & (most > 0)).nonzero()[:, 0]
             if len(open_) == len(i):
                 pairs &= part.exact(i, j)
-            elif len(open_):
-                pairs[open_] &= part.exact(i[open_], j[open_])
+            else:
+                pairs.index_fill_(0, (most == 0).nonzero()[:, 0], False)
+                if len(open_):
+                    pairs[open_] &= part.exact(i[open_], j[open_])
+        ragged = (total < size[1] * size[2]).nonzero()[:, 0]
+        if len(ragged):
+            pairs[ragged] &= where.q.seen[i[ragged]][:, :, None] & where.k.seen[j[ragged]][:, None, :]
         return pairs
+
+    def grouped(self, size: int) -> Self:
+        other = super().grouped(size)
+        other._parts = [part.grouped(size) for part in self._parts]
+        return other
 
 
 class _Opposite(Judge):
@@ -187,6 +206,11 @@ class _Opposite(Judge):
     def exact(self, i: Tensor, j: Tensor) -> Tensor:
         return ~self._inner.exact(i, j)
 
+    def grouped(self, size: int) -> Self:
+        other = super().grouped(size)
+        other._inner = self._inner.grouped(size)
+        return other
+
 
 class _Guard(Judge):
     def __init__(self, condition: Guard, where: Where) -> None:
@@ -198,6 +222,11 @@ class _Guard(Judge):
 
     def exact(self, i: Tensor, j: Tensor) -> Tensor:
         return self._every.exact(i, j)
+
+    def grouped(self, size: int) -> Self:
+        other = super().grouped(size)
+        other._every = self._every.grouped(size)
+        return other
 
 
 class _Order(Judge):
@@ -226,59 +255,88 @@ class _Order(Judge):
         q, k = self._q[i][:, :, None], self._k[j][:, None, :]
         return q < k if self._is_strict else q <= k
 
+    def grouped(self, size: int) -> Self:
+        other = super().grouped(size)
+        other._q_ends, other._k_ends = _joined(self._q_ends, size), _joined(self._k_ends, size)
+        return other
 
-class _Range(Judge):
-    """Equality of labels that grow with the position where a value first appears."""
+
+class _Labels(Judge):
+    """Equality of labels that grow with the position where a value first appears.
+
+    Args:
+        q, k: labels, int32 [blocks, t]; -1 and -2 where the other side has no such value.
+    """
 
     def __init__(self, q: Tensor, k: Tensor, where: Where) -> None:
         super().__init__(where)
-        self._q, self._k = q, k  # labels [blocks, t], -1 where the other side has no such value
+        self._q, self._k = q, k
         self._q_ends, self._k_ends = _ends(q, where.q.seen & (q >= 0)), _ends(k, where.k.seen & (k >= 0))
-        self._q_one = self._only(self._q_ends, q, where.q, -1)
-        self._k_one = self._only(self._k_ends, k, where.k, -2)
-
-    @staticmethod
-    def _only(ends: Bounds, labels: Tensor, side: Side, none: int) -> Tensor:
-        """The label of blocks whose tokens all have it, else `none`."""
-        is_one = (ends[0] == ends[1]) & ((labels >= 0) | ~side.seen).all(1)
-        return torch.where(is_one, ends[0], none)
+        # whether all tokens of a block have a label
+        self._q_whole, self._k_whole = ((q >= 0) | ~where.q.seen).all(1), ((k >= 0) | ~where.k.seen).all(1)
 
     def bounds(self, i: Tensor, j: Tensor) -> Bounds:
         (q_min, q_max), (k_min, k_max) = self._q_ends, self._k_ends
         total = self.where.total(i, j)
-        all_ = self._q_one[i] == self._k_one[j]
+        q_one = torch.where(self._q_whole & (q_min == q_max), q_min, -1)
+        k_one = torch.where(self._k_whole & (k_min == k_max), k_min, -2)
+        all_ = q_one[i] == k_one[j]
         meet = (q_min[i] <= k_max[j]) & (k_min[j] <= q_max[i])
-        high = torch.where(all_, total, ((total - 1) * meet).clamp_(min=0))
-        return total * all_, high
+        return total * all_, torch.where(all_, total, ((total - 1) * meet).clamp_(min=0))
 
     def exact(self, i: Tensor, j: Tensor) -> Tensor:
         return self._q[i][:, :, None] == self._k[j][:, None, :]
 
+    def grouped(self, size: int) -> Self:
+        other = super().grouped(size)
+        other._q_ends, other._k_ends = _joined(self._q_ends, size), _joined(self._k_ends, size)
+        other._q_whole, other._k_whole = (one.view(-1, size).all(1) for one in (self._q_whole, self._k_whole))
+        return other
 
-class _Kinds(Judge):
-    """A table of few kinds: counts of each kind per block give exact counts of pairs."""
 
-    def __init__(self, q: Tensor, k: Tensor, table: Tensor, where: Where) -> None:
+class _Counts(Judge):
+    """A table of few kinds: counts of each kind per block give exact counts of pairs.
+
+    Args:
+        q, k: kinds, int32 [blocks, t]; of none where below 0.
+        table: which kinds go together, bool [kinds of queries, kinds of keys]; None for equality, of kinds below `size`.
+        size: number of kinds of keys.
+    """
+
+    def __init__(self, q: Tensor, k: Tensor, table: Tensor | None, size: int, where: Where) -> None:
         super().__init__(where)
-        bits = torch.arange(table.shape[1])
-        self._q = torch.cat([(table.to(torch.int64) << bits).sum(1), bits.new_zeros(1)])[q]  # may see keys of these kinds
-        self._k = torch.cat([1 << bits, bits.new_zeros(1)])[k]
-        # float32 is exact up to 2 ** 24 pairs
-        dtype = torch.float32 if q.shape[1] * k.shape[1] <= 1 << 24 else torch.float64
-        self._q_counts = _histogram(q, where.q.seen, len(table)).to(dtype) @ table.to(dtype)
-        self._k_counts = _histogram(k, where.k.seen, table.shape[1]).to(dtype)
+        self._is_equality = table is None
+        self._q, self._k = q, k
+        self._q_counts = _histogram(q, where.q.seen, size if table is None else len(table))
+        self._k_counts = _histogram(k, where.k.seen, size)
+        if table is not None:
+            self._q_counts = self._q_counts @ table.to(torch.float64)
+            bits = torch.arange(size)
+            self._q = (table.to(torch.int64) << bits).sum(1)[q]  # a bit for each kind of keys that it goes with
+            self._k = (1 << bits)[k]
 
     def bounds(self, i: Tensor, j: Tensor) -> Bounds:
-        q, k = self._q_counts[i], self._k_counts[j]
+        total = self.where.total(i, j)
+        # float32 is exact up to 2 ** 24 pairs
+        dtype = torch.float32 if self.where.q.seen.shape[1] * self.where.k.seen.shape[1] <= 1 << 24 else torch.float64
+        q, k = self._q_counts.to(dtype)[i], self._k_counts.to(dtype)[j]
         if i.dim() == 1:
             count = (q * k).sum(-1)
         else:  # i [..., n, 1], j [..., 1, m]
             count = q.squeeze(-2) @ k.squeeze(-3).transpose(-1, -2)
-        count = count.to(self.where.q.count.dtype)
+        count = count.to(total.dtype)
         return count, count
 
     def exact(self, i: Tensor, j: Tensor) -> Tensor:
-        return (self._q[i][:, :, None] & self._k[j][:, None, :]) != 0
+        q, k = self._q[i][:, :, None], self._k[j][:, None, :]
+        return q == k if self._is_equality else (q & k) != 0
+
+    def grouped(self, size: int) -> Self:
+        other = super().grouped(size)
+        other._q_counts, other._k_counts = (
+            one.view(-1, size, one.shape[1]).sum(1) for one in (self._q_counts, self._k_counts)
+        )
+        return other
 
 
 class _Unknown(Judge):
@@ -306,35 +364,30 @@ class _Unknown(Judge):
 
 def _table(condition: Table, where: Where) -> Judge:
     q, k = where.q.take(condition.q.values, where.row), where.k.take(condition.k.values, where.row)
-    return _Kinds(q, k, condition.table, where)
+    return _Counts(q, k, condition.table, condition.table.shape[1], where)
 
 
 def _equality(condition: Compare, where: Where) -> Judge:
     """Equality of values that both sides have; labels are numbered by the first query that has the value."""
     q, k = where.q.take(condition.q.values, where.row), where.k.take(condition.k.values, where.row)
-    q_seen, k_seen = q[where.q.seen].to(torch.int64), k[where.k.seen].to(torch.int64)
-    both = torch.cat([q_seen, k_seen])
-    base = int(both.min()) if len(both) else 0
-    span = int(both.max()) - base + 1 if len(both) else 0
-    if span > 4 * len(both) + 1024:
-        codes = both.unique(return_inverse=True)[1]
-        span = int(codes.max()) + 1
-    else:
-        codes = both - base
-    q_codes, k_codes = codes.split([len(q_seen), len(k_seen)])
-    first = torch.full((span,), len(q_codes)).scatter_reduce_(0, q_codes, torch.arange(len(q_codes)), "amin")
-    in_k = torch.zeros(span, dtype=torch.bool)
-    in_k[k_codes] = True
-    shared = (in_k & (first < len(q_codes))).nonzero()[:, 0]
+    (q_min, q_max), (k_min, k_max) = _ends(q, where.q.seen), _ends(k, where.k.seen)
+    # values outside what both sides have in common are of no interest
+    low, high = max(int(q_min.min()), int(k_min.min())), min(int(q_max.max()), int(k_max.max()))
+    q_seen, k_seen = (where.q.seen & (q >= low) & (q <= high)), (where.k.seen & (k >= low) & (k <= high))
+    span = max(0, high - low + 1)
+    if span > 2 * (q.numel() + k.numel()):
+        q, k = torch.cat([q.flatten(), k.flatten()]).unique(return_inverse=True)[1].split([q.numel(), k.numel()])
+        q, k, low, span = q.view(q_seen.shape), k.view(k_seen.shape), 0, q.numel() + k.numel()
+    q, k = (q - low).masked_fill(~q_seen, span).flatten().long(), (k - low).masked_fill(~k_seen, span).flatten().long()
+    first = torch.full((span + 1,), len(q)).scatter_reduce_(0, q, torch.arange(len(q)), "amin")
+    in_both = torch.zeros(span + 1, dtype=torch.bool).index_fill_(0, k, True) & (first < len(q))
+    shared = in_both[:span].nonzero()[:, 0]
     shared = shared[first[shared].argsort()]
-    label = torch.full((span,), -1)
-    label[shared] = torch.arange(len(shared))
-    labels = [torch.full(side.shape, -1, dtype=torch.int32) for side in (q, k)]
-    for side, seen, own in zip(labels, (where.q.seen, where.k.seen), (q_codes, k_codes), strict=True):
-        side[seen] = label[own].to(torch.int32)
-    if len(shared) <= FEW:
-        return _Kinds(labels[0].long(), labels[1].long(), torch.eye(len(shared), dtype=torch.bool), where)
-    return _Range(labels[0], labels[1], where)
+    label = torch.full((span + 1,), -1, dtype=torch.int32)
+    label[shared] = torch.arange(len(shared), dtype=torch.int32)
+    q, k = label[q].view(q_seen.shape), label[k].view(k_seen.shape)
+    k = k.masked_fill(k < 0, -2)
+    return _Counts(q, k, None, max(1, len(shared)), where) if len(shared) <= FEW else _Labels(q, k, where)
 
 
 def _count(seen: Tensor) -> Tensor:
@@ -348,8 +401,12 @@ def _ends(values: Tensor, seen: Tensor) -> Bounds:
     return values.masked_fill(~seen, limit.max).amin(1), values.masked_fill(~seen, limit.min).amax(1)
 
 
+def _joined(ends: Bounds, size: int) -> Bounds:
+    return ends[0].view(-1, size).amin(1), ends[1].view(-1, size).amax(1)
+
+
 def _histogram(kinds: Tensor, seen: Tensor, size: int) -> Tensor:
-    """How many tokens of each kind count, of each block [blocks, size]; kinds below 0 are none."""
-    seen = seen & (kinds >= 0)
-    at = torch.arange(len(kinds))[:, None] * size + kinds
-    return torch.bincount(at[seen], minlength=len(kinds) * size).view(len(kinds), size)
+    """How many tokens of each kind count, of each block: float64 [blocks, size]; kinds below 0 are none."""
+    kinds = kinds.masked_fill(~seen | (kinds < 0), size) + torch.arange(len(kinds))[:, None] * (size + 1)
+    counts = torch.bincount(kinds.flatten(), minlength=len(kinds) * (size + 1)).view(len(kinds), size + 1)
+    return counts[:, :size].to(torch.float64)

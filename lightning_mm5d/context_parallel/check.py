@@ -1,18 +1,19 @@
 """Finds layers whose sequences cannot be shared: before a run by their code, and at the first step by running them.
 
-Only the attention may mix tokens, and only through transformers' attention interface, where this library takes its
-place. `check_layers` looks for that in the classes of a layer's modules. `probe` runs a layer on some tokens, with an
-attention that leaves each token alone, and again on half of them: what differs is neither.
+Only the attention may mix tokens, and only through transformers' attention interface or torch's
+``scaled_dot_product_attention``, where this library takes its place. `check_layers` looks for that in the classes of a
+layer's modules. `probe` runs a layer on some tokens, with an attention that leaves each token alone, and again on half
+of them: what differs is neither.
 
-It refuses (`ConfigError`) layers that fail either, by the name of the module.
+It refuses (`ConfigError`) layers that fail either.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,16 +21,16 @@ from torch import Tensor, nn
 from lightning_mm5d.calls import at, hidden_place
 from lightning_mm5d.config import Modality
 from lightning_mm5d.context_parallel.arguments import Arguments, replaced, token_dim
+from lightning_mm5d.context_parallel.attention import Attention, Call
 from lightning_mm5d.errors import ConfigError
 from lightning_mm5d.tensor_parallel.divided import Divided
 
-if TYPE_CHECKING:
-    from lightning_mm5d.context_parallel.attention import Attention
+_PRODUCT = "scaled_dot_product_attention"
 
-_INTERFACE = {"ALL_ATTENTION_FUNCTIONS"}
+_INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 _BIASES = ("position_bias", "rel_pos", "relative_position", "alibi")
 _MIXERS = (nn.modules.conv._ConvNd, nn.RNNBase, nn.MultiheadAttention, nn.modules.batchnorm._BatchNorm)
-_MIXES = ("scaled_dot_product_attention", "baddbmm", "conv1d", "causal_conv1d_fn", "cumsum")
+_MIXES = ("baddbmm", "conv1d", "causal_conv1d_fn", "cumsum", "multi_head_attention_forward")
 _DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "attn_dropout")
 _TOKENS = 8  # that a probe looks at
 _OFF = {torch.float64: 1e-8, torch.float32: 1e-3}
@@ -72,7 +73,7 @@ def _check_layer(name: str, modality: Modality, path: str, layer: nn.Module) -> 
             "Use cp_size=1; tp_size, pp_size and dp_size have no such limit",
         )
 
-    attends = [module for module, part in layer.named_modules() if _names(part) & _INTERFACE]
+    attends = [module for module, part in layer.named_modules() if _names(part) & {_INTERFACE, _PRODUCT}]
     for module, part in layer.named_modules():
         names = _names(part)
         bias = next((found for found in sorted(names) if found.startswith(_BIASES)), None)
@@ -82,9 +83,9 @@ def _check_layer(name: str, modality: Modality, path: str, layer: nn.Module) -> 
         if isinstance(part, _MIXERS):
             raise refuse(module, "mixes tokens of which each rank has some")
         if module not in attends and mixes is not None:
-            raise refuse(module, f"works on whole sequences ({mixes}), not through transformers' attention interface")
+            raise refuse(module, f"works on whole sequences ({mixes}), not through an attention that is known")
     if not attends:
-        raise refuse("", "has no attention that goes through transformers' attention interface")
+        raise refuse("", f"has no attention through transformers' attention interface or torch's {_PRODUCT}")
     for module in attends:
         config = getattr(layer.get_submodule(module), "config", None)
         for field in _DROPOUTS:
@@ -97,6 +98,12 @@ def _check_layer(name: str, modality: Modality, path: str, layer: nn.Module) -> 
                     "ranks",
                     f"Set {field}=0.0 in the model's config, as most recipes do, or use cp_size=1",
                 )
+
+
+def takes_products(modules: Iterable[nn.Module]) -> bool:
+    """Whether code of `modules` calls torch's attention by itself."""
+    found = (_names(module) for module in modules)
+    return any(_PRODUCT in names and _INTERFACE not in names for names in found)
 
 
 def _names(module: nn.Module) -> set[str]:
@@ -121,8 +128,11 @@ def probe(
     attention: Attention,
     names: tuple[str, ...],
     size: int,
-) -> None:
+) -> tuple[bool, ...] | None:
     """Run a layer on a few of this rank's tokens, and on every other one of them; refuse it where results differ.
+
+    Returns:
+        For each attention in turn whether its keys are those of another sequence; None with too few tokens to tell.
 
     Args:
         name: of the modality.
@@ -142,10 +152,9 @@ def probe(
     if isinstance(state, Divided):
         state = state.whole()
     if size < 2 or attention.is_silent:
-        return
-    few = torch.arange(min(size, _TOKENS), device=state.device)
+        return None
 
-    def run(tokens: Tensor) -> Tensor:
+    def run(tokens: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
         def only(argument: str, value: Any) -> Any:
             if isinstance(value, dict):
                 return dict(value)
@@ -155,15 +164,21 @@ def probe(
             return value if dim is None else value.index_select(dim, tokens)
 
         args, kwargs = replaced(local, names, only, where, state.index_select(-2, tokens))
-        result = inner(*args, **kwargs)
+        with attention.during(Call(None, probes=True)) as call:
+            result = inner(*args, **kwargs)
         found: Tensor = result[0] if isinstance(result, (tuple, list)) else result
-        return found.whole() if isinstance(found, Divided) else found
+        return found.whole() if isinstance(found, Divided) else found, call.seen
 
     training = {part: part.training for part in layer.modules()}
     layer.eval()
     try:
-        with torch.no_grad(), attention.probing(), torch.random.fork_rng(devices=[]):
-            every, half = run(few), run(few[::2])
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            for count in range(min(size, _TOKENS), 1, -1):
+                few = torch.arange(count, device=state.device)
+                (every, seen), (half, again) = run(few), run(few[::2])
+                follows = [[keys == queries for queries, keys in calls] for calls in (seen, again)]
+                if follows[0] == follows[1]:  # else a sequence of another kind happens to be of this length
+                    break
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
         raise _mixed(name, layer, f"fails on some of its tokens: {error}") from error
     finally:
@@ -175,6 +190,7 @@ def probe(
     # a router may send a token elsewhere for a rounding; where tokens mix, all but the first differ
     if off.float().mean() >= 0.5:
         raise _mixed(name, layer, "computes something else of a token when other tokens are elsewhere")
+    return tuple(not follow for follow in follows[0])
 
 
 def _mixed(name: str, layer: nn.Module, why: str) -> ConfigError:

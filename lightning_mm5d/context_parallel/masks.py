@@ -23,6 +23,8 @@ from lightning_mm5d.context_parallel.nodes import Condition, Every
 from lightning_mm5d.context_parallel.tiles import EMPTY, FULL, PARTIAL, TILE, Tiles, count
 from lightning_mm5d.context_parallel.trace import MaskFunction, Untraceable, trace
 
+SHARDS = 256  # pairs of shards that a mask knows by their tensors
+
 __all__ = ["EMPTY", "FULL", "PARTIAL", "TILE", "Mask", "MaskFunction"]
 
 
@@ -50,6 +52,7 @@ class Mask:
         self.function, self.batch, self.q_length, self.k_length = function, batch, q_length, k_length
         self.device = torch.device(device)
         self._known: dict[Any, Any] = {}
+        self._shards: dict[tuple[int, int], tuple[Tiles, Tensor, Tensor]] = {}
 
     @cached_property
     def rows(self) -> int:
@@ -87,12 +90,15 @@ class Mask:
             q: global indices of the queries [Sq], ascending.
             k: global indices of the keys [Sk], ascending.
         """
-        # by identity first: shards are asked for by every layer, and tensors that are kept here keep their ids
-        known = self._known.get((id(q), id(k)))
+        # by identity first: every layer asks for the same shards, and tensors that are kept here keep their ids
+        known = self._shards.get((id(q), id(k)))
         if known is None:
-            tiles = self._remembered(("tiles", _digest(q), _digest(k)), lambda: self._tiles(q, k))
-            known = self._known[id(q), id(k)] = (tiles, q, k)
-        return known[0]  # type: ignore[no-any-return]
+            if len(self._shards) >= SHARDS:
+                self._shards.clear()
+            what = ("tiles", str(self.device), _digest(q), _digest(k))
+            tiles = self._remembered(what, lambda: Tiles(self._condition, q.cpu(), k.cpu(), device=self.device))
+            known = self._shards[id(q), id(k)] = tiles, q, k
+        return known[0]
 
     def work(self, block: int = TILE) -> Tensor:
         """Number of allowed pairs of each block of queries, summed over the rows of the batch.
@@ -129,9 +135,6 @@ class Mask:
         b, h = (torch.full((len(q), 1, 1, 1), number, device=self.device) for number in (row, 0))
         q, k = q.to(self.device)[:, None, :, None], k.to(self.device)[:, None, None, :]
         return self.function(b, h, q, k).to(torch.bool).expand(size)[:, 0]
-
-    def _tiles(self, q: Tensor, k: Tensor) -> Tiles:
-        return Tiles(self._condition, q.cpu(), k.cpu(), device=self.device)
 
     def _remembered(self, what: tuple[Any, ...], make: Callable[[], Any]) -> Any:
         if self.key is not None:

@@ -86,7 +86,7 @@ class Split:
 
         def inverse() -> Tensor:
             row = torch.cat([_tokens(part) for part in self.ranges])
-            return torch.empty_like(row).scatter_(0, row, torch.arange(self.size))
+            return torch.empty_like(row).scatter_(0, row, torch.arange(self.size, device="cpu"))
 
         return self._keep("order", device, inverse)
 
@@ -205,6 +205,8 @@ def _joined(part: Sequence[Sequence[int]]) -> tuple[Range, ...]:
 
 
 def _tokens(part: Sequence[Range]) -> Tensor:
-    if not part:
-        return torch.empty(0, dtype=torch.int64)
-    return torch.cat([torch.arange(start, end) for start, end in part])
+    """The tokens of ascending ranges, on CPU whatever the default device is."""
+    starts, ends = torch.tensor(part, dtype=torch.int64, device="cpu").view(-1, 2).unbind(1)
+    lengths = ends - starts
+    before = lengths.cumsum(0) - lengths
+    return torch.arange(int(lengths.sum()), device="cpu") + (starts - before).repeat_interleave(lengths)

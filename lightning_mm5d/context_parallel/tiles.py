@@ -96,13 +96,13 @@ class Tiles:
 
     def _keep(self, row: int, i: int, j: int) -> None:
         """Evaluate the mask of a tile, and of those that will be asked for next; equal ones are kept once."""
+        width = self.kinds.shape[2]
         partial = self._partial[row]
         if partial is None:
-            partial = self._partial[row] = (self.kinds[row] == PARTIAL).nonzero()
-        width = self.kinds.shape[2]
-        place = int(torch.searchsorted(partial[:, 0] * width + partial[:, 1], i * width + j))
-        size = AT_ONCE // (TILE * TILE)
+            partial = self._partial[row] = (self.kinds[row] == PARTIAL).flatten().nonzero()[:, 0]
+        place, size = int(torch.searchsorted(partial, i * width + j)), AT_ONCE // (TILE * TILE)
         at = partial[place // size * size :][:size]
+        at = torch.stack([at // width, at % width], 1)
         masks = self._judges[row].exact(at[:, 0], at[:, 1])
         packed = np.packbits(masks.flatten(1).numpy(), axis=1)
         for (one_i, one_j), mask, bits in zip(at.tolist(), masks, packed, strict=True):
@@ -145,8 +145,8 @@ class _Squares:
         self.size = size
         self.where = Where(Side.of(q, size, SQUARE), Side.of(k, size, SQUARE), row)
         self.fine = judge(condition, self.where)
-        where = Where(Side.of(q, size * SQUARE), Side.of(k, size * SQUARE), row)
-        coarse = judge(condition, where)
+        coarse = self.fine.grouped(SQUARE)
+        where = Where(self.where.q.grouped(SQUARE), self.where.k.grouped(SQUARE), row)
         self.weight = where.k.count.to(torch.int64)
         self.kinds = torch.full((len(where.q.count), len(self.weight)), PARTIAL, dtype=torch.int8)
         j = torch.arange(len(self.weight))[None, :]
@@ -163,7 +163,9 @@ class _Squares:
             j = at[:, 1, None, None] * SQUARE + within
             yield i, j, *self.fine.bounds(i, j)
 
-    def exact(self, i: Tensor, j: Tensor, is_open: Tensor) -> Iterator[tuple[tuple[Tensor, ...], Tensor, Tensor, Tensor]]:
+    def exact(
+        self, i: Tensor, j: Tensor, is_open: Tensor
+    ) -> Iterator[tuple[tuple[Tensor, ...], Tensor, Tensor, Tensor]]:
         """Yield for the blocks that are open: where they are, their i and j, and their number of allowed pairs."""
         found = is_open.nonzero()
         for at in found.split(max(1, AT_ONCE // self.size**2)) if len(found) else ():
