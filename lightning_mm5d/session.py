@@ -25,6 +25,7 @@ from torchmetrics import Metric
 
 from lightning_mm5d.checkpoint import drop_remote_state, restore_whole
 from lightning_mm5d.context_parallel.apply import ContextParallel, Ranks
+from lightning_mm5d.context_parallel.interface import Interface
 from lightning_mm5d.device import DeviceFigures
 from lightning_mm5d.engine.engine import Engine
 from lightning_mm5d.engine.groups import Groups
@@ -195,7 +196,9 @@ class Session:
 
     def _share_sequences(self, held: frozenset[str]) -> dict[str, ContextParallel]:
         """Share the sequences of this rank's layers over context parallel ranks; `held` are its parameters."""
-        found = {}
+        found: dict[str, ContextParallel] = {}
+        if self._in.context:
+            self._interface = Interface()
         for name, context in self._in.context.items():
             layers = self.plan.partition.layers[name]
             assert layers is not None, f"{name} has no layers whose sequences could be shared"
@@ -212,6 +215,8 @@ class Session:
                 layers,
                 Ranks(context, self._in.sharing[name], self._in.tensor.get(name)),
                 averages=lambda x, averaged=averaged: id(x) in averaged,  # type: ignore[misc]
+                interface=self._interface,
+                active=lambda: self._runtime.active,
                 device=self._device,
             )
         return found
@@ -388,6 +393,8 @@ class Session:
         self._runtime.remove()
         for shared in self._context.values():
             shared.remove()
+        if self._context:
+            self._interface.remove()
         if self._tensor is not None:
             self._tensor.remove()
         self._metrics.detach()

@@ -39,6 +39,7 @@ from lightning_mm5d.context_parallel.arguments import (
 from lightning_mm5d.context_parallel.attention import Attention, Call
 from lightning_mm5d.context_parallel.check import probe, takes_products
 from lightning_mm5d.context_parallel.exchange import ContextGroups
+from lightning_mm5d.context_parallel.interface import Interface
 from lightning_mm5d.context_parallel.sequence import Holders, Sequence
 from lightning_mm5d.context_parallel.split import Split, by_items, distribute
 from lightning_mm5d.tensor_parallel.collectives import TensorGroup
@@ -88,6 +89,8 @@ class ContextParallel:
         path: of the list of layers in it.
         ranks: who shares them.
         averages: whether the gradient of a leaf is that of a parameter whose mean over ranks is taken in the end.
+        interface: of this rank; its attention puts itself there.
+        active: gives the run of a stage on a microbatch that is under way, forward or backward, if any.
         device: where this rank computes.
     """
 
@@ -100,6 +103,8 @@ class ContextParallel:
         ranks: Ranks,
         *,
         averages: Callable[[Tensor], bool],
+        interface: Interface,
+        active: Callable[[], Any] = lambda: None,
         device: torch.device = torch.device("cpu"),  # noqa: B008
     ) -> None:
         self._name, self._ranks = name, ranks
@@ -108,12 +113,10 @@ class ContextParallel:
         layers: nn.Module = root.get_submodule(path)
         self._layers = list(layers.children())
         degree = ranks.context.whole.size
-        coarser = Holders(ranks.context.whole, degree, None, averages)
-        finer = None
+        self._holders = Holders(ranks.context.whole, degree, averages)
         if ranks.tensor is not None:
-            finer = Holders(ranks.sharing, degree, ranks.tensor, averages, coarser=coarser)
-        self._holders = coarser._replace(finer=finer)
-        self._divides_tokens = modality.sequence_parallel and finer is not None
+            self._holders.finer = Holders(ranks.sharing, degree, averages, ranks.tensor, coarser=self._holders)
+        self._divides_tokens = modality.sequence_parallel and ranks.tensor is not None
         self._sequences: weakref.WeakValueDictionary[Any, Sequence] = weakref.WeakValueDictionary()
         self._stream = Region(ranks.context.whole, drops=drops(layers), device=device)
         self._undo: list[Callable[[], object]] = []
@@ -123,12 +126,12 @@ class ContextParallel:
         self._dealt: Sequence | None = None
         members = [module for layer in self._layers for module in layer.modules()]
         mode: Any = "allgather" if self._by_items else modality.cp_mode
-        self._attention = Attention(name, mode, ranks.context, members)
+        self._attention = Attention(name, mode, ranks.context, members, active)
+        self.replaying = self._attention.replaying
         parent = root.get_submodule(path.rpartition(".")[0])
         holders = [module for module in (*members, parent) if hasattr(getattr(module, "config", None), "model_type")]
         packed = any("cu_seqlens" in names_of(module.forward) for module in members)
-        self._attention.choose({id(one.config): one.config for one in holders}.values(), packed)
-        self._undo.append(self._attention.remove)
+        interface.add(self._attention, {id(one.config): one.config for one in holders}.values(), packed)
         for layer in self._layers:
             self._patch(layer)
         self._attention.takes_products = takes_products(members)
@@ -207,19 +210,22 @@ class ContextParallel:
 
     def _pass(self, state: Tensor, kwargs: Mapping[str, Any]) -> _Pass | None:
         """How a layer's hidden state is split; None where it stays whole."""
-        if isinstance(state, Divided) and is_tokens(state.group):
-            return self._pass_of(state.group, state.divided_dim, state.dim(), kwargs)
+        if self._is_own(state):
+            return self._pass_of(state.group, state.divided_dim, kwargs)  # type: ignore[attr-defined]
         if self._by_items and state.dim() > 2 and state.shape[0] >= self._holders.degree:
             split = distribute("uniform", state.shape[0], self._holders.degree, _no_work)
-            return self._pass_of(self._sequence(split, self._holders), -state.dim(), state.dim(), kwargs, new=True)
+            return self._pass_of(self._sequence(split, self._holders), -state.dim(), kwargs, new=True)
         if state.dim() < 2 or not state.shape[-2]:
             return None
         split = self._split(state, kwargs)
         sequence = self._sequence(split, self._holders)
-        found = self._pass_of(sequence.finer if self._divides_tokens else sequence, -2, state.dim(), kwargs, new=True)
-        return found
+        return self._pass_of(sequence.finer if self._divides_tokens else sequence, -2, kwargs, new=True)
 
-    def _pass_of(self, sequence: Sequence, dim: int, ndim: int, kwargs: Mapping[str, Any], new: bool = False) -> _Pass:
+    def _is_own(self, x: Tensor) -> bool:
+        """Whether `x` is divided already, and by this modality: another's sequences lie on other ranks."""
+        return isinstance(x, Divided) and is_tokens(x.group) and x.group.whole_of_rank.holders is self._holders
+
+    def _pass_of(self, sequence: Sequence, dim: int, kwargs: Mapping[str, Any], new: bool = False) -> _Pass:
         if new or sequence is not self._dealt:
             self._cut, self._local, self._dealt = {}, {}, sequence
         if dim != -2:
@@ -252,21 +258,26 @@ class ContextParallel:
 
     def _local_state(self, state: Tensor, now: _Pass) -> Tensor:
         sequence = now.sequence
-        if not isinstance(state, Divided):
+        if not self._is_own(state):
+            state = state.whole() if isinstance(state, Divided) else state
             state = sequence.wrapped(sequence.scattered(state, now.dim, sequence.lengths), now.dim)
-        return sequence.local(state)
+        return sequence.local(state)  # type: ignore[arg-type]
 
     def _part(self, now: _Pass, name: str, value: Any) -> Any:
         """What this rank's layer gets of an argument."""
         if isinstance(value, dict):
             for key, entry in value.items():
-                value[key] = self._state_part(entry)
+                value[key] = self._state_part(now, entry)
             return value
-        if isinstance(value, Divided) and is_tokens(value.group):
-            return value.group.local(value)
-        if not isinstance(value, Tensor) or isinstance(value, Divided):
+        if not isinstance(value, Tensor):
             return value
         sequence = now.sequence.whole_of_rank
+        if isinstance(value, Divided):
+            if not is_tokens(value.group):
+                return value
+            if value.group.whole_of_rank is sequence:
+                return value.group.local(value)
+            value = value.whole()  # of another sequence
         size = sequence.split.size
         dim = token_dim(name, value, size) if now.dim == -2 else item_dim(name, value, size, -now.dim)
         wants = value.requires_grad and torch.is_grad_enabled()
@@ -278,10 +289,13 @@ class ContextParallel:
             now.cut[id(value)] = (value, sequence.part(value, dim, sequence.lengths))
         return now.cut[id(value)][1]
 
-    def _state_part(self, entry: Any) -> Any:
+    def _state_part(self, now: _Pass, entry: Any) -> Any:
         if isinstance(entry, (list, tuple)):
-            return type(entry)(self._state_part(one) for one in entry)
-        return entry.group.local(entry) if isinstance(entry, Divided) and is_tokens(entry.group) else entry
+            return type(entry)(self._state_part(now, one) for one in entry)
+        is_part = isinstance(entry, Divided) and is_tokens(entry.group)
+        return (
+            entry.group.local(entry) if is_part and entry.group.whole_of_rank is now.sequence.whole_of_rank else entry
+        )
 
     # --- out of a layer ---
 

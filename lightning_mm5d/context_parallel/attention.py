@@ -1,14 +1,11 @@
-"""The attention and the masks of a modality whose sequences are shared, as transformers' interfaces take them.
+"""The attention of a modality whose sequences are shared: of this rank's tokens to those of all ranks.
 
-Both are registered under a name of the modality's own and chosen in the configs of its layers; no model is patched.
-A mask is made as ever by the model's own code, and comes out as a `ContextMask`: a tensor without memory that knows
-which keys each query may see, for any tokens. Where code does anything else with it, it becomes the dense mask.
+It is called by the modules of shared layers through transformers' interface (`interface`), or in place of torch's
+``scaled_dot_product_attention``. Modules that read the same config elsewhere compute with the same kernel on what they
+are given.
 
-Modules of the same config that are not in the shared layers (a pooling head, another tower) compute with the same
-kernel on what they are given.
-
-It refuses, at the first step at the latest, attention with a position bias, dropout of attention weights, and keys that
-are not those of the step (a cache from earlier calls).
+It refuses, at the first step at the latest, a bias of scores, dropout of attention weights, and keys that are not those
+of the step (a cache from earlier calls).
 """
 
 from __future__ import annotations
@@ -17,86 +14,26 @@ import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import (
-    add_offsets_to_mask_function,
-    and_masks,
-    causal_mask_function,
-    packed_sequence_mask_function,
-    padding_mask_function,
-    prepare_padding_mask,
-)
+from transformers.masking_utils import causal_mask_function, packed_sequence_mask_function
 
 from lightning_mm5d.context_parallel.alone import local_attention
 from lightning_mm5d.context_parallel.exchange import ContextGroups, Mode, context_attention
+from lightning_mm5d.context_parallel.interface import ContextMask
 from lightning_mm5d.context_parallel.masks import Mask, MaskFunction
 from lightning_mm5d.context_parallel.split import Split
 from lightning_mm5d.errors import ConfigError
+from lightning_mm5d.tensor_parallel.divided import Divided
 
 _KEPT = 16  # masks that were not made through the interface
 _LOW = -1e3  # what a mask adds to scores that do not count is less
-PACKED = "flash"  # a name with this in it makes vision towers hand over packed images at once, with their boundaries
-
-
-class ContextMask(Tensor):
-    """A mask as a tensor ``[B, 1, Sq, Sk]`` of bool without memory; whatever reads it gets the dense mask.
-
-    Attributes:
-        mask: which keys each query may see.
-    """
-
-    mask: Mask
-
-    @staticmethod
-    def of(mask: Mask) -> ContextMask:
-        """The tensor of a mask."""
-        shape = (mask.batch, 1, mask.q_length, mask.k_length)
-        empty = torch.ones((), dtype=torch.bool, device=mask.device).expand(shape)
-        result = empty.as_subclass(ContextMask)
-        result.mask = mask
-        return result
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _OF_SHAPE:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        if func is Tensor.to and args[1:] in ((args[0].device,), (torch.bool,)):
-            return args[0]
-
-        def dense(value: Any) -> Any:
-            return value.mask.dense() if isinstance(value, ContextMask) else value
-
-        return func(*map(dense, args), **{name: dense(value) for name, value in kwargs.items()})
-
-
-_OF_SHAPE = {
-    getattr(found, "__get__", found)
-    for found in (
-        Tensor.shape,
-        Tensor.dtype,
-        Tensor.device,
-        Tensor.ndim,
-        Tensor.requires_grad,
-        Tensor.is_leaf,
-        Tensor.layout,
-        Tensor.grad_fn,
-        Tensor.is_cuda,
-        Tensor.is_meta,
-    )
-} | {Tensor.size, Tensor.dim, Tensor.is_floating_point, Tensor.numel, Tensor.stride, Tensor.is_contiguous}
 
 
 @dataclass(eq=False)
@@ -118,7 +55,7 @@ class Call:
     probes: bool = False
     seen: list[tuple[int, int]] = field(default_factory=list)
 
-    def enter(self, queries: int, keys: int) -> bool:
+    def enters(self, queries: int, keys: int) -> bool:
         """Note the next attention; return whether its keys are those of another sequence."""
         self.seen.append((queries, keys))
         place = len(self.seen) - 1
@@ -133,6 +70,7 @@ class Attention:
         mode: how ranks reach each other's tokens.
         groups: its context parallel ranks.
         members: the modules in its layers.
+        active: gives the run of a stage on a microbatch that is under way, forward or backward, if any.
 
     Attributes:
         call: the pass through a layer that is under way.
@@ -141,21 +79,34 @@ class Attention:
         used: how many layers have asked for the mask that is made first, second and so on in a step.
     """
 
-    def __init__(self, name: str, mode: Mode, groups: ContextGroups, members: Iterable[nn.Module]) -> None:
+    def __init__(
+        self, name: str, mode: Mode, groups: ContextGroups, members: Iterable[nn.Module], active: Callable[[], Any]
+    ) -> None:
         self._name, self._mode, self._groups = name, mode, groups
         self.takes_products = False
         self._members = {id(module) for module in members}
-        self._undo: list[Callable[[], object]] = []
         self.call: Call | None = None
         self.made: list[Mask] = []
         self.used: dict[int, int] = {}
         self._ran = False
+        self._active = active
+        self._noted: weakref.WeakKeyDictionary[Any, dict[int, dict[int, tuple[Call, bool]]]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._known: OrderedDict[Any, tuple[Any, Mask]] = OrderedDict()
+
+    def knows(self, module: nn.Module) -> bool:
+        """Whether a module is in the shared layers."""
+        return id(module) in self._members
 
     @property
     def is_silent(self) -> bool:
         """Whether nothing may be communicated now."""
         return self._groups.is_silent
+
+    def replaying(self) -> AbstractContextManager[Any]:
+        """Around a backward, in which layers may be computed again."""
+        return _Products(self) if self.takes_products else nullcontext()
 
     @contextmanager
     def during(self, call: Call) -> Iterator[Call]:
@@ -167,52 +118,13 @@ class Attention:
         finally:
             self.call = before
 
-    def choose(self, configs: Iterable[Any], packed: bool) -> None:
-        """Let `configs` name this attention; `packed` where the layers take the boundaries of packed sequences."""
-        name = f"mm5d_{self._name}" + (f"_{PACKED}" if packed else "")
-        # the registries have no way to forget, so they get nothing that keeps this alive
-        own = weakref.ref(self)
-        AttentionInterface.register(name, partial(_attend, own))
-        AttentionMaskInterface.register(name, partial(_make_mask, own))
-        for config in configs:
-            before = {id(one): (one, one._attn_implementation) for one in _with_parts(config)}
-            config._attn_implementation = name
-            for other, value in before.values():
-                if other is not config:
-                    other._attn_implementation = value
-            self._undo.append(partial(setattr, config, "_attn_implementation", config_value(before, config)))
-
-    def remove(self) -> None:
-        """Let the configs name what they named before."""
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
-
     # --- masks ---
 
-    def make_mask(
-        self,
-        batch_size: int,
-        q_length: int,
-        kv_length: int,
-        q_offset: int = 0,
-        kv_offset: int = 0,
-        mask_function: MaskFunction = causal_mask_function,  # type: ignore[assignment]
-        attention_mask: Tensor | None = None,
-        device: torch.device | str = "cpu",
-        **kwargs: Any,
-    ) -> ContextMask:
-        """What transformers asks a mask interface for; the arguments are those of its ``sdpa_mask``."""
-        padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
-        if padding is not None:
-            mask_function = and_masks(mask_function, padding_mask_function(padding))
-        if not (isinstance(q_offset, int) and isinstance(kv_offset, int) and q_offset == kv_offset == 0):
-            mask_function = add_offsets_to_mask_function(mask_function, q_offset, kv_offset)
-        mask = Mask(mask_function, batch=batch_size, q_length=q_length, k_length=kv_length, device=device)
+    def note(self, mask: Mask) -> None:
+        """A mask was made for this modality."""
         if self._ran:
             self.made, self._ran = [], False
         self.made.append(mask)
-        return ContextMask.of(mask)
 
     def work(self, size: int, block: int) -> Tensor:
         """What queries of each block of a sequence cost all layers, by the masks made for them: ``[ceil(S / block)]``.
@@ -330,8 +242,9 @@ class Attention:
         """
         if position_bias is not None:
             raise self._refusal("position_bias", list(position_bias.shape), "Its scores have a bias by position")
-        call = self.call if module is None or id(module) in self._members else None
-        crosses = call.enter(query.shape[2], key.shape[2]) if call is not None else False
+        if isinstance(query, Divided) or isinstance(key, Divided):  # of modules that are not in the shared layers
+            query, key, value = (x.whole() if isinstance(x, Divided) else x for x in (query, key, value))
+        call, crosses = self._turn(module, query.shape[2], key.shape[2])
         if call is not None and call.probes:
             return _by_token(query, key, value), None
         if dropout:
@@ -358,6 +271,34 @@ class Attention:
                 out = context_attention(query, key, value, mask, call.split, self._groups, mode=self._mode, **options)
         return out.transpose(1, 2).contiguous(), None
 
+    def _turn(self, module: nn.Module | None, queries: int, keys: int) -> tuple[Call | None, bool]:
+        """The pass that an attention belongs to, and whether its keys are those of another sequence.
+
+        What is computed again for its backward may begin in the midst of a layer. Then it is what it was when the
+        layer ran.
+        """
+        if module is not None and id(module) not in self._members:
+            return None, False
+        run = self._active()
+        if self.call is not None:
+            crosses = self.call.enters(queries, keys)
+            if run is not None and not self.call.probes:
+                noted = self._noted.setdefault(run, {}).setdefault(id(module), {})
+                noted[id(self.call.split)] = (self.call, crosses)
+            return self.call, crosses
+        noted = self._noted.get(run, {}).get(id(module), {}) if run is not None else {}
+        index = self._groups.whole.index
+        found = [one for one in noted.values() if one[0].split is None or one[0].split.lengths[index] == queries]
+        if len(found) > 1:
+            raise ConfigError(
+                f"modalities.{self._name}.cp_distribution",
+                "makespan_min",
+                "A step passes several times through layers that are computed again for their backward, each time with "
+                "another split, and which one it was cannot be told",
+                "Use 'zigzag', or no activation checkpointing",
+            )
+        return found[0] if found else (None, False)
+
     def _expect(self, mask: Mask, queries: int, keys: int) -> None:
         if (mask.q_length, mask.k_length) != (queries, keys):
             got = [mask.q_length, mask.k_length]
@@ -367,29 +308,6 @@ class Attention:
         return ConfigError(
             f"modalities.{self._name}.cp_size", f"{field}={got}", rule, "Use cp_size=1, or leave it out of the model"
         )
-
-
-def config_value(before: Mapping[int, tuple[Any, Any]], config: Any) -> Any:
-    """What `config` named before."""
-    return before[id(config)][1]
-
-
-def _attend(own: Callable[[], Attention | None], *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    attention = own()
-    assert attention is not None, "the session of this attention is closed"
-    return attention.attend(*args, **kwargs)
-
-
-def _make_mask(own: Callable[[], Attention | None], *args: Any, **kwargs: Any) -> ContextMask:
-    attention = own()
-    assert attention is not None, "the session of this mask is closed"
-    return attention.make_mask(*args, **kwargs)
-
-
-def _with_parts(config: Any) -> list[Any]:
-    """A config and those that it sets together with itself."""
-    parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
-    return [config, *(one for part in parts if part is not None for one in _with_parts(part))]
 
 
 def _segments(bounds: Tensor) -> Tensor:

@@ -113,9 +113,9 @@ def _check(name: str, field: Tensor, modality: Tensor, limit: int) -> None:
     if field.dim() != 2 or field.shape != modality.shape:
         fix = f"Pass {tuple(modality.shape)}" if modality.dim() == 2 else "Pass one number per token of each row"
         raise ConfigError(name, tuple(field.shape), "All fields have the shape (batch, tokens) of modality", fix)
-    if field.numel() and not (0 <= int(field.min()) and int(field.max()) < limit):
-        worst = int(field.min()) if int(field.min()) < 0 else int(field.max())
+    low, high = (int(field.min()), int(field.max())) if field.numel() else (0, 0)
+    if low < 0 or high >= limit:
         many = {"modality": "Merge modalities", "sees": "Use bits 0 to 15 only"}.get(
             name, f"Number the {name}s of each sequence from 0"
         )
-        raise ConfigError(name, worst, f"Its numbers are 0 to {limit - 1}", many)
+        raise ConfigError(name, low if low < 0 else high, f"Its numbers are 0 to {limit - 1}", many)

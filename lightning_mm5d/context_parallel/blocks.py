@@ -4,7 +4,7 @@ A block pair's count lies within bounds that follow from minima and maxima of th
 arithmetic, Moore 1966, on the tree of nodes.py). Three things make the bounds tight:
 
 - conditions on one side alone (an image token? padding?) narrow the tokens over which the rest of a conjunction is
-  judged, so a block in which text and images are mixed is judged by its text for one part and by its images for another;
+  judged, so a block of text and images is judged by its text for one part of a mask and by its images for another;
 - values that are compared for equality only are numbered anew by where they first appear among those that both sides
   have, so ids need no order, and an id that only one side has excludes nothing;
 - where a side takes few values, counts of each value per block give the exact count.
@@ -21,7 +21,6 @@ Within `exact` they are lists [n].
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
 
@@ -34,6 +33,7 @@ from lightning_mm5d.context_parallel.nodes import (
     Compare,
     Condition,
     Every,
+    Function,
     Guard,
     Leaf,
     Opposite,
@@ -125,25 +125,13 @@ class Judge(ABC):
 def _judge(condition: Condition, where: Where) -> Judge:
     if isinstance(condition, Compare):
         return _equality(condition, where) if condition.how == "eq" else _Order(condition, where)
-    kinds = {Every: _Every, Opposite: _Opposite, Guard: _Guard, Table: _table, Truth: _Unknown, Function: _Unknown}
-    return kinds[type(condition)](condition, where)  # type: ignore[arg-type, no-any-return]
-
-
-class Function(Condition):
-    """A mask function that could not be traced.
-
-    Args:
-        evaluate: gives its result for block pairs: row, indices of queries [n, t] and of keys [n, t] -> bool [n, t, t].
-    """
-
-    def __init__(self, evaluate: Callable[[int, Tensor, Tensor], Tensor], rows: int) -> None:
-        self.evaluate, self._rows = evaluate, rows
-
-    def parts(self) -> None:  # type: ignore[override]
-        raise AssertionError("an unknown function has no content")
-
-    def rows(self) -> int:
-        return self._rows
+    if isinstance(condition, Table):
+        return _table(condition, where)
+    if isinstance(condition, Opposite):
+        return _Opposite(condition, where)
+    if isinstance(condition, (Truth, Function)):
+        return _Unknown(condition, where)
+    return judge(condition, where)
 
 
 class _Every(Judge):
@@ -209,23 +197,6 @@ class _Opposite(Judge):
     def grouped(self, size: int) -> Self:
         other = super().grouped(size)
         other._inner = self._inner.grouped(size)
-        return other
-
-
-class _Guard(Judge):
-    def __init__(self, condition: Guard, where: Where) -> None:
-        super().__init__(where)
-        self._every = _Every(Every((condition,)), where)
-
-    def bounds(self, i: Tensor, j: Tensor) -> Bounds:
-        return self._every.bounds(i, j)
-
-    def exact(self, i: Tensor, j: Tensor) -> Tensor:
-        return self._every.exact(i, j)
-
-    def grouped(self, size: int) -> Self:
-        other = super().grouped(size)
-        other._every = self._every.grouped(size)
         return other
 
 
@@ -299,7 +270,7 @@ class _Counts(Judge):
 
     Args:
         q, k: kinds, int32 [blocks, t]; of none where below 0.
-        table: which kinds go together, bool [kinds of queries, kinds of keys]; None for equality, of kinds below `size`.
+        table: which kinds go together, bool [kinds of queries, kinds of keys]; None where equal ones do.
         size: number of kinds of keys.
     """
 
@@ -317,13 +288,9 @@ class _Counts(Judge):
 
     def bounds(self, i: Tensor, j: Tensor) -> Bounds:
         total = self.where.total(i, j)
-        # float32 is exact up to 2 ** 24 pairs
-        dtype = torch.float32 if self.where.q.seen.shape[1] * self.where.k.seen.shape[1] <= 1 << 24 else torch.float64
-        q, k = self._q_counts.to(dtype)[i], self._k_counts.to(dtype)[j]
-        if i.dim() == 1:
-            count = (q * k).sum(-1)
-        else:  # i [..., n, 1], j [..., 1, m]
-            count = q.squeeze(-2) @ k.squeeze(-3).transpose(-1, -2)
+        q, k = self._q_counts[i], self._k_counts[j]
+        # lists, or i [..., n, 1] and j [..., 1, m]
+        count = (q * k).sum(-1) if i.dim() == 1 else q.squeeze(-2) @ k.squeeze(-3).transpose(-1, -2)
         count = count.to(total.dtype)
         return count, count
 
@@ -406,7 +373,10 @@ def _joined(ends: Bounds, size: int) -> Bounds:
 
 
 def _histogram(kinds: Tensor, seen: Tensor, size: int) -> Tensor:
-    """How many tokens of each kind count, of each block: float64 [blocks, size]; kinds below 0 are none."""
+    """How many tokens of each kind count, of each block [blocks, size]; kinds below 0 are none.
+
+    Float64: exact, matrices of it can be multiplied, and no setting of matrix products for speed touches it.
+    """
     kinds = kinds.masked_fill(~seen | (kinds < 0), size) + torch.arange(len(kinds))[:, None] * (size + 1)
     counts = torch.bincount(kinds.flatten(), minlength=len(kinds) * (size + 1)).view(len(kinds), size + 1)
     return counts[:, :size].to(torch.float64)

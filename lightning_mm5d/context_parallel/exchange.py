@@ -82,7 +82,7 @@ def context_attention(
     """Return the attention of this rank's tokens to the whole sequence.
 
     Gradients are those of this rank's tensors, from the output of all ranks; that of `sinks` is this rank's share of a
-    sum over ranks. They can not be differentiated again.
+    sum over ranks. They cannot be differentiated again.
 
     Args:
         q: [B, H, S_rank, D].

@@ -1,7 +1,7 @@
 """Attention of one shard of queries to one shard of keys on CUDA: FlexAttention, or flash attention without a mask.
 
-A compiled kernel is the only way to run FlexAttention without holding all scores. When torch gives up compiling (too many
-shapes) that is an error here, never a large and slow fallback.
+A compiled kernel is the only way to run FlexAttention without holding all scores. When torch gives up compiling (too
+many shapes) that is an error here, never a large and slow fallback.
 
 The backward with keys that are only a part of what queries see. With ``out_p, lse_p`` of this part, the whole row is
 ``out = sum_p w_p out_p`` with ``w_p = exp(lse_p - lse)``, and ``lse = logsumexp_p lse_p``, so ::
@@ -9,9 +9,9 @@ The backward with keys that are only a part of what queries see. With ``out_p, l
     d loss / d out_p = w_p d_out
     d loss / d lse_p = w_p d_out . (out_p - out)
 
-which are the two gradients that FlexAttention's own backward of this part takes. An attention sink is one more part, and
-changes nothing for the others. Flash attention's backward takes the output and log-sum-exp of the whole row instead, as
-the kernel on CPU does.
+which are the two gradients that FlexAttention's own backward of this part takes. An attention sink is one more part,
+and changes nothing for the others. Flash attention's backward takes the output and log-sum-exp of the whole row
+instead, as the kernel on CPU does.
 
 It refuses nothing; `takes` says what it cannot compute.
 
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -82,11 +82,13 @@ def attend_backward(
         if _is_for_flash(q, v, blocks, softcap):
             return _flash_gradients(d_out.to(q.dtype), q, k, v, out.to(q.dtype), lse, scale)
         with torch.enable_grad():
-            inputs = [each.detach().requires_grad_() for each in (q, k, v)]
+            # padded here: what is given to a compiled function should be a leaf
+            inputs = (_leaf(q, blocks.q_length), _leaf(k, blocks.k_length), _leaf(v, blocks.k_length))
             part, part_lse = _flex(*inputs, blocks, blocks.mask(tiles), scale, softcap)
+            part, part_lse = part[:, :, : q.shape[2]], part_lse[:, :, : q.shape[2]]
         gradients = _gradients_of_part(d_out, out, lse, part.detach(), part_lse.detach())
         dq, dk, dv = torch.autograd.grad((part, part_lse), inputs, gradients)
-        return dq, dk, dv
+        return dq[:, :, : q.shape[2]], dk[:, :, : k.shape[2]], dv[:, :, : k.shape[2]]
 
 
 def _gradients_of_part(
@@ -113,7 +115,8 @@ def _flex(
     with torch._dynamo.config.patch(
         specialize_float=True, recompile_limit=SHAPES, accumulated_recompile_limit=4 * SHAPES
     ):
-        out, aux = (_compiled() if q.is_cuda else flex_attention)(
+        run = _compiled() if q.is_cuda else cast(Callable[..., Any], flex_attention)
+        out, aux = run(
             q,
             k,
             v,
@@ -140,6 +143,10 @@ def _capped(softcap: float) -> Callable[..., Tensor]:
         return softcap * torch.tanh(score / softcap)
 
     return cap
+
+
+def _leaf(x: Tensor, length: int) -> Tensor:
+    return _padded(x.detach(), length).detach().requires_grad_()
 
 
 def _padded(x: Tensor, length: int) -> Tensor:

@@ -1,8 +1,8 @@
 """Tiles as FlexAttention takes them: lists of blocks, and bits for the partial ones.
 
-FlexAttention skips what is in no list, computes full blocks without a mask, and asks a function of indices about partial
-ones. Ours looks bits up that are packed once per mask; a mask's own function would be compiled into a kernel anew for
-every structure of masks. The function is right everywhere, also outside of partial blocks.
+FlexAttention skips what is in no list, computes full blocks without a mask, and asks a function of indices about
+partial ones. Ours looks bits up that are packed once per mask; a mask's own function would be compiled into a kernel
+anew for every structure of masks. The function is right everywhere, also outside of partial blocks.
 
 Lengths are padded to a few sizes, for few kernels. What is padded is in no list, so it costs nothing; a tile that holds
 padded keys beside real ones is partial. Padded queries beside real ones may see anything: nobody reads their results.
@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.functional import pad
 
 from lightning_mm5d.context_parallel.tiles import EMPTY, FULL, PARTIAL, TILE
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from lightning_mm5d.context_parallel.tiles import Tiles
 
 WORD = 32  # bits
+AT_ONCE = 64  # tiles that are packed together
 NOTHING, EVERYTHING, FIRST = 0, 1, 2  # among the tiles that have bits: two that are always there, then partial ones
 SIZES = 4  # padded lengths between a power of two and the next
 _BLOCKS: WeakKeyDictionary[Tiles, dict[torch.device, Blocks]] = WeakKeyDictionary()
@@ -94,9 +96,11 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _bits(tiles: Tiles, kinds: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the bits of tiles, int32 [FIRST + P, TILE, TILE / WORD], and which of them each tile has, int32 [rows, n, m].
+    """Return the bits of tiles and which of them each tile has.
 
-    There are as many as a power of two, again for few kernels.
+    Returns:
+        Bits, int32 [FIRST + P or more, TILE, TILE / WORD]: as many as a power of two, again for few kernels. Indices,
+        int32 [rows, n, m].
     """
     index = torch.where(kinds == FULL, EVERYTHING, NOTHING).to(torch.int32)
     at = (kinds == PARTIAL).nonzero()
@@ -104,13 +108,18 @@ def _bits(tiles: Tiles, kinds: Tensor, device: torch.device) -> tuple[Tensor, Te
     bits = torch.zeros(2 ** (FIRST + len(at) - 1).bit_length(), TILE, TILE // WORD, dtype=torch.int32, device=device)
     bits[EVERYTHING] = -1
     place = torch.arange(WORD, device=device)
-    for number, (row, i, j) in enumerate(at.tolist(), FIRST):
-        q = slice(i * TILE, min((i + 1) * TILE, tiles.q_length))
-        k = slice(j * TILE, min((j + 1) * TILE, tiles.k_length))
-        allowed = torch.zeros(TILE, TILE, dtype=torch.int64, device=device)
-        allowed[: q.stop - q.start, : k.stop - k.start] = tiles.allowed(row, q, k)
-        bits[number] = (allowed.unflatten(1, (-1, WORD)) << place).sum(-1).to(torch.int32)
+    for start in range(0, len(at), AT_ONCE):
+        allowed = torch.stack([_allowed(tiles, *where) for where in at[start : start + AT_ONCE].tolist()]).to(device)
+        words = (allowed.to(torch.int64).unflatten(2, (-1, WORD)) << place).sum(-1).to(torch.int32)
+        bits[FIRST + start : FIRST + start + len(words)] = words
     return bits, index.to(device)
+
+
+def _allowed(tiles: Tiles, row: int, i: int, j: int) -> Tensor:
+    """Return which pairs of a tile are allowed, bool [TILE, TILE]; none that is padded."""
+    allowed = tiles.allowed(row, slice(i * TILE, (i + 1) * TILE), slice(j * TILE, (j + 1) * TILE))
+    queries, keys = allowed.shape
+    return allowed if queries == keys == TILE else pad(allowed, (0, TILE - keys, 0, TILE - queries))
 
 
 def _looked_up(bits: Tensor, index: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:

@@ -20,14 +20,13 @@ Dv width of values; m, n of a rectangle.
 
 from __future__ import annotations
 
-from functools import reduce
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_mm5d.context_parallel import plain
+from lightning_mm5d.context_parallel import flex, plain
 from lightning_mm5d.context_parallel.rectangles import Bias, plan
 
 if TYPE_CHECKING:
@@ -55,9 +54,7 @@ def attend(
         Output [B, H, Sq, Dv] of `q`'s dtype and log-sum-exp [B, H, Sq], float32, or float64 of float64. A query that
         sees no key has output 0 and log-sum-exp minus infinity.
     """
-    if q.is_cuda:
-        from lightning_mm5d.context_parallel import flex
-
+    if q.is_cuda and flex.takes(q, v):
         return flex.attend(q, k, v, tiles, scale=scale, softcap=softcap)
     call = _Calls(q, v, scale, softcap)
     dtype, value_width = q.dtype, v.shape[-1]
@@ -70,12 +67,15 @@ def attend(
     for row, bands in enumerate(rows.bands):
         batch = slice(None) if len(rows.bands) == 1 else slice(row, row + 1)
         for band in bands:
-            here = q[batch, :, band.at]
-            parts = []
+            here = (batch, slice(None), band.at)
+            part: tuple[Tensor, Tensor] | None = None
             for span in band.spans:
                 bias = rows.bias(tiles, row, band.at, span.at, q) if span.is_mixed else None
-                parts.append(call.forward(here, k[batch, :, span.at], v[batch, :, span.at], bias))
-            out[batch, :, band.at], lse[batch, :, band.at] = reduce(lambda one, other: merge(*one, *other), parts)
+                at = (batch, slice(None), span.at)
+                one = call.forward(q[here], k[at], v[at], bias)
+                part = one if part is None else merge(*part, *one)
+            assert part is not None, "a band meets something"
+            out[here], lse[here] = part
     return out[..., :value_width].to(dtype), lse
 
 
@@ -100,9 +100,7 @@ def attend_backward(
         out: output of whole rows, with all keys that a query sees, [B, H, Sq, Dv].
         lse: log-sum-exp of whole rows, [B, H, Sq]; whatever else they hold (an attention sink) included.
     """
-    if q.is_cuda:
-        from lightning_mm5d.context_parallel import flex
-
+    if q.is_cuda and flex.takes(q, v):
         return flex.attend_backward(d_out, q, k, v, out, lse, tiles, scale=scale, softcap=softcap)
     call = _Calls(q, v, scale, softcap)
     results = [(each.shape[-1], each.dtype) for each in (q, k, v)]
@@ -166,7 +164,13 @@ class _Calls:
         x = x.to(self._dtype)
         if not self._is_flash:
             return x
-        return pad(x, (0, self._width - x.shape[-1])) if x.shape[-1] < self._width else x if x.stride(-1) == 1 else x.contiguous()
+        return (
+            pad(x, (0, self._width - x.shape[-1]))
+            if x.shape[-1] < self._width
+            else x
+            if x.stride(-1) == 1
+            else x.contiguous()
+        )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Bias | None) -> tuple[Tensor, Tensor]:
         """Return output and log-sum-exp of a rectangle."""

@@ -135,7 +135,7 @@ def _balanced_differencing(costs: Sequence[int], ranks: int) -> list[int]:
     for tie in range(len(order), len(order) + len(heap) - 1):
         first = heapq.heappop(heap)[2]
         second = heap[0][2]
-        sums = [(a + b, one + two) for (a, one), (b, two) in zip(first, reversed(second), strict=True)]
+        sums = [(a + b, _merged(one, two)) for (a, one), (b, two) in zip(first, reversed(second), strict=True)]
         sums.sort(key=lambda slot: -slot[0])
         least = sums[-1][0]  # what all have alike does not matter
         heapq.heapreplace(heap, (least - sums[0][0], tie, [(cost - least, members) for cost, members in sums]))
@@ -144,6 +144,13 @@ def _balanced_differencing(costs: Sequence[int], ranks: int) -> list[int]:
         for index in members:
             owners[index] = rank
     return owners
+
+
+def _merged(one: list[int], two: list[int]) -> list[int]:
+    """Both in one of them: copying the larger time and again would take most of the time."""
+    few, many = (one, two) if len(one) < len(two) else (two, one)
+    many.extend(few)
+    return many
 
 
 def _improve(parts: _Parts, enough: int, *, moves: bool) -> None:
@@ -259,6 +266,8 @@ def _consecutive(owners: Sequence[int], costs: Sequence[int], sizes: Sequence[in
         alike[piece].append(index)
     result = list(owners)
     for indices in alike.values():
+        if len(indices) == 1:
+            continue
         before = result[indices[0] - 1] if indices[0] else None
         behind = result[indices[-1] + 1] if indices[-1] + 1 < len(result) else None
         order = sorted((owners[index] != before, owners[index] == behind, owners[index]) for index in indices)

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_mm5d.context_parallel.blocks import Function
-from lightning_mm5d.context_parallel.nodes import Condition, Every
+from lightning_mm5d.context_parallel.nodes import Condition, Every, Function
 from lightning_mm5d.context_parallel.tiles import EMPTY, FULL, PARTIAL, TILE, Tiles, count
 from lightning_mm5d.context_parallel.trace import MaskFunction, Untraceable, trace
 
@@ -111,7 +110,7 @@ class Mask:
         """
         q, k = torch.arange(self.q_length), torch.arange(self.k_length)
         times = self.batch if self.rows == 1 else 1
-        return self._remembered(("work", block), lambda: count(self._condition, q, k, block) * times)  # type: ignore[no-any-return]
+        return self._remembered(("work", block), lambda: count(self._condition, q, k, block) * times)
 
     def dense(self) -> Tensor:
         """The whole mask, bool [B, 1, q_length, k_length], for attention that takes no other."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Write = Callable[[bytes], None]
+Write = Callable[[Any], None]  # of bytes or a buffer
 FEW = 63  # distinct values of a side for which a table of all combinations is kept; as many bits as an int64 has
 
 
@@ -206,6 +206,24 @@ class Opposite(Condition):
         yield self.condition
 
 
+class Function(Condition):
+    """A mask function that could not be traced.
+
+    Args:
+        evaluate: gives its result for block pairs: row, indices of queries [n, t] and of keys [n, t] -> bool [n, t, t].
+        rows: of the batch.
+    """
+
+    def __init__(self, evaluate: Callable[[int, Tensor, Tensor], Tensor], rows: int) -> None:
+        self.evaluate, self._rows = evaluate, rows
+
+    def parts(self) -> Iterator[Any]:
+        raise AssertionError("an unknown function has no content")
+
+    def rows(self) -> int:
+        return self._rows
+
+
 def negate(condition: Condition) -> Condition:
     """Return what is true where `condition` is not."""
     if isinstance(condition, Opposite):
@@ -292,21 +310,19 @@ def _flat(arguments: tuple[Any, ...]) -> Iterator[Any]:
 
 def _kinds(values: list[Tensor]) -> tuple[Tensor, Tensor] | None:
     """Which of a few kinds each token is of, int64 [R, S], and one token (flat) of each kind; None for many kinds."""
-    if not values:
+    # most sides are refused here, without sorting all of them
+    if not values or any(len(value.reshape(-1)[:4096].unique()) > FEW for value in values):
         return None
-    rows = max(len(value) for value in values)
-    kinds = torch.zeros((rows, values[0].shape[1]), dtype=torch.int64)
+    kinds = torch.zeros((max(len(value) for value in values), values[0].shape[1]), dtype=torch.int64)
+    number = 1
     for value in values:
-        known = value.reshape(-1)[:4096].unique()  # most sides are refused here, without sorting all of them
-        if len(known) > FEW:
-            return None
         known, codes = value.unique(return_inverse=True)
-        kinds, codes = (kinds * len(known) + codes).unique(return_inverse=True)
-        if len(kinds) > FEW:
+        together, kinds = (kinds * len(known) + codes).unique(return_inverse=True)
+        number = len(together)
+        if number > FEW:
             return None
-        kinds = codes
     flat = kinds.reshape(-1)
-    first = torch.full((int(flat.max()) + 1,), len(flat)).scatter_reduce_(0, flat, torch.arange(len(flat)), "amin")
+    first = torch.full((number,), len(flat)).scatter_reduce_(0, flat, torch.arange(len(flat)), "amin")
     return kinds, first
 
 

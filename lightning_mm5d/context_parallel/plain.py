@@ -1,7 +1,7 @@
 """One rectangle of attention in plain steps: for soft-capped scores, which flash kernels do not know.
 
-All is in the dtype of the arguments; autocast is off, it would take their precision back. Scores of a rectangle are held
-whole, so rectangles have at most `LONGEST` queries and keys.
+All is in the dtype of the arguments; autocast is off, it would take their precision back. Scores of a rectangle are
+held whole, so rectangles have at most `LONGEST` queries and keys.
 
 It refuses nothing.
 

@@ -1,8 +1,9 @@
-"""What becomes of values of pairs under torch's elementwise functions (see trace.py): nodes of which blocks.py knows more.
+"""What becomes of values of pairs under torch's elementwise functions (trace.py): nodes that blocks.py has bounds for.
 
 A rule that has no answer returns None, and the function becomes a call of which nothing is known but its result.
-Comparisons are brought to the form "query's value against key's value": ``q - k < w`` is ``q - w < k``, ``|q - k| <= w``
-is two of them. Integers only, within bounds in which nothing overflows; floats only where nothing is computed of them.
+Comparisons are brought to the form "query's value against key's value": ``q - k < w`` is ``q - w < k``, and
+``|q - k| <= w`` is two of them. Integers only, within bounds in which nothing overflows; floats only where nothing is
+computed of them.
 
 It refuses nothing.
 
@@ -99,7 +100,7 @@ def _where(dtype: torch.dtype, which: Any, x: Any, y: Any) -> Value | None:
 
 def _cast(dtype: torch.dtype, x: Any, *to: Any) -> Value | None:
     if dtype == dtype_of(x):
-        return x  # type: ignore[no-any-return]
+        return x
     return condition_of(x) if dtype == torch.bool else None
 
 

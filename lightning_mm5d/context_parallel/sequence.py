@@ -17,8 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Ordered
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,8 @@ from lightning_mm5d.tensor_parallel.collectives import TensorGroup, copy
 from lightning_mm5d.tensor_parallel.divided import Divided, divided
 
 
-class Holders(NamedTuple):
+@dataclass(eq=False)
+class Holders:
     """Who holds the parts of sequences.
 
     Attributes:
@@ -43,8 +45,8 @@ class Holders(NamedTuple):
 
     ranks: TensorGroup
     degree: int
-    tensor: TensorGroup | None
     averages: Callable[[Tensor], bool]
+    tensor: TensorGroup | None = None
     finer: Holders | None = None
     coarser: Holders | None = None
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_mm5d.context_parallel.blocks import Judge, Side, Where, judge
+from lightning_mm5d.context_parallel.blocks import Side, Where, judge
 from lightning_mm5d.context_parallel.nodes import Condition
 
 TILE = 128
@@ -131,7 +131,7 @@ def count(condition: Condition, q: Tensor, k: Tensor, block: int) -> Tensor:
 
 
 class _Squares:
-    """Squares of SQUARE x SQUARE blocks of one row of the batch: what is settled as a whole, and the blocks of the rest.
+    """Squares of SQUARE x SQUARE blocks of one row of the batch: what is settled as a whole, and blocks of the rest.
 
     Attributes:
         size: tokens per block.

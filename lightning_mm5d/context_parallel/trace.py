@@ -1,7 +1,7 @@
 """Reads what a mask function computes, by calling it with marked index tensors.
 
-A mask function is any callable of four index tensors that broadcast (batch, head, query, key), as transformers' are. The
-marks follow every torch function: what depends on one side alone is computed at once for all tokens, which is O(S);
+A mask function is any callable of four index tensors that broadcast (batch, head, query, key), as transformers' are.
+The marks follow every torch function: what depends on one side alone is computed at once for all tokens, which is O(S);
 where a query's and a key's values meet, a node of a tree (nodes.py, by rules.py) is made instead of S x S elements.
 
 The world is closed: a function that is not in the tables below, a result of another shape, an operation in place, a
@@ -248,7 +248,7 @@ def _plain(values: Any) -> Any:
     return values.tensor if isinstance(values, _Side) else values
 
 
-# names of functions of torch and of methods of tensors by the rule that they follow; "other": elementwise, without a rule
+# names of functions of torch and of methods of tensors, by their rule; "other": elementwise, without a rule
 _FUNCTIONS = {
     "and": "bitwise_and logical_and __and__",
     "or": "bitwise_or logical_or __or__",

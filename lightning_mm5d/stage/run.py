@@ -160,7 +160,7 @@ class Run:
     def backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Backpropagate; a checkpointed layer runs again meanwhile and sees what it saw before."""
         self._replays = True
-        with self, self.deferred or nullcontext():
+        with self, self.deferred or nullcontext(), self._runtime.replaying():
             torch.autograd.backward(outputs, gradients)
 
     def boundary(self, name: str, modality: str, original: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:

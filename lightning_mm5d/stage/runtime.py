@@ -10,6 +10,7 @@ It refuses nothing; `remove` undoes it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from types import MethodType
 from typing import Any
 
@@ -95,6 +96,13 @@ class Runtime:
             return self._context[modality].sequence(description)
         assert self._tensor is not None
         return self._tensor.groups[modality]
+
+    def replaying(self) -> AbstractContextManager[Any]:
+        """Around a backward, in which layers may be computed again."""
+        stack = ExitStack()
+        for shared in self._context.values():
+            stack.enter_context(shared.replaying())
+        return stack
 
     def modality_of(self, boundary: str) -> str:
         """Return the modality that a boundary belongs to."""

@@ -206,11 +206,11 @@ def test_sums_beyond_64_bits_are_exact() -> None:
 
 @pytest.mark.parametrize(("blocks", "ranks", "limit_s"), [(1024, 8, 0.05), (2048, 8, 0.1), (2048, 64, 0.2)])
 def test_long_sequences_are_dealt_out_in_milliseconds(blocks: int, ranks: int, limit_s: float) -> None:
-    """The limits allow for a busy machine: on a quiet one it is 3 to 7 ms."""
+    """The limits allow for a slow machine; 1024 blocks take about 2 ms."""
     costs = random_work(1, blocks * 128)
     seconds = []
     for _ in range(5):
-        start = time.perf_counter()
+        start = time.process_time()
         deal(costs, [128] * blocks, ranks)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.process_time() - start)
     assert min(seconds) < limit_s

@@ -1,0 +1,159 @@
+"""Any context parallel layout gives the losses, gradients and parameters of the same module on one process.
+
+Ranks are in the order of the modalities: "vision cp 2 | language cp 3" is "vision: ranks 0-1; language: ranks 2-4".
+Models that compute their loss, norms or rotary tables in float32 agree to that, those without to float64.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+
+from tensor_parallel.layouts import Compared, check, check_all
+
+MODES: dict[str, dict[str, Any]] = {
+    "allgather": {"cp_mode": "allgather"},
+    "ring": {"cp_mode": "ring"},
+    "ulysses": {"cp_mode": "ulysses"},
+    "hybrid": {"cp_mode": "hybrid", "cp_size": 4, "ulysses_size": 2},
+}
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("cp_size", [2, 3, 4])
+@pytest.mark.parametrize("mode", MODES)
+def test_one_modality_equals_one_process(mode: str, cp_size: int) -> None:
+    """Padded text; four query heads and two key heads, so that heads do not divide by the degrees."""
+    fields = {"cp_size": cp_size, **MODES[mode]}
+    if mode == "hybrid" and cp_size != 4:
+        pytest.skip("a hybrid needs groups of groups")
+    runs = [
+        Compared(name=name, fields={"language": {**fields, "cp_distribution": how}}, exact=name == "bert")
+        for name, how in (("llama_tied", "uniform"), ("bert", "zigzag"), ("gpt2", "makespan_min"))
+    ]
+    check_all(cp_size, *runs)
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("how", ["uniform", "zigzag", "makespan_min"])
+@pytest.mark.parametrize("mode", ["allgather", "ring", "ulysses"])
+def test_images_in_text_equal_one_process(mode: str, how: str) -> None:
+    """vision: rank 0; language: ranks 1-2. Gemma 3's images see themselves both ways, and most layers a window."""
+    shared = {"cp_size": 2, "cp_mode": mode, "cp_distribution": how}
+    names = ("gemma3", "qwen2_vl", "qwen3_vl") if mode == "allgather" else ("gemma3", "qwen2_vl")
+    check_all(3, *(Compared(name=name, fields={"vision": {}, "language": shared}) for name in names))
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("mode", ["allgather", "ring", "ulysses", "items"])
+def test_encoders_equal_one_process(mode: str) -> None:
+    """vision: ranks 0-1; language: rank 2. Batches of images, and images packed into one sequence."""
+    vision = {"cp_size": 2, "cp_mode": mode}
+    check_all(
+        3,
+        *(
+            Compared(name=name, fields={"vision": vision, "language": {}})
+            for name in ("llava", "qwen2_5_vl", "internvl", "smolvlm")
+        ),
+    )
+
+
+@pytest.mark.usefixtures("float64")
+def test_clips_of_audio_equal_one_process() -> None:
+    """audio: ranks 0-1; language: ranks 2-3."""
+    check_all(
+        4,
+        Compared(name="whisper", fields={"audio": {"cp_size": 2}, "language": {"cp_size": 2}}, exact=True),
+        Compared(name="qwen2_audio", fields={"audio": {"cp_size": 2, "cp_mode": "items"}, "language": {"cp_size": 2}}),
+    )
+
+
+@pytest.mark.usefixtures("float64")
+def test_models_of_ones_own_equal_one_process() -> None:
+    """vision: ranks 0-1; audio: ranks 2-3; language: ranks 4-5. They call torch's attention."""
+    fields = {
+        "vision": {"cp_size": 2},
+        "audio": {"cp_size": 2, "cp_mode": "items"},
+        "language": {"cp_size": 2, "cp_mode": "ring"},
+    }
+    check("handwritten_two", fields, 6, exact=True)
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize(
+    ("name", "fields", "world", "options"),
+    [
+        ("llama_tied", {"language": {"cp_size": 2, "tp_size": 2}}, 4, {"gradient_clip_val": 0.01}),
+        ("llama", {"language": {"cp_size": 2, "tp_size": 2, "sequence_parallel": True}}, 4, {}),
+        ("bert", {"language": {"cp_size": 2, "tp_size": 2}}, 4, {"exact": True}),
+        ("gpt2", {"language": {"cp_size": 3, "dp_size": 1, "pp_size": 2}}, 6, {"schedule": "zero_bubble"}),
+        ("llama_tied", {"language": {"cp_size": 2, "dp_size": 2}}, 4, {"replicas": 2, "gradient_clip_val": 0.01}),
+        (
+            "gemma3",
+            {"vision": {"cp_size": 2, "cp_mode": "items"}, "language": {"cp_size": 2, "pp_size": 2}},
+            6,
+            {"variant": "encoder", "accumulate_grad_batches": 2},
+        ),
+        (
+            "qwen2_vl",
+            {"vision": {"tp_size": 2}, "language": {"cp_size": 2, "tp_size": 2, "sequence_parallel": True}},
+            6,
+            {"variant": "projector_only", "accumulate_grad_batches": 2},
+        ),
+        ("qwen3_vl", {"vision": {}, "language": {"cp_size": 2, "pp_size": 2}}, 5, {"schedule": "gpipe"}),
+        ("llava", {"vision": {"cp_size": 2, "dp_size": 1}, "language": {"dp_size": 2}}, 4, {"replicas": 2}),
+        ("llava", {"vision": {"cp_size": 3}, "language": {"cp_size": 2, "cp_mode": "ulysses"}}, 5, {}),
+        (
+            "llava",
+            {"vision": {"cp_size": 2, "colocate_with": "language"}, "language": {"cp_size": 2}},
+            2,
+            {"gradient_clip_val": 0.01},
+        ),
+        ("llava", {"vision": {"colocate_with": "language"}, "language": {"cp_size": 2}}, 2, {"variant": "language"}),
+        (
+            "gemma3",
+            {"vision": {"tp_size": 2, "colocate_with": "language"}, "language": {"cp_size": 2, "tp_size": 2}},
+            4,
+            {},
+        ),
+        ("clip", {"vision": {"cp_size": 2}, "language": {"cp_size": 2}}, 4, {"exact": True}),
+        ("blip_2", {"vision": {"cp_size": 2}, "language": {"cp_size": 2, "pp_size": 2}}, 6, {"schedule": "auto"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_context_parallelism_combines_with_all_else(
+    name: str, fields: dict[str, Any], world: int, options: dict[str, Any]
+) -> None:
+    check(name, fields, world, **options)
+
+
+def recompute(module: L.LightningModule) -> None:
+    module.model.gradient_checkpointing_enable({"use_reentrant": False})
+    module.train()
+
+
+def recompute_within(module: L.LightningModule) -> None:
+    module.model.gradient_checkpointing_enable({"use_reentrant": True})
+    module.train()
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.filterwarnings("ignore")
+def test_layers_that_are_computed_again_for_their_backward_see_the_same_split() -> None:
+    shared = {"language": {"cp_size": 2, "cp_mode": "ring"}}
+    check_all(
+        2,
+        Compared(name="llama_tied", fields=shared, prepare=recompute),
+        Compared(name="gpt2", fields=shared, prepare=recompute_within),
+        Compared(name="bert", fields={"language": {"cp_size": 2}}, prepare=recompute_within, exact=True),
+    )
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.filterwarnings("ignore")
+def test_layers_of_stages_that_are_computed_again_see_the_same_split() -> None:
+    """vision: rank 0; language: cp ranks 1-2 and 3-4."""
+    fields = {"vision": {}, "language": {"cp_size": 2, "pp_size": 2}}
+    check("gemma3", fields, 5, prepare=recompute)

@@ -1,0 +1,368 @@
+"""Masks judged block by block say what the whole mask says, of any shards, and no tensor has S x S elements."""
+
+from __future__ import annotations
+
+import operator
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import masking_utils as hf
+
+from lightning_mm5d.context_parallel.masks import EMPTY, FULL, PARTIAL, TILE, Mask, MaskFunction
+
+Build = Callable[[int, int], MaskFunction]
+
+
+def runs(batch: int, size: int, longest: int) -> Tensor:
+    """Ids of stretches of 1 to `longest` tokens, in no order: [B, S]."""
+    rows = []
+    for _ in range(batch):
+        lengths = torch.randint(1, longest + 1, (size,))
+        rows.append(torch.randperm(size).repeat_interleave(lengths)[:size])
+    return torch.stack(rows)
+
+
+def images(batch: int, size: int, longest: int = 150) -> Tensor:
+    """Numbers of images, -1 for text: [B, S]."""
+    ids = runs(batch, size, longest)
+    return torch.where(ids % 2 == 0, -1, ids)
+
+
+def positions(ids: Tensor) -> Tensor:
+    """Positions that start at 0 with each stretch: [B, S]."""
+    at = torch.arange(ids.shape[1]).expand_as(ids)
+    starts = torch.cat([torch.ones_like(ids[:, :1], dtype=torch.bool), ids[:, 1:] != ids[:, :-1]], 1)
+    return at - torch.where(starts, at, 0).cummax(1)[0]
+
+
+def packed(batch: int, size: int, inner: MaskFunction = hf.causal_mask_function, longest: int = 250) -> MaskFunction:
+    ids = runs(batch, size, longest)
+    return hf.packed_sequence_compatibility_function(inner, positions(ids), ids)
+
+
+def padding(batch: int, size: int) -> Tensor:
+    """True where a token is real, rows padded on alternating sides: bool [B, S]."""
+    at = torch.arange(size)
+    return torch.stack([at >= size // 3 if row % 2 == 0 else at < size - 17 * row for row in range(batch)])
+
+
+def streaming(left: int, right: int) -> MaskFunction:
+    """Chunks that see some chunks before them, as NemotronAsrStreaming's."""
+
+    def mask(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        chunks = torch.div(q, right + 1, rounding_mode="trunc") - torch.div(k, right + 1, rounding_mode="trunc")
+        return (chunks >= 0) & (chunks <= left // (right + 1))
+
+    return mask
+
+
+def two_sided(left: int, right: int) -> MaskFunction:
+    """A window of two widths, as Gemma 4's encoders have."""
+
+    def mask(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        distance = q - k
+        return ((distance >= 0) & (distance < left)) | ((distance < 0) & (-distance < right))
+
+    return mask
+
+
+def kinds_of_tokens(b: int, s: int) -> MaskFunction:
+    kind, table = torch.randint(0, 5, (b, s)), torch.rand(5, 5) > 0.4
+    return lambda b, h, q, k: table[kind[b, q], kind[b, k]] & (k <= q)
+
+
+def shared_bits(b: int, s: int) -> MaskFunction:
+    bits = torch.randint(0, 8, (b, s))
+    return lambda b, h, q, k: (bits[b, q] & bits[b, k]) != 0
+
+
+def scores(b: int, s: int) -> MaskFunction:
+    of_q, of_k = torch.randn(b, s), torch.randn(b, s).double()
+    return lambda b, h, q, k: (of_q[b, q] > of_k[b, k]) ^ (q // 7 == k // 7)
+
+
+def image_blocks(b: int, s: int) -> MaskFunction:
+    return hf.or_masks(hf.causal_mask_function, hf.blockwise_overlay(images(b, s)))
+
+
+MASKS: dict[str, Build] = {
+    "causal": lambda b, s: hf.causal_mask_function,
+    "bidirectional": lambda b, s: hf.bidirectional_mask_function,
+    "sliding": lambda b, s: hf.sliding_window_causal_mask_function(70),
+    "sliding bidirectional": lambda b, s: hf.sliding_window_bidirectional_mask_function(200),
+    "two-sided": lambda b, s: two_sided(150, 40),
+    "chunked": lambda b, s: hf.chunked_causal_mask_function(100, torch.arange(b) * 7),
+    "streaming": lambda b, s: streaming(70, 13),
+    "padding": lambda b, s: hf.and_masks(hf.causal_mask_function, hf.padding_mask_function(padding(b, s))),
+    "packed": packed,
+    "packed in order": lambda b, s: hf.packed_sequence_mask_function(runs(b, s, 90).sort(1)[0]),
+    "packed short": lambda b, s: packed(b, s, longest=6),
+    "packed sliding": lambda b, s: packed(b, s, hf.sliding_window_causal_mask_function(50)),
+    "image blocks": image_blocks,
+    "small image blocks": lambda b, s: hf.or_masks(
+        hf.causal_mask_function, hf.blockwise_overlay(images(b, s, longest=9))
+    ),
+    "sliding image blocks": lambda b, s: hf.and_masks(image_blocks(b, s), hf.sliding_window_overlay(64)),
+    "packed image blocks with padding": lambda b, s: hf.and_masks(
+        hf.or_masks(packed(b, s), hf.blockwise_overlay(images(b, s))), hf.padding_mask_function(padding(b, s))
+    ),
+    "offsets": lambda b, s: hf.add_offsets_to_mask_function(hf.sliding_window_causal_mask_function(70), 3, -1),
+    "kinds of tokens": kinds_of_tokens,
+    "shared bits": shared_bits,
+    "scores": scores,
+    "strided": lambda b, s: lambda b, h, q, k: ((q - k) % 3 == 0) & (k <= q),
+}
+
+
+def brute(function: MaskFunction, batch: int, q_length: int, k_length: int) -> Tensor:
+    """The whole mask, as transformers makes it: bool [B, Sq, Sk]."""
+    b, q, k = torch.arange(batch), torch.arange(q_length), torch.arange(k_length)
+    whole = function(b[:, None, None, None], torch.zeros(1, 1, 1, 1).long(), q[:, None], k)
+    return whole.expand(batch, 1, q_length, k_length)[:, 0]
+
+
+def shards(q_length: int, k_length: int) -> list[tuple[Tensor, Tensor]]:
+    """Shards of queries and keys: all, halves, random ones, none."""
+    q, k = torch.arange(q_length), torch.arange(k_length)
+    some_q, some_k = (torch.randperm(n)[: 2 * n // 3].sort()[0] for n in (q_length, k_length))
+    zigzag = torch.cat([q[: q_length // 4], q[-q_length // 4 :]])
+    return [(q, k), (q[q_length // 2 :], k[: k_length // 2]), (zigzag, k[77:]), (some_q, some_k), (q[:0], k)]
+
+
+def check(mask: Mask, want: Tensor) -> None:
+    """Assert that tiles, their masks and the work are those of the whole mask `want` [B, Sq, Sk]."""
+    assert mask.rows in (1, mask.batch)
+    for q, k in shards(mask.q_length, mask.k_length):
+        tiles, inside = mask.tiles(q, k), want[:, q][:, :, k]
+        assert (tiles.rows, tiles.q_length, tiles.k_length) == (mask.rows, len(q), len(k))
+        for row in range(mask.batch):
+            kinds = tiles.kinds[row if tiles.rows > 1 else 0]
+            for i, band in enumerate(inside[row].split(TILE) if len(q) else ()):
+                for j, tile in enumerate(band.split(TILE, 1)):
+                    assert kinds[i, j] == (FULL if tile.all() else PARTIAL if tile.any() else EMPTY)
+                    at = slice(i * TILE, i * TILE + len(band)), slice(j * TILE, (j + 1) * TILE)
+                    assert torch.equal(tiles.allowed(row, *at), tile)
+            some = slice(len(q) // 5, len(q) // 5 + 200), slice(3, 290)
+            assert torch.equal(tiles.allowed(row, *some), inside[row][some])
+            assert torch.equal(mask.allowed(row, q[some[0]], k[some[1]]), inside[row][some])
+    for block in (TILE, 100, 32):
+        assert mask.work(block).tolist() == [int(part.sum()) for part in want.sum((0, 2)).split(block)]
+    assert torch.equal(mask.dense()[:, 0], want)
+
+
+@pytest.mark.parametrize(("batch", "size"), [(1, 1100), (3, 300)])
+@pytest.mark.parametrize("name", MASKS)
+def test_tiles_and_work_are_those_of_the_whole_mask(name: str, batch: int, size: int) -> None:
+    torch.manual_seed(len(name) + size)
+    function = MASKS[name](batch, size)
+    mask = Mask(function, batch=batch, q_length=size, k_length=size, device="cpu")
+    assert mask.key is not None
+    check(mask, brute(function, batch, size, size))
+
+
+def test_queries_and_keys_may_differ_in_number() -> None:
+    seen = padding(2, 520)
+    function = hf.and_masks(hf.bidirectional_mask_function, hf.padding_mask_function(seen))
+    check(Mask(function, batch=2, q_length=140, k_length=520, device="cpu"), brute(function, 2, 140, 520))
+
+
+def test_no_function_allows_all_pairs() -> None:
+    mask = Mask(None, batch=2, q_length=300, k_length=200, device="cpu")
+    assert mask.rows == 1
+    check(mask, torch.ones(2, 300, 200, dtype=torch.bool))
+
+
+def test_rows_that_are_alike_are_judged_once() -> None:
+    ids = images(1, 300).repeat(3, 1)
+    assert Mask(hf.blockwise_overlay(ids), batch=3, q_length=300, k_length=300, device="cpu").rows == 1
+    ids[1, 7] += 2
+    assert Mask(hf.blockwise_overlay(ids), batch=3, q_length=300, k_length=300, device="cpu").rows == 3
+
+
+def in_place(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    first = k <= q
+    both = first
+    both &= k > q - 5
+    return first
+
+
+WHOLE = torch.rand(2, 1, 1100, 1100, generator=torch.Generator().manual_seed(0)) > 0.5
+GAPS = torch.tensor([1.0, torch.nan]).repeat(550)
+
+UNKNOWN: dict[str, MaskFunction] = {
+    "a mask of all pairs": lambda b, h, q, k: WHOLE[b, 0, q, k],
+    "in place": in_place,
+    "out": lambda b, h, q, k: torch.ge(q, k, out=torch.empty(0, dtype=torch.bool)),
+    "a shape": lambda b, h, q, k: (k <= q) & torch.ones(q.shape, dtype=torch.bool),
+    "broadcast": lambda b, h, q, k: torch.le(*torch.broadcast_tensors(k, q)),
+    "reduced": lambda b, h, q, k: torch.stack([(k <= q), (k > 9 * q)]).any(0),
+    "not a number": lambda b, h, q, k: ~(GAPS[q] <= GAPS[k]),
+    "a number of pairs": lambda b, h, q, k: ((k <= q).long() + (k > q - 9).long()) == 2,
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_functions_that_cannot_be_followed_are_evaluated(name: str) -> None:
+    mask = Mask(UNKNOWN[name], batch=2, q_length=1100, k_length=1100, device="cpu")
+    check(mask, brute(UNKNOWN[name], 2, 1100, 1100))
+    if name != "not a number":
+        assert (mask.key, mask.rows) == (None, 2)
+
+
+def test_an_error_in_a_mask_function_is_raised() -> None:
+    mask = Mask(hf.padding_mask_function(padding(1, 100)), batch=1, q_length=200, k_length=200, device="cpu")
+    with pytest.raises(IndexError):
+        mask.work()
+
+
+class Random:
+    """Random mask functions of plain torch operations."""
+
+    def __init__(self, seed: int, size: int) -> None:
+        self.dice = random.Random(seed)
+        torch.manual_seed(seed)
+        of = [torch.randint(-3, 4, (2, size)), torch.randint(0, 200, (2, size)).sort(1)[0], runs(2, size, 60)]
+        self.tables = [*of, of[0].to(torch.int8), torch.randn(2, size), of[1].to(torch.uint8)]
+
+    def number(self, b: Tensor, index: Tensor, depth: int) -> Tensor:
+        choose = self.dice.randrange(8 if depth else 2)
+        if choose == 0:
+            return index
+        if choose == 1:
+            return self.dice.choice(self.tables)[b, index]
+        inner = self.number(b, index, depth - 1)
+        return [
+            lambda: inner + self.dice.randrange(-9, 9),
+            lambda: self.dice.randrange(100) - inner,
+            lambda: inner // self.dice.randrange(1, 9),
+            lambda: abs(inner),
+            lambda: torch.where(inner > 3, inner, -2),
+            lambda: inner.clamp(min=self.dice.randrange(5)),
+        ][choose - 2]()
+
+    def pair(self, b: Tensor, q: Tensor, k: Tensor, depth: int) -> Tensor:
+        choose = self.dice.randrange(10 if depth else 5)
+        if choose == 0:
+            side = self.number(b, self.dice.choice([q, k]), 2)
+            return side > self.dice.randrange(-2, 50)
+        if choose < 5:
+            x, y = self.number(b, q, 2), self.number(b, k, 2)
+            if self.dice.random() < 0.3:
+                x, y = y, x
+            compare = self.dice.choice([operator.le, operator.lt, operator.ge, operator.gt, operator.eq, operator.ne])
+            how = self.dice.randrange(6)
+            if how == 0:
+                return compare(x - y, self.dice.randrange(-40, 40))
+            if how == 1:
+                return compare(abs(x - y), self.dice.randrange(60))
+            if how == 2:
+                return compare(self.dice.randrange(60), (x + y))
+            if how == 3:
+                return compare(x + q, y - k)
+            return compare(x, y)
+        x, y = self.pair(b, q, k, depth - 1), self.pair(b, q, k, depth - 1)
+        third = self.pair(b, q, k, 0)
+        return [
+            lambda: x & y,
+            lambda: x | y,
+            lambda: x ^ y,
+            lambda: ~x & (x.new_ones((), dtype=torch.bool) & y).to(x.device),
+            lambda: torch.where(third, x, y),
+        ][choose - 5]()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_functions_are_never_misread(seed: int) -> None:
+    maker = Random(seed, 300)
+
+    def function(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        maker.dice.seed(seed)  # the same choices at each call
+        return maker.pair(b, q, k, 3)
+
+    mask = Mask(function, batch=2, q_length=300, k_length=300, device="cpu")
+    assert mask.key is not None
+    check(mask, brute(function, 2, 300, 300))
+
+
+def key(function: MaskFunction, batch: int = 1, size: int = 200) -> bytes | None:
+    return Mask(function, batch=batch, q_length=size, k_length=size, device="cpu").key
+
+
+def test_equal_contents_have_equal_keys_and_others_do_not() -> None:
+    torch.manual_seed(0)
+    ids = images(1, 200)
+    changed = ids.clone()
+    changed[0, 100] = 7 - 9 * (ids[0, 100] > 0)
+    for make in (hf.blockwise_overlay, hf.packed_sequence_mask_function, lambda ids: hf.padding_mask_function(ids > 0)):
+        assert key(make(ids)) == key(make(ids.clone())) == key(make(ids.to(torch.int32)))
+        assert key(make(ids)) != key(make(changed))
+    causal = hf.causal_mask_function
+    assert key(causal) == key(lambda b, h, q, k: q >= k) == key(lambda b, h, q, k: ~(k > q))
+    different = [
+        causal,
+        lambda b, h, q, k: k < q,
+        lambda b, h, q, k: k >= q,
+        *(hf.sliding_window_causal_mask_function(n) for n in (3, 4)),
+        *(hf.sliding_window_bidirectional_overlay(n) for n in (3, 4)),
+        *(lambda b, h, q, k, n=n: (q - k) % n == 0 for n in (3, 4)),
+    ]
+    assert len({key(function) for function in different} | {key(causal, 2), key(causal, 1, 201)}) == len(different) + 2
+
+
+def test_what_is_known_of_a_mask_is_found_again_in_the_next_step() -> None:
+    torch.manual_seed(0)
+    ids, at = images(1, 400), torch.arange(400)
+
+    def again(ids: Tensor) -> Mask:
+        return Mask(hf.blockwise_overlay(ids.clone()), batch=1, q_length=400, k_length=400, device="cpu")
+
+    first = again(ids)
+    tiles = first.tiles(at, at)
+    assert first.tiles(at, at) is tiles
+    assert again(ids).tiles(at.clone(), at.clone()) is tiles
+    assert again(ids).tiles(at[:-1], at) is not tiles
+    assert again(ids).work() is first.work()
+    for other in range(40):  # a bounded number of masks is remembered
+        again(ids + 1000 * (other + 1) * (at == other)).tiles(at, at)
+    assert again(ids).tiles(at, at) is not tiles
+
+
+class Largest(TorchDispatchMode):
+    """Notes the largest number of elements of any result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.numel = max(self.numel, *(leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)), 0)
+        return result
+
+
+@pytest.mark.parametrize("name", ["causal", "packed image blocks with padding", "small image blocks", "packed short"])
+def test_no_tensor_grows_with_the_square_of_the_sequence(name: str) -> None:
+    size = 65536
+    torch.manual_seed(0)
+    function = MASKS[name](1, size)
+    with Largest() as largest:
+        mask = Mask(function, batch=1, q_length=size, k_length=size, device="cpu")
+        work = mask.work()
+        tiles = mask.tiles(torch.arange(size), torch.arange(size))
+    assert int(work.sum()) > 0
+    assert (tiles.kinds == PARTIAL).any()
+    assert size <= largest.numel <= 64 * size
+    for i in (0, 100, 511):  # a band of queries, counted one by one
+        seen = mask.allowed(0, torch.arange(i * TILE, (i + 1) * TILE), torch.arange(size))
+        assert int(seen.sum()) == work[i]
+        some = torch.stack([tile.any() for tile in seen.split(TILE, 1)])
+        every = torch.stack([tile.all() for tile in seen.split(TILE, 1)])
+        assert torch.equal(
+            tiles.kinds[0, i], torch.where(every, FULL, torch.where(some, PARTIAL, EMPTY)).to(torch.int8)
+        )
