@@ -11,6 +11,8 @@ that is computed again for its backward gets the same `Divided`, hence the same 
 An encoder in mode ``items`` gives each rank whole items of its batch, or whole segments of a packed sequence, and no
 token leaves its rank; where there are fewer items than ranks, sequences are split.
 
+While a model generates, every rank computes whole sequences: it looks at one token at a time, and at a cache.
+
 It refuses what `check.probe` finds: layers in which tokens mix beside the attention.
 """
 
@@ -132,8 +134,12 @@ class ContextParallel:
         holders = [module for module in (*members, parent) if hasattr(getattr(module, "config", None), "model_type")]
         packed = any("cu_seqlens" in names_of(module.forward) for module in members)
         interface.add(self._attention, {id(one.config): one.config for one in holders}.values(), packed)
+        self._generates = False
         for layer in self._layers:
             self._patch(layer)
+        for module in root.modules():
+            if hasattr(module, "prepare_inputs_for_generation"):
+                self._patch_generate(module)
         self._attention.takes_products = takes_products(members)
 
     @property
@@ -177,9 +183,28 @@ class ContextParallel:
 
         self._undo.append(undo)
 
+    def _patch_generate(self, module: nn.Module) -> None:
+        had, original = vars(module).get("generate"), module.generate
+
+        def generate(*args: Any, **kwargs: Any) -> Any:
+            before, self._generates = self._generates, True
+            try:
+                return original(*args, **kwargs)  # type: ignore[operator]
+            finally:
+                self._generates = before
+
+        vars(module)["generate"] = generate
+
+        def undo() -> None:
+            vars(module).pop("generate", None)
+            if had is not None:
+                vars(module)["generate"] = had
+
+        self._undo.append(undo)
+
     def _run(self, layer: nn.Module, inner: Callable[..., Any], given: Arguments, names: tuple[str, ...]) -> Any:
         where = hidden_place(*given)
-        if where is None:
+        if where is None or self._generates:
             return inner(*given.args, **given.kwargs)
         state = at(where, *given)
         now = self._pass(state, given.kwargs)

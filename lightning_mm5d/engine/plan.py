@@ -284,7 +284,8 @@ class Plan:
             units, estimate = (*units, Unit(1.0, {})), 1.0
         cost = modality.cost
         if cost is None:
-            return tuple(unit.scaled(1 / modality.tp_size) for unit in units) if modality.tp_size > 1 else units
+            ranks = modality.tp_size * modality.cp_size
+            return tuple(unit.scaled(1 / ranks) for unit in units) if ranks > 1 else units
         if not isinstance(cost, int | float):
             cost = cost[self.pp_of(name, int(index))]
         return tuple(unit.scaled(cost / modality.pp_chunks / estimate) for unit in units)
