@@ -7,6 +7,7 @@ is first asked for, or by Lightning through the registry.
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_mm5d.config import Modality, PipelineTemplate
+from lightning_mm5d.context_parallel.interface import multimodal_mask
 from lightning_mm5d.errors import ConfigError
 from lightning_mm5d.strategy import MultimodalStrategy
 from lightning_mm5d.tensor_parallel.find import register_tensor_parallel_plan
@@ -18,6 +19,7 @@ __all__ = [
     "MultimodalStrategy",
     "PipelineTemplate",
     "TensorParallelPlan",
+    "multimodal_mask",
     "register_tensor_parallel_plan",
 ]
 

@@ -103,7 +103,7 @@ def check_module(
                 raise ConfigError(
                     f"modalities.{name}.{size}",
                     axes.pp if axes.pp > 1 else axes.cp,
-                    "A loss over the routers of all layers (output_router_logits) needs all layers and tokens on one rank",
+                    "A loss over all routers (output_router_logits) needs all layers and tokens on one rank",
                     "Use 1, or set output_router_logits to False in the model's config",
                 )
 

@@ -28,6 +28,8 @@ from transformers.masking_utils import (
     prepare_padding_mask,
 )
 
+from lightning_mm5d.context_parallel.bitfield import mask_function as bitfield_function
+from lightning_mm5d.context_parallel.bitfield import pack
 from lightning_mm5d.context_parallel.masks import Mask, MaskFunction
 
 if TYPE_CHECKING:
@@ -70,6 +72,37 @@ class ContextMask(Tensor):
             return value.mask.dense() if isinstance(value, ContextMask) else value
 
         return func(*map(dense, args), **{name: dense(value) for name, value in kwargs.items()})
+
+
+def multimodal_mask(
+    modality: Tensor,
+    *,
+    group: Tensor | None = None,
+    document: Tensor | None = None,
+    sees: Iterable[int] | Tensor | None = None,
+) -> ContextMask:
+    """Return a mask for text among images, sounds and the like, of one integer per token.
+
+    Text sees the text before it and the modalities that it shares bits with, where they are before it; a token of an
+    encoder sees those of its own modality and group, in both directions; documents do not see each other. It is the
+    bitfield of Cornstarch (Jang et al. 2025, arXiv 2503.11367). Pass it as ``attention_mask`` to a Hugging Face model,
+    or as ``attn_mask`` to ``scaled_dot_product_attention``: shared layers take it as it is, any others as dense mask.
+
+    Args:
+        modality: 0 for text, 1 to 15 for encoders, integers ``[B, S]``.
+        group: number of the image or sound of each token ``[B, S]``; all of a modality are one group where None.
+        document: number of the document of each token ``[B, S]``; one document where None. Padding may be one, too.
+        sees: modalities that text sees: numbers, or bits for each token ``[B, S]``; all where None.
+
+    Returns:
+        A bool tensor ``[B, 1, S, S]`` without memory, True where a query sees a key.
+
+    Raises:
+        ConfigError: a number does not fit its field.
+    """
+    bits = pack(modality, group=group, document=document, sees=sees)
+    rows, size = bits.shape
+    return ContextMask.of(Mask(bitfield_function(bits), batch=rows, q_length=size, k_length=size, device=bits.device))
 
 
 _OF_SHAPE = {

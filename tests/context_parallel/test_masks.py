@@ -116,6 +116,7 @@ MASKS: dict[str, Build] = {
     "kinds of tokens": kinds_of_tokens,
     "shared bits": shared_bits,
     "scores": scores,
+    "numbers that overflow": lambda b, s: lambda b, h, q, k: (q - k) + 2**62 > (k - 2**62),
     "strided": lambda b, s: lambda b, h, q, k: ((q - k) % 3 == 0) & (k <= q),
 }
 
@@ -176,6 +177,30 @@ def test_no_function_allows_all_pairs() -> None:
     mask = Mask(None, batch=2, q_length=300, k_length=200, device="cpu")
     assert mask.rows == 1
     check(mask, torch.ones(2, 300, 200, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("offset", [-129, -128, -127, -1, 0, 1, 127, 128, 129])
+@pytest.mark.parametrize("name", ["le", "lt", "ge", "gt", "eq", "ne"])
+def test_borders_at_the_edges_of_blocks_are_exact(name: str, offset: int) -> None:
+    compare, q, k = getattr(operator, name), torch.arange(384), torch.arange(384)
+    for function in (
+        lambda b, h, q, k: compare(q + offset, k),
+        lambda b, h, q, k: compare(k, q - offset),
+        lambda b, h, q, k: compare(abs(q - k), offset),
+    ):
+        mask, want = Mask(function, batch=1, q_length=384, k_length=384, device="cpu"), brute(function, 1, 384, 384)
+        kinds = mask.tiles(q, k).kinds[0].tolist()
+        tiles = [[tile for tile in band.split(TILE, 1)] for band in want[0].split(TILE)]
+        assert kinds == [[FULL if t.all() else PARTIAL if t.any() else EMPTY for t in band] for band in tiles]
+        assert mask.work().tolist() == [int(band.sum()) for band in want[0].split(TILE)]
+
+
+def test_tiles_of_a_few_tokens_are_exact() -> None:
+    ids = torch.arange(300)[None]
+    mask = Mask(hf.packed_sequence_mask_function(ids), batch=1, q_length=300, k_length=300, device="cpu")
+    for queries, keys in ((129, 130), (130, 129), (129, 129)):
+        kinds = mask.tiles(torch.arange(queries), torch.arange(keys)).kinds[0]
+        assert kinds.tolist() == [[PARTIAL, EMPTY], [EMPTY, FULL if queries == keys else PARTIAL]]
 
 
 def test_rows_that_are_alike_are_judged_once() -> None:
