@@ -40,7 +40,9 @@ _PACKED = "mm5d_context_flash"  # "flash" makes vision towers hand over packed i
 
 
 class ContextMask(Tensor):
-    """A mask as a tensor ``[B, 1, Sq, Sk]`` of bool without memory; whatever reads it gets the dense mask.
+    """A mask as a tensor ``[B, 1, Sq, Sk]`` without memory; whatever reads it gets the dense mask.
+
+    It is one of bool, or of another dtype where scores are to have it added.
 
     Attributes:
         mask: which keys each query may see.
@@ -49,13 +51,22 @@ class ContextMask(Tensor):
     mask: Mask
 
     @staticmethod
-    def of(mask: Mask) -> ContextMask:
+    def of(mask: Mask, dtype: torch.dtype = torch.bool) -> ContextMask:
         """The tensor of a mask."""
         shape = (mask.batch, 1, mask.q_length, mask.k_length)
-        empty = torch.ones((), dtype=torch.bool, device=mask.device).expand(shape)
+        empty = torch.ones((), dtype=dtype, device=mask.device).expand(shape)
         result = empty.as_subclass(ContextMask)
         result.mask = mask
         return result
+
+    def dense(self) -> Tensor:
+        """The mask with all its elements."""
+        with torch._C.DisableTorchFunctionSubclass():
+            dtype = self.dtype
+        allowed = self.mask.dense()
+        if dtype == torch.bool:
+            return allowed
+        return torch.zeros((), dtype=dtype, device=allowed.device).masked_fill(~allowed, torch.finfo(dtype).min)
 
     @classmethod
     def __torch_function__(
@@ -69,7 +80,7 @@ class ContextMask(Tensor):
             return args[0]
 
         def dense(value: Any) -> Any:
-            return value.mask.dense() if isinstance(value, ContextMask) else value
+            return value.dense() if isinstance(value, ContextMask) else value
 
         return func(*map(dense, args), **{name: dense(value) for name, value in kwargs.items()})
 
@@ -130,6 +141,7 @@ class Interface:
 
     def __init__(self) -> None:
         self._attention: list[tuple[Attention, set[int]]] = []
+        self._adds: set[int] = set()  # configs whose own attention adds its masks
         self._undo: list[Callable[[], object]] = []
         own = weakref.ref(self)
         for name in (_NAME, _PACKED):
@@ -147,6 +159,8 @@ class Interface:
         found = list(configs)
         self._attention.append((attention, {id(config) for config in found}))
         for config in found:
+            if config._attn_implementation == "eager":
+                self._adds.add(id(config))
             before = [(one, one._attn_implementation) for one in _with_parts(config)]
             config._attn_implementation = _PACKED if packed else _NAME
             for other, value in before[1:]:  # it sets its parts too
@@ -159,6 +173,7 @@ class Interface:
             undo()
         self._undo.clear()
         self._attention.clear()
+        self._adds.clear()
 
     def attend(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         """What transformers asks an attention interface for; see `Attention.attend`."""
@@ -176,6 +191,7 @@ class Interface:
         attention_mask: Tensor | None = None,
         device: torch.device | str = "cpu",
         config: Any = None,
+        dtype: torch.dtype = torch.float32,
         **kwargs: Any,
     ) -> ContextMask:
         """What transformers asks a mask interface for; the arguments are those of its ``sdpa_mask``."""
@@ -188,7 +204,7 @@ class Interface:
         for attention, configs in self._attention:
             if id(config) in configs:
                 attention.note(mask)
-        return ContextMask.of(mask)
+        return ContextMask.of(mask, dtype if id(config) in self._adds else torch.bool)
 
 
 def _attend(own: Callable[[], Interface | None], *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
