@@ -24,8 +24,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from transformers.masking_utils import causal_mask_function, packed_sequence_mask_function
 
-from lightning_mm5d.context_parallel.alone import local_attention
-from lightning_mm5d.context_parallel.exchange import ContextGroups, Mode, context_attention
+from lightning_mm5d.context_parallel.exchange import ContextGroups, Mode, context_attention, local_attention
 from lightning_mm5d.context_parallel.interface import ContextMask
 from lightning_mm5d.context_parallel.masks import Mask, MaskFunction
 from lightning_mm5d.context_parallel.split import Split

@@ -359,7 +359,8 @@ def _equality(condition: Compare, where: Where) -> Judge:
 
 def _count(seen: Tensor) -> Tensor:
     # counts of pairs, and differences of two of them, fit
-    return seen.sum(1, dtype=torch.int16 if seen.shape[1] <= 128 else torch.int32)
+    size = seen.shape[1]
+    return seen.sum(1, dtype=torch.int16 if size <= 128 else torch.int32 if size <= 1 << 15 else torch.int64)
 
 
 def _ends(values: Tensor, seen: Tensor) -> Bounds:

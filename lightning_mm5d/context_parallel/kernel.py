@@ -9,8 +9,8 @@ Keys may be a part of those that a query sees: `attend` returns the log-sum-exp 
 gradients of a part need nothing else but ``rowsum(d_out * out)`` (Ring Attention, Liu et al. 2023;
 FlashAttention-2, Dao 2023).
 
-What the flash kernel cannot do is computed in plain steps here, rectangle by rectangle: soft-capped scores and devices
-other than CPU and CUDA.
+What these kernels do not know is computed in plain steps, rectangle by rectangle (plain.py): soft-capped scores on CPU,
+narrow heads and float64 on CUDA, other devices.
 
 Plain functions on values: nothing here is recorded by autograd. It refuses nothing.
 
@@ -162,15 +162,9 @@ class _Calls:
     def taken(self, x: Tensor) -> Tensor:
         """Return `x` as it is computed with; the flash kernel wants one width, and neighbours in memory."""
         x = x.to(self._dtype)
-        if not self._is_flash:
-            return x
-        return (
-            pad(x, (0, self._width - x.shape[-1]))
-            if x.shape[-1] < self._width
-            else x
-            if x.stride(-1) == 1
-            else x.contiguous()
-        )
+        if self._is_flash and x.shape[-1] < self._width:
+            return pad(x, (0, self._width - x.shape[-1]))
+        return x.contiguous() if self._is_flash and x.stride(-1) != 1 else x
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Bias | None) -> tuple[Tensor, Tensor]:
         """Return output and log-sum-exp of a rectangle."""

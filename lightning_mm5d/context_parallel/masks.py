@@ -32,7 +32,8 @@ class Mask:
 
     Args:
         function: takes integer tensors that broadcast (row of the batch, head, query, key) and returns bools; it must
-            depend on its indices alone, pair by pair, and is asked for head 0. None allows everything.
+            depend on its indices alone, pair by pair, and is asked for head 0. It is read at the first use of the
+            mask, so its tables must not change. None allows everything.
         batch: rows of the batch, B.
         q_length: number of queries.
         k_length: number of keys.
@@ -106,7 +107,7 @@ class Mask:
             block: queries per block.
 
         Returns:
-            Int64 [ceil(q_length / block)] on CPU.
+            Int64 [ceil(q_length / block)] on CPU; not to be written to.
         """
         q, k = torch.arange(self.q_length), torch.arange(self.k_length)
         times = self.batch if self.rows == 1 else 1

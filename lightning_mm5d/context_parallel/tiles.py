@@ -49,15 +49,17 @@ class Tiles:
         squares = [_Squares(condition, q, k, row, TILE) for row in range(self.rows)]
         self.kinds = torch.stack([_kinds(one)[: -(-len(q) // TILE), : -(-len(k) // TILE)] for one in squares])
         self._judges = [one.fine for one in squares]
-        self._partial: list[Tensor | None] = [None] * self.rows
-        self._kept: dict[tuple[int, int, int], Tensor] = {}
-        self._distinct: dict[bytes, Tensor] = {}
+        # of each row: which tiles are partial, and which of the distinct masks each of these has, -1 where not known
+        self._partial = [np.flatnonzero(kinds.numpy() == PARTIAL) for kinds in self.kinds]
+        self._which = [np.full(len(partial), -1, dtype=np.int32) for partial in self._partial]
+        self._masks: list[Tensor] = []
+        self._found: dict[bytes, int] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes that are held, about."""
-        values = 16 * (self.q_length + self.k_length) * self.rows
-        return self.kinds.nbytes + values + len(self._distinct) * TILE * TILE + 200 * len(self._kept)
+        values = 32 * (self.q_length + self.k_length) * self.rows
+        return self.kinds.nbytes + values + sum(12 * len(one) for one in self._partial) + len(self._masks) * TILE * TILE
 
     def allowed(self, row: int, q: slice, k: slice) -> Tensor:
         """Which pairs are allowed.
@@ -86,30 +88,25 @@ class Tiles:
         kind = int(self.kinds[row, i, j])
         if kind != PARTIAL:
             return torch.full((1, 1), kind == FULL, device=self._device).expand(TILE, TILE)
-        known = self._kept.get((row, i, j))
-        if known is not None:
-            return known
-        if len(self._distinct) * TILE * TILE >= KEPT:
-            return self._judges[row].exact(torch.tensor([i]), torch.tensor([j]))[0].to(self._device)
-        self._keep(row, i, j)
-        return self._kept[row, i, j]
+        place = int(np.searchsorted(self._partial[row], i * self.kinds.shape[2] + j))
+        if self._which[row][place] < 0:
+            if len(self._masks) * TILE * TILE >= KEPT:
+                return self._judges[row].exact(torch.tensor([i]), torch.tensor([j]))[0].to(self._device)
+            self._keep(row, place)
+        return self._masks[self._which[row][place]]
 
-    def _keep(self, row: int, i: int, j: int) -> None:
-        """Evaluate the mask of a tile, and of those that will be asked for next; equal ones are kept once."""
-        width = self.kinds.shape[2]
-        partial = self._partial[row]
-        if partial is None:
-            partial = self._partial[row] = (self.kinds[row] == PARTIAL).flatten().nonzero()[:, 0]
-        place, size = int(torch.searchsorted(partial, i * width + j)), AT_ONCE // (TILE * TILE)
-        at = partial[place // size * size :][:size]
-        at = torch.stack([at // width, at % width], 1)
-        masks = self._judges[row].exact(at[:, 0], at[:, 1])
+    def _keep(self, row: int, place: int) -> None:
+        """Evaluate the masks of a partial tile and of those that will be asked for next; equal ones are kept once."""
+        size = AT_ONCE // (TILE * TILE)
+        first = place // size * size
+        at = torch.from_numpy(self._partial[row][first : first + size])
+        masks = self._judges[row].exact(at // self.kinds.shape[2], at % self.kinds.shape[2])
         packed = np.packbits(masks.flatten(1).numpy(), axis=1)
-        for (one_i, one_j), mask, bits in zip(at.tolist(), masks, packed, strict=True):
-            key = bits.tobytes()
-            if key not in self._distinct:
-                self._distinct[key] = mask.to(self._device, copy=True)
-            self._kept[row, one_i, one_j] = self._distinct[key]
+        for place, (mask, bits) in enumerate(zip(masks, packed, strict=True), first):
+            which = self._found.setdefault(bits.tobytes(), len(self._masks))
+            if which == len(self._masks):
+                self._masks.append(mask.to(self._device, copy=True))
+            self._which[row][place] = which
 
 
 def count(condition: Condition, q: Tensor, k: Tensor, block: int) -> Tensor:
@@ -124,10 +121,10 @@ def count(condition: Condition, q: Tensor, k: Tensor, block: int) -> Tensor:
     Returns:
         Int64 [ceil(Sq / block)].
     """
-    return sum(
-        (_counts(_Squares(condition, q, k, row, block)) for row in range(condition.rows())),
-        torch.zeros((), dtype=torch.int64),
-    )[: -(-len(q) // block)]
+    size = TILE if block % TILE == 0 else block  # large blocks are open more often
+    rows = torch.stack([_counts(_Squares(condition, q, k, row, size)) for row in range(condition.rows())])
+    counts = rows.sum(0)[: -(-len(q) // size)]
+    return torch.stack([part.sum() for part in counts.split(block // size)]) if block > size else counts
 
 
 class _Squares:

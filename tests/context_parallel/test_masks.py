@@ -152,7 +152,7 @@ def check(mask: Mask, want: Tensor) -> None:
             some = slice(len(q) // 5, len(q) // 5 + 200), slice(3, 290)
             assert torch.equal(tiles.allowed(row, *some), inside[row][some])
             assert torch.equal(mask.allowed(row, q[some[0]], k[some[1]]), inside[row][some])
-    for block in (TILE, 100, 32):
+    for block in (TILE, 2 * TILE, 100, 32):
         assert mask.work(block).tolist() == [int(part.sum()) for part in want.sum((0, 2)).split(block)]
     assert torch.equal(mask.dense()[:, 0], want)
 
@@ -190,7 +190,7 @@ def test_borders_at_the_edges_of_blocks_are_exact(name: str, offset: int) -> Non
     ):
         mask, want = Mask(function, batch=1, q_length=384, k_length=384, device="cpu"), brute(function, 1, 384, 384)
         kinds = mask.tiles(q, k).kinds[0].tolist()
-        tiles = [[tile for tile in band.split(TILE, 1)] for band in want[0].split(TILE)]
+        tiles = [band.split(TILE, 1) for band in want[0].split(TILE)]
         assert kinds == [[FULL if t.all() else PARTIAL if t.any() else EMPTY for t in band] for band in tiles]
         assert mask.work().tolist() == [int(band.sum()) for band in want[0].split(TILE)]
 
@@ -201,6 +201,12 @@ def test_tiles_of_a_few_tokens_are_exact() -> None:
     for queries, keys in ((129, 130), (130, 129), (129, 129)):
         kinds = mask.tiles(torch.arange(queries), torch.arange(keys)).kinds[0]
         assert kinds.tolist() == [[PARTIAL, EMPTY], [EMPTY, FULL if queries == keys else PARTIAL]]
+
+
+def test_masks_that_are_not_kept_are_evaluated_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_mm5d.context_parallel.tiles.KEPT", 0)
+    function = image_blocks(2, 300)
+    check(Mask(function, batch=2, q_length=300, k_length=300, device="cpu"), brute(function, 2, 300, 300))
 
 
 def test_rows_that_are_alike_are_judged_once() -> None:
