@@ -278,13 +278,13 @@ class _Piece(NamedTuple):
     weight: float
     numel: int
 
-    def read(self) -> list[Tensor]:
-        """What this rank adds to the sum, as flat tensors: `numel` elements."""
+    def read(self, weight: float) -> list[Tensor]:
+        """What this rank adds to the sum, times `weight`, as flat tensors: `numel` elements."""
         grad = self.parameter.grad
         if grad is None:
             return [self.parameter.new_zeros(self.numel)]
         parts = [grad] if self.rows is None else self.rows.of(grad)
-        return [part.reshape(-1) if self.weight == 1.0 else part.reshape(-1) * self.weight for part in parts]
+        return [part.reshape(-1) if weight == 1.0 else part.reshape(-1) * weight for part in parts]
 
     def write(self, rows: Rows, flat: Tensor) -> None:
         """Take the sum as the gradient of `rows`."""
@@ -321,15 +321,17 @@ def _start(group: dist.ProcessGroup, pieces: list[_Piece]) -> list[tuple[Any, li
 def _pack(bucket: list[_Piece]) -> Tensor:
     """One flat tensor: all gradients, zeros where there is none, and behind them a flag for each."""
     parts: list[Tensor] = []
+    common = bucket[0].weight if len({piece.weight for piece in bucket}) == 1 else None
     for piece in bucket:
-        grad = piece.parameter.grad
-        if grad is not None and piece.rows is None and piece.weight == 1.0:  # most of them, and there may be thousands
+        grad, weight = piece.parameter.grad, 1.0 if common is not None else piece.weight
+        if grad is not None and piece.rows is None and weight == 1.0:  # most of them, and there may be thousands
             parts.append(grad.reshape(-1))
         else:
-            parts += piece.read()
+            parts += piece.read(weight)
     first = bucket[0].parameter
     flags = torch.tensor([piece.parameter.grad is not None for piece in bucket], dtype=first.dtype, device=first.device)
-    return torch.cat([*parts, flags])
+    flat = torch.cat([*parts, flags])
+    return flat if common in (None, 1.0) else flat.mul_(common)  # a flag only has to differ from zero
 
 
 def _unpack(bucket: list[_Piece], flat: Tensor) -> None:

@@ -59,7 +59,7 @@ def cross_entropy(
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing must be between 0.0 and 1.0. Got: {label_smoothing}")
     counts = target != ignore_index
-    _check(target, counts, classes)
+    check_targets(target, counts, classes)
     device = part.device.type
     dtype = torch.float32 if torch.is_autocast_enabled(device) and part.dtype != torch.float64 else part.dtype
     loss: Tensor = _CrossEntropy.apply(part, target, counts, start, classes, group, label_smoothing)
@@ -70,7 +70,17 @@ def cross_entropy(
     return loss.to(dtype)
 
 
-def _check(target: Tensor, counts: Tensor, classes: int) -> None:
+def check_targets(target: Tensor, counts: Tensor, classes: int) -> None:
+    """Refuse targets that are no class, on all ranks alike.
+
+    Args:
+        target: of all rows, ``[N]``.
+        counts: which of them count, ``[N]``.
+        classes: their number.
+
+    Raises:
+        IndexError: on CPU; on a GPU an assertion on the device fails.
+    """
     wrong = counts & ((target < 0) | (target >= classes))
     if target.is_cuda:
         torch._assert_async(~wrong.any())  # asking here would wait for the device

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_mm5d.tensor_parallel.collectives import TensorGroup
+from lightning_mm5d.tensor_parallel.cross_entropy import check_targets
 from lightning_mm5d.tensor_parallel.divided import Divided, Group, Parts, as_divided
 
 if TYPE_CHECKING:
@@ -97,10 +98,12 @@ def cross_entropy_of_tokens(logits: Divided, target: Tensor, options: Mapping[st
     if any(options.pop(name, None) is not None for name in ("size_average", "reduce")):
         return NotImplemented
     reduction, weight = options.pop("reduction", "mean"), options.pop("weight", None)
-    if weight is not None and options.get("label_smoothing"):
+    if reduction not in ("mean", "sum", "none") or (weight is not None and options.get("label_smoothing")):
         return NotImplemented
     rows = group.part(target, 0, group.lengths)
     ignored = options.get("ignore_index", -100)
+    if target.dim() == 1:  # all of them, or one rank would fail while the others wait for it
+        check_targets(target, target != ignored, logits.shape[1])
     losses = F.cross_entropy(logits.part, rows, weight=weight, reduction="none", **options)
     if reduction == "none":
         return as_divided(losses, _parts(-1, group))

@@ -159,7 +159,8 @@ def focal(module: Head, batch: Batch) -> Tensor:
 def normalized_and_sure(module: Head, batch: Batch) -> Tensor:
     logits = module.logits(batch)
     entropy = -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
-    return shifted_by_slicing(module, batch) + 1e-2 * logits.logsumexp(-1).pow(2).mean() + 0.1 * entropy.mean()
+    loss = F.cross_entropy(logits[:, :-1].mT, batch["labels"][:, 1:])
+    return loss + 1e-2 * logits.logsumexp(-1).pow(2).mean() + 0.1 * entropy.mean()
 
 
 def preference(module: Head, batch: Batch) -> Tensor:
@@ -621,20 +622,6 @@ def documents(*lengths: int, samples: int, seed: int) -> Batch:
     positions = torch.cat([torch.arange(length) for length in lengths])
     labels = ids.masked_fill(positions == 0, -100)
     return {"input_ids": ids, "positions": positions.expand(samples, -1).contiguous(), "labels": labels}
-
-
-def packed(run: Run) -> Any:
-    found = []
-    for name in ("llama", "qwen2_vl"):
-        module = Packed(CASES[name].build().model, use_cache=False)
-        if name == "qwen2_vl":
-            module.model.model.visual.requires_grad_(False)  # type: ignore[union-attr]
-        batches = [documents(5, 9, 4, samples=2, seed=0), documents(12, 1, 3, 8, samples=2, seed=1)]
-        found.append(steps(run, module, batches))
-        swapped = {**batches[0], "input_ids": batches[0]["input_ids"].roll(1, -1)}
-        with torch.no_grad():
-            found[-1]["other"] = [float(module.training_step(batch, 0).detach()) for batch in (batches[0], swapped)] if run.layout is None else []
-    return found
 
 
 @pytest.mark.usefixtures("float64")
