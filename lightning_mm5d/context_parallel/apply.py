@@ -21,7 +21,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -39,11 +39,13 @@ from lightning_mm5d.context_parallel.arguments import (
     token_dim,
 )
 from lightning_mm5d.context_parallel.attention import Attention, Call
-from lightning_mm5d.context_parallel.check import probe, takes_products
+from lightning_mm5d.context_parallel.check import mixed, probe, takes_products
 from lightning_mm5d.context_parallel.exchange import ContextGroups
 from lightning_mm5d.context_parallel.interface import Interface
+from lightning_mm5d.context_parallel.recent import Recent
 from lightning_mm5d.context_parallel.sequence import Holders, Sequence
 from lightning_mm5d.context_parallel.split import Split, by_items, distribute
+from lightning_mm5d.errors import ConfigError
 from lightning_mm5d.tensor_parallel.collectives import TensorGroup
 from lightning_mm5d.tensor_parallel.divided import Divided
 from lightning_mm5d.tensor_parallel.divided_sequences import is_tokens
@@ -78,7 +80,6 @@ class _Pass:
     sequence: Sequence
     dim: int
     call: Call
-    cut: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 class ContextParallel:
@@ -123,9 +124,8 @@ class ContextParallel:
         self._stream = Region(ranks.context.whole, drops=drops(layers), device=device)
         self._undo: list[Callable[[], object]] = []
         self._known: dict[Any, tuple[bool, ...]] = {}
-        self._cut: dict[int, tuple[Tensor, Tensor]] = {}
-        self._local: dict[int, tuple[Tensor, bool]] = {}
-        self._dealt: Sequence | None = None
+        self._recent = Recent()
+        self._device = device
         members = [module for layer in self._layers for module in layer.modules()]
         mode: Any = "allgather" if self._by_items else modality.cp_mode
         self._attention = Attention(name, mode, ranks.context, members, active)
@@ -211,25 +211,38 @@ class ContextParallel:
         if now is None:
             return inner(*given.args, **given.kwargs)
         local = replaced(given, names, partial(self._part, now), where, self._local_state(state, now))
-        if now.call.split is not None:
-            now.call.crosses = self._crosses(layer, inner, local, names, now.sequence.own_size)
+        now.call.crosses = self._crosses(layer, inner, local, names, now)
         with self._attention.during(now.call), self._stream.inside() if layer.training else nullcontext():
             result = inner(*local.args, **local.kwargs)
         self._keep_states(given, now)
         return self._whole(result, now)
 
     def _crosses(
-        self, layer: nn.Module, inner: Callable[..., Any], local: Arguments, names: tuple[str, ...], size: int
+        self, layer: nn.Module, inner: Callable[..., Any], local: Arguments, names: tuple[str, ...], now: _Pass
     ) -> tuple[bool, ...]:
         """For each attention of a layer, whether its keys are of another sequence; found out once for each layer."""
         given = (*names[: len(local.args)], *(name for name, value in local.kwargs.items() if value is not None))
-        key = (id(layer), given)
-        if key not in self._known:
-            found = probe(self._name, layer, inner, local, self._attention, names, size)
-            if found is None:  # too short to tell this time
-                return ()
-            self._known[key] = found
-        return self._known[key]
+        key = (id(layer), now.dim, given)
+        if key in self._known:
+            return self._known[key]
+        lengths = now.sequence.coarse.lengths
+        if min(lengths) < 2 or self._attention.is_silent:  # too short to tell this time
+            return ()
+        group = self._ranks.context.whole
+        found: tuple[bool, ...] = ()
+        failed = None
+        try:
+            found = probe(self._name, layer, inner, local, self._attention, names, now.dim, lengths[group.index])
+        except ConfigError as error:
+            failed = error
+        # all ranks or none, or some would wait for those that are gone
+        somewhere = group.max(torch.tensor(float(failed is not None), device=self._device))
+        if failed is not None:
+            raise failed
+        if somewhere:
+            raise mixed(self._name, layer, "was refused on another rank")
+        self._known[key] = found
+        return found
 
     # --- what is split how ---
 
@@ -239,39 +252,42 @@ class ContextParallel:
             return self._pass_of(state.group, state.divided_dim, kwargs)  # type: ignore[attr-defined]
         if self._by_items and state.dim() > 2 and state.shape[0] >= self._holders.degree:
             split = distribute("uniform", state.shape[0], self._holders.degree, _no_work)
-            return self._pass_of(self._sequence(split, self._holders), -state.dim(), kwargs, new=True)
-        if state.dim() < 2 or not state.shape[-2]:
+            return self._pass_of(self._sequence(split, self._holders), -state.dim(), kwargs)
+        split = self._split(state, kwargs) if state.dim() > 1 else None
+        if split is None:
             return None
-        split = self._split(state, kwargs)
         sequence = self._sequence(split, self._holders)
-        return self._pass_of(sequence.finer if self._divides_tokens else sequence, -2, kwargs, new=True)
+        divides = self._divides_tokens and min(split.lengths) >= self._ranks.sharing.size // self._holders.degree
+        return self._pass_of(sequence.finer if divides else sequence, -2, kwargs)
 
     def _is_own(self, x: Tensor) -> bool:
         """Whether `x` is divided already, and by this modality: another's sequences lie on other ranks."""
         return isinstance(x, Divided) and is_tokens(x.group) and x.group.whole_of_rank.holders is self._holders
 
-    def _pass_of(self, sequence: Sequence, dim: int, kwargs: Mapping[str, Any], new: bool = False) -> _Pass:
-        if new or sequence is not self._dealt:
-            self._cut, self._local, self._dealt = {}, {}, sequence
+    def _pass_of(self, sequence: Sequence, dim: int, kwargs: Mapping[str, Any]) -> _Pass:
         if dim != -2:
-            return _Pass(sequence, dim, Call(None), self._cut)
-        split = sequence.coarse
-        bounds = kwargs.get("cu_seqlens")
+            return _Pass(sequence, dim, Call(None))
+        split, bounds = sequence.coarse, kwargs.get("cu_seqlens")
         if bounds is None:
-            return _Pass(sequence, dim, Call(split), self._cut)
-        if id(bounds) not in self._local:
-            self._local[id(bounds)] = (bounds, _whole_segments(split, bounds))
-        return _Pass(sequence, dim, Call(split, is_local=self._local[id(bounds)][1]), self._cut)
+            return _Pass(sequence, dim, Call(split))
+        is_local = self._recent.get((bounds,), (split,), lambda: _whole_segments(split, bounds))
+        return _Pass(sequence, dim, Call(split, is_local=is_local))
 
-    def _split(self, state: Tensor, kwargs: Mapping[str, Any]) -> Split:
+    def _split(self, state: Tensor, kwargs: Mapping[str, Any]) -> Split | None:
+        """Who takes which tokens; None for sequences that are too short for all ranks to take part."""
         size, degree = state.shape[-2], self._holders.degree
-        bounds = kwargs.get("cu_seqlens")
+        if size < degree:
+            return None
+        bounds, work = kwargs.get("cu_seqlens"), partial(self._attention.work, size)
         if bounds is not None:
-            lengths = bounds.diff().tolist()
+            lengths: list[int] = self._recent.get((bounds,), (), lambda: bounds.diff().tolist())
+            work = partial(_work_of_segments, lengths)
             if self._by_items and len(lengths) >= degree:
-                return by_items(lengths, [length * (length + state.shape[-1]) for length in lengths], degree)
-            return distribute(self._distribution, size, degree, partial(_work_of_segments, lengths))
-        return distribute(self._distribution, size, degree, partial(self._attention.work, size))
+                items = by_items(lengths, [length * (length + state.shape[-1]) for length in lengths], degree)
+                if min(items.lengths):
+                    return items
+        split = distribute(self._distribution, size, degree, work)
+        return split if min(split.lengths) else distribute("uniform", size, degree, work)
 
     def _sequence(self, split: Split, holders: Holders) -> Sequence:
         found = self._sequences.get(split)
@@ -310,9 +326,7 @@ class ContextParallel:
             return sequence.copied(value) if wants else value
         if wants:  # not kept: it belongs to the graph of one layer
             return sequence.scattered(value, dim, sequence.lengths)
-        if id(value) not in now.cut:
-            now.cut[id(value)] = (value, sequence.part(value, dim, sequence.lengths))
-        return now.cut[id(value)][1]
+        return self._recent.get((value,), (sequence, dim), lambda: sequence.part(value, dim, sequence.lengths))
 
     def _state_part(self, now: _Pass, entry: Any) -> Any:
         if isinstance(entry, (list, tuple)):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -27,11 +26,11 @@ from transformers.masking_utils import causal_mask_function, packed_sequence_mas
 from lightning_mm5d.context_parallel.exchange import ContextGroups, Mode, context_attention, local_attention
 from lightning_mm5d.context_parallel.interface import ContextMask
 from lightning_mm5d.context_parallel.masks import Mask, MaskFunction
+from lightning_mm5d.context_parallel.recent import Recent
 from lightning_mm5d.context_parallel.split import Split
 from lightning_mm5d.errors import ConfigError
 from lightning_mm5d.tensor_parallel.divided import Divided
 
-_KEPT = 16  # masks that were not made through the interface
 _LOW = -1e3  # what a mask adds to scores that do not count is less
 
 
@@ -92,7 +91,7 @@ class Attention:
         self._noted: weakref.WeakKeyDictionary[Any, dict[int, dict[int, tuple[Call, bool]]]] = (
             weakref.WeakKeyDictionary()
         )
-        self._known: OrderedDict[Any, tuple[Any, Mask]] = OrderedDict()
+        self._recent = Recent()
 
     def knows(self, module: nn.Module) -> bool:
         """Whether a module is in the shared layers."""
@@ -157,12 +156,8 @@ class Attention:
         shape = {"batch": q.shape[0], "q_length": whole, "k_length": keys, "device": q.device}
         source = bounds if given is None else given
         is_causal = bool(causal) and not crosses
-        key = (id(source), is_causal, *shape.values())
-        if key not in self._known:
-            self._known[key] = (source, self._new_mask(given, bounds, is_causal, shape))
-            if len(self._known) > _KEPT:
-                self._known.popitem(last=False)
-        return self._known[key][1]
+        key = (is_causal, *shape.values())
+        return self._recent.get((source,), key, lambda: self._new_mask(given, bounds, is_causal, shape))
 
     def _new_mask(self, given: Tensor | None, bounds: Tensor | None, causal: bool, shape: Mapping[str, Any]) -> Mask:
         if given is not None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_mm5d.calls import at, hidden_place
 from lightning_mm5d.config import Modality
-from lightning_mm5d.context_parallel.arguments import Arguments, replaced, token_dim
+from lightning_mm5d.context_parallel.arguments import Arguments, item_dim, replaced, token_dim
 from lightning_mm5d.context_parallel.attention import Attention, Call
 from lightning_mm5d.errors import ConfigError
 from lightning_mm5d.tensor_parallel.divided import Divided
@@ -127,12 +127,15 @@ def probe(
     local: Arguments,
     attention: Attention,
     names: tuple[str, ...],
+    dim: int,
     size: int,
-) -> tuple[bool, ...] | None:
+) -> tuple[bool, ...]:
     """Run a layer on a few of this rank's tokens, and on every other one of them; refuse it where results differ.
 
+    Where ranks have whole items of a batch, it is run on a few of these, with its own attention.
+
     Returns:
-        For each attention in turn whether its keys are those of another sequence; None with too few tokens to tell.
+        For each attention in turn whether its keys are those of another sequence.
 
     Args:
         name: of the modality.
@@ -141,7 +144,8 @@ def probe(
         local: what it is about to work on, the tokens of this rank.
         attention: of the modality; leaves each token alone meanwhile.
         names: of its positional arguments.
-        size: tokens of this rank.
+        dim: of the hidden state that is divided, from the last: -2 for tokens, less for items.
+        size: tokens or items of this rank, at least 2.
 
     Raises:
         ConfigError: tokens mix, or what is given with them does not follow them.
@@ -151,20 +155,26 @@ def probe(
     state = at(where, *local)
     if isinstance(state, Divided):
         state = state.whole()
-    if size < 2 or attention.is_silent:
-        return None
 
     def run(tokens: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
         def only(argument: str, value: Any) -> Any:
-            if isinstance(value, dict):
-                return dict(value)
+            if isinstance(value, dict):  # states that layers share, of this rank's tokens
+                return {key: only_of_states(entry) for key, entry in value.items()}
             if hasattr(value, "get_seq_length"):  # a cache, which would keep these
                 return None
-            dim = token_dim(argument, value, size) if isinstance(value, Tensor) else None
-            return value if dim is None else value.index_select(dim, tokens)
+            if not isinstance(value, Tensor):
+                return value
+            along = token_dim(argument, value, size) if dim == -2 else item_dim(argument, value, size, -dim)
+            return value if along is None else value.index_select(along, tokens)
 
-        args, kwargs = replaced(local, names, only, where, state.index_select(-2, tokens))
-        with attention.during(Call(None, probes=True)) as call:
+        def only_of_states(entry: Any) -> Any:
+            if isinstance(entry, (list, tuple)):
+                return type(entry)(only_of_states(one) for one in entry)
+            fits = isinstance(entry, Tensor) and entry.dim() > 2 and entry.shape[-2] == size
+            return entry.index_select(-2, tokens) if fits else entry
+
+        args, kwargs = replaced(local, names, only, where, state.index_select(dim, tokens))
+        with attention.during(Call(None, probes=dim == -2)) as call:
             result = inner(*args, **kwargs)
         found: Tensor = result[0] if isinstance(result, (tuple, list)) else result
         return found.whole() if isinstance(found, Divided) else found, call.seen
@@ -180,20 +190,22 @@ def probe(
                 if follows[0] == follows[1]:  # else a sequence of another kind happens to be of this length
                     break
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
-        raise _mixed(name, layer, f"fails on some of its tokens: {error}") from error
+        raise mixed(name, layer, f"fails on some of its tokens: {error}") from error
     finally:
         for part, value in training.items():
             part.training = value
-    if every.shape[-2] != len(few) or half.shape[-2] != len(few[::2]):
-        raise _mixed(name, layer, f"returns {every.shape[-2]} tokens for {len(few)}")
-    off = (every[..., ::2, :] - half).abs().amax(-1) > _OFF.get(half.dtype, 3e-2) * half.abs().amax(-1).clamp_min(1e-6)
+    if every.shape[dim] != len(few) or half.shape[dim] != len(few[::2]):
+        raise mixed(name, layer, f"returns {every.shape[dim]} tokens for {len(few)}")
+    same = every.index_select(dim, few[::2])
+    off = (same - half).abs().amax(-1) > _OFF.get(half.dtype, 3e-2) * half.abs().amax(-1).clamp_min(1e-6)
     # a router may send a token elsewhere for a rounding; where tokens mix, all but the first differ
     if off.float().mean() >= 0.5:
-        raise _mixed(name, layer, "computes something else of a token when other tokens are elsewhere")
+        raise mixed(name, layer, "computes something else of a token when other tokens are elsewhere")
     return tuple(not follow for follow in follows[0])
 
 
-def _mixed(name: str, layer: nn.Module, why: str) -> ConfigError:
+def mixed(name: str, layer: nn.Module, why: str) -> ConfigError:
+    """The refusal of a layer that mixes what is on several ranks."""
     return ConfigError(
         f"modalities.{name}.cp_size",
         type(layer).__name__,

@@ -1,0 +1,32 @@
+"""What was made of tensors a moment ago, for layers that ask for the same: all of a model get the same tables.
+
+A tensor is known by its identity and its version, so one that is written to is another one. It refuses nothing.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+_KEPT = 16
+
+
+class Recent:
+    """The results used last, and the tensors that they were made of."""
+
+    def __init__(self) -> None:
+        self._found: OrderedDict[Any, tuple[Any, Any]] = OrderedDict()
+
+    def get(self, tensors: tuple[Tensor | None, ...], others: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+        """Return what `make` made of these tensors and other values (anything hashable), or let it make it."""
+        key = (*((id(x), x._version if x is not None and not x.is_inference() else 0) for x in tensors), *others)
+        if key in self._found:
+            self._found.move_to_end(key)
+        else:
+            self._found[key] = make(), tensors  # a tensor that is kept keeps its id
+            if len(self._found) > _KEPT:
+                self._found.popitem(last=False)
+        return self._found[key][0]
