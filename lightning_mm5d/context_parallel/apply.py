@@ -251,8 +251,8 @@ class ContextParallel:
         if self._is_own(state):
             return self._pass_of(state.group, state.divided_dim, kwargs)  # type: ignore[attr-defined]
         if self._by_items and state.dim() > 2 and state.shape[0] >= self._holders.degree:
-            split = distribute("uniform", state.shape[0], self._holders.degree, _no_work)
-            return self._pass_of(self._sequence(split, self._holders), -state.dim(), kwargs)
+            items = distribute("uniform", state.shape[0], self._holders.degree, _no_work)
+            return self._pass_of(self._sequence(items, self._holders), -state.dim(), kwargs)
         split = self._split(state, kwargs) if state.dim() > 1 else None
         if split is None:
             return None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache
 from types import CodeType
 from typing import Any
 
@@ -56,11 +57,8 @@ def check_layers(modalities: Mapping[str, Modality], root: nn.Module, layers: Ma
             raise ConfigError(f"modalities.{name}.cp_size", modality.cp_size, rule, "Use 1")
         if modality.cp_mode == "items":
             continue
-        seen: set[type] = set()
         for index, layer in root.get_submodule(path).named_children():
-            if type(layer) not in seen:
-                seen.add(type(layer))
-                _check_layer(name, modality, f"{path}.{index}", layer)
+            _check_layer(name, modality, f"{path}.{index}", layer)
 
 
 def _check_layer(name: str, modality: Modality, path: str, layer: nn.Module) -> None:
@@ -80,6 +78,8 @@ def _check_layer(name: str, modality: Modality, path: str, layer: nn.Module) -> 
         mixes = next((found for found in _MIXES if found in names), None)
         if module in attends and bias is not None:
             raise refuse(module, f"adds a bias by position to its scores ({bias}), which would have to be divided")
+        if module in attends and "arange" in names and _scales_by_position(part):
+            raise refuse(module, "counts positions in what it is given, which are some of the tokens")
         if isinstance(part, _MIXERS):
             raise refuse(module, "mixes tokens of which each rank has some")
         if module not in attends and mixes is not None:
@@ -100,16 +100,26 @@ def _check_layer(name: str, modality: Modality, path: str, layer: nn.Module) -> 
                 )
 
 
+def _scales_by_position(module: nn.Module) -> bool:
+    """Whether an attention that counts positions by itself uses them; Llama 4's does so without rotary tables."""
+    return bool(getattr(module, "attn_temperature_tuning", True)) and not getattr(module, "use_rope", False)
+
+
 def takes_products(modules: Iterable[nn.Module]) -> bool:
     """Whether code of `modules` calls torch's attention by itself."""
     found = (_names(module) for module in modules)
     return any(_PRODUCT in names and _INTERFACE not in names for names in found)
 
 
-def _names(module: nn.Module) -> set[str]:
+def _names(module: nn.Module) -> frozenset[str]:
     """What the code of a module's forward names: globals, attributes and variables."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return set(_code_names(code)) if code is not None and not type(module).__module__.startswith("torch.nn") else set()
+    return _names_of(type(module))
+
+
+@lru_cache(maxsize=1024)
+def _names_of(cls: type[nn.Module]) -> frozenset[str]:
+    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
+    return frozenset(_code_names(code) if code is not None and not cls.__module__.startswith("torch.nn") else ())
 
 
 def _code_names(code: CodeType) -> Iterator[str]:

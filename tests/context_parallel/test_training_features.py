@@ -7,6 +7,7 @@ masks are no plain triangle. Unless a test says otherwise its ranks 0-1 share ea
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -492,7 +493,11 @@ class Dropping(TinyModule):
         layers = bert.encoder.layer
         watched = (bert.embeddings.dropout, layers[0].output.dropout, layers[1].output.dropout)
         for name, part in zip(self.dropped, watched, strict=True):
-            part.register_forward_hook(lambda _, args, out, name=name: self.dropped[name].append(out.detach() == 0))
+            part.register_forward_hook(partial(self._keep, name))
+
+    def _keep(self, name: str, part: nn.Module, args: Any, out: Tensor) -> None:
+        if part.training:
+            self.dropped[name].append(out.detach() == 0)
 
 
 def dropped(run: Run) -> Any:
@@ -649,6 +654,7 @@ def gemma() -> nn.Module:
     from transformers import Gemma2Config, Gemma2ForCausalLM  # noqa: PLC0415
 
     config = Gemma2Config(**TINY, head_dim=8, sliding_window=5, attn_logit_softcapping=5.0, final_logit_softcapping=10.0)
+    config._attn_implementation = "eager"  # torch's attention knows no caps
     return Gemma2ForCausalLM(config)
 
 
@@ -669,13 +675,14 @@ def llama4(**options: Any) -> nn.Module:
 def mixtral() -> nn.Module:
     from transformers import MixtralConfig, MixtralForCausalLM  # noqa: PLC0415
 
-    return MixtralForCausalLM(MixtralConfig(**TINY, num_local_experts=4, num_experts_per_tok=2))
+    return MixtralForCausalLM(MixtralConfig(**TINY, num_local_experts=4, num_experts_per_tok=2)).float()
 
 
 def gpt_oss() -> nn.Module:
     from transformers import GptOssConfig, GptOssForCausalLM  # noqa: PLC0415
 
     config = GptOssConfig(**TINY, head_dim=8, sliding_window=5, num_local_experts=4, num_experts_per_tok=2)
+    config._experts_implementation = "eager"  # grouped products know no float64
     return GptOssForCausalLM(config)
 
 
@@ -704,7 +711,7 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_models_with_other_masks_and_with_experts_are_those_of_one_process(name: str) -> None:
     for layout in (shared(cp_mode="ring"), shared(cp_mode="ulysses", cp_distribution="makespan_min")):
-        same_steps(outcomes(layout, of(MODELS[name]), num_microbatches=1)["scenario"])
+        same_steps(outcomes(layout, of(MODELS[name]), num_microbatches=1)["scenario"], 1e-4 if name == "experts" else 1e-6)
 
 
 @pytest.mark.usefixtures("float64")
