@@ -117,7 +117,7 @@ def _names(module: nn.Module) -> frozenset[str]:
 
 
 @lru_cache(maxsize=1024)
-def _names_of(cls: type[nn.Module]) -> frozenset[str]:
+def _names_of(cls: Any) -> frozenset[str]:
     code = getattr(inspect.unwrap(cls.forward), "__code__", None)
     return frozenset(_code_names(code) if code is not None and not cls.__module__.startswith("torch.nn") else ())
 

@@ -653,7 +653,7 @@ def mistral() -> nn.Module:
 def gemma() -> nn.Module:
     from transformers import Gemma2Config, Gemma2ForCausalLM  # noqa: PLC0415
 
-    config = Gemma2Config(**TINY, head_dim=8, sliding_window=5, attn_logit_softcapping=5.0, final_logit_softcapping=10.0)
+    config = Gemma2Config(**TINY, head_dim=8, sliding_window=9, attn_logit_softcapping=5.0, final_logit_softcapping=10.0)
     config._attn_implementation = "eager"  # torch's attention knows no caps
     return Gemma2ForCausalLM(config)
 
