@@ -113,13 +113,13 @@ def takes_products(modules: Iterable[nn.Module]) -> bool:
 
 def _names(module: nn.Module) -> frozenset[str]:
     """What the code of a module's forward names: globals, attributes and variables."""
-    return _names_of(type(module))
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return frozenset() if code is None or type(module).__module__.startswith("torch.nn") else _names_in(code)
 
 
 @lru_cache(maxsize=1024)
-def _names_of(cls: Any) -> frozenset[str]:
-    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
-    return frozenset(_code_names(code) if code is not None and not cls.__module__.startswith("torch.nn") else ())
+def _names_in(code: CodeType) -> frozenset[str]:
+    return frozenset(_code_names(code))
 
 
 def _code_names(code: CodeType) -> Iterator[str]:
