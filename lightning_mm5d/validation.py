@@ -98,12 +98,11 @@ def check_module(
     configs = [getattr(part, "config", None) for part in module.modules()]
     if any(getattr(config, "output_router_logits", False) is True for config in configs):
         for name, axes in plan.layout.axes.items():
-            if axes.pp > 1 or axes.cp > 1:
-                size = "pp_size" if axes.pp > 1 else "cp_size"
+            if axes.pp > 1:
                 raise ConfigError(
-                    f"modalities.{name}.{size}",
-                    axes.pp if axes.pp > 1 else axes.cp,
-                    "A loss over all routers (output_router_logits) needs all layers and tokens on one rank",
+                    f"modalities.{name}.pp_size",
+                    axes.pp,
+                    "A loss over the routers of all layers (output_router_logits) needs all layers on one rank",
                     "Use 1, or set output_router_logits to False in the model's config",
                 )
 

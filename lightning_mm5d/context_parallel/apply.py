@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -43,6 +43,7 @@ from lightning_mm5d.context_parallel.check import mixed, probe, takes_products
 from lightning_mm5d.context_parallel.exchange import ContextGroups
 from lightning_mm5d.context_parallel.interface import Interface
 from lightning_mm5d.context_parallel.recent import Recent
+from lightning_mm5d.context_parallel.recorded import as_wholes, nothing
 from lightning_mm5d.context_parallel.sequence import Holders, Sequence
 from lightning_mm5d.context_parallel.split import Split, by_items, distribute
 from lightning_mm5d.errors import ConfigError
@@ -212,7 +213,13 @@ class ContextParallel:
             return inner(*given.args, **given.kwargs)
         local = replaced(given, names, partial(self._part, now), where, self._local_state(state, now))
         now.call.crosses = self._crosses(layer, inner, local, names, now)
-        with self._attention.during(now.call), self._stream.inside() if layer.training else nullcontext():
+        with ExitStack() as stack:
+            stack.enter_context(self._attention.during(now.call))
+            if layer.training:
+                stack.enter_context(self._stream.inside())
+            if now.dim == -2:
+                batch = state.shape[0] if state.dim() > 2 else 1
+                stack.enter_context(as_wholes(self._name, now.sequence.whole_of_rank, batch))
             result = inner(*local.args, **local.kwargs)
         self._keep_states(given, now)
         return self._whole(result, now)
@@ -232,7 +239,8 @@ class ContextParallel:
         found: tuple[bool, ...] = ()
         failed = None
         try:
-            found = probe(self._name, layer, inner, local, self._attention, names, now.dim, lengths[group.index])
+            with nothing():
+                found = probe(self._name, layer, inner, local, self._attention, names, now.dim, lengths[group.index])
         except ConfigError as error:
             failed = error
         # all ranks or none, or some would wait for those that are gone

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from lightning import seed_everything
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 
 from features.toys import Layout, Outcome, Run, alone, assert_same, figures, outcomes, together, weights
@@ -78,6 +79,7 @@ class Head(TinyModule):
             self.score = nn.Linear(WIDTH, 3)
             self.project = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 8))
             self.teacher = nn.Embedding(VOCABULARY, VOCABULARY).requires_grad_(False)
+            self.prompt = nn.Parameter(torch.randn(1, 3, WIDTH))
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         return self.losses[batch_idx](self, batch)
@@ -227,6 +229,50 @@ def on_disturbed_embeddings(module: Head, batch: Batch) -> Tensor:
     return clean + module.model(**{**given, "inputs_embeds": disturbed}).loss
 
 
+def behind_a_soft_prompt(module: Head, batch: Batch) -> Tensor:
+    embeddings = module.model.get_input_embeddings()(batch["input_ids"])  # type: ignore[operator]
+    embeddings = torch.cat([module.prompt.expand(len(embeddings), -1, -1), embeddings], 1)
+    logits = module.model(inputs_embeds=embeddings, use_cache=False).logits[:, 3:]
+    return F.cross_entropy(logits.flatten(0, 1), batch["input_ids"].flatten())
+
+
+def by_the_weight_of_the_head(module: Head, batch: Batch) -> Tensor:
+    hidden, weight = module.hidden(batch), module.model.lm_head.weight  # type: ignore[union-attr]
+    logits = hidden @ weight.T + F.linear(hidden, weight[:5]).sum(-1, keepdim=True)
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
+def in_chunks_that_are_computed_again(module: Head, batch: Batch) -> Tensor:
+    def of_chunk(hidden: Tensor, labels: Tensor) -> Tensor:
+        logits = module.model.lm_head(hidden)  # type: ignore[operator, union-attr]
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+    hidden, labels = module.hidden(batch)[:, :-1], batch["input_ids"][:, 1:]
+    whole = checkpoint(of_chunk, hidden, labels, use_reentrant=False)
+    chunks = zip(hidden.split(4, 1), labels.split(4, 1), strict=True)
+    return (whole + sum(checkpoint(of_chunk, *chunk, use_reentrant=False) for chunk in chunks)) / labels.numel()
+
+
+def by_the_gradient_of_a_middle_layer(module: Head, batch: Batch) -> Tensor:
+    output = module.model(**module.inputs(batch), labels=batch["labels"], output_hidden_states=True)
+    (gradient,) = torch.autograd.grad(output.loss, output.hidden_states[2], retain_graph=True)
+    assert gradient.shape == output.hidden_states[2].shape
+    return output.loss + (output.hidden_states[2] * gradient.detach()).sum() + output.hidden_states[3].norm() / 100
+
+
+def with_a_cache_that_nobody_reads(module: Head, batch: Batch) -> Tensor:
+    return module.model(**batch, use_cache=True).loss
+
+
+def of_states_that_hooks_keep(module: Head, batch: Batch) -> Tensor:
+    kept: list[Tensor] = []
+    layer = module.model.model.layers[1]  # type: ignore[index, union-attr]
+    handle = layer.register_forward_hook(lambda _, args, out: kept.append(out[0] if isinstance(out, tuple) else out))
+    loss = of_the_model(module, batch)
+    handle.remove()
+    return loss + kept[-1].pow(2).mean() + F.cross_entropy(module.score(kept[-1].mean(1)), classes(batch))
+
+
 def of_the_last_logits(module: Head, batch: Batch) -> Tensor:
     logits = module.model(**module.inputs(batch), logits_to_keep=5).logits
     assert logits.shape[1] == 5
@@ -258,6 +304,12 @@ OF_BATCHES = (
     beside_middle_layers,
     of_two_passes_of_unlike_lengths,
     on_disturbed_embeddings,
+    behind_a_soft_prompt,
+    by_the_weight_of_the_head,
+    in_chunks_that_are_computed_again,
+    by_the_gradient_of_a_middle_layer,
+    with_a_cache_that_nobody_reads,
+    of_states_that_hooks_keep,
 )
 
 
