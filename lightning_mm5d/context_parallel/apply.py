@@ -257,29 +257,23 @@ class ContextParallel:
     def _pass(self, state: Tensor, kwargs: Mapping[str, Any]) -> _Pass | None:
         """How a layer's hidden state is split; None where it stays whole."""
         if self._is_own(state):
-            return self._pass_of(state.group, state.divided_dim, kwargs)  # type: ignore[attr-defined]
+            return self._pass_of(state.group, state.divided_dim)  # type: ignore[attr-defined]
         if self._by_items and state.dim() > 2 and state.shape[0] >= self._holders.degree:
             items = distribute("uniform", state.shape[0], self._holders.degree, _no_work)
-            return self._pass_of(self._sequence(items, self._holders), -state.dim(), kwargs)
+            return self._pass_of(self._sequence(items, self._holders), -state.dim())
         split = self._split(state, kwargs) if state.dim() > 1 else None
         if split is None:
             return None
         sequence = self._sequence(split, self._holders)
         divides = self._divides_tokens and min(split.lengths) >= self._ranks.sharing.size // self._holders.degree
-        return self._pass_of(sequence.finer if divides else sequence, -2, kwargs)
+        return self._pass_of(sequence.finer if divides else sequence, -2)
 
     def _is_own(self, x: Tensor) -> bool:
         """Whether `x` is divided already, and by this modality: another's sequences lie on other ranks."""
         return isinstance(x, Divided) and is_tokens(x.group) and x.group.whole_of_rank.holders is self._holders
 
-    def _pass_of(self, sequence: Sequence, dim: int, kwargs: Mapping[str, Any]) -> _Pass:
-        if dim != -2:
-            return _Pass(sequence, dim, Call(None))
-        split, bounds = sequence.coarse, kwargs.get("cu_seqlens")
-        if bounds is None:
-            return _Pass(sequence, dim, Call(split))
-        is_local = self._recent.get((bounds,), (split,), lambda: _whole_segments(split, bounds))
-        return _Pass(sequence, dim, Call(split, is_local=is_local))
+    def _pass_of(self, sequence: Sequence, dim: int) -> _Pass:
+        return _Pass(sequence, dim, Call(sequence.coarse if dim == -2 else None))
 
     def _split(self, state: Tensor, kwargs: Mapping[str, Any]) -> Split | None:
         """Who takes which tokens; None for sequences that are too short for all ranks to take part."""
@@ -371,12 +365,6 @@ class ContextParallel:
         if isinstance(result, list) and result and isinstance(result[0], Tensor):
             return [now.sequence.wrapped(result[0], now.dim), *result[1:]]
         return result
-
-
-def _whole_segments(split: Split, bounds: Tensor) -> bool:
-    """Whether no rank has a part of a segment whose other parts are elsewhere."""
-    cuts = {edge for part in split.ranges for piece in part for edge in piece}
-    return cuts <= {*bounds.tolist()}
 
 
 def _work_of_segments(lengths: list[int], block: int) -> Tensor:

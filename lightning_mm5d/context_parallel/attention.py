@@ -40,7 +40,6 @@ class Call:
 
     Attributes:
         split: the tokens of each context parallel rank; None where ranks have whole items, or everything.
-        is_local: whether no token attends to those of another rank.
         crosses: for each attention of the layer in turn, whether its keys are those of another sequence, all of which
             are here; of those beyond its end, lengths tell.
         probes: whether the layer only runs to see what it mixes; then attention works on each token by itself.
@@ -48,7 +47,6 @@ class Call:
     """
 
     split: Split | None
-    is_local: bool = False
     crosses: tuple[bool, ...] = ()
     probes: bool = False
     seen: list[tuple[int, int]] = field(default_factory=list)
@@ -88,7 +86,7 @@ class Attention:
         self.used: dict[int, int] = {}
         self._ran = False
         self._active = active
-        self._noted: weakref.WeakKeyDictionary[Any, dict[int, dict[int, tuple[Call, bool]]]] = (
+        self._noted: weakref.WeakKeyDictionary[Any, dict[Any, dict[Any, tuple[Call, bool]]]] = (
             weakref.WeakKeyDictionary()
         )
         self._recent = Recent()
@@ -139,7 +137,15 @@ class Attention:
         ).sum(0)
 
     def _mask_of(
-        self, given: Any, module: Any, q: Tensor, k: Tensor, options: Mapping[str, Any], *, crosses: bool
+        self,
+        given: Any,
+        module: Any,
+        q: Tensor,
+        k: Tensor,
+        options: Mapping[str, Any],
+        *,
+        call: Call | None,
+        crosses: bool,
     ) -> Mask:
         self._ran = True
         if isinstance(given, ContextMask):
@@ -150,7 +156,6 @@ class Attention:
         bounds = options.get("cu_seq_lens_q")
         causal = options.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal
-        call = self.call
         whole = call.split.size if call is not None and call.split is not None else q.shape[2]
         keys = k.shape[2] if call is None or crosses or call.split is None else whole
         shape = {"batch": q.shape[0], "q_length": whole, "k_length": keys, "device": q.device}
@@ -244,7 +249,7 @@ class Attention:
         if dropout:
             raise self._refusal("dropout", dropout, "Attention weights lie on several ranks and are not dropped out")
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        mask = self._mask_of(attention_mask, module, query, key, kwargs, crosses=crosses)
+        mask = self._mask_of(attention_mask, module, query, key, kwargs, call=call, crosses=crosses)
         options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": s_aux}
         if call is None or call.split is None:
             out = local_attention(query, key, value, mask, None, None, **options)
@@ -259,7 +264,7 @@ class Attention:
                     "past_key_values", key.shape[2], f"Keys of {query.shape[2]} tokens are here, and no cache of others"
                 )
             self._expect(mask, call.split.size, call.split.size)
-            if call.is_local:
+            if self._stays(call.split, kwargs.get("cu_seq_lens_q")):
                 out = local_attention(query, key, value, mask, own, own, **options)
             else:
                 out = context_attention(query, key, value, mask, call.split, self._groups, mode=self._mode, **options)
@@ -277,12 +282,10 @@ class Attention:
         if self.call is not None:
             crosses = self.call.enters(queries, keys)
             if run is not None and not self.call.probes:
-                noted = self._noted.setdefault(run, {}).setdefault(id(module), {})
-                noted[id(self.call.split)] = (self.call, crosses)
+                noted = self._noted.setdefault(run, {}).setdefault((id(module), queries, keys), {})
+                noted[id(self.call.split), crosses] = (self.call, crosses)
             return self.call, crosses
-        noted = self._noted.get(run, {}).get(id(module), {}) if run is not None else {}
-        index = self._groups.whole.index
-        found = [one for one in noted.values() if one[0].split is None or one[0].split.lengths[index] == queries]
+        found = self._noted.get(run, {}).get((id(module), queries, keys), {}) if run is not None else {}
         if len(found) > 1:
             raise ConfigError(
                 f"modalities.{self._name}.cp_distribution",
@@ -291,7 +294,14 @@ class Attention:
                 "another split, and which one it was cannot be told",
                 "Use 'zigzag', or no activation checkpointing",
             )
-        return found[0] if found else (None, False)
+        return next(iter(found.values()), (None, False))
+
+    def _stays(self, split: Split, bounds: Tensor | None) -> bool:
+        """Whether no token attends to those of another rank: each rank has whole segments of a packed sequence."""
+        if bounds is None:
+            return False
+        known: bool = self._recent.get((bounds,), (split,), lambda: _whole_segments(split, bounds))
+        return known
 
     def _expect(self, mask: Mask, queries: int, keys: int) -> None:
         if (mask.q_length, mask.k_length) != (queries, keys):
@@ -302,6 +312,12 @@ class Attention:
         return ConfigError(
             f"modalities.{self._name}.cp_size", f"{field}={got}", rule, "Use cp_size=1, or leave it out of the model"
         )
+
+
+def _whole_segments(split: Split, bounds: Tensor) -> bool:
+    """Whether no rank has a part of a segment whose other parts are elsewhere."""
+    cuts = {edge for part in split.ranges for piece in part for edge in piece}
+    return cuts <= {*bounds.tolist()}
 
 
 def _segments(bounds: Tensor) -> Tensor:

@@ -157,3 +157,20 @@ def test_layers_of_stages_that_are_computed_again_see_the_same_split() -> None:
     """vision: rank 0; language: cp ranks 1-2 and 3-4."""
     fields = {"vision": {}, "language": {"cp_size": 2, "pp_size": 2}}
     check("gemma3", fields, 5, prepare=recompute)
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.filterwarnings("ignore")
+def test_attention_without_a_mask_that_is_computed_again_sees_the_same_split() -> None:
+    """audio or vision: ranks 0-1; language: ranks 2-3. Towers, packed towers and attention to another sequence."""
+    items = {"cp_size": 2, "cp_mode": "items"}
+    check_all(
+        4,
+        Compared(name="qwen2_vl", fields={"vision": items, "language": {"cp_size": 2}}, prepare=recompute),
+        Compared(
+            name="whisper",
+            fields={"audio": {"cp_size": 2}, "language": {"cp_size": 2}},
+            prepare=recompute_within,
+            exact=True,
+        ),
+    )

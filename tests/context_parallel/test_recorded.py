@@ -33,6 +33,7 @@ class Routed(L.LightningModule):
                 num_local_experts=4,
                 output_router_logits=True,
                 router_aux_loss_coef=0.5,
+                experts_implementation="eager",
             )
         )
 

@@ -322,6 +322,12 @@ def losses_of_batches(run: Run) -> Any:
     return steps(run, Head(losses), text(len(losses)))
 
 
+def losses_of_divided_layers(run: Run) -> Any:
+    """Those that use a layer's weight through its layer."""
+    losses = [loss for loss in (*OF_SAMPLES, *OF_BATCHES) if loss not in (penalized, by_the_weight_of_the_head)]
+    return steps(run, Head(losses), text(len(losses)))
+
+
 def losses_of_samples(run: Run) -> Any:
     return steps(run, Head([*OF_SAMPLES]), text(len(OF_SAMPLES)))
 
@@ -334,9 +340,46 @@ def test_losses_of_a_users_own_are_those_of_one_process(mode: str) -> None:
 
 
 @pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("shards", [True, False], ids=["with sequence shards", "without"])
+def test_losses_of_a_users_own_are_those_of_one_process_with_tensor_parallel_ranks(shards: bool) -> None:
+    """Ranks 0-1 and 2-3 are tensor parallel, and share the tokens of their context parallel rank with `shards`."""
+    layout = shared(4, tp_size=2, sequence_parallel=shards)
+    outcome = outcomes(layout, losses_of_divided_layers, num_microbatches=1)["losses_of_divided_layers"]
+    assert_same(outcome.ranks[0]["weights"], outcome.one["weights"], 1e-6)
+    for rank in outcome.ranks:
+        assert_same(rank["losses"], outcome.one["losses"], 1e-6)
+
+
+@pytest.mark.usefixtures("float64")
 def test_losses_of_a_users_own_are_those_of_one_process_in_pipelines() -> None:
     """ranks 0-1 and 2-3 as stages; two microbatches."""
     same_steps(outcomes(PIPE, losses_of_samples)["losses_of_samples"])
+
+
+class Taught(TinyModule):
+    """Beside a frozen model that reads the same config object."""
+
+    def __init__(self) -> None:
+        super().__init__(CASES["llama"].build().model, use_cache=False)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(4)
+            self.teacher = type(self.model)(self.model.config).requires_grad_(False).eval()  # type: ignore[operator]
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        inputs = {**self.fixed, "input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+        with torch.no_grad():
+            teacher = self.teacher(**inputs).logits.log_softmax(-1)
+        return F.kl_div(self.model(**inputs).logits.log_softmax(-1), teacher, log_target=True, reduction="batchmean")
+
+
+def taught(run: Run) -> Any:
+    return steps(run, Taught(), text(2))
+
+
+@pytest.mark.usefixtures("float64")
+def test_another_model_of_the_module_sees_whole_sequences() -> None:
+    layout = Layout({"language": Modality(cp_size=2, module="model")}, 2)
+    same_steps(outcomes(layout, taught)["taught"])
 
 
 # --- what a trainer does ---
