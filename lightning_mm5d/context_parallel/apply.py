@@ -19,7 +19,7 @@ It refuses what `check.probe` finds: layers in which tokens mix beside the atten
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -136,8 +136,8 @@ class ContextParallel:
         packed = any("cu_seqlens" in names_of(module.forward) for module in members)
         interface.add(self._attention, {id(one.config): one.config for one in holders}.values(), packed)
         self._generates = False
-        for layer in self._layers:
-            self._patch(layer)
+        for index, layer in enumerate(self._layers):
+            self._patch(layer, index)
         for module in root.modules():
             if hasattr(module, "prepare_inputs_for_generation"):
                 self._patch_generate(module)
@@ -166,12 +166,14 @@ class ContextParallel:
 
     # --- layers ---
 
-    def _patch(self, layer: nn.Module) -> None:
+    def _patch(self, layer: nn.Module, index: int) -> None:
         own = vars(layer).get("forward")
         names = names_of(layer.forward)
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             inner = partial(type(module).forward, module) if own is None else own
+            if not self._generates:
+                self._refuse_cache((*args, *kwargs.values()), index)
             return self._run(module, inner, Arguments(args, kwargs), names)
 
         # bound, so that a copy of the module computes with its own weights
@@ -183,6 +185,18 @@ class ContextParallel:
                 vars(layer)["forward"] = own
 
         self._undo.append(undo)
+
+    def _refuse_cache(self, values: tuple[Any, ...], index: int) -> None:
+        """Refuse keys of earlier calls, which are those of some tokens, or of all on every rank."""
+        for value in values:
+            count = getattr(value, "get_seq_length", None)
+            if count is not None and int(count(index)):
+                raise ConfigError(
+                    f"modalities.{self._name}.cp_size",
+                    f"past_key_values of {int(count(index))} tokens",
+                    "A step works on whole sequences, without keys of earlier calls",
+                    "Call model.generate, or use cp_size=1",
+                )
 
     def _patch_generate(self, module: nn.Module) -> None:
         had, original = vars(module).get("generate"), module.generate
@@ -308,7 +322,7 @@ class ContextParallel:
 
     def _part(self, now: _Pass, name: str, value: Any) -> Any:
         """What this rank's layer gets of an argument."""
-        if isinstance(value, dict):
+        if isinstance(value, MutableMapping):
             for key, entry in value.items():
                 value[key] = self._state_part(now, entry)
             return value
@@ -352,18 +366,19 @@ class ContextParallel:
             return sequence.wrapped(entry, -2) if fits and entry.shape[-2] == length else entry
 
         for value in (*given.args, *given.kwargs.values()):
-            if isinstance(value, dict) and now.dim == -2:
+            if isinstance(value, MutableMapping) and now.dim == -2:
                 for key, entry in value.items():
                     value[key] = divide(entry)
 
     def _whole(self, result: Any, now: _Pass) -> Any:
         if isinstance(result, Tensor):
-            return now.sequence.wrapped(result, now.dim)
-        if isinstance(result, tuple) and result and isinstance(result[0], Tensor):
-            parts = (now.sequence.wrapped(result[0], now.dim), *result[1:])
-            return type(result)(*parts) if hasattr(result, "_fields") else parts
-        if isinstance(result, list) and result and isinstance(result[0], Tensor):
-            return [now.sequence.wrapped(result[0], now.dim), *result[1:]]
+            sequence = now.sequence
+            if not isinstance(result, Divided):  # where tokens are divided further, a layer may have gathered them
+                sequence = sequence.whole_of_rank if result.shape[now.dim] == sequence.own_size else sequence
+            return sequence.wrapped(result, now.dim)
+        if isinstance(result, (tuple, list)) and result and isinstance(result[0], Tensor):
+            parts = (self._whole(result[0], now), *result[1:])
+            return type(result)(*parts) if hasattr(result, "_fields") else type(result)(parts)
         return result
 
 

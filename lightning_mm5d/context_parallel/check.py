@@ -11,9 +11,9 @@ It refuses (`ConfigError`) layers that fail either.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from functools import lru_cache
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -71,7 +71,7 @@ def _check_layer(name: str, modality: Modality, path: str, layer: nn.Module) -> 
             "Use cp_size=1; tp_size, pp_size and dp_size have no such limit",
         )
 
-    attends = [module for module, part in layer.named_modules() if _names(part) & {_INTERFACE, _PRODUCT}]
+    attends = [module for module, part in layer.named_modules() if _all_names(part) & {_INTERFACE, _PRODUCT}]
     for module, part in layer.named_modules():
         names = _names(part)
         bias = next((found for found in sorted(names) if found.startswith(_BIASES)), None)
@@ -107,7 +107,7 @@ def _scales_by_position(module: nn.Module) -> bool:
 
 def takes_products(modules: Iterable[nn.Module]) -> bool:
     """Whether code of `modules` calls torch's attention by itself."""
-    found = (_names(module) for module in modules)
+    found = (_all_names(module) for module in modules)
     return any(_PRODUCT in names and _INTERFACE not in names for names in found)
 
 
@@ -115,6 +115,19 @@ def _names(module: nn.Module) -> frozenset[str]:
     """What the code of a module's forward names: globals, attributes and variables."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return frozenset() if code is None or type(module).__module__.startswith("torch.nn") else _names_in(code)
+
+
+def _all_names(module: nn.Module) -> frozenset[str]:
+    """What all code of a module's own classes names, and that of the functions beside them which its forward calls."""
+    found = _names(module)
+    for cls in type(module).__mro__:
+        if not cls.__module__.startswith(("torch.nn", "builtins")):
+            functions = (inspect.unwrap(value) for value in vars(cls).values() if callable(value))
+            found = found.union(*(_names_in(one.__code__) for one in functions if hasattr(one, "__code__")))
+    beside = getattr(inspect.unwrap(type(module).forward), "__globals__", {})
+    called = (beside.get(name) for name in _names(module))
+    local = [one for one in called if getattr(one, "__module__", None) == type(module).__module__]
+    return found.union(*(_names_in(one.__code__) for one in local if isinstance(one, FunctionType)))
 
 
 @lru_cache(maxsize=1024)
@@ -140,7 +153,7 @@ def probe(
     dim: int,
     size: int,
 ) -> tuple[bool, ...]:
-    """Run a layer on a few of this rank's tokens, and on every other one of them; refuse it where results differ.
+    """Run a layer on a few of this rank's tokens, and on some of these; refuse it where results differ.
 
     Where ranks have whole items of a batch, it is run on a few of these, with its own attention.
 
@@ -168,7 +181,7 @@ def probe(
 
     def run(tokens: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
         def only(argument: str, value: Any) -> Any:
-            if isinstance(value, dict):  # states that layers share, of this rank's tokens
+            if isinstance(value, MutableMapping):  # states that layers share, of this rank's tokens
                 return {key: only_of_states(entry) for key, entry in value.items()}
             if hasattr(value, "get_seq_length"):  # a cache, which would keep these
                 return None
@@ -195,7 +208,8 @@ def probe(
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             for count in range(min(size, _TOKENS), 1, -1):
                 few = torch.arange(count, device=state.device)
-                (every, seen), (half, again) = run(few), run(few[::2])
+                some = few[1 : -1 if count > 3 else None : 2]  # neither end: layers may treat these otherwise
+                (every, seen), (half, again) = run(few), run(some)
                 follows = [[keys == queries for queries, keys in calls] for calls in (seen, again)]
                 if follows[0] == follows[1]:  # else a sequence of another kind happens to be of this length
                     break
@@ -204,11 +218,11 @@ def probe(
     finally:
         for part, value in training.items():
             part.training = value
-    if every.shape[dim] != len(few) or half.shape[dim] != len(few[::2]):
+    if every.shape[dim] != len(few) or half.shape[dim] != len(some):
         raise mixed(name, layer, f"returns {every.shape[dim]} tokens for {len(few)}")
-    same = every.index_select(dim, few[::2])
+    same = every.index_select(dim, some)
     off = (same - half).abs().amax(-1) > _OFF.get(half.dtype, 3e-2) * half.abs().amax(-1).clamp_min(1e-6)
-    # a router may send a token elsewhere for a rounding; where tokens mix, all but the first differ
+    # a router may send a token elsewhere for a rounding; where tokens mix, all of them differ
     if off.float().mean() >= 0.5:
         raise mixed(name, layer, "computes something else of a token when other tokens are elsewhere")
     return tuple(not follow for follow in follows[0])
