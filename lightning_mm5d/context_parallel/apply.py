@@ -125,7 +125,7 @@ class ContextParallel:
         self._stream = Region(ranks.context.whole, drops=drops(layers), device=device)
         self._undo: list[Callable[[], object]] = []
         self._known: dict[Any, tuple[bool, ...]] = {}
-        self._recent = Recent()
+        self._recent = Recent(16)
         self._device = device
         members = [module for layer in self._layers for module in layer.modules()]
         mode: Any = "allgather" if self._by_items else modality.cp_mode

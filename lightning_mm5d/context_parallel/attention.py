@@ -89,7 +89,7 @@ class Attention:
         self._noted: weakref.WeakKeyDictionary[Any, dict[Any, dict[Any, tuple[Call, bool]]]] = (
             weakref.WeakKeyDictionary()
         )
-        self._recent = Recent()
+        self._recent = Recent(4)  # masks may be dense
 
     def knows(self, module: nn.Module) -> bool:
         """Whether a module is in the shared layers."""

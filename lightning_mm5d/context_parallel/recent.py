@@ -11,13 +11,16 @@ from typing import Any
 
 from torch import Tensor
 
-_KEPT = 16
-
 
 class Recent:
-    """The results used last, and the tensors that they were made of."""
+    """The results used last, and the tensors that they were made of.
 
-    def __init__(self) -> None:
+    Args:
+        kept: how many.
+    """
+
+    def __init__(self, kept: int) -> None:
+        self._kept = kept
         self._found: OrderedDict[Any, tuple[Any, Any]] = OrderedDict()
 
     def get(self, tensors: tuple[Tensor | None, ...], others: tuple[Any, ...], make: Callable[[], Any]) -> Any:
@@ -27,6 +30,6 @@ class Recent:
             self._found.move_to_end(key)
         else:
             self._found[key] = make(), tensors  # a tensor that is kept keeps its id
-            if len(self._found) > _KEPT:
+            if len(self._found) > self._kept:
                 self._found.popitem(last=False)
         return self._found[key][0]

@@ -175,15 +175,6 @@ def test_relative_positions_of_an_encoder_and_its_decoder_are_refused() -> None:
     assert "model.decoder.block.0.layer.0.SelfAttention (T5Attention) adds a bias by position to its scores" in message
 
 
-def test_a_loss_over_all_routers_is_refused() -> None:
-    from transformers import MixtralConfig, MixtralForCausalLM  # noqa: PLC0415
-
-    config = MixtralConfig(**TINY, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True)
-    message = refused(TinyModule(MixtralForCausalLM(config), use_cache=False))
-    assert "output_router_logits" in message
-    assert "modalities.language.cp_size" in message
-
-
 class Manual(TinyModule):
     def __init__(self) -> None:
         super().__init__(build("llama").model, use_cache=False)

@@ -340,10 +340,9 @@ def test_losses_of_a_users_own_are_those_of_one_process(mode: str) -> None:
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("shards", [True, False], ids=["with sequence shards", "without"])
-def test_losses_of_a_users_own_are_those_of_one_process_with_tensor_parallel_ranks(shards: bool) -> None:
-    """Ranks 0-1 and 2-3 are tensor parallel, and share the tokens of their context parallel rank with `shards`."""
-    layout = shared(4, tp_size=2, sequence_parallel=shards)
+def test_losses_of_a_users_own_are_those_of_one_process_with_sequence_shards() -> None:
+    """Ranks 0-1 and 2-3 are tensor parallel, and share the tokens of their context parallel rank."""
+    layout = shared(4, tp_size=2, sequence_parallel=True)
     outcome = outcomes(layout, losses_of_divided_layers, num_microbatches=1)["losses_of_divided_layers"]
     assert_same(outcome.ranks[0]["weights"], outcome.one["weights"], 1e-6)
     for rank in outcome.ranks:
@@ -767,10 +766,14 @@ def llama4(**options: Any) -> nn.Module:
     return Llama4ForCausalLM(config)
 
 
-def mixtral() -> nn.Module:
+def mixtral(**options: Any) -> nn.Module:
     from transformers import MixtralConfig, MixtralForCausalLM  # noqa: PLC0415
 
-    return MixtralForCausalLM(MixtralConfig(**TINY, num_local_experts=4, num_experts_per_tok=2)).float()
+    return MixtralForCausalLM(MixtralConfig(**TINY, num_local_experts=4, num_experts_per_tok=2, **options)).float()
+
+
+def balanced() -> nn.Module:
+    return mixtral(output_router_logits=True, router_aux_loss_coef=2.0)
 
 
 def gpt_oss() -> nn.Module:
@@ -798,6 +801,7 @@ MODELS = {
     "windows in some layers, and capped scores": gemma,
     "chunks in some layers, and experts": llama4,
     "experts": mixtral,
+    "experts, with a loss over routers": balanced,
     "windows, sinks and experts": gpt_oss,
 }
 
@@ -806,7 +810,7 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_models_with_other_masks_and_with_experts_are_those_of_one_process(name: str) -> None:
     for layout in (shared(cp_mode="ring"), shared(cp_mode="ulysses", cp_distribution="makespan_min")):
-        same_steps(outcomes(layout, of(MODELS[name]), num_microbatches=1)["scenario"], 1e-4 if name == "experts" else 1e-6)
+        same_steps(outcomes(layout, of(MODELS[name]), num_microbatches=1)["scenario"], 1e-4 if name.startswith("experts") else 1e-6)
 
 
 @pytest.mark.usefixtures("float64")
