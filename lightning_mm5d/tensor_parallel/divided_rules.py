@@ -332,7 +332,8 @@ def _grad_of_leaf(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
     gradient = func(args[0].part)
     if gradient is None or torch._C._current_graph_task_id() >= 0:
         return gradient  # inside a backward: a checkpoint hands it to autograd, which knows the part alone
-    return as_divided(gradient, args[0].division)
+    factor = args[0].group.factor
+    return as_divided(gradient if factor == 1 else gradient / factor, args[0].division)
 
 
 def _size(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
