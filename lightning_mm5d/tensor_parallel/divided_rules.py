@@ -23,10 +23,17 @@ from lightning_mm5d.tensor_parallel.cross_entropy import cross_entropy
 from lightning_mm5d.tensor_parallel.divided import (
     WRITING,
     Divided,
-    Parts,
     as_divided,
-    on_wholes,
     without_graph,
+)
+from lightning_mm5d.tensor_parallel.divided_gradients import (
+    backward,
+    beside,
+    gradients_of,
+    kept_gradient,
+    of_part,
+    register_hook,
+    requires_grad,
 )
 from lightning_mm5d.tensor_parallel.divided_sequences import (
     cross_entropy_of_tokens,
@@ -34,17 +41,6 @@ from lightning_mm5d.tensor_parallel.divided_sequences import (
     narrowed_sequence,
     reshaped_sequences,
 )
-
-
-def _beside(x: Tensor, division: Parts) -> Tensor | None:
-    """What `x` is beside parts, by the rules of broadcasting; None where it does not fit them."""
-    dim, lengths, size, group = division
-    needed = x.requires_grad and torch.is_grad_enabled()
-    if x.dim() < -dim or x.shape[dim] == 1:
-        return group.copied(x) if needed else x
-    if x.shape[dim] == size:
-        return group.scattered(x, dim, lengths) if needed else group.part(x, dim, lengths)
-    return None
 
 
 def _pointwise(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -63,7 +59,7 @@ def _pointwise(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
                 return NotImplemented
             x = x.part
         elif isinstance(x, Tensor):
-            x = _beside(x, division)
+            x = beside(x, division)
             if x is None:
                 return NotImplemented
         local.append(x)
@@ -82,16 +78,10 @@ def _pointwise_in_place(func: Callable[..., Any], args: Sequence[Any], kwargs: M
     return _pointwise(func, args, kwargs) if type(args[0]) is Divided else NotImplemented
 
 
-def _of_part(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What is the same of a part as of the whole."""
-    local = [x.part if type(x) is Divided else x for x in args]
-    return func(*local, **{name: x.part if type(x) is Divided else x for name, x in kwargs.items()})
-
-
 def _same(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The first argument in another dtype or graph; the others are examples."""
     x = args[0]
-    result = _of_part(func, args, kwargs)
+    result = of_part(func, args, kwargs)
     if type(x) is not Divided or not isinstance(result, Tensor):
         return result
     if result is x.part:
@@ -265,77 +255,6 @@ def _cross_entropy(func: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
     return cross_entropy(logits.part, target, start=start, classes=size, group=group, **options)
 
 
-def _register_hook(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    x, hook = args
-
-    def of_part(gradient: Tensor) -> Tensor | None:
-        factor = x.group.factor
-        changed = hook(as_divided(gradient if factor == 1 else gradient / factor, x.division))
-        if changed is None:
-            return None
-        part = changed.part if type(changed) is Divided else _beside(changed, x.division)
-        return part if factor == 1 or part is None else part * factor
-
-    return func(x.part, of_part, **kwargs)
-
-
-def _grad(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    outputs, inputs = args[:2]
-    found = on_wholes(func, (outputs, _of_part(lambda *parts: parts, inputs, {})), kwargs)
-    divisions = [x.division if type(x) is Divided else None for x in inputs]
-    pairs = zip(found, divisions, strict=True)
-    return tuple(
-        as_divided(g if division.group.factor == 1 else g / division.group.factor, division)
-        if division and g is not None
-        else g
-        for g, division in pairs
-    )
-
-
-def _backward(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """From parts, whose gradients may be given whole (by the user) or as parts (a checkpoint passes on what it got)."""
-    options = dict(zip(("tensors", "grad_tensors"), args, strict=False)) | dict(kwargs)
-    tensors, gradients = options.pop("tensors"), options.pop("grad_tensors", None)
-    tensors = [tensors] if isinstance(tensors, Tensor) else [*tensors]
-    gradients = [gradients] if isinstance(gradients, Tensor) else gradients
-    if gradients is not None:
-        pairs = zip(tensors, gradients, strict=True)
-        gradients = [_part_of_gradient(x, gradient) if type(x) is Divided else gradient for x, gradient in pairs]
-    inputs = options.pop("inputs", None)
-    inputs = [inputs] if isinstance(inputs, Tensor) else inputs
-    return func(_parts(tensors), gradients, inputs=inputs and _parts(inputs), **options)
-
-
-def _part_of_gradient(x: Divided, gradient: Tensor | None) -> Tensor | None:
-    if type(gradient) is Divided:
-        return gradient.part
-    if gradient is None or gradient.shape != x.shape:
-        return gradient
-    part = x.group.part(gradient, x.divided_dim, x.lengths)
-    return part if x.group.factor == 1 else part * x.group.factor
-
-
-def _parts(tensors: Sequence[Any]) -> list[Any]:
-    return [x.part if type(x) is Divided else x for x in tensors]
-
-
-def _requires_grad(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Also of what an autograd function returned or saved, whose graph is its own and not that of its values."""
-    x = args[0]
-    if x._part is not None:
-        return func(x._part)
-    with torch._C.DisableTorchFunctionSubclass():
-        return func(x) or func(x._held)
-
-
-def _grad_of_leaf(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    gradient = func(args[0].part)
-    if gradient is None or torch._C._current_graph_task_id() >= 0:
-        return gradient  # inside a backward: a checkpoint hands it to autograd, which knows the part alone
-    factor = args[0].group.factor
-    return as_divided(gradient if factor == 1 else gradient / factor, args[0].division)
-
-
 def _size(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
     return args[0].shape if dim is None else args[0].shape[dim]
@@ -391,9 +310,9 @@ def _fill(rules: dict[Any, Callable[..., Any]]) -> None:
     add(_pointwise_in_place, " ".join(f"{name}_" for name in _POINTWISE.split()))
     add(_pointwise_in_place, " ".join(f"__{name}__" for name in _OPERATORS.split() if f"__{name}__" in WRITING))
     add(_same, _SAME)
-    add(_of_part, _OF_PART)
-    rules[Tensor.requires_grad.__get__] = _requires_grad  # type: ignore[attr-defined]
-    rules[Tensor.requires_grad.__set__] = _of_part  # type: ignore[attr-defined]
+    add(of_part, _OF_PART)
+    rules[Tensor.requires_grad.__get__] = requires_grad  # type: ignore[attr-defined]
+    rules[Tensor.requires_grad.__set__] = of_part  # type: ignore[attr-defined]
     add(_like, "empty_like zeros_like ones_like full_like rand_like randn_like")
     add(_along(1), "mean sum prod amax amin logsumexp argmax argmin all any softmax log_softmax cumsum")
     add(_along(1, empty=False), "var std")  # they warn of parts without entries
@@ -407,13 +326,13 @@ def _fill(rules: dict[Any, Callable[..., Any]]) -> None:
     add(_moved, "transpose swapaxes permute movedim unsqueeze squeeze mT")
     add(_getitem, "__getitem__")
     add(_cross_entropy, "cross_entropy")
-    add(_register_hook, "register_hook")
-    add(_grad_of_leaf, "grad")
+    add(register_hook, "register_hook")
+    add(kept_gradient, "grad")
     add(_clone, "clone")
     add(_deepcopy, "__deepcopy__")
     add(_repr, "__repr__ __format__")
-    rules[torch.autograd.grad] = _grad
-    rules[torch.autograd.backward] = _backward
+    rules[torch.autograd.grad] = gradients_of
+    rules[torch.autograd.backward] = backward
     add(lambda func, args, kwargs: args[0].shape, "shape")
     add(_size, "size")
     add(lambda func, args, kwargs: args[0].part.dim(), "dim ndim ndimension")
