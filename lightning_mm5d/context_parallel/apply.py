@@ -124,7 +124,7 @@ class ContextParallel:
         self._sequences: weakref.WeakValueDictionary[Any, Sequence] = weakref.WeakValueDictionary()
         self._stream = Region(ranks.context.whole, drops=drops(layers), device=device)
         self._undo: list[Callable[[], object]] = []
-        self._known: dict[Any, tuple[bool, ...]] = {}
+        self._known: dict[Any, tuple[tuple[bool, ...], nn.Module]] = {}
         self._recent = Recent(16)
         self._device = device
         members = [module for layer in self._layers for module in layer.modules()]
@@ -217,6 +217,7 @@ class ContextParallel:
 
         self._undo.append(undo)
 
+    @torch.compiler.disable
     def _run(self, layer: nn.Module, inner: Callable[..., Any], given: Arguments, names: tuple[str, ...]) -> Any:
         where = hidden_place(*given)
         if where is None or self._generates:
@@ -245,7 +246,7 @@ class ContextParallel:
         given = (*names[: len(local.args)], *(name for name, value in local.kwargs.items() if value is not None))
         key = (id(layer), now.dim, given)
         if key in self._known:
-            return self._known[key]
+            return self._known[key][0]
         lengths = now.sequence.coarse.lengths
         if min(lengths) < 2 or self._attention.is_silent:  # too short to tell this time
             return ()
@@ -263,7 +264,7 @@ class ContextParallel:
             raise failed
         if somewhere:
             raise mixed(self._name, layer, "was refused on another rank")
-        self._known[key] = found
+        self._known[key] = found, layer  # which keeps its id
         return found
 
     # --- what is split how ---

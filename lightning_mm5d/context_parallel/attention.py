@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,7 +80,8 @@ class Attention:
     ) -> None:
         self._name, self._mode, self._groups = name, mode, groups
         self.takes_products = False
-        self._members = {id(module) for module in members}
+        self._members = {id(module): module for module in members}  # kept, so that no other takes an id
+        self._replays = False
         self.call: Call | None = None
         self.made: list[Mask] = []
         self.used: dict[int, int] = {}
@@ -100,9 +101,19 @@ class Attention:
         """Whether nothing may be communicated now."""
         return self._groups.is_silent
 
-    def replaying(self) -> AbstractContextManager[Any]:
+    def claims(self, module: nn.Module) -> bool:
+        """Whether a module that is in no shared layers attends in one all the same; copies of layers do."""
+        return self.call is not None or (self._replays and any(key[0] == id(module) for key in self._noted_now()))
+
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
         """Around a backward, in which layers may be computed again."""
-        return _Products(self) if self.takes_products else nullcontext()
+        self._replays = True
+        try:
+            with _Products(self) if self.takes_products else nullcontext():
+                yield
+        finally:
+            self._replays = False
 
     @contextmanager
     def during(self, call: Call) -> Iterator[Call]:
@@ -186,6 +197,7 @@ class Attention:
 
     # --- attention ---
 
+    @torch.compiler.disable
     def product(
         self,
         query: Tensor,
@@ -207,6 +219,7 @@ class Attention:
         out, _ = self.attend(None, q, k, v, mask, scaling=scale, dropout=dropout_p, is_causal=is_causal)
         return out.transpose(1, 2).reshape(*lead, *out.shape[2:3], *out.shape[1:2], out.shape[3])
 
+    @torch.compiler.disable
     def attend(
         self,
         module: nn.Module | None,
@@ -276,8 +289,6 @@ class Attention:
         What is computed again for its backward may begin in the midst of a layer. Then it is what it was when the
         layer ran.
         """
-        if module is not None and id(module) not in self._members:
-            return None, False
         run = self._active()
         if self.call is not None:
             crosses = self.call.enters(queries, keys)
@@ -285,7 +296,7 @@ class Attention:
                 noted = self._noted.setdefault(run, {}).setdefault((id(module), queries, keys), {})
                 noted[id(self.call.split), crosses] = (self.call, crosses)
             return self.call, crosses
-        found = self._noted.get(run, {}).get((id(module), queries, keys), {}) if run is not None else {}
+        found = self._noted_now().get((id(module), queries, keys), {}) if self._replays else {}
         if len(found) > 1:
             raise ConfigError(
                 f"modalities.{self._name}.cp_distribution",
@@ -295,6 +306,11 @@ class Attention:
                 "Use 'zigzag', or no activation checkpointing",
             )
         return next(iter(found.values()), (None, False))
+
+    def _noted_now(self) -> dict[Any, dict[Any, tuple[Call, bool]]]:
+        """The passes of the run that is under way, by module and lengths."""
+        run = self._active()
+        return self._noted.get(run, {}) if run is not None else {}
 
     def _stays(self, split: Split, bounds: Tensor | None) -> bool:
         """Whether no token attends to those of another rank: each rank has whole segments of a packed sequence."""

@@ -178,8 +178,11 @@ class Interface:
     def attend(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         """What transformers asks an attention interface for; see `Attention.attend`."""
         known = [attention for attention, _ in self._attention]
-        return next((one for one in known if one.knows(module)), known[0]).attend(module, *args, **kwargs)
+        of = next((one for one in known if one.knows(module)), None)
+        of = of or next((one for one in known if one.claims(module)), known[0])
+        return of.attend(module, *args, **kwargs)
 
+    @torch.compiler.disable
     def make_mask(
         self,
         batch_size: int,

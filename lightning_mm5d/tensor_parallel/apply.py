@@ -184,12 +184,16 @@ class TensorParallel:
 
     def _head(self, lengths: tuple[int, ...], region: Region) -> Callable[..., Tensor]:
         def forward(module: Any, input: Tensor) -> Tensor:
-            entered = region.enter(input, training=False)
+            local, tokens = input, None
+            if isinstance(input, Divided) and is_tokens(input.group):
+                tokens = input.group
+                local = tokens.local(input)
+            entered = region.enter(local, training=False)
             region.forget()
             part = self.linear(module, entered, module.bias)
-            if isinstance(input, Divided) and is_tokens(input.group):
+            if isinstance(input, Divided) and tokens is not None:
                 # of a context parallel rank's tokens, each tensor parallel rank gets some, with all classes
-                tokens = input.group.finer
+                tokens = tokens.finer
                 part = exchange(part, -1, lengths, input.divided_dim, tokens.own_lengths, region.group)
                 return tokens.wrapped(part, input.divided_dim)
             return divided(part, -1, lengths, region.group)

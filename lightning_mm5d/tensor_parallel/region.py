@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +30,6 @@ from lightning_mm5d.tensor_parallel.collectives import (
 )
 from lightning_mm5d.tensor_parallel.divided import Divided, divided
 from lightning_mm5d.tensor_parallel.divided_sequences import is_tokens
-
-if TYPE_CHECKING:
-    from lightning_mm5d.context_parallel.sequence import Sequence as Tokens
 
 Linear = Callable[[nn.Module, Tensor, "Tensor | None"], Tensor]
 _Sequence = tuple[int, tuple[int, ...]]  # the divided dim, and its length on each rank
@@ -56,7 +53,6 @@ class Region:
         self._came: list[tuple[Tensor, Tensor, int]] = []
         self._sequences: tuple[_Sequence, ...] = ()
         self._left: tuple[_Sequence, ...] = ()
-        self._tokens: tuple[Tokens, int] | None = None
 
     def enter(self, x: Tensor, training: bool) -> Tensor:
         """Return `x` for work on divided weights; the same `x` gives the same result until `leave`."""
@@ -66,10 +62,8 @@ class Region:
         for source, entered, version in self._came:
             if x is source and version == _version(x) and entered.requires_grad == wants:
                 return entered
-        local = x
-        if isinstance(x, Divided) and is_tokens(x.group):
-            self._tokens = (x.group, x.divided_dim)
-            local = x.group.local(x)
+        # what lies between these layers may ask for the whole's shape, so tokens of other ranks are gathered
+        local = x.whole() if isinstance(x, Divided) and is_tokens(x.group) else x
         if isinstance(local, Divided):
             self._sequences += ((local.divided_dim, local.lengths),)
             entered = gather_for_shards(local.part, local.divided_dim, local.lengths, self.group)
@@ -85,18 +79,15 @@ class Region:
         """
         if self._came:
             self._left = self._sequences
-        tokens = self._tokens
         self.forget()
         for dim, lengths in self._left:
             if y.dim() >= -dim and y.shape[dim] == sum(lengths):
-                y = divided(reduce_scatter(y, dim, lengths, self.group), dim, lengths, self.group)
-                return y if tokens is None else tokens[0].wrapped(y, dim)
-        y = reduce(y, self.group)
-        return y if tokens is None else tokens[0].wrapped(y, tokens[1])
+                return divided(reduce_scatter(y, dim, lengths, self.group), dim, lengths, self.group)
+        return reduce(y, self.group)
 
     def forget(self) -> None:
         """Let go of what came in, and draw from the common random stream again."""
-        self._came, self._sequences, self._tokens = [], (), None
+        self._came, self._sequences = [], ()
         self._restore()
 
     @contextmanager

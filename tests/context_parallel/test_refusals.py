@@ -1,4 +1,4 @@
-"""What sequences cannot be shared with is refused by name: before a process group where it can be known, and on all ranks.
+"""What sequences cannot be shared with is refused by name, before a process group where it can be known, on all ranks.
 
 Where processes run, ranks 0-1 share each sequence. A rank that went on alone would wait for the others: each run has a
 limit of time, and what is refused is refused in less.
@@ -41,12 +41,18 @@ TINY: dict[str, Any] = LLAMA | {"num_hidden_layers": 2}
         ({"cp_size": True}, "cp_size: got True"),
         ({"cp_size": "2"}, "cp_size: got '2'"),
         ({"cp_size": None}, "cp_size: got None"),
-        ({"cp_size": 2, "cp_mode": "rings"}, "cp_mode: got 'rings'. It is one of allgather, ring, ulysses, hybrid, items"),
+        (
+            {"cp_size": 2, "cp_mode": "rings"},
+            "cp_mode: got 'rings'. It is one of allgather, ring, ulysses, hybrid, items",
+        ),
         ({"cp_mode": "rings"}, "Did you mean 'ring'?"),
         ({"cp_size": 2, "cp_mode": None}, "cp_mode: got None"),
         ({"cp_size": 2, "cp_distribution": "zig-zag"}, "Did you mean 'zigzag'?"),
         ({"cp_size": 2, "cp_distribution": 3}, "cp_distribution: got 3. It is one of uniform, zigzag, makespan_min"),
-        ({"cp_size": 4, "ulysses_size": 2}, "ulysses_size: got 2. It is the size of the inner groups of cp_mode='hybrid'"),
+        (
+            {"cp_size": 4, "ulysses_size": 2},
+            "ulysses_size: got 2. It is the size of the inner groups of cp_mode='hybrid'",
+        ),
         ({"cp_size": 4, "cp_mode": "ring", "ulysses_size": 2}, "and cp_mode is 'ring'"),
         ({"cp_size": 4, "cp_mode": "hybrid"}, "ulysses_size: got None. It divides cp_size=4"),
         ({"cp_size": 4, "cp_mode": "hybrid", "ulysses_size": 4}, "Use 2"),
@@ -56,7 +62,10 @@ TINY: dict[str, Any] = LLAMA | {"num_hidden_layers": 2}
         ({"cp_size": 4, "cp_mode": "hybrid", "ulysses_size": "2"}, "ulysses_size: got '2'"),
         ({"cp_size": 3, "cp_mode": "hybrid", "ulysses_size": 3}, "cp_size=3 has no such divisor"),
         ({"cp_size": 2, "cp_mode": "hybrid"}, "or a cp_size such as 4"),
-        ({"cp_size": 2, "cp_mode": "items"}, "cp_mode: got 'items'. Items are whole images, frames or clips of an encoder"),
+        (
+            {"cp_size": 2, "cp_mode": "items"},
+            "cp_mode: got 'items'. Items are whole images, frames or clips of an encoder",
+        ),
     ],
     ids=str,
 )
@@ -98,19 +107,19 @@ def refused(module: L.LightningModule, modalities: dict[str, Modality] = SHARED)
 
 
 def bloom() -> nn.Module:
-    from transformers import BloomConfig, BloomForCausalLM  # noqa: PLC0415
+    from transformers import BloomConfig, BloomForCausalLM
 
     return BloomForCausalLM(BloomConfig(**IDS, hidden_size=32, n_layer=2, n_head=4, attention_dropout=0.0))
 
 
 def mpt() -> nn.Module:
-    from transformers import MptConfig, MptForCausalLM  # noqa: PLC0415
+    from transformers import MptConfig, MptForCausalLM
 
     return MptForCausalLM(MptConfig(**IDS, d_model=32, n_heads=4, n_layers=2, max_seq_len=64))
 
 
 def linear_attention() -> nn.Module:
-    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM  # noqa: PLC0415
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
     config = Qwen3NextConfig(
         **TINY,
@@ -129,14 +138,21 @@ def linear_attention() -> nn.Module:
 
 
 def state_space() -> nn.Module:
-    from transformers import MambaConfig, MambaForCausalLM  # noqa: PLC0415
+    from transformers import MambaConfig, MambaForCausalLM
 
     return MambaForCausalLM(MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=4))
 
 
+def scaled_by_positions() -> nn.Module:
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    config = Llama4TextConfig(**{**TINY, "num_hidden_layers": 4}, num_local_experts=2, attn_temperature_tuning=True)
+    return Llama4ForCausalLM(config)
+
+
 def dropping(name: str, field: str) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
-        from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
+        from transformers import AutoConfig, AutoModelForCausalLM
 
         sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4} if name == "gpt2" else TINY
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **IDS | sizes, **{field: 0.1}))
@@ -147,8 +163,15 @@ def dropping(name: str, field: str) -> Callable[[], nn.Module]:
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "a bias by position (ALiBi)": (bloom, ("model.transformer.h.0",)),
     "another (MPT)": (mpt, ("model.transformer.blocks.0",)),
-    "linear attention": (linear_attention, ("model.model.layers.1.linear_attn (Qwen3NextGatedDeltaNet) works on whole sequences (conv1d)",)),
+    "linear attention": (
+        linear_attention,
+        ("model.model.layers.1.linear_attn (Qwen3NextGatedDeltaNet) works on whole sequences (conv1d)",),
+    ),
     "a state space": (state_space, ("model.backbone.layers.0.mixer",)),
+    "positions counted inside": (
+        scaled_by_positions,
+        ("model.model.layers.3.self_attn (Llama4TextAttention) counts positions",),
+    ),
     "dropout of attention weights in llama": (
         dropping("llama", "attention_dropout"),
         ("model.model.layers.0.self_attn", "attention_dropout=0.1", "Set attention_dropout=0.0"),
@@ -228,16 +251,17 @@ class Recurrent(Layer):
         return super().forward(hidden) + self.rnn(hidden)[0]
 
 
-class ByHand(Layer):
+class ByHand(nn.Module):
     """Attention without torch's."""
 
     def __init__(self) -> None:
-        super().__init__(causal=True)
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.attention_norm(hidden)).chunk(3, -1)
+        q, k, v = self.qkv(hidden).chunk(3, -1)
         scores = (q @ k.mT).masked_fill(torch.ones(len(q[0]), len(q[0])).triu(1).bool(), -torch.inf)
-        return hidden + self.out(scores.softmax(-1) @ v)
+        return hidden + scores.softmax(-1) @ v
 
 
 class Multihead(nn.Module):
