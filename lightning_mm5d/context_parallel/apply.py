@@ -43,7 +43,7 @@ from lightning_mm5d.context_parallel.check import mixed, probe, takes_products
 from lightning_mm5d.context_parallel.exchange import ContextGroups
 from lightning_mm5d.context_parallel.interface import Interface
 from lightning_mm5d.context_parallel.recent import Recent
-from lightning_mm5d.context_parallel.recorded import as_wholes, nothing
+from lightning_mm5d.context_parallel.recorded import as_wholes, nothing, whole_of
 from lightning_mm5d.context_parallel.sequence import Holders, Sequence
 from lightning_mm5d.context_parallel.split import Split, by_items, distribute
 from lightning_mm5d.errors import ConfigError
@@ -378,9 +378,29 @@ class ContextParallel:
                 sequence = sequence.whole_of_rank if result.shape[now.dim] == sequence.own_size else sequence
             return sequence.wrapped(result, now.dim)
         if isinstance(result, (tuple, list)) and result and isinstance(result[0], Tensor):
-            parts = (self._whole(result[0], now), *result[1:])
+            batch = result[0].shape[0] if result[0].dim() > 2 else 1
+            parts = (self._whole(result[0], now), *(self._whole_beside(one, now, batch) for one in result[1:]))
             return type(result)(*parts) if hasattr(result, "_fields") else type(result)(parts)
         return result
+
+    def _whole_beside(self, x: Any, now: _Pass, batch: int) -> Any:
+        """The whole of what a layer returns beside its hidden state."""
+        if not isinstance(x, Tensor) or isinstance(x, Divided):
+            return x
+        sequence = now.sequence.whole_of_rank
+        if now.dim == -2:
+            whole = whole_of(x, sequence, batch)
+        else:
+            whole = sequence.wrapped(x, -x.dim()) if x.dim() and x.shape[0] == sequence.own_size else None
+        if whole is None and x.requires_grad:
+            raise ConfigError(
+                f"modalities.{self._name}.cp_size",
+                f"a result of shape {list(x.shape)}",
+                "A layer returns, beside its hidden state, something made of this rank's tokens, of which all ranks "
+                "would need to be asked",
+                "Return it for each token, or use cp_size=1",
+            )
+        return x if whole is None else whole
 
 
 def _work_of_segments(lengths: list[int], block: int) -> Tensor:

@@ -179,7 +179,10 @@ class Attention:
         if given is not None:
             if given.dim() != 4 or given.shape[1] != 1:
                 raise self._refusal("attention_mask", list(given.shape), "A mask has the shape [B, 1, Sq, Sk]")
-            return Mask(self._dense(given), **{**shape, "q_length": given.shape[2], "k_length": given.shape[3]})
+            lengths = {
+                name: given.shape[dim] for name, dim in (("q_length", 2), ("k_length", 3)) if given.shape[dim] > 1
+            }
+            return Mask(self._dense(given), **{**shape, **lengths})
         if bounds is not None:
             return Mask(packed_sequence_mask_function(_segments(bounds)), **shape)
         function: Any = causal_mask_function if causal else None
@@ -192,8 +195,8 @@ class Attention:
             if given.requires_grad or bool(((given > _LOW) & ~allowed).any()):
                 raise self._refusal("attention_mask", list(given.shape), "It adds a bias to scores")
             given = allowed
-        rows = given.shape[0]
-        return lambda b, h, q, k: given[b if rows > 1 else b * 0, 0, q, k]
+        rows, _, queries, keys = (int(size > 1) for size in given.shape)  # what has one entry has it for all
+        return lambda b, h, q, k: given[b * rows, 0, q * queries, k * keys]
 
     # --- attention ---
 

@@ -2,8 +2,8 @@
 
 Only the attention may mix tokens, and only through transformers' attention interface or torch's
 ``scaled_dot_product_attention``, where this library takes its place. `check_layers` looks for that in the classes of a
-layer's modules. `probe` runs a layer on some tokens, with an attention that leaves each token alone, and again on half
-of them: what differs is neither.
+layer's modules. `probe` runs a layer on some tokens, with an attention that leaves each token alone, and again on
+single ones of them: what differs is neither.
 
 It refuses (`ConfigError`) layers that fail either.
 """
@@ -79,7 +79,8 @@ def _check_layer(name: str, modality: Modality, path: str, layer: nn.Module) -> 
         if module in attends and bias is not None:
             raise refuse(module, f"adds a bias by position to its scores ({bias}), which would have to be divided")
         if module in attends and "arange" in names and _scales_by_position(part):
-            raise refuse(module, "counts positions in what it is given, which are some of the tokens")
+            how = " (with attn_temperature_tuning; set it to False)" if hasattr(part, "attn_temperature_tuning") else ""
+            raise refuse(module, f"counts positions in what it is given, which are some of the tokens{how}")
         if isinstance(part, _MIXERS):
             raise refuse(module, "mixes tokens of which each rank has some")
         if module not in attends and mixes is not None:
@@ -153,9 +154,10 @@ def probe(
     dim: int,
     size: int,
 ) -> tuple[bool, ...]:
-    """Run a layer on a few of this rank's tokens, and on some of these; refuse it where results differ.
+    """Run a layer on a few of this rank's tokens, and on some of these alone; refuse it where results differ.
 
-    Where ranks have whole items of a batch, it is run on a few of these, with its own attention.
+    A token that is alone is the first and the last, so special treatment of an end shows as well. Where ranks have
+    whole items of a batch, it is run on a few of these, with its own attention.
 
     Returns:
         For each attention in turn whether its keys are those of another sequence.
@@ -208,19 +210,21 @@ def probe(
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             for count in range(min(size, _TOKENS), 1, -1):
                 few = torch.arange(count, device=state.device)
-                some = few[1 : -1 if count > 3 else None : 2]  # neither end: layers may treat these otherwise
-                (every, seen), (half, again) = run(few), run(some)
-                follows = [[keys == queries for queries, keys in calls] for calls in (seen, again)]
-                if follows[0] == follows[1]:  # else a sequence of another kind happens to be of this length
+                places = range(count) if count <= 3 else (1, count // 2, count - 2)
+                every, seen = run(few)
+                alone = [run(few[place : place + 1]) for place in places]
+                follows = [[keys == queries for queries, keys in calls] for calls in (seen, *(c for _, c in alone))]
+                if all(one == follows[0] for one in follows):  # else another sequence happens to be of this length
                     break
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
         raise mixed(name, layer, f"fails on some of its tokens: {error}") from error
     finally:
         for part, value in training.items():
             part.training = value
-    if every.shape[dim] != len(few) or half.shape[dim] != len(some):
+    half = torch.cat([result for result, _ in alone], dim)
+    if every.shape[dim] != len(few) or half.shape[dim] != len(places):
         raise mixed(name, layer, f"returns {every.shape[dim]} tokens for {len(few)}")
-    same = every.index_select(dim, some)
+    same = every.index_select(dim, few[list(places)])
     off = (same - half).abs().amax(-1) > _OFF.get(half.dtype, 3e-2) * half.abs().amax(-1).clamp_min(1e-6)
     # a router may send a token elsewhere for a rounding; where tokens mix, all of them differ
     if off.float().mean() >= 0.5:

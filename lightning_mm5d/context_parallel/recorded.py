@@ -63,12 +63,26 @@ def nothing() -> Iterator[None]:
         _notes.reset(token)
 
 
-def _whole(name: str, key: str, x: Tensor, sequence: Sequence, batch: int) -> Tensor:
+def whole_of(x: Tensor, sequence: Sequence, batch: int) -> Tensor | None:
+    """The whole of which `x` is of this rank's tokens; None where it does not count them.
+
+    Args:
+        x: ``[B, S_rank, ...]``, ``[B * S_rank, ...]`` or ``[..., S_rank, W]``.
+        sequence: the tokens of all ranks.
+        batch: rows, B.
+    """
     length = sequence.lengths[sequence.index]
-    if x.dim() > 2 and x.shape[:2] == (batch, length):
+    if x.dim() > 1 and x.shape[:2] == (batch, length):
         return sequence.wrapped(x, 1 - x.dim())
-    if x.dim() > 1 and x.shape[0] == batch * length:
+    if x.dim() > 0 and x.shape[0] == batch * length:
         return sequence.merged(batch).wrapped(x, -x.dim())
+    return sequence.wrapped(x, -2) if x.dim() > 2 and x.shape[-2] == length else None
+
+
+def _whole(name: str, key: str, x: Tensor, sequence: Sequence, batch: int) -> Tensor:
+    whole, length = whole_of(x, sequence, batch), sequence.lengths[sequence.index]
+    if whole is not None:
+        return whole
     raise ConfigError(
         f"modalities.{name}.cp_size",
         f"{key} of shape {list(x.shape)}",
