@@ -409,7 +409,19 @@ def of_fixed_length(hidden: Tensor) -> Tensor:
     return hidden * torch.linspace(0.5, 1, 16).view(1, 16, 1)
 
 
-MIXES = (running_mean, mean, shift, positions, first_to_all, last_to_all, normalized, flipped, merged, of_fixed_length)
+MIXES = (
+    running_mean,
+    mean,
+    shift,
+    positions,
+    first_to_all,
+    to_the_first,
+    last_to_all,
+    normalized,
+    flipped,
+    merged,
+    of_fixed_length,
+)
 
 
 def tokens(length: int, seed: int = 0) -> Batch:
@@ -444,14 +456,6 @@ def test_layers_that_mix_tokens_in_any_way_are_refused_on_all_ranks() -> None:
         for name, error in errors.items():
             assert error.startswith("modalities.language.cp_size: got 'OfFunctions'. This layer "), f"{name}: {error}"
             assert "beside its attention" in error
-
-
-def test_layers_that_treat_one_token_apart_are_refused_on_all_ranks() -> None:
-    def scenario(run: Run) -> str:
-        return attempt(run, Decoder(lambda: OfFunctions(to_the_first)), [tokens(16)])
-
-    for error in together(Layout(LANGUAGE, 2), scenario):
-        assert "This layer" in error
 
 
 def test_layers_that_are_refused_behind_a_first_step_of_few_tokens_are_refused_then() -> None:
