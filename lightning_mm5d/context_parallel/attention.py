@@ -10,11 +10,13 @@ of the step (a cache from earlier calls).
 
 from __future__ import annotations
 
+import inspect
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ from lightning_mm5d.context_parallel.split import Split
 from lightning_mm5d.errors import ConfigError
 from lightning_mm5d.tensor_parallel.divided import Divided
 
+_PRODUCT = F.scaled_dot_product_attention
 _LOW = -1e3  # what a mask adds to scores that do not count is less
 
 
@@ -109,11 +112,39 @@ class Attention:
     def replaying(self) -> Iterator[None]:
         """Around a backward, in which layers may be computed again."""
         self._replays = True
+        before = [(space, name, space[name]) for space, name in self._products()] if self.takes_products else []
+        for space, name, product in before:
+            space[name] = partial(self._again, product)
         try:
-            with _Products(self) if self.takes_products else nullcontext():
-                yield
+            yield
         finally:
             self._replays = False
+            for space, name, product in reversed(before):
+                space[name] = product
+
+    def _products(self) -> Iterator[tuple[dict[str, Any], str]]:
+        """Where shared layers find torch's attention: a function mode does not last through a backward."""
+        spaces = {id(vars(F)): vars(F)}
+        for module in self._members.values():
+            space = getattr(inspect.unwrap(type(module).forward), "__globals__", {})
+            spaces[id(space)] = space
+        for space in spaces.values():
+            for name, value in space.items():
+                if value is _PRODUCT or (isinstance(value, partial) and value.func.__name__ == "_again"):
+                    yield space, name
+
+    def _again(self, before: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """Torch's attention, called within a backward."""
+        if self.call is not None:
+            return self.product(*args, **kwargs)
+        if before is not _PRODUCT:  # that of another modality
+            return before(*args, **kwargs)
+        raise ConfigError(
+            f"modalities.{self._name}.cp_size",
+            "activation checkpointing inside of a layer",
+            "A layer that calls torch's attention by itself can be computed again as a whole only",
+            "Put the checkpoint around the layer, leave it out, or use cp_size=1",
+        )
 
     @contextmanager
     def during(self, call: Call) -> Iterator[Call]:
@@ -355,7 +386,7 @@ class _Products(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is F.scaled_dot_product_attention:
+        if func is _PRODUCT:
             return self._attention.product(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -25,7 +26,9 @@ class Recent:
 
     def get(self, tensors: tuple[Tensor | None, ...], others: tuple[Any, ...], make: Callable[[], Any]) -> Any:
         """Return what `make` made of these tensors and other values (anything hashable), or let it make it."""
-        key = (*((id(x), x._version if x is not None and not x.is_inference() else 0) for x in tensors), *others)
+        versions = ((id(x), x._version if x is not None and not x.is_inference() else 0) for x in tensors)
+        # what is made in inference mode cannot be used to train
+        key = (torch.is_inference_mode_enabled(), *versions, *others)
         if key in self._found:
             self._found.move_to_end(key)
         else:

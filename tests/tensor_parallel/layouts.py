@@ -103,7 +103,8 @@ def check(name: str, fields: Fields, world: int, **options: Any) -> None:
         world: number of ranks.
         options: those of `Compared`, of the trainer and of the strategy.
     """
-    known = {key: options.pop(key) for key in ("replicas", "variant", "prepare", "steps", "exact", "off") if key in options}
+    names = ("replicas", "variant", "prepare", "steps", "exact", "off")
+    known = {key: options.pop(key) for key in names if key in options}
     check_all(world, Compared(name=name, fields=fields, options=options, **known))
 
 
