@@ -526,3 +526,6 @@ REFUSED: dict[str, tuple[Shared, str]] = {
     "t5": (known("t5"), r"decoder\.block\.0\.layer\.0\.SelfAttention \(T5Attention\) adds a bias by position"),
     "t5_encoder": (known("t5", "encoder", "language"), r"modalities\.encoder\.cp_size: .* adds a bias by position"),
 }
+# they come to float32 in many places, and some of their gradients are near zero
+for one in ("gemma3n_text", "gemma4_text", "gemma4"):
+    SHARED[one] = replace(SHARED[one], family=replace(SHARED[one].family, tolerance=2e-4))
