@@ -14,6 +14,7 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from features.toys import Layout, Run, together
@@ -568,3 +569,19 @@ def test_biases_and_dropout_that_a_layer_gives_torchs_attention_are_refused_on_a
     for bias, dropout in together(Layout(LANGUAGE, 2), scenario):
         assert "attention_mask=" in bias
         assert "dropout=0.1" in dropout
+
+
+class Again(Layer):
+    """Computes its own inside again for the backward."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(super().forward, hidden, use_reentrant=True)
+
+
+def test_torchs_attention_that_is_computed_again_in_the_midst_of_a_layer_is_refused_on_all_ranks() -> None:
+    def scenario(run: Run) -> str:
+        return attempt(run, Decoder(lambda: Again(causal=True)), [tokens(12)])
+
+    for error in together(Layout(LANGUAGE, 2), scenario):
+        assert "activation checkpointing inside of a layer" in error
+        assert F.scaled_dot_product_attention.__name__ == "scaled_dot_product_attention"
