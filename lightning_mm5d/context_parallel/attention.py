@@ -302,6 +302,8 @@ class Attention:
             out = local_attention(query, key, value, mask, None, None, **options)
             return out.transpose(1, 2).contiguous(), None
         own = call.split.indices(self._groups.whole.index, mask.device)
+        if query.shape[2] != len(own):
+            raise self._refusal("queries", query.shape[2], f"The hidden state has {len(own)} tokens on this rank")
         if crosses:
             self._expect(mask, call.split.size, key.shape[2])
             out = local_attention(query, key, value, mask, own, None, **options)

@@ -175,7 +175,8 @@ def run(rank: int, names: list[str], degree: int) -> tuple[dict[str, Result | st
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest) -> dict[tuple[str, int], list[Result | str]]:
     """What each family that is asked for gave on each of the ranks, or why it failed."""
-    asked = [item.callspec.params for item in request.session.items if getattr(item, "callspec", None)]  # type: ignore[attr-defined]
+    items = [item for item in request.session.items if getattr(item, "module", None) is request.module]
+    asked = [item.callspec.params for item in items if getattr(item, "callspec", None)]  # type: ignore[attr-defined]
     found: dict[tuple[str, int], list[Result | str]] = {}
     for degree in (2, 3):
         names = list(dict.fromkeys(one["name"] for one in asked if one.get("degree") == degree))

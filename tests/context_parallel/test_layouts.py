@@ -37,12 +37,21 @@ def test_one_modality_equals_one_process(mode: str, cp_size: int) -> None:
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("how", ["uniform", "zigzag", "makespan_min"])
-@pytest.mark.parametrize("mode", ["allgather", "ring", "ulysses"])
+@pytest.mark.parametrize(
+    ("mode", "how"),
+    [
+        ("allgather", "makespan_min"),
+        ("allgather", "uniform"),
+        ("ring", "zigzag"),
+        ("ring", "makespan_min"),
+        ("ulysses", "uniform"),
+        ("ulysses", "makespan_min"),
+    ],
+)
 def test_images_in_text_equal_one_process(mode: str, how: str) -> None:
     """vision: rank 0; language: ranks 1-2. Gemma 3's images see themselves both ways, and most layers a window."""
     shared = {"cp_size": 2, "cp_mode": mode, "cp_distribution": how}
-    names = ("gemma3", "qwen2_vl", "qwen3_vl") if mode == "allgather" else ("gemma3", "qwen2_vl")
+    names = ("gemma3", "qwen2_vl", "qwen3_vl") if how == "uniform" else ("gemma3", "qwen2_vl")
     check_all(3, *(Compared(name=name, fields={"vision": {}, "language": shared}) for name in names))
 
 
@@ -55,7 +64,7 @@ def test_encoders_equal_one_process(mode: str) -> None:
         3,
         *(
             Compared(name=name, fields={"vision": vision, "language": {}})
-            for name in ("llava", "qwen2_5_vl", "internvl", "smolvlm")
+            for name in ("llava", "qwen2_5_vl", *(("internvl", "smolvlm") if mode == "items" else ()))
         ),
     )
 
