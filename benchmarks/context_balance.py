@@ -25,10 +25,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_mm5d.context_parallel.kernel import attend, attend_backward
-from lightning_mm5d.context_parallel.makespan import longest_first
-from lightning_mm5d.context_parallel.masks import Mask, MaskFunction
-from lightning_mm5d.context_parallel.split import BLOCK, Split, balanced, uniform, zigzag
+from lightning_mm5d.context_parallel.balance.distributions import BLOCK, balanced, uniform, zigzag
+from lightning_mm5d.context_parallel.balance.makespan import longest_first
+from lightning_mm5d.context_parallel.kernels.kernel import attend, attend_backward
+from lightning_mm5d.context_parallel.masks.mask import Mask, MaskFunction
+from lightning_mm5d.sharded.token_split import TokenSplit
 
 RANKS = 8
 SIZES = (16 * 1024, 64 * 1024, 256 * 1024)
@@ -106,15 +107,15 @@ def mask_function(documents: list[Document]) -> MaskFunction:
     return allowed
 
 
-def longest(work: list[int], size: int) -> Split:
+def longest(work: list[int], size: int) -> TokenSplit:
     """Blocks, largest first, to the least busy rank."""
     parts: list[list[tuple[int, int]]] = [[] for _ in range(RANKS)]
     for index, rank in enumerate(longest_first(work, RANKS)):
         parts[rank].append((index * BLOCK, (index + 1) * BLOCK))
-    return Split.of(parts, size)
+    return TokenSplit.of(parts, size)
 
 
-WAYS: dict[str, Callable[[list[int], int], Split]] = {
+WAYS: dict[str, Callable[[list[int], int], TokenSplit]] = {
     "uniform": lambda _, size: uniform(size, RANKS),
     "zigzag": lambda _, size: zigzag(size, RANKS),
     "longest first": longest,

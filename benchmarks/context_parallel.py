@@ -22,10 +22,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from turns import WARMUP, Side, Turns, fit, median_ratio, milliseconds, race, row, run
 
 from lightning_mm5d import Modality, MultimodalStrategy, multimodal_mask
-from lightning_mm5d.context_parallel.exchange import ContextGroups, context_attention
-from lightning_mm5d.context_parallel.masks import Mask
-from lightning_mm5d.context_parallel.split import uniform
-from lightning_mm5d.tensor_parallel.collectives import TensorGroup
+from lightning_mm5d.context_parallel.balance.distributions import uniform
+from lightning_mm5d.context_parallel.exchange.attention import ContextGroups, context_attention
+from lightning_mm5d.context_parallel.masks.mask import Mask
+from lightning_mm5d.sharded.collectives import TensorGroup
 
 STEPS, TOKENS, VOCABULARY = 8 + WARMUP, 4096, 2048
 HEADS, KEY_HEADS, WIDTH = 8, 4, 32

@@ -26,10 +26,10 @@ from itertools import accumulate, pairwise, product
 
 from paper_models import Model
 
-from lightning_mm5d.config import Modality, PipelineTemplate
-from lightning_mm5d.engine.plan import Plan
-from lightning_mm5d.layout import Layout
+from lightning_mm5d.config.modality import Modality, PipelineTemplate
+from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.partition import Encoder, Partition, StageCut, Unit, balance, stage_costs, step_costs
+from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.planner.search import search
 from lightning_mm5d.schedule import Graph, Node, build, lower_bound, simulate
 
@@ -96,14 +96,14 @@ def plan_of(model: Model, modalities: dict[str, Modality], ranks: Ranks, *, v_sh
         stages[name] = tuple(StageCut(name, index, *span) for index, span in enumerate(pairwise(ends)))
         units |= {one.name: tuple(part) for one, part in zip(stages[name], slices(row, sizes), strict=True)}
     partition = Partition(
-        terminal="language",
+        loss_modality="language",
         encoders={name: Encoder((), ()) for name in modalities if name != "language"},
         layers=dict.fromkeys(modalities),
         stages=stages,
         owners={key: (stage,) for stage, part in units.items() for unit in part for key in unit.costs},
         units=units,
     )
-    layout = Layout.build(modalities, world_size=ranks.stages, terminal="language")
+    layout = Layout.build(modalities, world_size=ranks.stages, loss_modality="language")
     return Plan(layout, partition, modalities, model.sizes, v_shaped=v_shaped)
 
 
@@ -197,7 +197,7 @@ def ours(model: Model, ranks: Ranks) -> Iterator[Placed]:
         model.rows,
         {name: Modality() for name in model.rows},
         ranks.stages,
-        terminal=language,
+        loss_modality=language,
         trainable=model.trained,
         num_microbatches=ranks.microbatches,
         schedule="zero_bubble",

@@ -1,17 +1,22 @@
 """Lightning strategy that trains unmodified multimodal models, each modality in a layout of its own.
 
-Importing it registers ``strategy="mm5d"``. The configuration classes need no torch; the strategy is imported when it
-is first asked for, or by Lightning through the registry.
+Importing the package imports neither torch nor Lightning: a public name is imported when it is first used, and
+``strategy="mm5d"`` is registered when Lightning is imported, before or after this package.
 """
 
-from lightning.pytorch.strategies import StrategyRegistry
+from __future__ import annotations
 
-from lightning_mm5d.config import Modality, PipelineTemplate
-from lightning_mm5d.context_parallel.interface import multimodal_mask
-from lightning_mm5d.errors import ConfigError
-from lightning_mm5d.strategy import MultimodalStrategy
-from lightning_mm5d.tensor_parallel.find import register_tensor_parallel_plan
-from lightning_mm5d.tensor_parallel.plans import TensorParallelPlan
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from wrapt import register_post_import_hook
+
+if TYPE_CHECKING:
+    from lightning_mm5d.config import ConfigError, Modality, PipelineTemplate
+    from lightning_mm5d.context_parallel.hooks.interface import multimodal_mask
+    from lightning_mm5d.strategy import MultimodalStrategy
+    from lightning_mm5d.tensor_parallel.layer_plan import TensorParallelPlan
+    from lightning_mm5d.tensor_parallel.plan_lookup import register_tensor_parallel_plan
 
 __all__ = [
     "ConfigError",
@@ -23,9 +28,40 @@ __all__ = [
     "register_tensor_parallel_plan",
 ]
 
-StrategyRegistry.register(
-    "mm5d",
-    MultimodalStrategy,
-    description="Data, tensor, pipeline and modality parallelism, set per modality",
-    override=True,
-)
+_HOMES = {
+    "ConfigError": "config",
+    "Modality": "config",
+    "MultimodalStrategy": "strategy",
+    "PipelineTemplate": "config",
+    "TensorParallelPlan": "tensor_parallel.layer_plan",
+    "multimodal_mask": "context_parallel.hooks.interface",
+    "register_tensor_parallel_plan": "tensor_parallel.plan_lookup",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _register(strategies: Any) -> None:
+    def make(**options: Any) -> Any:
+        from lightning_mm5d.strategy import MultimodalStrategy
+
+        return MultimodalStrategy(**options)
+
+    about = "Data, tensor, pipeline, context and modality parallelism, set per modality"
+    strategies.StrategyRegistry.register("mm5d", make, description=about, override=True)
+    strategies.StrategyRegistry.register(
+        "mm5d_notebook", make, description=f"{about}; for notebooks", override=True, start_method="fork"
+    )
+
+
+register_post_import_hook(_register, "lightning.pytorch.strategies")

@@ -28,19 +28,25 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_mm5d.checkpoint import collect_module, collect_optimizer, equalize, load_module, load_optimizer
-from lightning_mm5d.config import Modality, for_schedule
-from lightning_mm5d.context_parallel.check import check_layers
-from lightning_mm5d.engine.plan import Plan
-from lightning_mm5d.grouped import group_batches
-from lightning_mm5d.launch import cpu_threads, make_launcher
-from lightning_mm5d.layout import Layout
-from lightning_mm5d.loader import per_replica, shard_loader
-from lightning_mm5d.partition import partition, terminal_of
+from lightning_mm5d.checkpoint.checkpoint import (
+    collect_module,
+    collect_optimizer,
+    equalize,
+    load_module,
+    load_optimizer,
+)
+from lightning_mm5d.config.modality import Modality, for_schedule, loss_modality_of
+from lightning_mm5d.context_parallel.hooks.support import check_layers
+from lightning_mm5d.data.grouping import group_batches
+from lightning_mm5d.data.loader import per_replica, shard_loader
+from lightning_mm5d.layout.layout import Layout
+from lightning_mm5d.partition import partition
+from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import AnySchedule, Simulation, loaded
-from lightning_mm5d.session import Session
-from lightning_mm5d.tensor_parallel.divide import divide
-from lightning_mm5d.validation import (
+from lightning_mm5d.tensor_parallel.division import divide
+from lightning_mm5d.trainer.launch import cpu_threads, make_launcher
+from lightning_mm5d.trainer.session import Session
+from lightning_mm5d.trainer.validation import (
     check_batches,
     check_callbacks,
     check_computed,
@@ -120,7 +126,7 @@ class MultimodalStrategy(ParallelStrategy):
             },
         )
         check_timeline(timeline)
-        self.modalities = for_schedule(modalities, schedule, terminal_of(modalities))
+        self.modalities = for_schedule(modalities, schedule, loss_modality_of(modalities))
 
     # --- configuration ---
 
@@ -130,7 +136,7 @@ class MultimodalStrategy(ParallelStrategy):
         return Layout.build(
             self.modalities,
             world_size=self.world_size,
-            terminal=terminal_of(self.modalities),
+            loss_modality=loss_modality_of(self.modalities),
             ranks_per_node=self.num_processes,
             placement=self._placement,
         )
@@ -404,14 +410,14 @@ class MultimodalStrategy(ParallelStrategy):
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the replicas of the terminal modality, each counted once; the same result on all ranks."""
+        """Reduce over the replicas of the loss modality, each counted once; the same result on all ranks."""
         if not isinstance(tensor, Tensor) or self._session is None:
             return tensor
         return self._session.reduce(tensor, reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gather ``[D, ...]`` from the D replicas of the terminal modality; inside a step, from within it."""
+        """Gather ``[D, ...]`` from the D replicas of the loss modality; inside a step, from within it."""
         # a LightningModule passes the world where its user passed nothing
         if self._session is None or self._session.is_plain or group not in (None, dist.group.WORLD):
             return super().all_gather(tensor, group, sync_grads)

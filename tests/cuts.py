@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_mm5d.config import Modality, PipelineTemplate
+from lightning_mm5d.config.modality import Modality, PipelineTemplate
 from lightning_mm5d.partition import Partition, partition
 from zoo import CASES
 from zoo.case import TinyModule

@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_mm5d.config import Modality
-from lightning_mm5d.errors import ConfigError
-from lightning_mm5d.layout import Layout
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.modality import Modality
+from lightning_mm5d.layout.layout import Layout
 
 
 def build(world_size: int, /, per_node: int | None = None, **modalities: Modality) -> Layout:
-    return Layout.build(modalities, world_size=world_size, terminal="language", ranks_per_node=per_node)
+    return Layout.build(modalities, world_size=world_size, loss_modality="language", ranks_per_node=per_node)
 
 
 def refusal(world_size: int, /, **modalities: Modality) -> ConfigError:
@@ -42,10 +42,10 @@ def random_modalities(rng: random.Random) -> dict[str, Modality]:
         shared = f"{host}.{rng.randrange(made[host].stages)}"
         made["neighbour"] = replace(made[host], pp_size=rng.choice([1, 2, 3]), colocate_with=shared)
     names = rng.sample(list(made), len(made))
-    terminal = rng.choice(names)
+    loss_modality = rng.choice(names)
     return {
-        "language" if name == terminal else name: replace(
-            made[name], colocate_with=(made[name].colocate_with or "").replace(terminal, "language") or None
+        "language" if name == loss_modality else name: replace(
+            made[name], colocate_with=(made[name].colocate_with or "").replace(loss_modality, "language") or None
         )
         for name in names
     }

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from lightning_mm5d.checks import check
-from lightning_mm5d.config import Modality, colocated_dp
-from lightning_mm5d.errors import ConfigError
+from lightning_mm5d.config.checks import check
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.modality import Modality, colocated_dp
 
 
 def run(modalities: dict[str, Modality]) -> None:
-    check(modalities, terminal="language", num_microbatches=4, schedule="1f1b", schedules=["1f1b"])
+    check(modalities, loss_modality="language", num_microbatches=4, schedule="1f1b", schedules=["1f1b"])
 
 
 def refusal(modalities: dict[str, Modality]) -> ConfigError:

@@ -12,13 +12,14 @@ from typing import Any
 
 import lightning as L
 import torch
-from data import ANSWER_LENGTH, AUDIO_ID, AUDIO_TOKENS, IMAGE_ID, IMAGE_TOKENS, MELS, VOCABULARY
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassExactMatch
 from transformers import LlamaConfig, LlamaForCausalLM, ViTConfig, ViTModel, WhisperConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
+
+from data import ANSWER_LENGTH, AUDIO_ID, AUDIO_TOKENS, IMAGE_ID, IMAGE_TOKENS, MELS, VOCABULARY
 
 SEQUENCE = IMAGE_TOKENS + AUDIO_TOKENS + 1 + ANSWER_LENGTH
 

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-from data import ANSWER_LENGTH, DigitsData, decode
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from model import Digits
 from torch import Tensor
+
+from data import ANSWER_LENGTH, DigitsData, decode
 
 
 class Report(L.Callback):
@@ -65,7 +66,7 @@ class Report(L.Callback):
                 writer.writerows((step, f"{loss:.9g}") for step, loss in self.losses)
         draw_answers(self.shown, folder / "answers.png")
         if simulation is not None:
-            from lightning_mm5d.planner.timeline import draw
+            from lightning_mm5d.planner.drawing import draw
 
             draw(simulation, folder / "timeline.png")
         accuracy = float(trainer.callback_metrics["val_accuracy"])

@@ -1,1 +1,1 @@
-"""Sequences shared by several ranks: who holds which tokens, and how their attention sees all of them."""
+"""Sequences sharded over the ranks of a group, with attention that follows the mask of the model."""

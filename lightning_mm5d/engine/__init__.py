@@ -1,1 +1,1 @@
-"""Runs the actions of a schedule: microbatches, transport, random state, captured logs."""
+"""Runs the actions of a schedule on one rank: transport, groups, random state."""

@@ -24,16 +24,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_mm5d.data.microbatch import Microbatch
 from lightning_mm5d.engine.bridge import Bridge
-from lightning_mm5d.engine.metrics import MetricSync
-from lightning_mm5d.engine.microbatch import Microbatch
-from lightning_mm5d.engine.plan import Plan
 from lightning_mm5d.engine.recorder import Recorder
 from lightning_mm5d.engine.rng import kept_random_state, seed_all, seed_of, seed_torch
 from lightning_mm5d.engine.transport import Transport
+from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Action, Graph, Kind, Schedule, is_table
+from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.stage import Deferred, Payload, Run, Runtime, StageError, StageView
-from lightning_mm5d.tensor_parallel.collectives import TensorGroup
+from lightning_mm5d.trainer.metrics import MetricSync
 
 
 @dataclass
@@ -307,7 +307,7 @@ class Engine:
 
     def _check_alike(self, loss: Tensor, stage: str) -> None:
         """Refuse what the ranks that share the last layers have computed unlike: they can only go on apart."""
-        group = self._runtime.sharing(self._plan.partition.terminal)
+        group = self._runtime.sharing(self._plan.partition.loss_modality)
         if group is None:
             return
         value = loss.detach().double()

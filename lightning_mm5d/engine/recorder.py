@@ -3,8 +3,6 @@
 An action begins when what it waited for has arrived, and ends when its results are on their way: waiting shows as idle
 time. On a GPU the times are the stream's, from events that are read when the timeline is asked for; the clocks of
 several machines are as equal as their system keeps them. Only the last step is kept.
-
-It refuses nothing.
 """
 
 from __future__ import annotations

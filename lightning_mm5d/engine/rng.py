@@ -2,8 +2,6 @@
 
 Every stage runs the user's step for itself; an augmentation or a noise drawn in it must come out alike everywhere.
 So the generators are seeded before each run, and put back behind the step so that the code around it draws as ever.
-
-It refuses nothing.
 """
 
 from __future__ import annotations

@@ -11,10 +11,10 @@ from itertools import product
 
 import torch.distributed as dist
 
-from lightning_mm5d.context_parallel.exchange import ContextGroups
+from lightning_mm5d.context_parallel.exchange.attention import ContextGroups
 from lightning_mm5d.engine.groups import Groups
-from lightning_mm5d.engine.plan import Plan
-from lightning_mm5d.tensor_parallel.collectives import TensorGroup
+from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.sharded.collectives import TensorGroup
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class RunGroups:
     Attributes:
         ascending: the world, for payloads to higher ranks; None where nothing is sent.
         descending: the world again, for payloads to lower ranks.
-        replicas: the ranks that work for each replica of the terminal modality.
-        terminal: one rank of each replica, where steps end: of those that share a last stage, those of this rank's
+        replicas: the ranks that work for each replica of the loss modality.
+        loss_modality: one rank of each replica, where steps end: of those that share a last stage, those of this rank's
             place among them.
         gradients: by their ranks, those whose gradients are summed.
         instances: by their ranks, those that share layers: of a stage, its tensor and context parallel ranks.
@@ -37,7 +37,7 @@ class RunGroups:
     ascending: dist.ProcessGroup | None = None
     descending: dist.ProcessGroup | None = None
     replicas: dict[int, dist.ProcessGroup | None] = field(default_factory=dict)
-    terminal: dist.ProcessGroup | None = None
+    loss_modality: dist.ProcessGroup | None = None
     gradients: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
     instances: dict[tuple[int, ...], TensorGroup] = field(default_factory=dict)
     sharing: dict[str, TensorGroup] = field(default_factory=dict)
@@ -77,7 +77,7 @@ def make_groups(
         if not is_plain
     }
     ends = [sorted(ranks) for ranks in zip(*plan.instances(plan.last_stage), strict=True)]
-    terminals = [groups.get(ranks, "terminal") for ranks in ends if len(ranks) > 1]
+    loss_groups = [groups.get(ranks, "loss_modality") for ranks in ends if len(ranks) > 1]
     summed = {ranks: groups.get(ranks, "gradients") for ranks in gradients}
     instances: dict[tuple[int, ...], TensorGroup] = {}
     tensor: dict[str, TensorGroup] = {}
@@ -112,8 +112,8 @@ def make_groups(
     }
     divided = sorted(plan.division.shards)
     groups.verify(f"stages {plan.partition.stages}, trained {sorted(trained)}, divided {divided}")
-    terminal = next(filter(None, terminals), None)
-    return RunGroups(ascending, descending, replicas, terminal, summed, instances, sharing, tensor, context)
+    loss_modality = next(filter(None, loss_groups), None)
+    return RunGroups(ascending, descending, replicas, loss_modality, summed, instances, sharing, tensor, context)
 
 
 def _inner_size(plan: Plan, modality: str, ranks: tuple[int, ...]) -> int:

@@ -5,7 +5,7 @@ order on one link: (1) the first: two int64 (header slot, header bytes: 0 when t
 them the header and the tensors as far as there is room; (2) the header, where it had none; (3) the other tensors, as
 one message where they are small.
 
-On NCCL, where a message must be as long as its buffer, there is room for the control words only. It refuses nothing.
+On NCCL, where a message must be as long as its buffer, there is room for the control words only.
 """
 
 from __future__ import annotations

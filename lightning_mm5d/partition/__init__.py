@@ -2,7 +2,7 @@
 
 from lightning_mm5d.partition.balance import balance
 from lightning_mm5d.partition.costs import Unit, stage_costs, step_costs, units
-from lightning_mm5d.partition.find import Boundary, Encoder, discover, terminal_of
+from lightning_mm5d.partition.find import Boundary, Encoder, discover
 from lightning_mm5d.partition.split import Partition, StageCut, partition
 
 __all__ = [
@@ -16,6 +16,5 @@ __all__ = [
     "partition",
     "stage_costs",
     "step_costs",
-    "terminal_of",
     "units",
 ]

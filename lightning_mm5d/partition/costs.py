@@ -133,7 +133,7 @@ def _place(
 ) -> tuple[str, list[int]]:
     """The modality that a parameter or buffer belongs to, and the units in it that use it; `around` is `position`."""
     prefixes = (full.rsplit(".", cut)[0] for cut in range(full.count(".") + 1))
-    name = next((owned[prefix] for prefix in prefixes if prefix in owned), found.terminal)
+    name = next((owned[prefix] for prefix in prefixes if prefix in owned), found.loss_modality)
     layers = found.layers[name]
     if layers is None:
         return name, [0]

@@ -2,8 +2,8 @@
 
 Hugging Face multimodal models name their encoders by method (``get_image_features``, ``get_video_features``,
 ``get_audio_features``), encoder-decoder models by ``encoder``; anything else says ``module`` and, where the result
-that leaves is not that of the module's own call, ``boundary``. The modality that computes the loss (the *terminal*
-one) owns whatever no other modality does.
+that leaves is not that of the module's own call, ``boundary``. The loss modality owns whatever no
+other modality does.
 
 It refuses names that it cannot find, paths that are not in the model, and modules that nothing uses.
 """
@@ -19,9 +19,9 @@ from typing import Any
 
 from torch import nn
 
-from lightning_mm5d.config import Modality
-from lightning_mm5d.errors import ConfigError
-from lightning_mm5d.partition.order import accesses
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.modality import Modality, canonical_name, loss_modality_of
+from lightning_mm5d.source.order import accesses
 
 _GETTERS = {
     "get_image_features": "vision",
@@ -35,12 +35,6 @@ _TOWERS = {
 }
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step", "forward")
 _MAIN_INPUT = {"input_features": "audio", "input_values": "audio", "pixel_values": "vision"}
-_SYNONYMS = {
-    "vision": {"vision", "image", "images", "video", "visual"},
-    "audio": {"audio", "speech", "sound"},
-    "encoder": {"encoder"},
-    "language": {"language", "text", "decoder", "llm", "lm"},
-}
 
 
 @dataclass(frozen=True)
@@ -62,8 +56,8 @@ class Encoder:
     Attributes:
         owns: paths of the modules and parameters that belong to it.
         boundaries: where its result leaves it.
-        precedes: whether its result is made before the terminal modality's first layer runs.
-        used_late: whether its result is used after the terminal modality's last layer.
+        precedes: whether its result is made before the loss modality's first layer runs.
+        used_late: whether its result is used after the loss modality's last layer.
     """
 
     owns: tuple[str, ...]
@@ -74,28 +68,11 @@ class Encoder:
 
 @dataclass(frozen=True)
 class Found:
-    """The modalities of a module: the `terminal` one, the `encoders` and the list of layers of each, if any."""
+    """The modalities of a module: the `loss_modality` one, the `encoders` and the list of layers of each, if any."""
 
-    terminal: str
+    loss_modality: str
     encoders: dict[str, Encoder]
     layers: dict[str, str | None]
-
-
-def terminal_of(modalities: Mapping[str, Modality]) -> str:
-    """Return the name of the modality that computes the loss, from the configuration alone.
-
-    It is the one with a customary name (``language``, ``text``, ``decoder``, ``llm``, ``lm``), else the last one
-    without a ``module``, else the last one.
-    """
-    for names in (
-        [name for name in modalities if name in _SYNONYMS["language"]],
-        [name for name, modality in modalities.items() if modality.module is None and not _canonical(name)],
-        [name for name, modality in modalities.items() if modality.module is None],
-        list(modalities),
-    ):
-        if names:
-            return names[-1]
-    raise ConfigError("modalities", {}, "there must be at least one modality", "Add `language`")
 
 
 def find(root: nn.Module, modalities: Mapping[str, Modality]) -> Found:
@@ -104,11 +81,11 @@ def find(root: nn.Module, modalities: Mapping[str, Modality]) -> Found:
     Raises:
         ConfigError: a modality is not found, a path is not in the model, or nothing uses the module that it names.
     """
-    terminal = terminal_of(modalities)
+    loss_modality = loss_modality_of(modalities)
     candidates = discover(root)
     encoders: dict[str, Encoder] = {}
     for name, modality in modalities.items():
-        if name == terminal:
+        if name == loss_modality:
             for path in _listed(modality.module):
                 _resolve(root, path, f"modalities.{name}.module")
         elif modality.module is None and modality.boundary is None:
@@ -118,12 +95,12 @@ def find(root: nn.Module, modalities: Mapping[str, Modality]) -> Found:
     owned = [path for encoder in encoders.values() for path in encoder.owns]
     layers = {name: _largest_list(root, encoder.owns) for name, encoder in encoders.items()}
     others = [path for encoder in candidates.values() for path in encoder.owns]
-    layers[terminal] = _largest_list(root, ("",), without=(*owned, *others)) or _largest_list(
+    layers[loss_modality] = _largest_list(root, ("",), without=(*owned, *others)) or _largest_list(
         root, ("",), without=owned
     )
     for name, encoder in encoders.items():
-        encoders[name] = _placed(root, encoder, layers[terminal])
-    return Found(terminal, encoders, {name: layers[name] for name in modalities})
+        encoders[name] = _placed(root, encoder, layers[loss_modality])
+    return Found(loss_modality, encoders, {name: layers[name] for name in modalities})
 
 
 def discover(root: nn.Module) -> dict[str, Encoder]:
@@ -168,7 +145,7 @@ def discover(root: nn.Module) -> dict[str, Encoder]:
 
 
 def _by_name(name: str, candidates: Mapping[str, Encoder]) -> Encoder:
-    canonical = _canonical(name) or name
+    canonical = canonical_name(name) or name
     if canonical == "encoder" and len(candidates) == 1:
         return next(iter(candidates.values()))
     if canonical in candidates:
@@ -342,10 +319,6 @@ def _has_module(root: nn.Module, path: str) -> bool:
     except AttributeError:
         return False
     return True
-
-
-def _canonical(name: str) -> str | None:
-    return next((key for key, names in _SYNONYMS.items() if name in names), None)
 
 
 def _listed(value: Any) -> list[str]:

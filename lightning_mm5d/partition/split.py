@@ -18,8 +18,8 @@ from typing import Any
 
 from torch import nn
 
-from lightning_mm5d.config import Modality, PipelineTemplate
-from lightning_mm5d.errors import ConfigError
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.modality import Modality, PipelineTemplate
 from lightning_mm5d.partition.balance import balance
 from lightning_mm5d.partition.costs import Unit, step_costs, units
 from lightning_mm5d.partition.find import Encoder, Found, find, position
@@ -44,7 +44,7 @@ class Partition:
     """What is cut where.
 
     Attributes:
-        terminal: the modality that computes the loss.
+        loss_modality: the modality that computes the loss.
         encoders: the other modalities.
         layers: path of each modality's list of layers.
         stages: the stages of each modality, in order.
@@ -52,7 +52,7 @@ class Partition:
         units: what each stage consists of and costs, in the order in which it runs.
     """
 
-    terminal: str
+    loss_modality: str
     encoders: dict[str, Encoder]
     layers: dict[str, str | None]
     stages: dict[str, tuple[StageCut, ...]]
@@ -79,7 +79,7 @@ def partition(root: nn.Module, modalities: Mapping[str, Modality]) -> Partition:
         if template is None:
             sizes[name] = _even(modality.num_cuts, _enough(name, modality, count))
             if modality.num_cuts > 1:
-                behind = name == found.terminal and _behind_trained(found, modalities, rows, trainable)
+                behind = name == found.loss_modality and _behind_trained(found, modalities, rows, trainable)
                 sizes[name] = _balanced(rows[name], modality.num_cuts, trainable, behind)
         elif template.offsets is not None:
             sizes[name] = _from_offsets(name, template.offsets, count)
@@ -93,7 +93,7 @@ def partition(root: nn.Module, modalities: Mapping[str, Modality]) -> Partition:
         ends = [0, *accumulate(counts)]
         stages[name] = tuple(StageCut(name, index, *span) for index, span in enumerate(pairwise(ends)))
     held = _held(root, found, rows, stages, named)
-    return Partition(found.terminal, found.encoders, found.layers, stages, _owners(root, held), held)
+    return Partition(found.loss_modality, found.encoders, found.layers, stages, _owners(root, held), held)
 
 
 def _behind_trained(
@@ -102,7 +102,7 @@ def _behind_trained(
     rows: Mapping[str, Sequence[Unit]],
     trainable: frozenset[str],
 ) -> bool:
-    """Whether the terminal modality's layers pass gradients on to an encoder."""
+    """Whether the loss modality's layers pass gradients on to an encoder."""
     return any(
         any(not trainable.isdisjoint(unit.costs) for unit in rows[name])
         and not (encoder.used_late and modalities[name].feeds == "first")

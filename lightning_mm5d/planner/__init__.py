@@ -3,6 +3,6 @@
 It judges plans by simulation, on any machine; it knows nothing of the engine that runs them.
 """
 
-from lightning_mm5d.planner.timeline import chrome_trace, draw
+from lightning_mm5d.planner.drawing import chrome_trace, draw
 
 __all__ = ["chrome_trace", "draw"]

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from lightning_mm5d.engine.plan import Plan
-from lightning_mm5d.layout import Layout, Place
+from lightning_mm5d.layout.layout import Layout, Place
 from lightning_mm5d.partition import StageCut
+from lightning_mm5d.plan.plan import Plan
 
 
 class Holding(NamedTuple):
@@ -66,7 +66,7 @@ def report(plan: Plan, module: nn.Module, *, schedule: str, num_microbatches: in
     lines = [
         ("schedule", f"{schedule}, microbatches: {num_microbatches} per replica"),
         ("ranks", f"{layout.size}, nodes: {-(-layout.size // layout.ranks_per_node)}, replicas: {layout.num_replicas}"),
-        ("model", f"{whole:,} parameters, loss in {plan.partition.terminal}"),
+        ("model", f"{whole:,} parameters, loss in {plan.partition.loss_modality}"),
         *_cuts(plan),
         *_copies(plan, module),
         *(("whole", f"{path} on every tensor parallel rank: {why}") for path, why in plan.division.whole.items()),

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, product
 
-from lightning_mm5d.config import Host, Modality
+from lightning_mm5d.config.modality import Host, Modality
 from lightning_mm5d.planner.cuts import Division, Group, Sums, fewest
 
 _BITS = 50  # of the sum of all costs, when they are made whole numbers
@@ -56,7 +56,7 @@ class Space:
             with the first and the last one.
         modalities: the configuration; modalities share ranks only where their tp_size and cp_size are the same.
         num_ranks: ranks of one replica, all of which are used.
-        terminal: the modality that the encoders feed.
+        loss_modality: the modality that the encoders feed.
         num_microbatches: M.
 
     Attributes:
@@ -70,7 +70,7 @@ class Space:
         modalities: Mapping[str, Modality],
         num_ranks: int,
         *,
-        terminal: str,
+        loss_modality: str,
         num_microbatches: int,
     ) -> None:
         self.scale = 2.0 ** (_BITS - math.frexp(sum(map(sum, costs.values())))[1])
@@ -83,8 +83,8 @@ class Space:
         self._layers = {name: len(row) for name, row in costs.items()}
         self._kinds = {name: (modality.tp_size, modality.cp_size) for name, modality in modalities.items()}
         self._widths = {name: math.prod(kind) for name, kind in self._kinds.items()}
-        self._encoders = [name for name in modalities if name != terminal]
-        self._num_ranks, self._terminal, self._num_microbatches = num_ranks, terminal, num_microbatches
+        self._encoders = [name for name in modalities if name != loss_modality]
+        self._num_ranks, self._terminal, self._num_microbatches = num_ranks, loss_modality, num_microbatches
         self._limit = 0
         self._alone: dict[tuple[str, int, tuple[str, ...]], Division] = {}
 
@@ -151,7 +151,7 @@ class Space:
                 spans[name] = (least or self._layers[name] + 1, self._layers[name])
             elif host == Host(self._terminal, 0):
                 spans[name] = (0, self._layers[name] - 1)
-        # on one rank of the terminal modality a replica on each is the same as the last stage on the first
+        # on one rank of the loss modality a replica on each is the same as the last stage on the first
         several = Host(self._terminal, None) in hosts.values()
         spans[self._terminal] = (1 + several, self._layers[self._terminal])
         for counts in _fillings([(*span, self._widths[name]) for name, span in spans.items()], num_ranks):

@@ -23,7 +23,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 
-from lightning_mm5d.errors import ConfigError
+from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.partition.costs import Unit
 from lightning_mm5d.partition.find import Found
 
@@ -66,7 +66,7 @@ def _row(name: str, row: Sequence[Unit], found: Found, spent: Mapping[Any, float
     """The seconds of one modality's units; keys of `spent` are modalities, pairs with a layer, and the step."""
     layers = [spent.get((name, index), 0.0) for index in range(len(row) - 2)]
     whole = spent.get(name, 0.0)
-    if name == found.terminal:
+    if name == found.loss_modality:
         whole = spent["step"] - sum(spent.get(other, 0.0) for other in found.encoders)
     if not whole:
         rule = "It does not run in the first microbatch, so its time cannot be measured"

@@ -5,7 +5,7 @@ encoder sees more or fewer of them than the language model durations should be g
 forward, for each of its layers as `profile` measures them, or by the `cost` of the configured modalities for each
 pipeline rank. They scale the estimates, which still say how much of it each layer takes where that is not measured.
 
-It refuses worlds that the replicas of the terminal modality do not divide, durations of some modalities only, and what
+It refuses worlds that the replicas of the loss modality do not divide, durations of some modalities only, and what
 `search` refuses.
 """
 
@@ -18,13 +18,13 @@ from typing import Any
 import yaml
 from torch import nn
 
-from lightning_mm5d.config import Modality, PipelineTemplate
-from lightning_mm5d.engine.plan import Plan
-from lightning_mm5d.errors import ConfigError
-from lightning_mm5d.layout import Layout
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.modality import Modality, PipelineTemplate
+from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.partition import StageCut, partition
 from lightning_mm5d.partition.costs import Unit, units
 from lightning_mm5d.partition.find import find
+from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.planner.inspect import table
 from lightning_mm5d.planner.search import Found, search
 from lightning_mm5d.schedule import AnySchedule, Outcome, compare
@@ -132,7 +132,7 @@ def propose(
     """Search a layout for the ranks of a plan.
 
     Args:
-        plan: the configured one. Its terminal modality's `dp_size` says how many replicas share the ranks, one where
+        plan: the configured one. Its loss modality's `dp_size` says how many replicas share the ranks, one where
             it is unset.
         module: the module, whole; the meta device will do.
         schedule: by which layouts are judged.
@@ -143,12 +143,12 @@ def propose(
     Raises:
         ConfigError: replicas do not divide the ranks, only some durations are known, or the search refuses.
     """
-    terminal, size = plan.partition.terminal, plan.layout.size
-    replicas = plan.modalities[terminal].dp_size or 1
+    loss_modality, size = plan.partition.loss_modality, plan.layout.size
+    replicas = plan.modalities[loss_modality].dp_size or 1
     if size % replicas:
-        rule = f"The {replicas} replicas of {terminal!r} must divide the {size} ranks"
+        rule = f"The {replicas} replicas of {loss_modality!r} must divide the {size} ranks"
         fix = f"Use a dp_size that divides {size}, or {size - size % replicas or replicas} ranks"
-        raise ConfigError(f"modalities.{terminal}.dp_size", replicas, rule, fix)
+        raise ConfigError(f"modalities.{loss_modality}.dp_size", replicas, rule, fix)
     said = {name: modality.cost for name, modality in plan.modalities.items() if modality.cost is not None}
     costs: Mapping[str, object] = durations or said
     missing = [name for name in plan.modalities if name not in costs]
@@ -160,14 +160,14 @@ def propose(
         rows,
         plan.modalities,
         size // replicas,
-        terminal=terminal,
+        loss_modality=loss_modality,
         trainable={name for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad},
         num_microbatches=num_microbatches,
         schedule=schedule,
         late={name for name, encoder in plan.partition.encoders.items() if encoder.used_late},
     )
     layout = Layout.build(
-        found.modalities, world_size=size, terminal=terminal, ranks_per_node=plan.layout.ranks_per_node
+        found.modalities, world_size=size, loss_modality=loss_modality, ranks_per_node=plan.layout.ranks_per_node
     )
     proposed = Plan(layout, partition(module, found.modalities), found.modalities, plan.sizes)
     steps = []

@@ -4,7 +4,7 @@ A step takes as long as its busiest rank works, and the way to the first and fro
 placements (see `placements`) those with the smallest largest load are judged by their schedule: one after the other is
 simulated, in the order of a lower bound on its makespan, until no further one can be shorter.
 
-It keeps tp_size, cp_size and the replicas of the terminal modality, and gives each rank one chunk of a modality.
+It keeps tp_size, cp_size and the replicas of the loss modality, and gives each rank one chunk of a modality.
 Whether parameters and activations fit into a rank's memory is not its matter. It refuses numbers of ranks that no
 placement fills, and encoders that feed stages by number, since these numbers are what is searched for.
 """
@@ -16,12 +16,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from lightning_mm5d.config import Host, Modality, PipelineTemplate
-from lightning_mm5d.engine.plan import Plan
-from lightning_mm5d.errors import ConfigError, nearest, one_of
-from lightning_mm5d.layout import Layout
+from lightning_mm5d.config.errors import ConfigError, nearest, one_of
+from lightning_mm5d.config.modality import Host, Modality, PipelineTemplate
+from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.partition import Encoder, Partition, StageCut
 from lightning_mm5d.partition.costs import Unit, step_costs
+from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.planner.placements import Placement, Space
 from lightning_mm5d.schedule import Graph, Schedule, build, lower_bound, simulate
 
@@ -53,7 +53,7 @@ def search(
     modalities: Mapping[str, Modality],
     num_ranks: int,
     *,
-    terminal: str,
+    loss_modality: str,
     trainable: Collection[str],
     num_microbatches: int,
     schedule: str | Callable[[Graph], Schedule] = "1f1b",
@@ -65,11 +65,11 @@ def search(
         rows: for each modality what runs before its layers, each layer, and what runs after them.
         modalities: the configuration; what it says of pipelines, costs and shared ranks is replaced.
         num_ranks: ranks of one replica; all of them are used.
-        terminal: name of the modality that computes the loss.
+        loss_modality: name of the modality that computes the loss.
         trainable: names of the parameters that require a gradient.
         num_microbatches: M.
         schedule: as `build` takes it.
-        late: encoders whose result is used after the terminal modality's last layer.
+        late: encoders whose result is used after the loss modality's last layer.
 
     Returns:
         What was found; of placements with equal makespan, the one with the fewest shared stages.
@@ -79,25 +79,25 @@ def search(
     """
     for name, modality in modalities.items():
         if isinstance(modality.feeds, list):
-            rule = f"It names stages of {terminal!r}, and how many there are is what is searched for"
+            rule = f"It names stages of {loss_modality!r}, and how many there are is what is searched for"
             raise ConfigError(f"modalities.{name}.feeds", modality.feeds, rule, "Use 'first' or 'all'")
     plain = {name: _plain(name, row, frozenset(trainable)) for name, row in rows.items()}
     trained = frozenset(key for row in plain.values() for unit in row for key in unit.costs)
     behind = any(
         trained.intersection(unit.costs)
         for name in plain
-        if name != terminal and not (name in late and modalities[name].feeds == "first")
+        if name != loss_modality and not (name in late and modalities[name].feeds == "first")
         for unit in plain[name]
     )
-    costs = {name: _layers(step_costs(row, trained, behind and name == terminal)) for name, row in plain.items()}
-    space = Space(costs, modalities, num_ranks, terminal=terminal, num_microbatches=num_microbatches)
+    costs = {name: _layers(step_costs(row, trained, behind and name == loss_modality)) for name, row in plain.items()}
+    space = Space(costs, modalities, num_ranks, loss_modality=loss_modality, num_microbatches=num_microbatches)
     placements = space.best(_JUDGED)
     if not placements:
         rule = f"With a layer at least for each stage the modalities fill up to {space.most_ranks} ranks"
         fits = one_of(nearest(num_ranks, space.fills))
-        fix = f"Nearest that fit: {fits} for each replica (modalities.{terminal}.dp_size says how many there are)"
+        fix = f"Nearest that fit: {fits} for each replica (modalities.{loss_modality}.dp_size says how many there are)"
         raise ConfigError("num_ranks", num_ranks, rule, fix)
-    graphs = [_graph(plain, modalities, placement, terminal, num_microbatches, late) for placement in placements]
+    graphs = [_graph(plain, modalities, placement, loss_modality, num_microbatches, late) for placement in placements]
     bounds = list(map(lower_bound, graphs))
     best, makespan, simulated = 0, math.inf, 0
     for index in sorted(range(len(graphs)), key=bounds.__getitem__):
@@ -109,7 +109,7 @@ def search(
         if shortest < makespan * (1 - _SAME) or (fewer and shortest <= makespan * (1 + _SAME)):
             best, makespan = index, shortest
     return Found(
-        modalities=_written(modalities, placements[best], terminal),
+        modalities=_written(modalities, placements[best], loss_modality),
         busiest=max(placements[best].loads) / space.scale,
         makespan=makespan,
         placed=space.seen,
@@ -136,7 +136,7 @@ def _layers(row: Sequence[float]) -> list[float]:
     return layers
 
 
-def _written(modalities: Mapping[str, Modality], placement: Placement, terminal: str) -> dict[str, Modality]:
+def _written(modalities: Mapping[str, Modality], placement: Placement, loss_modality: str) -> dict[str, Modality]:
     """The placement as configuration."""
     found = {}
     for name, modality in modalities.items():
@@ -145,7 +145,7 @@ def _written(modalities: Mapping[str, Modality], placement: Placement, terminal:
             host = Host(host.modality, None)  # the same, in a word
         found[name] = replace(
             modality,
-            dp_size=modality.dp_size if name == terminal else None,
+            dp_size=modality.dp_size if name == loss_modality else None,
             pp_size=len(sizes) if len(sizes) > 1 else None,
             pipeline_template=PipelineTemplate(stages=list(sizes)) if len(sizes) > 1 else None,
             pp_chunks=1,
@@ -159,7 +159,7 @@ def _graph(
     rows: Mapping[str, Sequence[Unit]],
     modalities: Mapping[str, Modality],
     placement: Placement,
-    terminal: str,
+    loss_modality: str,
     num_microbatches: int,
     late: Collection[str],
 ) -> Graph:
@@ -169,7 +169,7 @@ def _graph(
     """
     placed = {
         name: replace(modality, dp_size=None, tp_size=1, cp_size=1)
-        for name, modality in _written(modalities, placement, terminal).items()
+        for name, modality in _written(modalities, placement, loss_modality).items()
     }
     stages: dict[str, tuple[StageCut, ...]] = {}
     units: dict[str, tuple[Unit, ...]] = {}
@@ -180,14 +180,14 @@ def _graph(
             start = cut.first + (cut.index > 0)  # unit 0 runs before the first layer
             units[cut.name] = tuple(rows[name][start : cut.last + 1 if cut is not stages[name][-1] else None])
     partition = Partition(
-        terminal=terminal,
-        encoders={name: Encoder((), (), used_late=name in late) for name in modalities if name != terminal},
+        loss_modality=loss_modality,
+        encoders={name: Encoder((), (), used_late=name in late) for name in modalities if name != loss_modality},
         layers=dict.fromkeys(modalities),
         stages=stages,
         owners={key: (stage,) for stage, row in units.items() for unit in row for key in unit.costs},
         units=units,
     )
     num_ranks = sum(modality.own_ranks_per_replica for modality in placed.values())
-    layout = Layout.build(placed, world_size=num_ranks, terminal=terminal)
+    layout = Layout.build(placed, world_size=num_ranks, loss_modality=loss_modality)
     plan = Plan(layout, partition, placed, dict.fromkeys(partition.owners, 1))
     return plan.graph(range(layout.num_replicas), num_microbatches, frozenset(partition.owners))

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from lightning_mm5d.config import Modality
-from lightning_mm5d.engine.plan import Plan
-from lightning_mm5d.layout import Layout
+from lightning_mm5d.config.modality import Modality
+from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.partition import Encoder, Partition, StageCut, Unit
+from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Graph
 
 
@@ -41,8 +41,8 @@ def sketch(
     }
     cuts = [cut for several in stages.values() for cut in several]
     partition = Partition(
-        terminal=layout.terminal,
-        encoders={name: Encoder(owns=(), boundaries=()) for name in modalities if name != layout.terminal},
+        loss_modality=layout.loss_modality,
+        encoders={name: Encoder(owns=(), boundaries=()) for name in modalities if name != layout.loss_modality},
         layers=dict.fromkeys(modalities),
         stages=stages,
         owners={cut.name: (cut.name,) for cut in cuts},

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from lightning_mm5d.errors import ConfigError
+from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.schedule.actions import Kind, Schedule
 from lightning_mm5d.schedule.auto import auto
 from lightning_mm5d.schedule.custom import from_csv, from_function

@@ -2,8 +2,8 @@
 
 A multimodal pipeline is not a chain: encoders run side by side and the language model waits for all of them.
 So stages form a directed acyclic graph, and a chain is the special case. Replicas need no rules of their own,
-since microbatch ids are global over all replicas of the terminal modality: each instance of a stage lists the
-ids that it works on, whether its modality has more replicas than the terminal one, fewer, or as many.
+since microbatch ids are global over all replicas of the loss modality: each instance of a stage lists the
+ids that it works on, whether its modality has more replicas than the loss_modality one, fewer, or as many.
 
 It refuses what no schedule could run: edges to unknown stages, cycles, a microbatch that a stage works on
 twice or not at all, instances that disagree on the order of microbatches (messages are first in, first out),
@@ -28,7 +28,7 @@ class Node:
         stage: key of the stage, ``"<modality>.<index>"``, for instance ``"vision.0"``.
         worker: the rank that runs it. Several stages may share a worker.
         microbatches: global ids of the microbatches that it works on, in order. An instance that serves
-            several terminal replicas should interleave theirs, or one replica waits for the other.
+            several loss replicas should interleave theirs, or one replica waits for the other.
         forward_cost: duration of a forward in any unit, the same in the whole graph.
         backward_cost: duration of a backward; 0 means that there is none (nothing trainable at or before it).
         weight_cost: the part of ``backward_cost`` that computes weight gradients; 0 where nothing in the stage is

@@ -31,7 +31,7 @@ def in_flight_limits(graph: Graph) -> dict[str, int]:
     """For each stage that runs backwards, the most microbatches in flight per instance under ``1f1b``.
 
     A microbatch is in flight from the start of its forward to the end of its backward. The limit is the
-    number of stages on the longest way to the end, times the terminal replicas per instance, rounded up.
+    number of stages on the longest way to the end, times the loss replicas per instance, rounded up.
     """
     return {
         stage: per_instance(graph, stage, graph.distance_to_end(stage) + 1)
@@ -41,7 +41,7 @@ def in_flight_limits(graph: Graph) -> dict[str, int]:
 
 
 def per_instance(graph: Graph, stage: str, count: int) -> int:
-    """``count`` microbatches of each terminal replica, as the number that each instance of ``stage`` has of them."""
+    """``count`` microbatches of each loss replica, as the number that each instance of ``stage`` has of them."""
     ends = [end for end in graph.stages if not graph.successors(end)]
-    terminal = max(len(graph.instances(end)) for end in ends)
-    return math.ceil(count * terminal / len(graph.instances(stage)))
+    loss_modality = max(len(graph.instances(end)) for end in ends)
+    return math.ceil(count * loss_modality / len(graph.instances(stage)))

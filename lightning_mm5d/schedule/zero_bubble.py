@@ -44,7 +44,7 @@ def zero_bubble(graph: Graph) -> list[Rules]:
 def held_limits(graph: Graph) -> dict[int, int]:
     """For each worker the activations that it may hold.
 
-    As many as the pipeline is deep, times the terminal replicas that the worker serves, as the first stage does under
+    As many as the pipeline is deep, times the loss replicas that the worker serves, as the first stage does under
     ``1f1b``; or what fills the pipeline behind all chunks of the worker, where that is more.
     """
     depth = 1 + max((graph.distance_to_end(stage) for stage in graph.stages), default=0)

@@ -7,7 +7,7 @@ the weight gradient takes: their input and the gradient of their output. Everyth
 by any backward (as in the `WeightGradStore` of Qi et al. 2023, arXiv:2401.10241).
 
 Parameters of other modules (norms, embeddings, convolutions, experts in one tensor), and weights with hooks, get their
-gradients in the first half: right, but not put off. It refuses nothing.
+gradients in the first half: right, but not put off.
 """
 
 from __future__ import annotations

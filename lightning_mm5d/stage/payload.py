@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_mm5d.tensor_parallel.divided import Divided, Group, divided
+from lightning_mm5d.sharded.tensor import Group, Sharded, from_local
 
 Path = tuple[str | int, ...]
 
@@ -69,7 +69,7 @@ class Packer:
         Raises:
             ValueError: it holds something that is neither a container, a tensor nor a plain value.
         """
-        if self._divides and isinstance(tree, Divided):
+        if self._divides and isinstance(tree, Sharded):
             return self._describe_part(tree)
         if isinstance(tree, Tensor):
             return {"t": self.add(tree)}
@@ -95,13 +95,13 @@ class Packer:
             "dicts, lists, tuples and dataclasses of these can"
         )
 
-    def _describe_part(self, tensor: Divided) -> Any:
+    def _describe_part(self, tensor: Sharded) -> Any:
         if id(tensor) not in self._index:
             self._alive.append(tensor)
             self._index[id(tensor)] = self.add(tensor.part)
         index = self._index[id(tensor)]
         self.parts.add(index)
-        return {"t": index, "p": [tensor.divided_dim, list(tensor.lengths), tensor.group.description()]}
+        return {"t": index, "p": [tensor.sharded_dim, list(tensor.lengths), tensor.group.description()]}
 
 
 def rebuild(description: Any, tensors: list[Tensor], group: Callable[[Any], Group] | None = None) -> Any:
@@ -111,7 +111,7 @@ def rebuild(description: Any, tensors: list[Tensor], group: Callable[[Any], Grou
     if "p" in description:
         assert group is not None
         dim, lengths, holders = description["p"]
-        return divided(tensors[description["t"]], dim, lengths, group(holders))
+        return from_local(tensors[description["t"]], dim, lengths, group(holders))
     if "t" in description:
         return tensors[description["t"]]
     if "y" in description:
@@ -132,13 +132,13 @@ def map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
     return rebuild(description, [function(tensor) for tensor in packer.tensors])
 
 
-def undivided(tree: Any) -> Any:
+def unsharded(tree: Any) -> Any:
     """Return `tree` with the divided tensors in it whole; the very same object where there are none."""
-    if isinstance(tree, Divided):
-        return tree.whole()
-    if not any(isinstance(tensor, Divided) for _, tensor in tensors_in(tree)):
+    if isinstance(tree, Sharded):
+        return tree.full()
+    if not any(isinstance(tensor, Sharded) for _, tensor in tensors_in(tree)):
         return tree
-    return map_tensors(tree, lambda tensor: tensor.whole() if isinstance(tensor, Divided) else tensor)
+    return map_tensors(tree, lambda tensor: tensor.full() if isinstance(tensor, Sharded) else tensor)
 
 
 def tensors_in(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:

@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_mm5d.calls import at, hidden_place
 from lightning_mm5d.partition import StageCut
+from lightning_mm5d.partition.hidden_state import at, hidden_place
+from lightning_mm5d.sharded.tensor import Sharded
 from lightning_mm5d.stage.deferred import Deferred
-from lightning_mm5d.stage.payload import Packer, Path, Payload, arguments, put, rebuild, tensors_in, undivided
+from lightning_mm5d.stage.payload import Packer, Path, Payload, arguments, put, rebuild, tensors_in, unsharded
 from lightning_mm5d.stage.taint import Trace, mark_dependent, mark_stand_in, must_travel
-from lightning_mm5d.tensor_parallel.divided import Divided
 
 if TYPE_CHECKING:
     from lightning_mm5d.stage.runtime import Runtime
@@ -50,7 +50,7 @@ class StageView:
         cuts: the layers that it holds, by modality (several where modalities run as one).
         consumes: the encoders whose results it is sent.
         is_last: whether the step runs to its end here.
-        stops_early: whether everything that it computes is made before the terminal modality's layers run.
+        stops_early: whether everything that it computes is made before the loss modality's layers run.
     """
 
     name: str
@@ -110,7 +110,7 @@ class Run:
         self._calls_in: dict[str, list[LayerCall]] = {}
         self._calls_out: dict[str, list[LayerCall]] = {}
         self._entered: dict[str, int] = {}
-        self._sides = runtime.known_sides.get(self._structure)
+        self._sides = runtime.skip_inputs.get(self._structure)
         self._traces = self._sides is None and any(
             cut.last < runtime.num_layers(modality) for modality, cut in stage.cuts.items()
         )
@@ -144,7 +144,7 @@ class Run:
             except Stop:
                 self.result = None
         if self._traces and self._calls_out:
-            self._runtime.known_sides[self._structure] = frozenset(self._found)
+            self._runtime.skip_inputs[self._structure] = frozenset(self._found)
         if not self.stage.is_last:
             self.result = None
         return self.result
@@ -217,9 +217,9 @@ class Run:
     def skip(self, modality: str, layer: int, args: tuple, kwargs: dict[str, Any]) -> Tensor:
         """Stand in for a layer that lives elsewhere: return the hidden state that it passes on."""
         cut = self.stage.cuts.get(modality)
-        terminal = self._runtime.terminal
+        loss_modality = self._runtime.loss_modality
         if cut is None:
-            if modality == terminal and self.stage.stops_early:
+            if modality == loss_modality and self.stage.stops_early:
                 raise Stop
             return hidden_of(args, kwargs)
         if layer < cut.first:
@@ -233,10 +233,10 @@ class Run:
         if layer == cut.last:
             self._calls_out.setdefault(modality, []).append(LayerCall(hidden, {}))
             # a copy: what the model does to it in place must not reach what is being sent
-            hidden = hidden.detach() if isinstance(hidden, Divided) else hidden.detach().clone()
+            hidden = hidden.detach() if isinstance(hidden, Sharded) else hidden.detach().clone()
             mark_stand_in(hidden)
         self._collect(modality, layer, args, kwargs)
-        if modality == terminal and self._is_over(modality, layer):
+        if modality == loss_modality and self._is_over(modality, layer):
             raise Stop
         return hidden
 
@@ -271,7 +271,7 @@ class Run:
         packer = Packer(divides=True)
         boundaries = [
             # other modalities may be divided over other ranks
-            [name, packer.describe(undivided(self._runtime.wanted(name, result)))]
+            [name, packer.describe(unsharded(self._runtime.wanted(name, result)))]
             for name, result in self._boundaries_out
             if self._runtime.modality_of(name) in modalities
         ]

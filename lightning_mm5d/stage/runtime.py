@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_mm5d.context_parallel.apply import ContextParallel
+from lightning_mm5d.context_parallel.hooks.apply import ContextParallel
 from lightning_mm5d.partition import Partition
-from lightning_mm5d.partition.order import used_fields
+from lightning_mm5d.sharded.collectives import TensorGroup, dry_run
+from lightning_mm5d.sharded.tensor import Group, Sharded
+from lightning_mm5d.source.order import used_fields
 from lightning_mm5d.stage.deferred import deferred_linear, defers, is_linear
 from lightning_mm5d.stage.remote import ShapeMemory
 from lightning_mm5d.stage.run import Run, StageError, StageView, hidden_of
 from lightning_mm5d.tensor_parallel.apply import TensorParallel
-from lightning_mm5d.tensor_parallel.collectives import TensorGroup, silent
-from lightning_mm5d.tensor_parallel.divided import Divided, Group
 from lightning_mm5d.tensor_parallel.region import linear
 
 
@@ -43,7 +43,7 @@ class Runtime:
 
     Attributes:
         active: the run that patched callables obey.
-        known_sides: what layers behind a stage need, by structure of the batch.
+        skip_inputs: what layers behind a stage need, by structure of the batch.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class Runtime:
         if tensor is not None:
             self._groups += tensor.groups.values()
         self._defers = defers
-        self.known_sides: dict[Any, frozenset] = {}
-        self.terminal = partition.terminal
+        self.skip_inputs: dict[Any, frozenset] = {}
+        self.loss_modality = partition.loss_modality
         self._root, self._partition, self._stages = root, partition, stages
         self._shapes = ShapeMemory()
         self._returns_tuple: dict[str, int | None] = {}
@@ -182,7 +182,7 @@ class Runtime:
             run = self.active
             if run is None or run.stage.name not in remote:
                 return original(*args, **kwargs)
-            with silent(self._groups):  # the ranks that share it may be elsewhere
+            with dry_run(self._groups):  # the ranks that share it may be elsewhere
                 return self._shapes.placeholder(module, original, args, kwargs)
 
         self._replace(module, "forward", forward)
@@ -198,7 +198,7 @@ class Runtime:
 
     def _puts_off(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
         run = self.active
-        if run is None or run.deferred is None or kwargs or isinstance(args[0], Divided):  # it would be gathered
+        if run is None or run.deferred is None or kwargs or isinstance(args[0], Sharded):  # it would be gathered
             return False
         return defers(layer, *args)
 
@@ -245,7 +245,7 @@ class Runtime:
     def _probe(self, modality: str, index: int, original: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
         """Find out what a remote layer returns by running it once on its NaN parameters."""
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]), silent(self._groups):
+            with torch.no_grad(), torch.random.fork_rng(devices=[]), dry_run(self._groups):
                 self._learn(modality, index, None, original(*args, **kwargs))
         except RuntimeError:  # it writes to its parameters, and placeholders have no memory; a tensor is the rule
             self._returns_tuple[modality] = None
@@ -270,7 +270,7 @@ def views(partition: Partition, names: Mapping[str, Sequence[str]], consumes: Ma
         consumes: for each stage, the encoders whose results it is sent.
     """
     cuts = {cut.name: cut for stages in partition.stages.values() for cut in stages}
-    last = partition.stages[partition.terminal][-1].name
+    last = partition.stages[partition.loss_modality][-1].name
     found = {}
     for key, members in names.items():
         held = {cuts[member].modality: cuts[member] for member in members}

@@ -5,7 +5,7 @@ rotary tables) or not (an encoder's states, a position bias). Only the second ki
 carries a gradient does not tell: a frozen model has none. So the first microbatch of each structure runs under
 `Trace`, which marks everything computed from parameters, received tensors or placeholders.
 
-It refuses nothing. A custom autograd function hides what it does from the trace; its results count as marked where
+A custom autograd function hides what it does from the trace; its results count as marked where
 they carry a gradient.
 """
 

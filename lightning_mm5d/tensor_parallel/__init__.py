@@ -1,3 +1,1 @@
-"""Tensor parallelism: layers divided over the ranks of a group."""
-
-from lightning_mm5d.tensor_parallel import divided_rules  # noqa: F401  makes them known
+"""Layers sharded over the ranks of a group: plans, where they come from, and what they make of a layer."""

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_mm5d.calls import at, hidden_place, with_state
-from lightning_mm5d.tensor_parallel.collectives import TensorGroup, copy, exchange, reduce, scatter
-from lightning_mm5d.tensor_parallel.divided import Divided, divided
-from lightning_mm5d.tensor_parallel.divided_sequences import is_tokens
+from lightning_mm5d.partition.hidden_state import at, hidden_place, with_state
+from lightning_mm5d.sharded.collectives import TensorGroup, copy, exchange, reduce, scatter
+from lightning_mm5d.sharded.sequence_operations import is_tokens
+from lightning_mm5d.sharded.tensor import Sharded, from_local
 from lightning_mm5d.tensor_parallel.region import Linear, Region, drops, linear
 from lightning_mm5d.tensor_parallel.resolve import Division, Heads, Kind
 
@@ -73,7 +73,7 @@ class TensorParallel:
         arXiv:2205.05198).
 
         It is divided along its last but one dim at the entry of each of `layers` where it comes whole. Between them it
-        is a `Divided`, which works on its part where it can and becomes whole where the model does anything else.
+        is a `Sharded`, which works on its part where it can and becomes whole where the model does anything else.
 
         Args:
             layers: list of layers whose hidden state is the first tensor among their arguments.
@@ -185,18 +185,18 @@ class TensorParallel:
     def _head(self, lengths: tuple[int, ...], region: Region) -> Callable[..., Tensor]:
         def forward(module: Any, input: Tensor) -> Tensor:
             local, tokens = input, None
-            if isinstance(input, Divided) and is_tokens(input.group):
+            if isinstance(input, Sharded) and is_tokens(input.group):
                 tokens = input.group
                 local = tokens.local(input)
             entered = region.enter(local, training=False)
             region.forget()
             part = self.linear(module, entered, module.bias)
-            if isinstance(input, Divided) and tokens is not None:
+            if isinstance(input, Sharded) and tokens is not None:
                 # of a context parallel rank's tokens, each tensor parallel rank gets some, with all classes
                 tokens = tokens.finer
-                part = exchange(part, -1, lengths, input.divided_dim, tokens.own_lengths, region.group)
-                return tokens.wrapped(part, input.divided_dim)
-            return divided(part, -1, lengths, region.group)
+                part = exchange(part, -1, lengths, input.sharded_dim, tokens.own_lengths, region.group)
+                return tokens.wrapped(part, input.sharded_dim)
+            return from_local(part, -1, lengths, region.group)
 
         return forward
 
@@ -220,10 +220,10 @@ class TensorParallel:
             found = list(result)
             for position, dim in heads.results.items():
                 value = found[position] if position < len(found) else None
-                if not isinstance(value, Tensor) or isinstance(value, Divided) or value.dim() <= dim:
+                if not isinstance(value, Tensor) or isinstance(value, Sharded) or value.dim() <= dim:
                     continue
                 if value.shape[dim] == heads.lengths[group.index]:
-                    found[position] = divided(value, dim - value.dim(), heads.lengths, group)
+                    found[position] = from_local(value, dim - value.dim(), heads.lengths, group)
             return tuple(found)
 
         if heads.arguments:
@@ -233,16 +233,16 @@ class TensorParallel:
 
 
 def _sequence_shard(x: Tensor, group: TensorGroup) -> Tensor:
-    if isinstance(x, Divided) or x.dim() < 2:
+    if isinstance(x, Sharded) or x.dim() < 2:
         return x
     length = x.shape[-2]
     lengths = [length // group.size + (rank < length % group.size) for rank in range(group.size)]
-    return divided(scatter(x, -2, lengths, group), -2, lengths, group)
+    return from_local(scatter(x, -2, lengths, group), -2, lengths, group)
 
 
 def _own_heads(value: Any, dim: int, lengths: tuple[int, ...], group: TensorGroup) -> Any:
     """This rank's heads of an argument; a `dim` below 0 has the heads running fastest in dim ``-dim - 1``."""
-    if isinstance(value, Divided):
+    if isinstance(value, Sharded):
         return value.part
     if not isinstance(value, Tensor):
         return value
@@ -256,8 +256,8 @@ def _own_heads(value: Any, dim: int, lengths: tuple[int, ...], group: TensorGrou
 def _experts(region: Region) -> Callable[..., Any]:
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         def own(value: Any) -> Any:
-            if isinstance(value, Divided):
-                value = value.whole()
+            if isinstance(value, Sharded):
+                value = value.full()
             wants = isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
             return copy(value, region.group) if wants else value
 

@@ -2,12 +2,10 @@
 
 On the way in a value is copied to the ranks (its partial gradients are summed), or a sequence shard is gathered; on the
 way out the partial results are summed, or summed and scattered again. Layers that take the same input share one copy,
-so the backward of an attention or a perceptron communicates once, however many projections it has.
+so the backward of an attention or a MLP communicates once, however many projections it has.
 
 Inside, dropout draws from a random stream of the rank's own; outside, all ranks draw the same masks. The rank's stream
 starts from a number drawn from the common one, so that a recomputed layer draws again what it drew.
-
-It refuses nothing.
 """
 
 from __future__ import annotations
@@ -21,15 +19,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_mm5d.tensor_parallel.collectives import (
+from lightning_mm5d.sharded.collectives import (
     TensorGroup,
     copy,
     gather_for_shards,
     reduce,
     reduce_scatter,
 )
-from lightning_mm5d.tensor_parallel.divided import Divided, divided
-from lightning_mm5d.tensor_parallel.divided_sequences import is_tokens
+from lightning_mm5d.sharded.sequence_operations import is_tokens
+from lightning_mm5d.sharded.tensor import Sharded, from_local
 
 Linear = Callable[[nn.Module, Tensor, "Tensor | None"], Tensor]
 _Sequence = tuple[int, tuple[int, ...]]  # the divided dim, and its length on each rank
@@ -63,10 +61,10 @@ class Region:
             if x is source and version == _version(x) and entered.requires_grad == wants:
                 return entered
         # what lies between these layers may ask for the whole's shape, so tokens of other ranks are gathered
-        local = x.whole() if isinstance(x, Divided) and is_tokens(x.group) else x
-        if isinstance(local, Divided):
-            self._sequences += ((local.divided_dim, local.lengths),)
-            entered = gather_for_shards(local.part, local.divided_dim, local.lengths, self.group)
+        local = x.full() if isinstance(x, Sharded) and is_tokens(x.group) else x
+        if isinstance(local, Sharded):
+            self._sequences += ((local.sharded_dim, local.lengths),)
+            entered = gather_for_shards(local.part, local.sharded_dim, local.lengths, self.group)
         else:
             entered = copy(local, self.group) if wants else local
         self._came.append((x, entered, _version(x)))
@@ -82,7 +80,7 @@ class Region:
         self.forget()
         for dim, lengths in self._left:
             if y.dim() >= -dim and y.shape[dim] == sum(lengths):
-                return divided(reduce_scatter(y, dim, lengths, self.group), dim, lengths, self.group)
+                return from_local(reduce_scatter(y, dim, lengths, self.group), dim, lengths, self.group)
         return reduce(y, self.group)
 
     def forget(self) -> None:

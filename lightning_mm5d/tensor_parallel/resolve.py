@@ -16,11 +16,11 @@ from typing import Any, Literal
 from torch import nn
 from transformers.pytorch_utils import Conv1D  # the projections of GPT-2 and its kin
 
-from lightning_mm5d.errors import ConfigError
-from lightning_mm5d.tensor_parallel.plans import TensorParallelPlan
-from lightning_mm5d.tensor_parallel.reads import weights_read
-from lightning_mm5d.tensor_parallel.rules import linear_of
-from lightning_mm5d.tensor_parallel.shards import Shard, even, joined
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.sharded.shards import Shard, even, joined
+from lightning_mm5d.source.reads import weights_read
+from lightning_mm5d.tensor_parallel.layer_plan import TensorParallelPlan
+from lightning_mm5d.tensor_parallel.plan_rules import linear_of
 from lightning_mm5d.tensor_parallel.units import Units
 
 Kind = Literal["column", "row", "experts", "embedding", "head", "dropout", "own_dropout"]

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import nn
 
-from lightning_mm5d.errors import ConfigError
-from lightning_mm5d.tensor_parallel.plans import TensorParallelPlan
-from lightning_mm5d.tensor_parallel.shards import HeadRanges, Range, Shard, even, heads_of, joined, scaled
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.sharded.shards import HeadRanges, Range, Shard, even, heads_of, joined, scaled
+from lightning_mm5d.tensor_parallel.layer_plan import TensorParallelPlan
 
 
 class OwnHeads(int):

@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig
 from transformers import masking_utils as hf
 
-from lightning_mm5d.context_parallel.bitfield import mask_function, pack
-from lightning_mm5d.context_parallel.masks import EMPTY, FULL, PARTIAL, TILE, Mask
-from lightning_mm5d.errors import ConfigError
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.context_parallel.masks.bitfield import mask_function, pack
+from lightning_mm5d.context_parallel.masks.mask import EMPTY, FULL, PARTIAL, TILE, Mask
 
 
 def sequence(batch: int, size: int, longest: int = 60) -> tuple[Tensor, Tensor, Tensor]:

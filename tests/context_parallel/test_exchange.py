@@ -19,14 +19,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lightning_mm5d.context_parallel import allgather, ring
-from lightning_mm5d.context_parallel.exchange import ContextGroups, context_attention, first_tokens, local_attention
-from lightning_mm5d.context_parallel.local import Local
-from lightning_mm5d.context_parallel.masks import Mask
-from lightning_mm5d.context_parallel.split import Split, uniform, zigzag
-from lightning_mm5d.context_parallel.transfers import Gather, Hop
-from lightning_mm5d.context_parallel.ulysses import joined, within
-from lightning_mm5d.tensor_parallel.collectives import TensorGroup, silent
+from lightning_mm5d.context_parallel.balance.distributions import uniform, zigzag
+from lightning_mm5d.context_parallel.exchange import allgather, ring
+from lightning_mm5d.context_parallel.exchange.attention import (
+    ContextGroups,
+    context_attention,
+    first_tokens,
+    local_attention,
+)
+from lightning_mm5d.context_parallel.exchange.local import Local
+from lightning_mm5d.context_parallel.exchange.transfers import Gather, Hop
+from lightning_mm5d.context_parallel.exchange.ulysses import joined, within
+from lightning_mm5d.context_parallel.masks.mask import Mask
+from lightning_mm5d.sharded.collectives import TensorGroup, dry_run
+from lightning_mm5d.sharded.token_split import TokenSplit
 from parity.harness import run_ranks
 
 B, S, D, DV = 2, 301, 8, 6
@@ -73,7 +79,7 @@ def padded(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
 MASKS = {"causal": causal, "sliding": sliding, "packed": packed, "padded": padded, "all": None}
 
 
-def uneven(size: int, ranks: int) -> Split:
+def uneven(size: int, ranks: int) -> TokenSplit:
     """Stretches of 7 tokens, at random, of which the last rank gets most and rank 1, if there is a third, none."""
     generator = torch.Generator().manual_seed(ranks)
     weights = torch.tensor([0.0 if rank == 1 and ranks > 2 else 1.0 + rank for rank in range(ranks)])
@@ -82,10 +88,10 @@ def uneven(size: int, ranks: int) -> Split:
     parts: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
     for start, owner in zip(starts, owners, strict=True):
         parts[owner].append((start, min(start + 7, size)))
-    return Split.of(parts, size)
+    return TokenSplit.of(parts, size)
 
 
-SPLITS: dict[str, Callable[[int, int], Split]] = {"uniform": uniform, "zigzag": zigzag, "uneven": uneven}
+SPLITS: dict[str, Callable[[int, int], TokenSplit]] = {"uniform": uniform, "zigzag": zigzag, "uneven": uneven}
 
 
 def tensors(case: Case) -> list[Tensor]:
@@ -136,7 +142,7 @@ def groups_of(rank: int, world: int) -> ContextGroups:
     return ContextGroups(whole, TensorGroup(inner[rank // 2]), TensorGroup(outer[rank % 2]))
 
 
-def own_part(case: Case, rank: int, world: int) -> tuple[Split, list[Tensor]]:
+def own_part(case: Case, rank: int, world: int) -> tuple[TokenSplit, list[Tensor]]:
     split = SPLITS[case.split](case.size, world)
     *whole, sinks = tensors(case)
     at = split.indices(rank)
@@ -399,7 +405,7 @@ def stand_in(size: int, index: int) -> TensorGroup:
 def test_silent_groups_give_shapes_without_communication(mode: str) -> None:
     groups = ContextGroups(stand_in(4, 2), stand_in(2, 0), stand_in(2, 1))
     case = Case(mode, sinks=True)
-    with silent([groups.whole]):
+    with dry_run([groups.whole]):
         found = call(case, groups)
     own = [x.shape for x in own_part(case, 2, 4)[1]]
     assert [x.shape for x in found] == [own[3], own[0], own[1], own[2], own[4]]

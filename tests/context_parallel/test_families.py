@@ -20,12 +20,12 @@ from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
 from lightning_mm5d import ConfigError, Modality
-from lightning_mm5d.context_parallel.apply import ContextParallel, Ranks
-from lightning_mm5d.context_parallel.check import check_layers
-from lightning_mm5d.context_parallel.exchange import ContextGroups
-from lightning_mm5d.context_parallel.interface import Interface
+from lightning_mm5d.context_parallel.exchange.attention import ContextGroups
+from lightning_mm5d.context_parallel.hooks.apply import ContextParallel, Ranks
+from lightning_mm5d.context_parallel.hooks.interface import Interface
+from lightning_mm5d.context_parallel.hooks.support import check_layers
 from lightning_mm5d.partition.find import find
-from lightning_mm5d.tensor_parallel.collectives import TensorGroup
+from lightning_mm5d.sharded.collectives import TensorGroup
 from parity.harness import run_ranks
 from tensor_parallel.families import Root
 

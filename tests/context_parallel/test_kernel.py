@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_mm5d.context_parallel import kernel, rectangles
-from lightning_mm5d.context_parallel.kernel import attend, attend_backward, merge
-from lightning_mm5d.context_parallel.masks import EMPTY, FULL, PARTIAL, TILE, Mask
-from lightning_mm5d.context_parallel.rectangles import plan
-from lightning_mm5d.context_parallel.tiles import Tiles
+from lightning_mm5d.context_parallel.kernels import kernel, rectangles
+from lightning_mm5d.context_parallel.kernels.kernel import attend, attend_backward, merge
+from lightning_mm5d.context_parallel.kernels.rectangles import plan
+from lightning_mm5d.context_parallel.masks.mask import EMPTY, FULL, PARTIAL, TILE, Mask
+from lightning_mm5d.context_parallel.masks.tiles import Tiles
 
 SCALE = 0.3
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import lightning_mm5d.context_parallel.makespan as makespan_module
-from lightning_mm5d.context_parallel.makespan import ALIKE, ENOUGH, deal, longest_first, lower_bound
+import lightning_mm5d.context_parallel.balance.makespan as makespan_module
+from lightning_mm5d.context_parallel.balance.makespan import ALIKE, ENOUGH, deal, longest_first, lower_bound
 
 NEAR = (1 + 1 / ALIKE) * (1 + 1 / ENOUGH)
 

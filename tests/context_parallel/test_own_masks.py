@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_mm5d import ConfigError, Modality, MultimodalStrategy, multimodal_mask
-from lightning_mm5d.context_parallel import exchange
-from lightning_mm5d.layout import Layout
+from lightning_mm5d.context_parallel.exchange import attention as exchange
+from lightning_mm5d.layout.layout import Layout
 from parity.harness import fit, run_ranks
 
 TOKENS, VOCABULARY = 40, 32
@@ -76,7 +76,7 @@ class TwoNodes(MultimodalStrategy):
 
     @cached_property
     def layout(self) -> Layout:  # type: ignore[override]
-        return Layout.build(self.modalities, world_size=self.world_size, terminal="language", ranks_per_node=2)
+        return Layout.build(self.modalities, world_size=self.world_size, loss_modality="language", ranks_per_node=2)
 
 
 def batches() -> list[Tensor]:

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from features.toys import Layout, Run, together
 from lightning_mm5d import ConfigError, Modality
-from lightning_mm5d.layout import Layout as Ranks
-from lightning_mm5d.validation import check_module
+from lightning_mm5d.layout.layout import Layout as Ranks
+from lightning_mm5d.trainer.validation import check_module
 from parity.harness import fit, strategy
 from tensor_parallel.layouts import batches_of, build
 from zoo.case import FIRST_TEXT_ID, VOCABULARY, Batch, TinyModule
@@ -93,7 +93,7 @@ def test_words_that_fit_are_taken(fields: dict[str, Any]) -> None:
 
 def test_sizes_that_do_not_fit_the_ranks_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"language: 3 \* dp_size"):
-        Ranks.build({"language": Modality(cp_size=3)}, world_size=4, terminal="language")
+        Ranks.build({"language": Modality(cp_size=3)}, world_size=4, loss_modality="language")
 
 
 # --- models, before any process group ---
@@ -207,7 +207,7 @@ class Manual(TinyModule):
 
 def test_manual_optimization_is_refused() -> None:
     module, chosen = Manual(), strategy(dict(SHARED))
-    chosen.__dict__["layout"] = Ranks.build(SHARED, world_size=2, terminal="language")
+    chosen.__dict__["layout"] = Ranks.build(SHARED, world_size=2, loss_modality="language")
     with pytest.raises(ConfigError, match="automatic_optimization"):
         check_module(module, chosen.plan(module), 1, "1f1b")
 

@@ -10,25 +10,25 @@ from typing import Any
 
 import torch
 
-from lightning_mm5d.context_parallel.sequence import Holders, Sequence, refined
-from lightning_mm5d.context_parallel.split import Split
+from lightning_mm5d.sharded.sequence import Holders, ShardedSequence, refined
+from lightning_mm5d.sharded.token_split import TokenSplit
 
 
-def fake(split: Split, rank: int, degree: int | None = None) -> Sequence:
+def fake(split: TokenSplit, rank: int, degree: int | None = None) -> ShardedSequence:
     group: Any = SimpleNamespace(index=rank, size=split.ranks)
-    return Sequence(split, Holders(group, degree or split.ranks, lambda x: False))
+    return ShardedSequence(split, Holders(group, degree or split.ranks, lambda x: False))
 
 
-def any_split(generator: numbers.Random, size: int, ranks: int) -> Split:
+def any_split(generator: numbers.Random, size: int, ranks: int) -> TokenSplit:
     """Stretches of any length to ranks at random; some have none."""
     cuts = sorted({0, size, *(generator.randint(0, size) for _ in range(generator.randint(0, 8)))})
     parts: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
     for piece in pairwise(cuts):
         parts[generator.randrange(ranks)].append(piece)
-    return Split.of(parts, size)
+    return TokenSplit.of(parts, size)
 
 
-def splits(count: int = 60) -> Iterator[tuple[numbers.Random, Split]]:
+def splits(count: int = 60) -> Iterator[tuple[numbers.Random, TokenSplit]]:
     generator = numbers.Random(0)
     for _ in range(count):
         yield generator, any_split(generator, generator.randint(1, 20), generator.randint(1, 5))
@@ -85,4 +85,4 @@ def test_tokens_of_a_rank_are_divided_evenly_in_order_and_joined_again() -> None
 def test_a_peer_makes_the_same_sequence_of_a_description() -> None:
     for _, split in splits(20):
         size, ranges = fake(split, 0).description()
-        assert Split.of(ranges, size) is split
+        assert TokenSplit.of(ranges, size) is split

@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_mm5d.context_parallel.split import (
+from lightning_mm5d.context_parallel.balance.distributions import (
     BLOCK,
     LEAST_BLOCKS,
-    Split,
     balanced,
     block_of,
     by_items,
@@ -22,6 +21,7 @@ from lightning_mm5d.context_parallel.split import (
     uniform,
     zigzag,
 )
+from lightning_mm5d.sharded.token_split import TokenSplit
 
 SIZES = [(0, 2), (1, 1), (1, 3), (3, 4), (5, 4), (10, 4), (64, 8), (129, 2), (1000, 3), (4096, 8), (5000, 7)]
 
@@ -45,7 +45,7 @@ def random_items(seed: int) -> tuple[list[int], list[int], int]:
     return lengths, [length**2 for length in lengths], source.randint(1, 6)
 
 
-def is_complete(split: Split) -> bool:
+def is_complete(split: TokenSplit) -> bool:
     """Whether each token is with one rank, and what the split says of itself is so."""
     parts = [split.indices(rank) for rank in range(split.ranks)]
     row = torch.cat(parts)
@@ -64,7 +64,7 @@ def is_complete(split: Split) -> bool:
 @pytest.mark.parametrize(("size", "ranks"), SIZES)
 @pytest.mark.parametrize("make", [uniform, zigzag])
 def test_plain_splits_have_every_token_once_and_lengths_that_differ_by_one_at_most(
-    make: Callable[[int, int], Split], size: int, ranks: int
+    make: Callable[[int, int], TokenSplit], size: int, ranks: int
 ) -> None:
     split = make(size, ranks)
     assert is_complete(split)
@@ -95,7 +95,7 @@ def test_a_zigzag_split_pairs_stretches_from_either_end() -> None:
 
 @pytest.mark.parametrize(("size", "ranks"), [(1024, 2), (4096, 4), (4096, 8)])
 def test_zigzag_halves_the_imbalance_of_a_causal_mask(size: int, ranks: int) -> None:
-    def busiest(split: Split) -> float:
+    def busiest(split: TokenSplit) -> float:
         work = [float((split.indices(rank) + 1).sum()) for rank in range(ranks)]
         return max(work) * ranks / sum(work)
 
@@ -164,20 +164,20 @@ def test_equal_splits_are_one_object() -> None:
     assert distribute("makespan_min", 4096, 4, lambda block: work(block).clone()) is split
     assert distribute("makespan_min", 4096, 4, lambda block: work(block) * 3) is split
     assert balanced(work(BLOCK), 4096, 4) is split
-    assert Split.of([[list(one) for one in part] for part in split.key], 4096) is split
+    assert TokenSplit.of([[list(one) for one in part] for part in split.key], 4096) is split
     assert distribute("makespan_min", 4096, 8, work) is not split
     assert distribute("uniform", 4096, 4, work) is uniform(4096, 4) is not split
 
 
 def test_ranges_are_joined_before_they_are_compared() -> None:
-    split = Split.of([[(0, 3), (3, 3), (3, 5)], [(5, 9)]], 9)
+    split = TokenSplit.of([[(0, 3), (3, 3), (3, 5)], [(5, 9)]], 9)
     assert split.ranges == (((0, 5),), ((5, 9),))
-    assert Split.of([[(0, 5)], [(5, 9)]], 9) is split
-    assert Split.of([[(5, 9)], [(0, 5)]], 9) is not split
+    assert TokenSplit.of([[(0, 5)], [(5, 9)]], 9) is split
+    assert TokenSplit.of([[(5, 9)], [(0, 5)]], 9) is not split
 
 
 def test_a_split_that_nobody_holds_is_forgotten() -> None:
-    split = Split.of([[(0, 12345)]], 12345)
+    split = TokenSplit.of([[(0, 12345)]], 12345)
     assert split.indices(0).numel() == 12345
     alive = weakref.ref(split)
     del split
@@ -186,7 +186,7 @@ def test_a_split_that_nobody_holds_is_forgotten() -> None:
 
 
 def test_indices_are_made_once_and_serve_autograd_though_first_used_in_inference() -> None:
-    split = Split.of([[(0, 2), (5, 7)], [(2, 5)]], 7)
+    split = TokenSplit.of([[(0, 2), (5, 7)], [(2, 5)]], 7)
     with torch.inference_mode():
         indices, order = split.indices(0), split.order()
     assert split.indices(0, torch.device("cpu")) is indices
@@ -208,4 +208,4 @@ def test_indices_are_made_once_and_serve_autograd_though_first_used_in_inference
 )
 def test_a_split_that_lacks_tokens_or_has_them_twice_is_a_bug(ranges: list[list[tuple[int, int]]]) -> None:
     with pytest.raises(AssertionError):
-        Split.of(ranges, 9)
+        TokenSplit.of(ranges, 9)

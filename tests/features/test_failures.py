@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from features.toys import PAIR, PIPE, SHARED, TWINS, WIDTH, Layout, Run, Samples, Scenario, Toy, together
-from lightning_mm5d.errors import ConfigError
+from lightning_mm5d.config.errors import ConfigError
 
 
 def errors(layout: Layout, scenario: Scenario, **options: Any) -> list[str]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from features.toys import PIPE, SHARED, Layout, Run, Toy, assert_same, figures, outcomes, together, weights
 from lightning_mm5d import Modality
-from lightning_mm5d.errors import ConfigError
+from lightning_mm5d.config.errors import ConfigError
 
 
 class Contrast(Toy):

@@ -1,7 +1,7 @@
 """A tiny two-part module, its data, and scenarios: functions that run once on one process and once on ranks.
 
 A scenario makes its trainers and loaders through a `Run`, which knows the layout, and returns plain values. The
-module is in float64, so that what ranks compute can be compared to 1e-9. It refuses nothing.
+module is in float64, so that what ranks compute can be compared to 1e-9.
 """
 
 from __future__ import annotations

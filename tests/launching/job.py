@@ -2,7 +2,6 @@
 
 Its arguments choose what the trainer and the strategy are given. Every rank writes the loss of every step to a file,
 and whichever process has rank 0 when `fit` returns writes the weights that it then holds; a checkpoint is saved too.
-It refuses nothing.
 """
 
 from __future__ import annotations

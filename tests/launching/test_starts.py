@@ -185,6 +185,6 @@ def test_a_wrong_configuration_is_printed_once_and_starts_no_children(tmp_path: 
     ran = run(tmp_path, [(job(tmp_path, "--devices", "1"), {})])
     assert ran.codes == [1]
     assert ran.processes == 1
-    assert ran.printed.count("lightning_mm5d.errors.ConfigError: ") == 1
+    assert ran.printed.count("lightning_mm5d.config.errors.ConfigError: ") == 1
     assert "Trainer(devices=..., num_nodes=...): got 1." in ran.printed
     assert ran.losses == {}

@@ -64,15 +64,15 @@ SINGLE = ("t5", "llama_tied", "gpt2", "bert")
 def layout(name: str, which: str) -> tuple[dict[str, dict[str, Any]], int, int]:
     """Return the fields of each modality, the number of ranks and of replicas of the language model."""
     case = CASES[name]
-    *encoders, terminal = case.modalities
+    *encoders, loss_modality = case.modalities
     if which in ENCODER_LAYOUTS and encoders:
         encoder, language, each, ranks = ENCODER_LAYOUTS[which]
-        fields = {**dict.fromkeys(encoders, encoder), terminal: language}
+        fields = {**dict.fromkeys(encoders, encoder), loss_modality: language}
         world = each * len(encoders) + ranks
         replicas = 2 if which in ("dp 2", "{e} dp 1 | language dp 2", "all on all") else 1
     else:
         language, world = SINGLE_LAYOUTS[which]
-        fields, replicas = {terminal: language}, 2 if "dp 2" in which else 1
+        fields, replicas = {loss_modality: language}, 2 if "dp 2" in which else 1
     return {key: {**case.modality_paths.get(key, {}), **value} for key, value in fields.items()}, world, replicas
 
 

@@ -55,9 +55,9 @@ def batches(name: str) -> list[Any]:
 
 
 def layout(name: str, pp_size: int) -> tuple[dict[str, Modality], int]:
-    *encoders, terminal = CASES[name].modalities
+    *encoders, loss_modality = CASES[name].modalities
     paths = CASES[name].modality_paths
-    fields: dict[str, dict[str, Any]] = {**{key: {} for key in encoders}, terminal: {"pp_size": pp_size}}
+    fields: dict[str, dict[str, Any]] = {**{key: {} for key in encoders}, loss_modality: {"pp_size": pp_size}}
     modalities = {key: Modality(**{**paths.get(key, {}), **value}) for key, value in fields.items()}
     return modalities, len(encoders) + pp_size
 

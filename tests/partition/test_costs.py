@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cuts import HEAD, LAYER, cut, llama, llava
-from lightning_mm5d.config import Modality
+from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.partition import Unit, stage_costs, step_costs
 from zoo.case import TinyModule
 from zoo.text import LLAMA

@@ -7,8 +7,8 @@ import pytest
 from torch import Tensor, nn
 
 from cuts import HEAD, LAYER, by_offsets, cut, llama, llava, train_only
-from lightning_mm5d.config import Modality, PipelineTemplate
-from lightning_mm5d.errors import ConfigError
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.modality import Modality, PipelineTemplate
 
 
 def sizes(module: nn.Module, **modalities: Modality) -> dict[str, list[int]]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations, pairwise, product
 from random import Random
 
-from lightning_mm5d.config import Host, Modality
+from lightning_mm5d.config.modality import Host, Modality
 from lightning_mm5d.planner.placements import Placement, Space
 
 ROWS = {"vision": [1.0] * 6, "audio": [0.5] * 4, "language": [1.0] * 12}
@@ -14,7 +14,7 @@ ROWS = {"vision": [1.0] * 6, "audio": [0.5] * 4, "language": [1.0] * 12}
 
 def space(costs: Mapping[str, Sequence[float]], num_ranks: int, count: int = 4, **modalities: Modality) -> Space:
     given = {name: modalities.get(name, Modality()) for name in costs}
-    return Space(costs, given, num_ranks, terminal="language", num_microbatches=count)
+    return Space(costs, given, num_ranks, loss_modality="language", num_microbatches=count)
 
 
 def cuts(costs: Sequence[float], parts: int) -> list[list[float]]:

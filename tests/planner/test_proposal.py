@@ -10,11 +10,11 @@ import pytest
 import yaml
 from jsonargparse import auto_cli
 
-from lightning_mm5d.config import Modality, PipelineTemplate
-from lightning_mm5d.engine.plan import Plan
-from lightning_mm5d.errors import ConfigError
-from lightning_mm5d.layout import Layout
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.modality import Modality, PipelineTemplate
+from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.partition import partition
+from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.planner.proposal import Proposal, propose
 from zoo import CASES, apply_freeze
 
@@ -23,7 +23,7 @@ COUNT = 8
 
 def planned(module: Any, modalities: Mapping[str, Modality], world: int) -> Plan:
     cut = partition(module, modalities)
-    layout = Layout.build(modalities, world_size=world, terminal=cut.terminal)
+    layout = Layout.build(modalities, world_size=world, loss_modality=cut.loss_modality)
     sizes = {name: p.numel() for name, p in module.named_parameters(remove_duplicate=False)}
     return Plan(layout, cut, modalities, sizes)
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from lightning_mm5d.checks import check
-from lightning_mm5d.config import Modality
-from lightning_mm5d.errors import ConfigError
-from lightning_mm5d.layout import Layout
+from lightning_mm5d.config.checks import check
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.modality import Modality
+from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.partition.costs import Unit
 from lightning_mm5d.planner.search import Found, search
 
@@ -28,7 +28,9 @@ def run(
     rows = {name: row(name, forwards) for name, forwards in costs.items()}
     modalities = rest.pop("modalities", {name: Modality() for name in costs})
     trainable = {key for name in rows if name not in frozen for unit in rows[name] for key in unit.costs}
-    return search(rows, modalities, num_ranks, terminal="language", trainable=trainable, num_microbatches=count, **rest)
+    return search(
+        rows, modalities, num_ranks, loss_modality="language", trainable=trainable, num_microbatches=count, **rest
+    )
 
 
 def said(found: Found) -> dict[str, tuple[Any, Any]]:
@@ -126,8 +128,8 @@ def test_what_is_found_is_a_configuration_that_fills_the_world(num_ranks: int, r
         "language": Modality(dp_size=replicas),
     }
     found = run(SMALL, num_ranks, modalities=modalities).modalities
-    check(found, terminal="language", num_microbatches=8, schedule="1f1b", schedules=["1f1b"])
-    layout = Layout.build(found, world_size=num_ranks * (replicas or 1), terminal="language")
+    check(found, loss_modality="language", num_microbatches=8, schedule="1f1b", schedules=["1f1b"])
+    layout = Layout.build(found, world_size=num_ranks * (replicas or 1), loss_modality="language")
     assert layout.num_replicas == (replicas or 1)
     assert found["vision"].module == "model.vision"
     assert (found["vision"].pp_chunks, found["vision"].cost) == (1, None)
@@ -138,7 +140,7 @@ def test_tensor_parallel_sizes_are_kept_and_counted() -> None:
     modalities = {"vision": Modality(), "audio": Modality(), "language": Modality(tp_size=2)}
     found = run(SMALL, 7, modalities=modalities).modalities
     assert found["language"].tp_size == 2
-    assert Layout.build(found, world_size=7, terminal="language").num_replicas == 1
+    assert Layout.build(found, world_size=7, loss_modality="language").num_replicas == 1
     assert not any(str(modality.colocate_with).startswith("language") for modality in found.values())
 
 

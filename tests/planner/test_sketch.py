@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_mm5d.config import Modality
-from lightning_mm5d.layout import Layout
+from lightning_mm5d.config.modality import Modality
+from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.planner.sketch import sketch
 from lightning_mm5d.schedule import Graph
 
 
 def _graph(world_size: int, count: int = 4, **modalities: Modality) -> Graph:
-    layout = Layout.build(modalities, world_size=world_size, terminal="language")
+    layout = Layout.build(modalities, world_size=world_size, loss_modality="language")
     return sketch(layout, modalities, count)
 
 
@@ -42,14 +42,14 @@ def test_costs_are_those_of_ranks_and_shared_by_their_chunks() -> None:
 
 def test_chunks_lie_in_a_v_where_they_are_told_to() -> None:
     modalities = {"language": Modality(pp_size=2, pp_chunks=2, cost=[2.0, 3.0])}
-    layout = Layout.build(modalities, world_size=2, terminal="language")
+    layout = Layout.build(modalities, world_size=2, loss_modality="language")
     graph = sketch(layout, modalities, 2, v_shaped=True)
     assert [(node.worker, node.forward_cost) for node in graph.nodes] == [(0, 1.0), (1, 1.5), (1, 1.5), (0, 1.0)]
 
 
 def test_frozen_modalities_run_input_gradients_where_something_before_them_is_trained() -> None:
     modalities = {"audio": Modality(), "vision": Modality(), "language": Modality()}
-    layout = Layout.build(modalities, world_size=3, terminal="language")
+    layout = Layout.build(modalities, world_size=3, loss_modality="language")
     costs = _costs(sketch(layout, modalities, 2, frozen=("audio", "language")))
     assert costs == {"audio.0": (1.0, 0.0, 0.0), "vision.0": (1.0, 2.0, 2.0), "language.0": (1.0, 1.0, 0.0)}
     costs = _costs(sketch(layout, modalities, 2, frozen=tuple(modalities)))

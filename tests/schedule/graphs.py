@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from random import Random
 
-from lightning_mm5d.config import Modality, for_schedule
-from lightning_mm5d.layout import Layout
+from lightning_mm5d.config.modality import Modality, for_schedule
+from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.planner.sketch import sketch
 from lightning_mm5d.schedule import Graph, Node, place
 
@@ -60,16 +60,16 @@ def case(microbatches: int, *, schedule: str = "1f1b", frozen: Collection[str] =
     """One replica of a configuration whose last modality is the language model, placed for ``schedule``."""
     placed = for_schedule(modalities, "zbv" if schedule == "interleaved" else schedule, "language")
     ranks = sum(modality.ranks_per_replica for modality in modalities.values() if modality.colocate_with is None)
-    layout = Layout.build(placed, world_size=ranks, terminal="language")
+    layout = Layout.build(placed, world_size=ranks, loss_modality="language")
     return sketch(layout, placed, microbatches, frozen=frozen, v_shaped=schedule == "zbv")
 
 
 def tree(microbatches: int, *, frozen: tuple[str, ...] = (), **depths: int) -> Graph:
     """Modalities of the given depths, all feeding the last one; a worker per stage, in order."""
-    *encoders, terminal = depths
+    *encoders, loss_modality = depths
     stages = [f"{modality}.{i}" for modality, depth in depths.items() for i in range(depth)]
     edges = [edge for modality, depth in depths.items() for edge in links(modality, depth)]
-    edges += [(f"{encoder}.{depths[encoder] - 1}", f"{terminal}.0") for encoder in encoders]
+    edges += [(f"{encoder}.{depths[encoder] - 1}", f"{loss_modality}.0") for encoder in encoders]
     nodes = [
         Node(
             stage=stage,
@@ -83,7 +83,7 @@ def tree(microbatches: int, *, frozen: tuple[str, ...] = (), **depths: int) -> G
 
 
 def interleaved(replicas: int, each: int) -> tuple[int, ...]:
-    """The microbatches of all terminal replicas, taking turns; replica r starts at r * each."""
+    """The microbatches of all loss replicas, taking turns; replica r starts at r * each."""
     return tuple(replica * each + i for i in range(each) for replica in range(replicas))
 
 

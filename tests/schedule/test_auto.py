@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from lightning_mm5d.config import Modality
+from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.schedule import ScheduleError, build, lower_bound, simulate, validate
 from lightning_mm5d.schedule.greedy import Pipeline
 

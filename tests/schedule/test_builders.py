@@ -11,8 +11,8 @@ from random import Random
 import pytest
 
 import lightning_mm5d.schedule
-from lightning_mm5d.errors import ConfigError
-from lightning_mm5d.planner import timeline
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.planner import drawing as timeline
 from lightning_mm5d.schedule import (
     SCHEDULES,
     Action,

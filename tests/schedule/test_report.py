@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_mm5d.config import Modality
+from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.schedule import (
     SCHEDULES,
     Graph,

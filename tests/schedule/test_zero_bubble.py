@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_mm5d.config import Modality
+from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.schedule import Kind, build, held_limits, simulate, validate
 
 from .graphs import case, chunked, tree

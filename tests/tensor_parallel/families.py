@@ -96,7 +96,7 @@ class Family:
     Attributes:
         make: gives the model, in the default dtype.
         batch: gives its arguments.
-        tolerance: largest difference to the undivided model, relative to the largest value; models that drop to float32
+        tolerance: largest difference to the unsharded model, relative to the largest value; models that drop to float32
             have a larger one.
         fixed: arguments of every call.
     """

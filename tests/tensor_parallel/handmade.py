@@ -1,6 +1,6 @@
 """A small module with every kind of divided parameter, and plans for it without any forward being divided.
 
-For tests of what plans say about parameters; gradients and values are made up. It refuses nothing.
+For tests of what plans say about parameters; gradients and values are made up.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_mm5d import Modality
+from lightning_mm5d.config.modality import loss_modality_of
 from lightning_mm5d.engine.groups import Groups
-from lightning_mm5d.engine.plan import Plan
-from lightning_mm5d.layout import Layout
-from lightning_mm5d.partition import partition, terminal_of
+from lightning_mm5d.layout.layout import Layout
+from lightning_mm5d.partition import partition
+from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.sharded.shards import Shard, even, heads_of, joined, scaled
 from lightning_mm5d.stage import drop_parameters
 from lightning_mm5d.tensor_parallel.resolve import Division
-from lightning_mm5d.tensor_parallel.shards import Shard, even, heads_of, joined, scaled
 
 WIDTH, HEAD, VOCABULARY = 4, 2, 11
 
@@ -63,7 +64,7 @@ class Model(L.LightningModule):
         return self.head(hidden).sum()
 
 
-def divided(query: int, key_value: int, degree: int) -> Division:
+def from_local(query: int, key_value: int, degree: int) -> Division:
     """How `Model` is divided over `degree` ranks."""
     heads = heads_of(query, key_value, degree)
     assert heads is not None
@@ -90,7 +91,7 @@ def divided(query: int, key_value: int, degree: int) -> Division:
 
 
 def plan_of(module: L.LightningModule, division: Division, world: int, **modalities: Modality) -> Plan:
-    layout = Layout.build(modalities, world_size=world, terminal=terminal_of(modalities))
+    layout = Layout.build(modalities, world_size=world, loss_modality=loss_modality_of(modalities))
     sizes = {name: p.numel() for name, p in module.named_parameters(remove_duplicate=False)}
     return Plan(layout, partition(module, modalities), modalities, sizes, division=division)
 
@@ -98,7 +99,7 @@ def plan_of(module: L.LightningModule, division: Division, world: int, **modalit
 def model_plan(world: int, query: int, key_value: int, **fields: int) -> tuple[Model, Plan]:
     """A `Model` with that many heads, and its plan on `world` ranks."""
     module = Model(query, key_value)
-    division = divided(query, key_value, fields["tp_size"])
+    division = from_local(query, key_value, fields["tp_size"])
     return module, plan_of(module, division, world, language=Modality(**fields))
 
 

@@ -18,14 +18,14 @@ from torch.utils.data import DataLoader
 
 from features.toys import Layout, Run, assert_same, together, weights
 from lightning_mm5d import Modality
-from lightning_mm5d.tensor_parallel.divided import Divided
+from lightning_mm5d.sharded.tensor import Sharded
 from lightning_mm5d.tensor_parallel.region import Region, drops
 from parity.harness import Batches
 from tensor_parallel.families import BART_SIZES, FAMILIES, Family, Root, source_and_target
 from zoo.case import TinyModule
 from zoo.text import LLAMA, padded_batch
 
-WHOLE, ATTENTION, INNER = 0.1, 0.2, 0.3  # rates of replicated values, attention weights, and inside a perceptron
+WHOLE, ATTENTION, INNER = 0.1, 0.2, 0.3  # rates of replicated values, attention weights, and inside a MLP
 SHARDS = Layout({"language": Modality(tp_size=2, sequence_parallel=True)}, 2)
 WHOLES = Layout({"language": Modality(tp_size=2)}, 2)
 Drawn = list[tuple[float, Tensor]]
@@ -39,9 +39,9 @@ def recorded(drawn: Drawn) -> Iterator[None]:
     def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         if not training or p == 0:
             return x
-        with patch.object(F, "dropout", original):  # which tells a `Divided` its own name
+        with patch.object(F, "dropout", original):  # which tells a `Sharded` its own name
             mask = original(x.detach() * 0 + 1, p)
-        drawn.append((p, (mask.part if isinstance(mask, Divided) else mask) != 0))
+        drawn.append((p, (mask.part if isinstance(mask, Sharded) else mask) != 0))
         return x * mask
 
     with patch.object(F, "dropout", dropout):
@@ -62,7 +62,7 @@ class Noted(TinyModule):
 
 
 def bart() -> Noted:
-    """Drops everywhere; 49 values inside a perceptron, so that ranks draw different numbers of them."""
+    """Drops everywhere; 49 values inside a MLP, so that ranks draw different numbers of them."""
     rates = {"dropout": WHOLE, "attention_dropout": ATTENTION, "activation_dropout": INNER}
     sizes: dict[str, Any] = BART_SIZES | {"encoder_ffn_dim": 49, "decoder_ffn_dim": 49} | rates
     with torch.random.fork_rng(devices=[]):
@@ -80,7 +80,7 @@ def llama() -> Noted:
 
 
 def adapted() -> Noted:
-    """Only its adapters drop; 47 values inside a perceptron."""
+    """Only its adapters drop; 47 values inside a MLP."""
     peft = pytest.importorskip("peft")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)

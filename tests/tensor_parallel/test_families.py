@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.tensor_parallel.apply import TensorParallel
-from lightning_mm5d.tensor_parallel.collectives import TensorGroup
-from lightning_mm5d.tensor_parallel.find import plans_of
+from lightning_mm5d.tensor_parallel.plan_lookup import plans_of
 from lightning_mm5d.tensor_parallel.resolve import Division, resolve
 from parity.harness import run_ranks
 

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_mm5d import Modality
-from lightning_mm5d.engine.plan import Plan
-from lightning_mm5d.parallel.gradients import Rows, Summed, counted_of, make_gradients, sum_groups, sums_of
+from lightning_mm5d.gradients.gradients import Rows, Summed, counted_of, make_gradients, sum_groups, sums_of
+from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.sharded.shards import Segment, Shard
 from lightning_mm5d.tensor_parallel.resolve import Division
-from lightning_mm5d.tensor_parallel.shards import Segment, Shard
 from parity.harness import run_ranks
 from tensor_parallel.handmade import HEAD, VOCABULARY, WIDTH, Model, connect, held_by, model_plan, plan_of
 

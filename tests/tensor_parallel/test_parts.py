@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 from features.toys import assert_same
-from lightning_mm5d.checkpoint import (
+from lightning_mm5d.checkpoint.checkpoint import (
     collect_module,
     collect_optimizer,
     drop_remote_state,
@@ -19,7 +19,7 @@ from lightning_mm5d.checkpoint import (
     load_optimizer,
     restore_whole,
 )
-from lightning_mm5d.engine.plan import Plan
+from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.stage import is_placeholder
 from parity.harness import run_ranks
 from tensor_parallel.handmade import Model, connect, cut, model_plan

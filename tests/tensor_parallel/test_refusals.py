@@ -10,8 +10,8 @@ import torch
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 
 from lightning_mm5d import ConfigError, Modality
-from lightning_mm5d.layout import Layout
-from lightning_mm5d.validation import check_callbacks, check_module
+from lightning_mm5d.layout.layout import Layout
+from lightning_mm5d.trainer.validation import check_callbacks, check_module
 from parity.harness import fit, run_ranks, strategy
 from tensor_parallel.layouts import batches_of, build
 from zoo.case import TinyModule
@@ -21,7 +21,7 @@ DIVIDED = {"language": Modality(tp_size=2)}
 
 def plan_of(module: L.LightningModule) -> Any:
     chosen = strategy(dict(DIVIDED))
-    chosen.__dict__["layout"] = Layout.build(DIVIDED, world_size=2, terminal="language")
+    chosen.__dict__["layout"] = Layout.build(DIVIDED, world_size=2, loss_modality="language")
     return chosen.plan(module)
 
 

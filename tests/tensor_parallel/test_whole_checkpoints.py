@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from features.toys import Layout, Run, alone, assert_same, figures, outcomes, together, weights
 from lightning_mm5d import Modality
-from lightning_mm5d.tensor_parallel.find import register_tensor_parallel_plan
-from lightning_mm5d.tensor_parallel.plans import TensorParallelPlan
+from lightning_mm5d.tensor_parallel.layer_plan import TensorParallelPlan
+from lightning_mm5d.tensor_parallel.plan_lookup import register_tensor_parallel_plan
 
 VOCABULARY, WIDTH, HEAD = 17, 8, 2
 

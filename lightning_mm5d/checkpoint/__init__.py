@@ -1,0 +1,1 @@
+"""Full checkpoints of any layout: gathered when saved, cut when loaded."""

@@ -1,0 +1,325 @@
+"""Reads what a LightningCLI configuration describes, without training, processes or process groups.
+
+The parser is that of the user's own LightningCLI, so that keys, defaults and links mean what they mean in training:
+the script that makes it is run until its parser exists. Without a script it is that of a LightningCLI whose classes
+the configuration names (``class_path``). Then only model, data module and strategy are made, the model without memory
+where its code allows it.
+
+Where sizes alone will do, a configuration may lack the model: then it holds ``trainer.strategy``, or nothing but the
+strategy's arguments. It refuses what the parser and the strategy refuse, and settings that only the training machine
+could resolve (``devices: auto``).
+"""
+
+from __future__ import annotations
+
+import inspect
+import runpy
+import sys
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+import yaml
+from jsonargparse import ArgumentParser, Namespace
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.strategies import Strategy
+from lightning_utilities.core.apply_func import apply_to_collection
+
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.modality import Modality
+from lightning_mm5d.data.packed_images import describe
+from lightning_mm5d.strategy import MultimodalStrategy
+from lightning_mm5d.trainer.steps import microbatches
+
+# what Lightning's precision plugins make of a module's parameters; all other settings leave them alone
+_DTYPES = {"64-true": torch.float64, "64": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
+_ARGUMENTS = frozenset(inspect.signature(MultimodalStrategy).parameters)
+_STRATEGY = "lightning_mm5d.MultimodalStrategy"
+
+
+class Job(NamedTuple):
+    """What a configuration describes.
+
+    Attributes:
+        strategy: knows its ranks.
+        module: may lack memory; None where the configuration has no model.
+        modalities: as they were written, before the schedule had its say about chunks.
+        data: the data module, where the configuration has one.
+    """
+
+    strategy: MultimodalStrategy
+    module: LightningModule | None
+    modalities: Mapping[str, Modality]
+    data: LightningDataModule | None = None
+
+
+def load(
+    configs: Sequence[Path],
+    script: Path | None,
+    overrides: Sequence[str],
+    *,
+    sizes_will_do: bool = False,
+    with_memory: bool = False,
+) -> Job:
+    """Read a job from the configuration of a LightningCLI.
+
+    Args:
+        configs: YAML files, later ones laid on top.
+        script: the file that makes the LightningCLI; unset, it is looked for if the configuration does not name
+            the model's class.
+        overrides: options of the LightningCLI, such as ``--trainer.devices=8``.
+        sizes_will_do: whether the model may be missing. It is taken to be where nothing says ``model`` or names a
+            script, and where, moreover, no ``trainer.devices`` are given or no script is found; ranks are then as many
+            as the sizes need.
+        with_memory: whether the model is to be run.
+
+    Raises:
+        ConfigError: it cannot be read, or cannot work.
+        ArgumentError: the parser refuses it.
+    """
+    contents = [_read(config) for config in configs]
+    if sizes_will_do and script is None and _lacks_model(contents, overrides, configs):
+        texts = [yaml.safe_dump(_without_model(content), sort_keys=False) for content in contents]
+        arguments = [part for text in texts for part in ("--config", text)] + list(map(_in_full, overrides))
+        return _job_of(None, arguments, partial(LightningCLI, LightningModule))
+    named = any(option.split("=")[0] in ("--model", "--model.class_path") for option in overrides)
+    for content in contents:
+        model = content.get("model")
+        named = named or isinstance(model, str) or (isinstance(model, dict) and "class_path" in model)
+    if script is None and not named:
+        script = _script_beside(configs)
+    if script is not None and not script.is_file():
+        raise ConfigError("--script", str(script), "There is no such file", "Name the script that trains")
+    arguments = [part for config in configs for part in ("--config", str(config))] + list(overrides)
+    folders = [script.parent] if script else []
+    with _importable([*folders, *(config.parent for config in configs), Path()]):
+        return _job_of(script, arguments, with_memory=with_memory)
+
+
+def _read(config: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(config.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError("CONFIG", str(config), f"It cannot be read: {error.strerror}", "Name a YAML file") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError("CONFIG", str(config), f"It is no YAML: {error}", "Correct it there") from error
+    if not isinstance(content, dict):
+        rule = "A configuration maps keys such as trainer, model and data to settings"
+        raise ConfigError("CONFIG", str(config), rule, "Name a configuration of a LightningCLI")
+    return content
+
+
+def _lacks_model(contents: Sequence[dict[str, Any]], overrides: Sequence[str], configs: Sequence[Path]) -> bool:
+    said = {option[2:].split("=")[0] for option in overrides if option.startswith("--")}
+    for content in contents:
+        trainer = content.get("trainer")
+        said |= {*content, *(f"trainer.{key}" for key in trainer)} if isinstance(trainer, dict) else set(content)
+    if any(key.split(".")[0] == "model" for key in said):
+        return False
+    return "trainer.devices" not in said or not _scripts_beside(configs)
+
+
+def _without_model(content: dict[str, Any]) -> dict[str, Any]:
+    """The same configuration as a LightningCLI without classes of a user's own would take it."""
+    if "trainer" not in content and not _ARGUMENTS.isdisjoint(content):
+        return {"trainer": {"strategy": {"class_path": _STRATEGY, "init_args": content}}}
+    content = {key: value for key, value in content.items() if key != "data"}
+    trainer = content.get("trainer")
+    strategy = trainer.get("strategy") if isinstance(trainer, dict) else None
+    if isinstance(trainer, dict) and isinstance(strategy, dict) and "class_path" not in strategy:
+        arguments = strategy.get("init_args", strategy)
+        content["trainer"] = {**trainer, "strategy": {"class_path": _STRATEGY, "init_args": arguments}}
+    return content
+
+
+def _in_full(option: str) -> str:
+    """``--trainer.strategy.init_args.schedule=zbv`` for ``--schedule=zbv``; a value on its own stays."""
+    short = option.startswith("--") and option[2:].split("=")[0].split(".")[0] in _ARGUMENTS
+    return f"--trainer.strategy.init_args.{option[2:]}" if short else option
+
+
+def _scripts_beside(configs: Sequence[Path]) -> list[Path]:
+    """The Python files in the folders of the configurations that mention LightningCLI."""
+    files = sorted({file for config in configs for file in config.parent.glob("*.py")})
+    return [file for file in files if "LightningCLI" in file.read_text(encoding="utf-8", errors="ignore")]
+
+
+def _script_beside(configs: Sequence[Path]) -> Path:
+    found = _scripts_beside(configs)
+    if len(found) != 1:
+        seen = ", ".join(map(str, found)) or "none"
+        rule = f"Without model.class_path the classes are those of a script, and of scripts beside it there are: {seen}"
+        raise ConfigError("CONFIG", str(configs[0]), rule, "Name the script that makes the LightningCLI with --script")
+    return found[0]
+
+
+@contextmanager
+def _importable(folders: Sequence[Path]) -> Generator[None, None, None]:
+    before = list(sys.path)
+    sys.path[:0] = [str(folder.resolve()) for folder in folders]
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+
+
+class _Finished(BaseException):
+    """Leaves the user's script with what came of it; no `except Exception` of theirs stops it, and goes on to train."""
+
+    def __init__(self, outcome: Job | Exception) -> None:
+        self.outcome = outcome
+
+
+def first_microbatch(job: Job) -> Any:
+    """Return the first microbatch of the training data, on the device that the module is on."""
+    module, data = job.module, job.data
+    assert module is not None
+    if data is not None:
+        data.prepare_data()
+        data.setup("fit")
+    loader = (module if data is None else data).train_dataloader()
+    if isinstance(loader, (dict, list, tuple)) or loader is None:
+        rule = "Layers are measured on the batches of one training dataloader"
+        raise ConfigError("data", type(loader).__name__, rule, "Say --cost instead of --measure")
+    batch = next(iter(loader), None)
+    if batch is None:
+        raise ConfigError("data", "nothing", "The training dataloader is empty", "Say --cost instead of --measure")
+    count = 1 if job.strategy.microbatching == "loader" else job.strategy.num_microbatches
+    part = microbatches(module, batch, count, describe(module))[0].batch
+    part = module.transfer_batch_to_device(module.on_before_batch_transfer(part, 0), module.device, 0)
+    if module.dtype != torch.float32:  # as the precision plugins of Lightning do where the module is not 32-bit
+        convert = partial(_to_dtype, dtype=module.dtype)
+        part = apply_to_collection(part, torch.Tensor, convert)
+    return module.on_after_batch_transfer(part, 0)
+
+
+def _to_dtype(tensor: torch.Tensor, dtype: torch.dtype | str) -> torch.Tensor:
+    assert isinstance(dtype, torch.dtype)
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _job_of(
+    script: Path | None,
+    arguments: list[str],
+    without_model: Callable[[], Any] | None = None,
+    *,
+    with_memory: bool = False,
+) -> Job:
+    """Run what makes a LightningCLI until it has made its parser, and let that parser read `arguments`."""
+    setup_parser, fit = LightningCLI.setup_parser, {"fit": LightningCLI.subcommands()["fit"]}
+
+    def read(cli: LightningCLI, run: bool, main_kwargs: dict[str, Any], sub_kwargs: dict[str, Any]) -> None:
+        setup_parser(cli, run, main_kwargs | {"exit_on_error": False}, sub_kwargs)
+        try:
+            command = ["fit"] if run else []
+            outcome: Job | Exception = _parsed(cli.parser, command, arguments, without_model is None, with_memory)
+        except Exception as error:
+            outcome = error
+        raise _Finished(outcome)
+
+    run_script = partial(runpy.run_path, str(script), run_name="__main__")
+    make: Callable[[], Any] = without_model or (LightningCLI if script is None else run_script)
+    # a parser for each of the other subcommands would take most of the time
+    patched = patch.multiple(LightningCLI, setup_parser=read, subcommands=staticmethod(lambda: fit))
+    try:
+        with patched, patch.object(sys, "argv", [str(script)]):
+            make()
+    except _Finished as finished:
+        if isinstance(finished.outcome, Exception):
+            raise finished.outcome from None
+        return finished.outcome
+    raise ConfigError("--script", str(script), "It makes no LightningCLI", "Name the script that trains")
+
+
+def _parsed(parser: Any, command: list[str], arguments: list[str], with_model: bool, with_memory: bool) -> Job:
+    parsed = parser.parse_args([*command, *arguments])
+    settings = (parsed[command[0]] if command else parsed).trainer
+    strategy, modalities = _strategy(settings.strategy)
+    if not with_model and settings.devices == "auto":
+        _settle(strategy, _needed(modalities), 1)
+    else:
+        _settle(strategy, _devices(settings.devices), settings.num_nodes)
+    if not with_model:
+        assert strategy.layout.size  # raises where the sizes do not fill the world
+        return Job(strategy, None, modalities)
+    dtype = _DTYPES.get(str(settings.precision))
+    for key in list(vars(settings)):
+        del settings[key]  # callbacks and loggers need not be made
+
+    def make() -> tuple[LightningModule, Any]:
+        made = _instantiate(parser, parsed)
+        made = made[command[0]] if command else made
+        made.model.configure_model()
+        return made.model, made.get("data")
+
+    try:
+        with nullcontext() if with_memory else torch.device("meta"):
+            module, data = make()
+    except Exception:  # a constructor that computes with values, or loads them, needs memory
+        module, data = make()
+    strategy.validate(module, data)
+    return Job(strategy, module if dtype is None else module.to(dtype), modalities, data)
+
+
+def _strategy(given: Any) -> tuple[MultimodalStrategy, Mapping[str, Modality]]:
+    """The strategy of the trainer's settings (an object, a registered name, or a class and its arguments), and the
+    modalities as they were written there."""
+    written = None
+    if isinstance(given, Namespace):
+        settings = given.as_dict()
+        given = _made(settings)
+        if isinstance(given, MultimodalStrategy) and "schedule" in settings.get("init_args", {}):
+            # under this schedule it takes them as they are
+            written = _made({**settings, "init_args": {**settings["init_args"], "schedule": "1f1b"}})
+    if given == "mm5d":
+        given = MultimodalStrategy()
+    if not isinstance(given, MultimodalStrategy):
+        got = given if isinstance(given, str) else type(given).__name__
+        fix = f"Use class_path: {_STRATEGY}"
+        raise ConfigError("trainer.strategy", got, "Only the plans of MultimodalStrategy can be shown", fix)
+    return given, (written or given).modalities
+
+
+def _made(settings: dict[str, Any]) -> Any:
+    # by a parser of its own: that of the trainer's `str | Strategy` would bury a ConfigError
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--strategy", type=Strategy)
+    return _instantiate(parser, parser.parse_object({"strategy": settings})).strategy
+
+
+def _settle(strategy: MultimodalStrategy, devices: int, nodes: int) -> None:
+    """Tell a strategy of how many ranks it has, as a trainer would."""
+    strategy.parallel_devices, strategy.num_nodes = [torch.device("cpu")] * devices, nodes
+    strategy.cluster_environment = LightningEnvironment()
+    strategy.cluster_environment.set_world_size(devices * nodes)
+
+
+def _instantiate(parser: Any, config: Namespace) -> Namespace:
+    return (getattr(parser, "instantiate", None) or parser.instantiate_classes)(config)  # renamed in jsonargparse 4.49
+
+
+def _devices(devices: Any) -> int:
+    """Processes per node, of the forms that Lightning knows: a number, a list of devices, or either as text."""
+    ids = devices if isinstance(devices, list) else [part for part in str(devices).split(",") if part.strip()]
+    if isinstance(devices, list) or len(ids) > 1:
+        return len(ids)
+    if str(devices).isdigit() and int(devices) > 0:
+        return int(devices)
+    rule = "It depends on the machine that trains, which may not be this one, so it must be a number here"
+    raise ConfigError("trainer.devices", devices, rule, "Add --trainer.devices=8, or whatever that machine has")
+
+
+def _needed(modalities: Mapping[str, Modality]) -> int:
+    """Ranks of a world in which every modality that does not say otherwise has one replica."""
+
+    def replicas(name: str) -> int:
+        host = modalities[name].host
+        return modalities[name if host is None else host.modality].dp_size or 1
+
+    return sum(replicas(name) * modality.own_ranks_per_replica for name, modality in modalities.items())

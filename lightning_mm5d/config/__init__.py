@@ -1,0 +1,7 @@
+"""What a user may say about a layout: fields, checks and the error. Imports no torch, so that errors come at once."""
+
+from lightning_mm5d.config.checks import check
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.modality import Modality, PipelineTemplate, loss_modality_of
+
+__all__ = ["ConfigError", "Modality", "PipelineTemplate", "check", "loss_modality_of"]

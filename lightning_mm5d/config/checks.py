@@ -1,0 +1,276 @@
+"""Checks of a configuration that need nothing but its words.
+
+Each refuses by the path of the field, with the nearest thing that would work. No torch here: a wrong configuration is
+refused before anything slow starts. What depends on the number of ranks is refused by `layout`, what depends on the
+model by `partition`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeGuard, get_args, get_type_hints
+
+from lightning_mm5d.config.errors import ConfigError, one_of
+from lightning_mm5d.config.modality import Modality, PipelineTemplate, colocated_dp
+
+
+def check(
+    modalities: Mapping[str, Modality],
+    *,
+    loss_modality: str,
+    num_microbatches: int,
+    schedule: str,
+    schedules: Sequence[str],
+) -> None:
+    """Refuse what is wrong whatever the model and the number of ranks.
+
+    Args:
+        modalities: what the user wrote, by name.
+        loss_modality: name of the modality that computes the loss.
+        num_microbatches: microbatches per batch.
+        schedule: name of the schedule.
+        schedules: names of the schedules that exist.
+
+    Raises:
+        ConfigError: at the first field that cannot work.
+    """
+    if not modalities:
+        raise ConfigError("modalities", modalities, "At least one modality is needed", "Name one")
+    for name, modality in modalities.items():
+        _check_name(name)
+        if not isinstance(modality, Modality):
+            fix = "Write Modality(...) with the same fields"
+            raise ConfigError(f"modalities.{name}", modality, "A modality is a Modality", fix)
+    if loss_modality not in modalities:
+        rule = "The modality that computes the loss must be one of the modalities"
+        raise ConfigError("loss_modality", loss_modality, rule, _did_you_mean(loss_modality, modalities))
+    for name, modality in modalities.items():
+        _check_sizes(f"modalities.{name}", modality)
+        _check_paths(f"modalities.{name}.module", modality.module)
+        _check_paths(f"modalities.{name}.boundary", modality.boundary)
+        _check_cost(f"modalities.{name}.cost", modality)
+        _check_context(f"modalities.{name}", modality, is_loss_modality=name == loss_modality)
+    for name in modalities:
+        _check_feeds(name, modalities, loss_modality)
+        _check_colocation(name, modalities)
+    _check_count("num_microbatches", num_microbatches)
+    if schedule not in schedules:
+        raise ConfigError("schedule", schedule, "No such schedule", _did_you_mean(schedule, schedules))
+
+
+def _check_name(name: object) -> None:
+    # a dot would make the path of a field, in YAML and on the command line, mean something else
+    if isinstance(name, str) and name and not any(c == "." or c.isspace() for c in name):
+        return
+    letters = "".join("_" if c == "." or c.isspace() else c for c in str(name)) or "vision"
+    rule = "A modality's name is a word without dots or spaces"
+    raise ConfigError("modalities", name, rule, f"Use a name such as {letters!r}")
+
+
+def _check_sizes(field: str, modality: Modality) -> None:
+    for size in ("dp_size", "tp_size", "cp_size", "pp_size", "pp_chunks"):
+        value = getattr(modality, size)
+        if value is not None or size in ("tp_size", "cp_size", "pp_chunks"):
+            _check_count(f"{field}.{size}", value)
+    if not isinstance(modality.sequence_parallel, bool):
+        got = modality.sequence_parallel
+        raise ConfigError(f"{field}.sequence_parallel", got, "It is true or false", f"Use {bool(got)}")
+    template = modality.pipeline_template
+    if modality.pp_chunks > 1 and modality.pp_size in (None, 1) and template is None:
+        rule = "Chunks interleave the stages of several pipeline ranks"
+        raise ConfigError(f"{field}.pp_chunks", modality.pp_chunks, rule, "Use pp_size=2 or more, or pp_chunks=1")
+    if template is None:
+        return
+    _check_template(f"{field}.pipeline_template", template)
+    fits, rest = divmod(template.num_stages, modality.pp_chunks)
+    if rest:
+        rule = f"The pipeline_template has {template.num_stages} stages, pp_chunks for each rank"
+        raise ConfigError(f"{field}.pp_chunks", modality.pp_chunks, rule, "Use a number that divides the stages, or 1")
+    if modality.pp_size not in (None, fits):
+        rule = f"The pipeline_template has {template.num_stages} stages"
+        fix = f"Use pp_size={fits}, or leave it unset"
+        raise ConfigError(f"{field}.pp_size", modality.pp_size, rule, fix)
+
+
+def _check_context(field: str, modality: Modality, *, is_loss_modality: bool) -> None:
+    mode, size, inner = modality.cp_mode, modality.cp_size, modality.ulysses_size
+    for name in ("cp_mode", "cp_distribution"):
+        known = get_args(get_type_hints(Modality)[name])
+        if getattr(modality, name) not in known:
+            got = getattr(modality, name)
+            raise ConfigError(f"{field}.{name}", got, f"It is one of {', '.join(known)}", _did_you_mean(got, known))
+    if mode == "items" and is_loss_modality:
+        rule = "Items are whole images, frames or clips of an encoder, and this modality computes the loss"
+        raise ConfigError(f"{field}.cp_mode", mode, rule, "Use 'allgather', 'ring' or 'ulysses'")
+    if mode != "hybrid":
+        if inner is not None:
+            rule = f"It is the size of the inner groups of cp_mode='hybrid', and cp_mode is {mode!r}"
+            raise ConfigError(f"{field}.ulysses_size", inner, rule, "Leave it unset, or use cp_mode='hybrid'")
+        return
+    if size == 1 and inner is None:
+        return
+    proper = [one for one in range(2, size) if size % one == 0]
+    if not proper:
+        rule = f"A hybrid has groups of several ranks, and several groups: cp_size={size} has no such divisor"
+        raise ConfigError(f"{field}.cp_mode", mode, rule, "Use 'ring' or 'ulysses', or a cp_size such as 4")
+    if inner not in proper or isinstance(inner, bool):
+        rule = f"It divides cp_size={size} into several groups of several ranks"
+        raise ConfigError(f"{field}.ulysses_size", inner, rule, f"Use {one_of(proper)}")
+
+
+def _check_template(field: str, template: object) -> None:
+    if not isinstance(template, PipelineTemplate):
+        rule = "It is a PipelineTemplate"
+        raise ConfigError(field, template, rule, "Write PipelineTemplate(stages=...)")
+    if (template.stages is None) == (template.offsets is None):
+        rule = "It says how many layers each stage has, or how many more than an even share"
+        fix = "Use for instance stages=[2, 2] or offsets=[0, 0]" if template.stages is None else "Leave offsets unset"
+        raise ConfigError(field, template, rule, fix)
+    given = "stages" if template.offsets is None else "offsets"
+    field, stages = f"{field}.{given}", getattr(template, given)
+    if not _is_list(stages) or not stages:
+        rule = "A template lists at least one stage"
+        raise ConfigError(field, stages, rule, "For one stage leave pipeline_template unset")
+    if given == "offsets":
+        _check_offsets(field, stages)
+        return
+    named = [_is_list(stage) for stage in stages]
+    if not any(named):
+        for index, count in enumerate(stages):
+            _check_count(f"{field}[{index}]", count)
+        return
+    if not all(named):
+        rule = "Stages are given either all by their number of layers or all by names"
+        raise ConfigError(field, stages, rule, "Use for instance [2, 2] or [['layers.0'], ['layers.1']]")
+    seen: dict[str, int] = {}
+    for index, stage in enumerate(stages):
+        _check_paths(f"{field}[{index}]", stage)
+        for path in stage:
+            for other, where in seen.items():
+                if _overlap(path, other):
+                    rule = f"{path!r} overlaps with {other!r} of stage {where}"
+                    raise ConfigError(f"{field}[{index}]", path, rule, f"Leave it in stage {where} only")
+            seen[path] = index
+
+
+def _check_offsets(field: str, offsets: Sequence[Any]) -> None:
+    for index, offset in enumerate(offsets):
+        if isinstance(offset, bool) or not isinstance(offset, int):
+            near = int(offset) if isinstance(offset, float) and abs(offset) < 2**31 else 0
+            raise ConfigError(f"{field}[{index}]", offset, "It is a whole number of layers", f"The nearest is {near}")
+    if sum(offsets):
+        rule = f"What one stage has more another has less, and they sum to {sum(offsets)}"
+        raise ConfigError(field, offsets, rule, f"Use {[*offsets[:-1], offsets[-1] - sum(offsets)]}")
+
+
+def _check_paths(field: str, paths: object) -> None:
+    if paths is None:
+        return
+    listed = paths if _is_list(paths) else [paths]
+    if not listed:
+        raise ConfigError(field, paths, "At least one path is needed", "Name one, or drop the field")
+    for index, path in enumerate(listed):
+        if not isinstance(path, str) or not all(part and part == part.strip() for part in path.split(".")):
+            rule = "A path is made of names that are joined by dots"
+            raise ConfigError(field, path, rule, "Use a path such as 'model.vision_tower'")
+        if path in listed[:index]:
+            raise ConfigError(field, path, "The path is given twice", "Leave it in once")
+
+
+def _check_feeds(name: str, modalities: Mapping[str, Modality], loss_modality: str) -> None:
+    field, feeds, stages = f"modalities.{name}.feeds", modalities[name].feeds, modalities[loss_modality].num_cuts
+    if not _is_list(feeds) and feeds not in ("first", "all"):
+        rule = "It is 'first', 'all' or a list of stages"
+        raise ConfigError(field, feeds, rule, _did_you_mean(feeds, ("first", "all")))
+    if name == loss_modality:
+        if feeds != "first":
+            rule = f"{name!r} computes the loss, so it feeds no other modality"
+            raise ConfigError(field, feeds, rule, "Leave feeds unset")
+        return
+    if not _is_list(feeds):
+        return
+    if not feeds or len(set(map(repr, feeds))) < len(feeds):
+        rule = "A list of stages names at least one, and each once"
+        raise ConfigError(field, feeds, rule, "Use for instance [0]")
+    for stage in feeds:
+        if isinstance(stage, bool) or not isinstance(stage, int) or not 0 <= stage < stages:
+            rule = f"{loss_modality!r} has the stages 0 to {stages - 1}"
+            near = min(max(stage, 0), stages - 1) if isinstance(stage, int) else 0
+            raise ConfigError(field, feeds, rule, f"The nearest to {stage!r} is {near}")
+
+
+def _check_colocation(name: str, modalities: Mapping[str, Modality]) -> None:
+    modality = modalities[name]
+    field, host = f"modalities.{name}.colocate_with", modality.host
+    if host is None:
+        return
+    others = [other for other in modalities if other != name]
+    if host.modality not in others:
+        rule = "It names another modality, or one of its pipeline ranks as in 'language.0'"
+        fix = _did_you_mean(host.modality, others) if others else "Leave it unset"
+        raise ConfigError(field, modality.colocate_with, rule, fix)
+    chain = [host]
+    while len(chain) <= len(modalities) and (further := modalities[chain[-1].modality].host) is not None:
+        chain.append(further)
+        if further.modality not in modalities:
+            break
+    if len(chain) > 1:
+        rule = f"{host.modality!r} is itself colocated" + (" and has no ranks of its own" if host.pp is None else "")
+        ends = len(chain) <= len(modalities) and chain[-1].modality in others
+        fix = f"Use colocate_with={str(chain[-1])!r}" if ends else f"Leave it unset for {host.modality!r}"
+        raise ConfigError(field, modality.colocate_with, rule, fix)
+    if host.pp is not None:
+        _check_shared_stage(name, modality, host.modality, host.pp, modalities[host.modality])
+        return
+    dp_size = modalities[host.modality].dp_size
+    if dp_size is not None:
+        colocated_dp(name, modality, dp_size * modalities[host.modality].ranks_per_replica)
+
+
+def _check_shared_stage(name: str, modality: Modality, host: str, pp: int, shared: Modality) -> None:
+    if pp >= shared.stages:
+        rule = f"{host!r} has the pipeline ranks 0 to {shared.stages - 1}"
+        fix = f"The nearest is '{host}.{shared.stages - 1}'"
+        raise ConfigError(f"modalities.{name}.colocate_with", modality.colocate_with, rule, fix)
+    for size in ("dp_size", "tp_size", "cp_size"):
+        own, others = getattr(modality, size), getattr(shared, size)
+        if own != others and (size != "dp_size" or None not in (own, others)):
+            rule = f"Its last stage shares the ranks of '{host}.{pp}', so {size} is that of {host!r}, {others}"
+            fix = f"Use {size}={others}, or leave colocate_with unset"
+            raise ConfigError(f"modalities.{name}.{size}", own, rule, fix)
+
+
+def _check_count(field: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        near = max(1, int(value)) if isinstance(value, int | float) and value < 2**31 else 1
+        raise ConfigError(field, value, "It is a whole number of at least 1", f"The nearest is {near}")
+
+
+def _check_cost(field: str, modality: Modality) -> None:
+    cost, ranks = modality.cost, modality.stages
+    if cost is None:
+        return
+    if _is_list(cost) and len(cost) != ranks:
+        rule = f"A list has one number for each of the {ranks} pipeline ranks"
+        raise ConfigError(field, cost, rule, f"Give {ranks}, or one number for all")
+    for one in cost if _is_list(cost) else [cost]:
+        if isinstance(one, bool) or not isinstance(one, int | float) or not 0 < one < math.inf:
+            raise ConfigError(field, cost, "A forward takes a positive, finite time", "Use for instance 1.0")
+
+
+def _is_list(value: object) -> TypeGuard[list[Any]]:
+    return isinstance(value, list | tuple)
+
+
+def _overlap(path: str, other: str) -> bool:
+    return f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}.")
+
+
+def _did_you_mean(got: Any, known: Iterable[str]) -> str:
+    names = list(known)
+    if len(names) == 1:
+        return f"Use {names[0]!r}"
+    close = difflib.get_close_matches(str(got), names, n=1, cutoff=0.0)
+    return f"Did you mean {close[0]!r}? There are {', '.join(names)}"

@@ -1,0 +1,197 @@
+"""What a user may say about each modality.
+
+Plain frozen dataclasses, so that the same configuration comes from Python, YAML or the command line. They
+hold what was written and refuse nothing when they are made: `checks` does, because an error in a constructor would
+reach a command-line user as a traceback. No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from lightning_mm5d.config.errors import ConfigError, nearest, one_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineTemplate:
+    """Which layers run in which pipeline stage of a modality. One of its fields is given.
+
+    Args:
+        stages: One entry per stage, in order: either its number of layers, as in ``[8, 12, 12]``, or the
+            dotted paths of its layers and modules, as in ``[["layers.0", "layers.1"], ["layers.2"]]``.
+        offsets: For each stage how many layers more it has than when they are dealt out evenly, left-over layers
+            first, as in ``[0, 1, 1, -2]``.
+    """
+
+    stages: list[int] | list[list[str]] | None = None
+    offsets: list[int] | None = None
+
+    @property
+    def num_stages(self) -> int:
+        return len((self.offsets if self.stages is None else self.stages) or ())
+
+
+class Host(NamedTuple):
+    """Whose ranks a modality shares: all of another modality's, or those of one of its pipeline ranks."""
+
+    modality: str
+    pp: int | None
+
+    def __str__(self) -> str:
+        return self.modality if self.pp is None else f"{self.modality}.{self.pp}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Modality:
+    """Where one modality of the model runs and how its work is divided. Every field is optional.
+
+    Args:
+        module: Dotted path or paths, in the LightningModule, of what this modality owns. Found by itself for
+            Hugging Face models.
+        boundary: Dotted path or paths of the callable whose result leaves the modality. Found by itself
+            likewise.
+        feeds: Stages that consume the result, of the modality that computes the loss: the ``first``, ``all``,
+            or a list of their indices.
+        dp_size: Number of replicas. Inferred from the number of ranks when unset.
+        tp_size: Tensor parallel degree: ranks that share each layer.
+        sequence_parallel: Whether what lies between the divided layers (norms, dropouts, residuals) is divided over the
+            same ranks along the sequence, which takes less memory and no more communication.
+        cp_size: Context parallel degree: ranks that share each sequence.
+        cp_mode: How an attention reaches the tokens of other ranks. ``allgather``: keys and values are gathered, a head
+            at a time; ``ring``: they are passed around; ``ulysses``: ranks exchange tokens for heads; ``hybrid``:
+            ``ulysses`` within groups of `ulysses_size` ranks and ``ring`` between them; ``items``, for encoders: each
+            rank takes whole images, frames or clips, and where there is one alone, ``allgather``.
+        cp_distribution: Which tokens a rank takes. ``uniform``: one stretch; ``zigzag``: two, one from either end;
+            ``makespan_min``: blocks of 128, dealt out by how many keys their queries see.
+        ulysses_size: Ranks of the inner groups of ``hybrid``.
+        pp_size: Number of pipeline stages. Unset: as many as ``pipeline_template`` has, else 1.
+        pipeline_template: Which layers run in which stage. Unset: balanced by what they cost.
+        pp_chunks: Stages that each rank of the pipeline has, of as many model chunks; for interleaved schedules.
+        colocate_with: Name of the modality whose ranks this one shares, instead of having ranks of its own. With the
+            number of one of its pipeline ranks, as in ``language.0``, the last stage of this one runs there, and
+            earlier stages have ranks of their own.
+        cost: Duration of a forward through the layers of one pipeline rank, in any unit, the same for all
+            modalities; or one for each of its pipeline ranks. Unset: estimated from the parameters.
+    """
+
+    module: str | list[str] | None = None
+    boundary: str | list[str] | None = None
+    feeds: Literal["first", "all"] | list[int] = "first"
+    dp_size: int | None = None
+    tp_size: int = 1
+    sequence_parallel: bool = False
+    cp_size: int = 1
+    cp_mode: Literal["allgather", "ring", "ulysses", "hybrid", "items"] = "allgather"
+    cp_distribution: Literal["uniform", "zigzag", "makespan_min"] = "makespan_min"
+    ulysses_size: int | None = None
+    pp_size: int | None = None
+    pipeline_template: PipelineTemplate | None = None
+    pp_chunks: int = 1
+    colocate_with: str | None = None
+    cost: float | list[float] | None = None
+
+    @property
+    def stages(self) -> int:
+        """Number of pipeline ranks: what was said, else what the template has room for, else 1."""
+        if self.pp_size is not None:
+            return self.pp_size
+        return 1 if self.pipeline_template is None else max(self.pipeline_template.num_stages // self.pp_chunks, 1)
+
+    @property
+    def num_cuts(self) -> int:
+        """Number of parts that the layers are cut into: pipeline ranks * pp_chunks."""
+        return self.stages * self.pp_chunks
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """Ranks that one replica occupies: stages * cp_size * tp_size."""
+        return self.stages * self.cp_size * self.tp_size
+
+    @property
+    def host(self) -> Host | None:
+        """What `colocate_with` names."""
+        if self.colocate_with is None:
+            return None
+        name, dot, pp = str(self.colocate_with).rpartition(".")
+        return Host(name, int(pp)) if dot and pp.isdecimal() else Host(self.colocate_with, None)
+
+    @property
+    def own_ranks_per_replica(self) -> int:
+        """Of `ranks_per_replica`, those that it does not share with a host."""
+        if self.host is None:
+            return self.ranks_per_replica
+        return 0 if self.host.pp is None else (self.stages - 1) * self.cp_size * self.tp_size
+
+
+def for_schedule(modalities: Mapping[str, Modality], schedule: object, loss_modality: str) -> dict[str, Modality]:
+    """The modalities as a schedule wants them: ``zbv`` runs two chunks of the loss modality on each of its ranks.
+
+    What the user said about chunks or layers per stage stays, and so do modalities with one pipeline rank.
+    """
+    found = dict(modalities)
+    modality = found.get(loss_modality)
+    if schedule != "zbv" or modality is None or any(not isinstance(other.feeds, str) for other in found.values()):
+        return found  # lists in `feeds` count the stages that the user sees
+    if modality.pp_chunks == 1 and modality.stages > 1 and modality.pipeline_template is None:
+        found[loss_modality] = replace(modality, pp_chunks=2)
+    return found
+
+
+def colocated_dp(name: str, modality: Modality, host_ranks: int) -> int:
+    """Replicas of a colocated modality: they fill the ranks of its host exactly.
+
+    Args:
+        name: the modality's name, for the error.
+        modality: the modality, with `colocate_with` set.
+        host_ranks: number of ranks of the modality that it shares.
+
+    Raises:
+        ConfigError: when a replica does not divide these ranks, or `dp_size` says another number.
+    """
+    per_replica, host = modality.ranks_per_replica, modality.colocate_with
+    if host_ranks % per_replica:
+        raise ConfigError(
+            f"modalities.{name}",
+            {"pp_size": modality.stages, "cp_size": modality.cp_size, "tp_size": modality.tp_size},
+            f"pp_size * cp_size * tp_size = {per_replica} must divide the {host_ranks} ranks of {host!r}, "
+            "with which it is colocated",
+            f"A product of {one_of(nearest(per_replica, lambda n: host_ranks % n == 0))} would fit",
+        )
+    dp = host_ranks // per_replica
+    if modality.dp_size not in (None, dp):
+        rule = f"It shares the {host_ranks} ranks of {host!r} and takes {per_replica} for each replica"
+        fix = f"Use dp_size={dp}, or leave it unset"
+        raise ConfigError(f"modalities.{name}.dp_size", modality.dp_size, rule, fix)
+    return dp
+
+
+_SYNONYMS = {
+    "vision": {"vision", "image", "images", "video", "visual"},
+    "audio": {"audio", "speech", "sound"},
+    "encoder": {"encoder"},
+    "language": {"language", "text", "decoder", "llm", "lm"},
+}
+
+
+def loss_modality_of(modalities: Mapping[str, Modality]) -> str:
+    """Return the name of the modality that computes the loss, from the configuration alone.
+
+    It is the one with a customary name (``language``, ``text``, ``decoder``, ``llm``, ``lm``), else the last one
+    without a ``module``, else the last one.
+    """
+    for names in (
+        [name for name in modalities if name in _SYNONYMS["language"]],
+        [name for name, modality in modalities.items() if modality.module is None and not canonical_name(name)],
+        [name for name, modality in modalities.items() if modality.module is None],
+        list(modalities),
+    ):
+        if names:
+            return names[-1]
+    raise ConfigError("modalities", {}, "there must be at least one modality", "Add `language`")
+
+
+def canonical_name(name: str) -> str | None:
+    """Return the customary name that `name` is a synonym of, such as ``vision`` for ``image``; None without one."""
+    return next((key for key, names in _SYNONYMS.items() if name in names), None)

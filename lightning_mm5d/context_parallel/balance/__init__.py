@@ -1,0 +1,1 @@
+"""Which context parallel rank is assigned which tokens."""

@@ -1,0 +1,119 @@
+"""Which tokens of a sequence each context parallel rank holds.
+
+A split is a plain description, the same on every rank: for each rank the ranges of its tokens. ``uniform`` gives one
+stretch each; ``zigzag`` one from either end, which balances a causal mask; ``makespan_min`` looks at the mask: blocks
+of queries are dealt out by the (query, key) pairs that the mask allows them (makespan.py), as Cornstarch does for masks
+of multimodal sequences.
+
+Equal splits are the same object, so whatever is computed for one can be kept under its identity.
+
+It refuses nothing at run time; assertions are for bugs of this library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_mm5d.context_parallel.balance.makespan import deal
+from lightning_mm5d.sharded.token_split import Range, TokenSplit
+
+Distribution = Literal["uniform", "zigzag", "makespan_min"]
+
+BLOCK = 128
+LEAST_BLOCKS = 4  # per rank: with fewer there is little to choose from, and blocks get smaller
+
+
+def uniform(size: int, ranks: int) -> TokenSplit:
+    """One stretch of tokens each, in order of the ranks; lengths differ by at most one."""
+    return TokenSplit.of([[stretch] for stretch in pairwise(_cuts(size, ranks))], size)
+
+
+def zigzag(size: int, ranks: int) -> TokenSplit:
+    """Of 2R stretches, rank i takes number i from either end; tokens per rank differ by at most one."""
+    stretches = list(pairwise(_cuts(size, 2 * ranks)))
+    return TokenSplit.of([[stretches[rank], stretches[-1 - rank]] for rank in range(ranks)], size)
+
+
+def balanced(work: Tensor | Sequence[int], size: int, ranks: int, block: int = BLOCK) -> TokenSplit:
+    """Blocks of tokens, dealt out so that the busiest rank has little work.
+
+    Args:
+        work: of each block, a whole number, ``[ceil(size / block)]``.
+        size: tokens, S.
+        ranks: R.
+        block: tokens of a block; the last one may have fewer.
+    """
+    blocks = [(start, min(start + block, size)) for start in range(0, size, block)]
+    costs = work.tolist() if isinstance(work, Tensor) else list(work)
+    assert len(costs) == len(blocks), (len(costs), size, block)
+    return _dealt(blocks, costs, ranks, size)
+
+
+def by_items(lengths: Sequence[int], costs: Sequence[int], ranks: int) -> TokenSplit:
+    """Whole items (images, frames, clips of audio), dealt out by their costs; none is cut.
+
+    Args:
+        lengths: tokens of each item, in the order in which they stand in the sequence.
+        costs: of each item, whole numbers.
+        ranks: R. With fewer items than ranks some ranks have none.
+    """
+    assert len(lengths) == len(costs), (len(lengths), len(costs))
+    cuts = [0, *accumulate(lengths)]
+    return _dealt(list(pairwise(cuts)), costs, ranks, cuts[-1])
+
+
+def distribute(how: Distribution, size: int, ranks: int, mask_work: Callable[[int], Tensor]) -> TokenSplit:
+    """The split that a configuration asks for. Equal masks give the same object without dealing out again.
+
+    Args:
+        how: ``uniform``, ``zigzag`` or ``makespan_min``.
+        size: tokens, S.
+        ranks: R.
+        mask_work: int64 work of each block of as many queries as it is called with (a power of two, at most `BLOCK`);
+            called for ``makespan_min`` only.
+    """
+    if how != "makespan_min":
+        return _plain(how, size, ranks)
+    block = block_of(size, ranks)
+    work = mask_work(block)
+    assert work.dtype == torch.int64, work.dtype
+    return _balanced(size, ranks, block, work.cpu().numpy().tobytes())
+
+
+def block_of(size: int, ranks: int) -> int:
+    """Tokens of a block: `BLOCK`, or the largest power of two that gives each rank `LEAST_BLOCKS`, but at least 1."""
+    block = BLOCK
+    while block > 1 and -(-size // block) < LEAST_BLOCKS * ranks:
+        block //= 2
+    return block
+
+
+@lru_cache(maxsize=64)
+def _plain(how: Literal["uniform", "zigzag"], size: int, ranks: int) -> TokenSplit:
+    return uniform(size, ranks) if how == "uniform" else zigzag(size, ranks)
+
+
+@lru_cache(maxsize=64)
+def _balanced(size: int, ranks: int, block: int, work: bytes) -> TokenSplit:
+    return balanced(np.frombuffer(work, np.int64).tolist(), size, ranks, block)
+
+
+def _dealt(pieces: Sequence[Range], costs: Sequence[int], ranks: int, size: int) -> TokenSplit:
+    """Whole pieces, in order, to the ranks that `deal` finds for them."""
+    parts: list[list[Range]] = [[] for _ in range(ranks)]
+    for piece, rank in zip(pieces, deal(costs, [end - start for start, end in pieces], ranks), strict=True):
+        parts[rank].append(piece)
+    return TokenSplit.of(parts, size)
+
+
+def _cuts(size: int, parts: int) -> list[int]:
+    """Where `parts` consecutive parts begin and end; the first ones are one longer where the size does not divide."""
+    length, more = divmod(size, parts)
+    return [index * length + min(index, more) for index in range(parts + 1)]

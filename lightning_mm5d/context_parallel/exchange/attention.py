@@ -1,0 +1,294 @@
+"""Attention over a sequence whose tokens lie on several ranks: `context_attention`; without others: `local_attention`.
+
+Each rank gives the queries, keys and values of its tokens and gets their output. How ranks see each other's keys is the
+*mode*:
+
+- ``allgather``: keys and values are gathered, a few heads at a time (allgather.py);
+- ``ring``: they travel around a ring, or around an inner and an outer one (ring.py);
+- ``ulysses``: ranks exchange tokens for heads (ulysses.py);
+- ``hybrid``: heads among inner ranks, a ring among outer ones.
+
+What is kept for the backward adds up over the ranks to what one process would keep: keys and values of other ranks, and
+key heads that several ranks read, travel again.
+
+It refuses modes without the groups that they need, and tensors that do not fit the split.
+
+Shapes: B batch, H query heads, G key heads, S_rank tokens of this rank, D width of queries and keys, Dv of values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_mm5d.context_parallel.exchange.allgather import Gathered
+from lightning_mm5d.context_parallel.exchange.local import Alone, Core, Local, nothing
+from lightning_mm5d.context_parallel.exchange.ring import Ring
+from lightning_mm5d.context_parallel.exchange.ulysses import Heads, joined, within
+from lightning_mm5d.sharded.collectives import TensorGroup
+from lightning_mm5d.sharded.token_split import TokenSplit
+
+if TYPE_CHECKING:
+    from lightning_mm5d.context_parallel.masks.mask import Mask
+
+Mode = Literal["allgather", "ring", "ulysses", "hybrid"]
+
+
+@dataclass(frozen=True)
+class ContextGroups:
+    """The groups of one context parallel rank.
+
+    Args:
+        whole: all R ranks that share a sequence.
+        inner: ranks that exchange heads in a hybrid, or those of one node for a double ring.
+        outer: one rank of each inner group. A rank's index among all is ``outer.index * inner.size + inner.index``.
+    """
+
+    whole: TensorGroup
+    inner: TensorGroup | None = None
+    outer: TensorGroup | None = None
+
+    @property
+    def nested(self) -> tuple[TensorGroup, TensorGroup] | None:
+        """Outer and inner group, where there are both."""
+        return None if self.outer is None or self.inner is None else (self.outer, self.inner)
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether nothing may be communicated, because only shapes are asked for."""
+        return any(group.is_silent for group in (self.whole, *(self.nested or ())))
+
+
+def context_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    split: TokenSplit,
+    groups: ContextGroups,
+    *,
+    mode: Mode,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Return the attention of this rank's tokens to the whole sequence.
+
+    Gradients are those of this rank's tensors, from the output of all ranks; that of `sinks` is this rank's share of a
+    sum over ranks. They cannot be differentiated again.
+
+    Args:
+        q: [B, H, S_rank, D].
+        k: [B, G, S_rank, D]; H is a multiple of G.
+        v: [B, G, S_rank, Dv].
+        mask: of the whole sequence.
+        split: who holds which tokens.
+        groups: of this rank.
+        mode: how keys and values are exchanged.
+        scale: factor of the scores.
+        softcap: scores become ``softcap * tanh(scores / softcap)``.
+        sinks: a logit per head that every query sees beside its keys, with a value of zero, [H].
+
+    Returns:
+        [B, H, S_rank, Dv]; zero for a query that sees no key.
+
+    Raises:
+        ValueError: the mode needs groups that are not given, or shapes and types do not fit.
+    """
+    q, k, v = _cast(q, k, v)
+    _check(q, k, v, split, groups, mode, sinks)
+    return _Attention.apply(q, k, v, sinks, _way(q, k, mask, split, groups, mode, scale, softcap))
+
+
+def local_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    q_tokens: Tensor | None,
+    k_tokens: Tensor | None,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Return the attention of queries to keys that are all here, by the same kernel.
+
+    Args:
+        q: [B, H, Sq, D].
+        k: [B, G, Sk, D]; H is a multiple of G.
+        v: [B, G, Sk, Dv].
+        mask: of the whole sequences that these tokens are from.
+        q_tokens: which tokens the queries are, ascending, [Sq]; None for 0 to Sq - 1.
+        k_tokens: which tokens the keys are, ascending, [Sk]; None for 0 to Sk - 1.
+        scale, softcap, sinks: as of `context_attention`.
+
+    Returns:
+        [B, H, Sq, Dv]; zero for a query that sees no key.
+
+    Raises:
+        ValueError: shapes and types do not fit.
+    """
+    q, k, v = _cast(q, k, v)
+    q_tokens, k_tokens = (
+        first_tokens(x.shape[2], x.device) if tokens is None else tokens for x, tokens in ((q, q_tokens), (k, k_tokens))
+    )
+    if (q.shape[2], k.shape[2], v.shape[2]) != (len(q_tokens), len(k_tokens), len(k_tokens)):
+        raise ValueError(
+            f"q, k, v: got {q.shape[2]}, {k.shape[2]} and {v.shape[2]} tokens. These are numbers of {len(q_tokens)}"
+            f" queries and {len(k_tokens)} keys."
+        )
+    _check_heads(q, k, v, sinks)
+    return _Attention.apply(q, k, v, sinks, _Way(core=Alone(Local(mask, scale, softcap), q_tokens, k_tokens)))
+
+
+@lru_cache(maxsize=16)
+def first_tokens(size: int, device: torch.device) -> Tensor:
+    """int64 ``[size]``: 0, 1 and so on, the same object each time, by which masks know it again. Do not write to it."""
+    return torch.arange(size, device=device)
+
+
+def _cast(*tensors: Tensor) -> Iterator[Tensor]:
+    """Autocast decides about types as it does for torch's own attention."""
+    kind = tensors[0].device.type
+    is_on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    is_on = is_on and tensors[0].dtype != torch.float64
+    return (x.to(torch.get_autocast_dtype(kind)) if is_on else x for x in tensors)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Way:
+    """How one call is computed: by `core`, for all heads of this rank's tokens or, after an exchange, for `heads`."""
+
+    core: Core
+    heads: Heads | None = None
+
+
+def _way(
+    q: Tensor,
+    k: Tensor,
+    mask: Mask,
+    split: TokenSplit,
+    groups: ContextGroups,
+    mode: Mode,
+    scale: float,
+    softcap: float | None,
+) -> _Way:
+    if groups.is_silent or not split.size:
+        return _Way(core=_Shapes())
+    device = q.device
+    local, tokens = Local(mask, scale, softcap), first_tokens(split.size, device)
+    if groups.whole.size == 1:
+        return _Way(core=Alone(local, tokens, tokens))
+    if mode == "allgather":
+        return _Way(core=Gathered(local, split, groups.whole, tokens))
+    if mode == "ring":
+        return _Way(core=Ring(local, split, groups.nested or (groups.whole,), device))
+    if mode == "ulysses":
+        return _Way(core=Alone(local, tokens, tokens), heads=Heads(groups.whole, split, q.shape[1], k.shape[1]))
+    assert groups.nested is not None
+    outer, inner = groups.nested
+    heads = Heads(inner, within(split, inner.size, outer.index), q.shape[1], k.shape[1])
+    return _Way(core=Ring(local, joined(split, inner.size), (outer,), device), heads=heads)
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, split: TokenSplit, groups: ContextGroups, mode: str, sinks: Tensor | None
+) -> None:
+    if mode not in ("allgather", "ring", "ulysses", "hybrid"):
+        raise ValueError(f"mode: got {mode!r}. It is one of allgather, ring, ulysses and hybrid.")
+    if mode == "hybrid" and groups.nested is None:
+        raise ValueError("mode: got 'hybrid' without inner and outer groups. It exchanges heads among inner ranks.")
+    whole = groups.whole
+    if split.ranks != whole.size:
+        raise ValueError(f"split: got one for {split.ranks} ranks. The group has {whole.size}.")
+    if groups.nested is not None:
+        outer, inner = groups.nested
+        if (whole.size, whole.index) != (outer.size * inner.size, outer.index * inner.size + inner.index):
+            raise ValueError(
+                f"groups: got rank {whole.index} of {whole.size}, {outer.index} of {outer.size} outer and {inner.index}"
+                f" of {inner.size} inner ones. Inner ranks are neighbours, as many in each outer rank."
+            )
+    length = split.lengths[whole.index]
+    if not q.shape[2] == k.shape[2] == v.shape[2] == length:
+        raise ValueError(
+            f"q, k, v: got {q.shape[2]}, {k.shape[2]} and {v.shape[2]} tokens. The split gives this rank {length}."
+        )
+    _check_heads(q, k, v, sinks)
+
+
+def _check_heads(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
+    if q.shape[1] % k.shape[1] or k.shape[1] != v.shape[1] or q.shape[-1] != k.shape[-1]:
+        raise ValueError(
+            f"q, k, v: got shapes {[*q.shape]}, {[*k.shape]} and {[*v.shape]}. Queries and keys are of one width, keys"
+            " and values have equally many heads, and queries a multiple of that."
+        )
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k, v: got {q.dtype}, {k.dtype} and {v.dtype}. They travel together, so they are alike.")
+    if sinks is not None and sinks.shape != q.shape[1:2]:
+        raise ValueError(f"sinks: got shape {[*sinks.shape]}. There is one for each of {q.shape[1]} heads.")
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, way: _Way) -> Tensor:
+        heads, given, dtype = way.heads, (k, v), q.dtype
+        with _types_as_given(q.device.type):
+            if heads is not None:
+                q, k, v = heads.enter([q], [k, v])
+            out, lse = way.core.forward(q, k, v)
+            if sinks is not None:
+                logits = sinks if heads is None else sinks[heads.own]
+                logits = logits.to(lse.dtype).view(-1, 1)
+                out = out * torch.sigmoid(lse - logits).unsqueeze(-1)
+                lse = torch.logaddexp(lse, logits)
+            out = out.to(dtype)
+            if heads is not None and heads.repeats:
+                k, v = given
+            ctx.way = way
+            ctx.save_for_backward(q, k, v, out, lse, sinks)
+            return out if heads is None else heads.leave([out], [])[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, sinks = ctx.saved_tensors
+        heads, dtype = ctx.way.heads, q.dtype
+        with _types_as_given(q.device.type):
+            if heads is not None:
+                d_out, *again = heads.enter([d_out], [k, v] if heads.repeats else [])
+                k, v = again or (k, v)
+            dq, dk, dv = ctx.way.core.backward(d_out, q, k, v, out, lse)
+            d_sinks = None
+            if sinks is not None and ctx.needs_input_grad[3]:
+                d_sinks, own = torch.zeros_like(sinks), slice(None) if heads is None else heads.own
+                shares = torch.exp(sinks[own].to(lse.dtype).view(-1, 1) - lse)
+                d_sinks[own] = -(shares * (d_out.to(lse.dtype) * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
+            if heads is not None:
+                if not heads.repeats:  # gradients that are yet to be summed stay precise
+                    dk, dv = dk.to(dtype), dv.to(dtype)
+                dq, dk, dv = heads.leave([dq.to(dtype)], [dk, dv])
+            return dq.to(dtype), dk.to(dtype), dv.to(dtype), d_sinks, None
+
+
+def _types_as_given(kind: str) -> AbstractContextManager[Any]:
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+
+
+class _Shapes:
+    """Values of the right shapes and no communication; a `Core`."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return nothing(q, v)
+
+    def backward(
+        self, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)

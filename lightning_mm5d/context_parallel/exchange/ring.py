@@ -1,0 +1,147 @@
+"""Attention of a rank's queries to keys and values that travel around a ring (Ring Attention, Liu et al. 2023).
+
+Each block of keys and values visits every rank. While a rank computes with one block the next one arrives; results are
+merged by their log-sum-exp. In the backward the blocks travel again, and each block's gradients follow one step behind
+it: every rank adds its own to what comes from the previous rank, and the last hop brings them home.
+
+Rings nest: the ranks of one node form an inner ring, and ranks at the same place of all nodes an outer one (the double
+ring of LoongTrain, Gu et al. 2024). A block's outer hop is posted before the inner ring runs around, so the slow link
+has a whole round of the inner ring's time. Gradients of a round are added up within the node first.
+
+A rank sends blocks on even if it has no use for them, and computes nothing with blocks that its queries do not see.
+
+Shapes: B batch, H query heads, G key heads, S_rank tokens of a rank, D and Dv widths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_mm5d.context_parallel.exchange.local import Local, nothing, precise
+from lightning_mm5d.context_parallel.exchange.transfers import Hop
+from lightning_mm5d.context_parallel.kernels.kernel import merge
+from lightning_mm5d.sharded.collectives import TensorGroup
+from lightning_mm5d.sharded.token_split import TokenSplit
+
+Visit = Callable[[int, Tensor], "Tensor | None"]
+
+
+class Ring:
+    """Attention with keys and values that travel; a `Core`.
+
+    Args:
+        local: the attention.
+        split: who holds which tokens; the last of `groups` runs fastest in it.
+        groups: one ring, or an outer and an inner one.
+        device: of all tensors.
+    """
+
+    def __init__(self, local: Local, split: TokenSplit, groups: Sequence[TensorGroup], device: torch.device) -> None:
+        self._local, self._split, self._groups, self._device = local, split, groups, device
+        self._home = [group.index for group in groups]
+        self._own = self._tokens(self._part(self._home))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        shapes, dtype = _Shapes(k, v), precise(q.dtype)
+        merged: tuple[Tensor, Tensor] | None = None
+
+        def visit(part: int, block: Tensor) -> None:
+            nonlocal merged
+            keys, values = shapes.unpacked(block, self._split.lengths[part])
+            found = self._local.attend(q, keys, values, self._own, self._tokens(part))
+            if found is not None:
+                found = found[0].to(dtype), found[1]
+                merged = found if merged is None else merge(*merged, *found)
+
+        self._travel(0, self._home, shapes.packed(k, v, k.dtype), shapes, visit)
+        return merged or nothing(q, v)
+
+    def backward(
+        self, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        shapes, dtype = _Shapes(k, v), precise(q.dtype)
+        dq = torch.zeros_like(q, dtype=dtype)
+
+        def visit(part: int, block: Tensor) -> Tensor:
+            length = self._split.lengths[part]
+            keys, values = shapes.unpacked(block, length)
+            found = self._local.gradients(d_out, q, keys, values, out, lse, self._own, self._tokens(part))
+            if found is None:
+                return torch.zeros_like(block, dtype=dtype)
+            dq.add_(found[0])
+            return shapes.packed(*found[1:], dtype)
+
+        gradient = self._travel(0, self._home, shapes.packed(k, v, k.dtype), shapes, visit)
+        assert gradient is not None
+        return dq, *shapes.unpacked(gradient, k.shape[2])
+
+    def _travel(self, level: int, at: list[int], block: Tensor, shapes: _Shapes, visit: Visit) -> Tensor | None:
+        """Let the blocks of a ring, and of the rings in it, visit this rank.
+
+        Args:
+            level: which of the rings.
+            at: whose block is here: an index in each ring.
+            block: keys and values.
+            shapes: of the blocks.
+            visit: is called with each block's part and the block; returns its gradients or, always, None.
+
+        Returns:
+            The sum of what all ranks of these rings returned for the block that was here first.
+        """
+        if level == len(self._groups):
+            return visit(self._part(at), block)
+        group = self._groups[level]
+        gradients: Hop | None = None
+        for step in range(group.size):
+            here, following = self._moved(at, level, step), self._moved(at, level, step + 1)
+            length = shapes.elements(self._split.lengths[self._part(following)])
+            blocks = Hop(group, block, length) if step + 1 < group.size else None
+            gradient = self._travel(level + 1, here, block, shapes, visit)
+            if gradient is not None and group.size > 1:
+                if gradients is not None:
+                    gradient.add_(gradients.wait())
+                gradients = Hop(group, gradient, length)
+            if blocks is not None:
+                block = blocks.wait()
+        return gradient if gradients is None else gradients.wait()
+
+    def _moved(self, at: list[int], level: int, steps: int) -> list[int]:
+        """Whose block is here after some steps of one ring."""
+        return [*at[:level], (at[level] - steps) % self._groups[level].size, *at[level + 1 :]]
+
+    def _part(self, at: list[int]) -> int:
+        part = 0
+        for index, group in zip(at, self._groups, strict=True):
+            part = part * group.size + index
+        return part
+
+    def _tokens(self, part: int) -> Tensor:
+        return self._split.indices(part, self._device)
+
+
+class _Shapes:
+    """Keys and values, or their gradients, as one buffer."""
+
+    def __init__(self, k: Tensor, v: Tensor) -> None:
+        self._batch, self._heads, _, self._width = k.shape
+        self._value_width = v.shape[-1]
+
+    def elements(self, length: int) -> int:
+        """Elements of the buffer for some tokens: at least one, because nothing cannot be sent."""
+        return max(self._batch * self._heads * length * (self._width + self._value_width), 1)
+
+    def packed(self, k: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
+        """[B, G, S_rank, D] and [B, G, S_rank, Dv] -> one dim."""
+        if not k.numel():
+            return k.new_zeros(1, dtype=dtype)
+        return torch.cat([k.reshape(-1).to(dtype), v.reshape(-1).to(dtype)])
+
+    def unpacked(self, block: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """One dim -> [B, G, S_rank, D] and [B, G, S_rank, Dv], views."""
+        rows = self._batch * self._heads * length
+        k = block[: rows * self._width].view(self._batch, self._heads, length, self._width)
+        v = block[rows * self._width : rows * (self._width + self._value_width)]
+        return k, v.view(self._batch, self._heads, length, self._value_width)

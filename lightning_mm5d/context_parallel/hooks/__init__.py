@@ -1,0 +1,1 @@
+"""How the layers of a model come to work on local tokens."""

@@ -1,0 +1,1 @@
+"""Attention over tiles on one rank, forward and backward."""

@@ -1,0 +1,185 @@
+"""Attention of one shard of queries to one shard of keys on CUDA: FlexAttention, or flash attention without a mask.
+
+A compiled kernel is the only way to run FlexAttention without holding all scores. When torch gives up compiling (too
+many shapes) that is an error here, never a large and slow fallback.
+
+The backward with keys that are only a part of what queries see. With ``out_p, lse_p`` of this part, the whole row is
+``out = sum_p w_p out_p`` with ``w_p = exp(lse_p - lse)``, and ``lse = logsumexp_p lse_p``, so ::
+
+    d loss / d out_p = w_p d_out
+    d loss / d lse_p = w_p d_out . (out_p - out)
+
+which are the two gradients that FlexAttention's own backward of this part takes. An attention sink is one more part,
+and changes nothing for the others. Flash attention's backward takes the output and log-sum-exp of the whole row
+instead, as the kernel on CPU does.
+
+It refuses nothing; `takes` says what it cannot compute.
+
+Shapes: as in kernel.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.nn.functional import pad
+
+from lightning_mm5d.context_parallel.kernels.flex_blocks import Blocks, blocks_of
+
+if TYPE_CHECKING:
+    from lightning_mm5d.context_parallel.masks.tiles import Tiles
+
+NARROWEST = 16  # heads that FlexAttention's kernels have
+SHAPES = 256  # compiled kernels before torch gives up
+_flash = torch.ops.aten._scaled_dot_product_flash_attention
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+
+
+def takes(q: Tensor, v: Tensor) -> bool:
+    """Whether these kernels know the dtype of `q` and widths of `q` and `v`."""
+    known = q.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return known and min(q.shape[-1], v.shape[-1]) >= NARROWEST
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, *, scale: float, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return output and log-sum-exp, as `kernel.attend` does."""
+    blocks = blocks_of(tiles, q.device)
+    if blocks.is_empty:
+        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        return q.new_zeros(*q.shape[:3], v.shape[-1]), q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
+    with torch.autocast(q.device.type, enabled=False):
+        if _is_for_flash(q, v, blocks, softcap):
+            q, k, v = (_unit_stride(each) for each in (q, k, v))
+            out, lse, *_ = _flash(q, k, v, 0.0, False, False, scale=scale)
+            return out, lse
+        return _flex(q, k, v, blocks, blocks.mask(tiles), scale, softcap)
+
+
+def attend_backward(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    tiles: Tiles,
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of `q`, `k` and `v`, as `kernel.attend_backward` does."""
+    blocks = blocks_of(tiles, q.device)
+    if blocks.is_empty:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    with torch.autocast(q.device.type, enabled=False):
+        if _is_for_flash(q, v, blocks, softcap):
+            return _flash_gradients(d_out.to(q.dtype), q, k, v, out.to(q.dtype), lse, scale)
+        with torch.enable_grad():
+            # padded here: what is given to a compiled function should be a leaf
+            inputs = (_leaf(q, blocks.q_length), _leaf(k, blocks.k_length), _leaf(v, blocks.k_length))
+            part, part_lse = _flex(*inputs, blocks, blocks.mask(tiles), scale, softcap)
+            part, part_lse = part[:, :, : q.shape[2]], part_lse[:, :, : q.shape[2]]
+        gradients = _gradients_of_part(d_out, out, lse, part.detach(), part_lse.detach())
+        dq, dk, dv = torch.autograd.grad((part, part_lse), inputs, gradients)
+        return dq[:, :, : q.shape[2]], dk[:, :, : k.shape[2]], dv[:, :, : k.shape[2]]
+
+
+def _gradients_of_part(
+    d_out: Tensor, out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of a part's output and log-sum-exp; the derivation is above."""
+    # a query that sees nothing of this part has no share; if it sees nothing at all, lse is minus infinity as well
+    share = torch.exp(part_lse - lse).masked_fill(part_lse == -torch.inf, 0)
+    d_out = d_out.to(share.dtype)
+    d_lse = share * (d_out * (part.to(share.dtype) - out.to(share.dtype))).sum(-1)
+    return (d_out * share.unsqueeze(-1)).to(part.dtype), d_lse
+
+
+# --- FlexAttention ---
+
+
+def _flex(
+    q: Tensor, k: Tensor, v: Tensor, blocks: Blocks, mask: BlockMask, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """Return output and log-sum-exp; recorded by autograd where that records."""
+    q_length = q.shape[2]
+    q, k, v = _padded(q, blocks.q_length), _padded(k, blocks.k_length), _padded(v, blocks.k_length)
+    # scale and softcap are constants of a kernel: as arguments, which torch makes of a second value, they fail
+    with torch._dynamo.config.patch(
+        specialize_float=True, recompile_limit=SHAPES, accumulated_recompile_limit=4 * SHAPES
+    ):
+        run = _compiled() if q.is_cuda else cast(Callable[..., Any], flex_attention)
+        out, aux = run(
+            q,
+            k,
+            v,
+            score_mod=None if softcap is None else _capped(softcap),
+            block_mask=mask,
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+            return_aux=AuxRequest(lse=True),
+        )
+    return out[:, :, :q_length], aux.lse[:, :, :q_length]
+
+
+@lru_cache(maxsize=1)
+def _compiled() -> Callable[..., Any]:
+    """FlexAttention as a kernel."""
+    return torch.compile(flex_attention, fullgraph=True)
+
+
+@lru_cache(maxsize=16)
+def _capped(softcap: float) -> Callable[..., Tensor]:
+    """The soft cap as FlexAttention takes it; the same function for the same number, which is compiled once."""
+
+    def cap(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return cap
+
+
+def _leaf(x: Tensor, length: int) -> Tensor:
+    return _padded(x.detach(), length).detach().requires_grad_()
+
+
+def _padded(x: Tensor, length: int) -> Tensor:
+    return x if x.shape[2] == length else pad(x, (0, 0, 0, length - x.shape[2]))
+
+
+# --- flash attention ---
+
+
+def _is_for_flash(q: Tensor, v: Tensor, blocks: Blocks, softcap: float | None) -> bool:
+    width = q.shape[-1]
+    return (
+        blocks.is_full
+        and softcap is None
+        and q.is_cuda
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and width == v.shape[-1]
+        and width % 8 == 0
+        and width <= 256
+        and torch.backends.cuda.is_flash_attention_available()
+        and torch.cuda.get_device_capability(q.device) >= (8, 0)
+    )
+
+
+def _flash_gradients(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    d_out, q, k, v, out = (_unit_stride(each) for each in (d_out, q, k, v, out))
+    # the kernel ignores the strides of lse; without dropout it reads no random state
+    state, offset = (torch.zeros(size, dtype=torch.uint64, device=q.device) for size in ((2,), ()))
+    lengths = (None, None, q.shape[2], k.shape[2])
+    return _flash_backward(d_out, q, k, v, out, lse.contiguous(), *lengths, 0.0, False, state, offset, scale=scale)
+
+
+def _unit_stride(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()

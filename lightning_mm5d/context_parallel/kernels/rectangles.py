@@ -1,0 +1,203 @@
+"""Which calls cover the tiles of a mask that are not empty: bands of tiles, and the spans that each band meets.
+
+A *band* is a run of tiles along one side which meet the other side alike; a *span* is a run of what they meet. Band
+times span is a rectangle without empty tiles, computed by one call. Long stretches without any forbidden pair are spans
+of their own, because those need no mask; what is short stays with its mixed neighbours, because a call more costs more
+than a mask does.
+
+Bands lie along the queries for the forward, which then merges few partial results, and along the keys for the backward,
+where gradients of keys and values are then added up in place and only those of queries are scattered.
+
+A plan is made once per mask and serves all layers. Additive masks that were used last are kept as far as `BIAS_BYTES`
+allow, those of all plans together; the others are made anew. A mixed rectangle has at most `MIXED_PAIRS` pairs, so no
+mask grows with the sequence times the sequence.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import count, groupby
+from threading import Lock
+from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from lightning_mm5d.context_parallel.masks.tiles import FULL, PARTIAL, TILE
+
+if TYPE_CHECKING:
+    from lightning_mm5d.context_parallel.masks.tiles import Tiles
+
+BIAS_BYTES = 128 * 2**20
+MIXED_PAIRS = 1024 * 1024
+LONG = 4  # tiles without a mask that are worth a call of their own
+
+
+@dataclass(frozen=True)
+class Span:
+    """A run of positions, and whether some of its pairs with the band are forbidden."""
+
+    at: slice
+    is_mixed: bool
+
+
+@dataclass(frozen=True)
+class Band:
+    """A run of positions and the spans of the other side that it meets, ascending."""
+
+    at: slice
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class Bias:
+    """What is added to the scores of a mixed rectangle.
+
+    Attributes:
+        values: [m, n], 0 or minus infinity.
+        blind: bool [m], the queries that see none of these keys; None where there are none.
+    """
+
+    values: Tensor
+    blind: Tensor | None
+
+
+class Biases:
+    """The biases that were used last.
+
+    Args:
+        nbytes: most bytes of them.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._most = nbytes
+        self._held = 0
+        self._known: OrderedDict[Hashable, Bias] = OrderedDict()
+        self._lock = Lock()  # a backward may run in another thread
+
+    def get(self, key: Hashable, make: Callable[[], Bias]) -> Bias:
+        """Return the bias with this key, made if it is not here."""
+        with self._lock:
+            if (known := self._known.get(key)) is not None:
+                self._known.move_to_end(key)
+                return known
+        made = make()
+        with self._lock:
+            if key not in self._known and made.values.nbytes <= self._most:
+                self._known[key] = made
+                self._held += made.values.nbytes
+                while self._held > self._most:
+                    self._held -= self._known.popitem(last=False)[1].values.nbytes
+        return made
+
+
+class Plan:
+    """The rectangles of one mask, in one direction.
+
+    Args:
+        tiles: the mask.
+        by_keys: whether bands lie along the keys.
+        longest: positions that a band or a span may have; None: as many as there are.
+
+    Attributes:
+        bands: for each row of ``tiles`` its bands.
+        is_whole: whether every position is in a band.
+    """
+
+    def __init__(self, tiles: Tiles, by_keys: bool, longest: int | None) -> None:
+        lengths = (tiles.k_length, tiles.q_length) if by_keys else (tiles.q_length, tiles.k_length)
+        kinds = tiles.kinds.transpose(1, 2).contiguous() if by_keys else tiles.kinds
+        self.bands = tuple(tuple(_bands(row, *lengths, longest)) for row in kinds)
+        self.is_whole = all(sum(band.at.stop - band.at.start for band in row) == lengths[0] for row in self.bands)
+        self._number = next(_numbers)
+
+    def bias(self, tiles: Tiles, row: int, q: slice, k: slice, like: Tensor) -> Bias:
+        """Return what is added to the scores of a mixed rectangle, of `like`'s dtype and device."""
+        key = (self._number, row, q.start, k.start, like.dtype, like.device)
+        return _BIASES.get(key, lambda: _bias(tiles, row, q, k, like))
+
+
+_numbers = count()
+_BIASES = Biases(BIAS_BYTES)
+_PLANS: WeakKeyDictionary[Tiles, dict[tuple[bool, int | None], Plan]] = WeakKeyDictionary()
+
+
+def plan(tiles: Tiles, *, by_keys: bool, longest: int | None = None) -> Plan:
+    """Return the plan of `tiles`, made at the first call; arguments as of `Plan`."""
+    known = _PLANS.setdefault(tiles, {})
+    if (by_keys, longest) not in known:
+        known[by_keys, longest] = Plan(tiles, by_keys, longest)
+    return known[by_keys, longest]
+
+
+def _bias(tiles: Tiles, row: int, q: slice, k: slice, like: Tensor) -> Bias:
+    values = like.new_zeros(q.stop - q.start, k.stop - k.start)
+    for i, j in (tiles.kinds[row, _tiles(q), _tiles(k)] == PARTIAL).nonzero().tolist():
+        q_at, k_at = _tile(q, i), _tile(k, j)
+        inside = values[q_at.start - q.start : q_at.stop - q.start, k_at.start - k.start : k_at.stop - k.start]
+        inside.masked_fill_(~tiles.allowed(row, q_at, k_at), -torch.inf)
+    blind = values.amax(1) < 0
+    return Bias(values, blind if bool(blind.any()) else None)
+
+
+def _tiles(at: slice) -> slice:
+    return slice(at.start // TILE, -(-at.stop // TILE))
+
+
+def _tile(within: slice, index: int) -> slice:
+    start = within.start + index * TILE
+    return slice(start, min(start + TILE, within.stop))
+
+
+def _bands(kinds: Tensor, length: int, across: int, longest: int | None) -> Iterator[Band]:
+    """Yield the bands of one row of the batch; `kinds` [tiles along, tiles across]."""
+    most = None if longest is None else longest // TILE
+    start = 0
+    for pieces, alike in groupby(tuple(_pieces(row.tobytes())) for row in kinds.numpy()):
+        stop = start + len(tuple(alike))
+        widest = max((piece.stop - piece.start for piece in pieces if piece.is_mixed), default=0)
+        height = max(1, MIXED_PAIRS // TILE**2 // widest) if widest else stop - start
+        height = min(height, most or height)
+        for at in range(start, stop, height) if pieces else ():
+            end = min(at + height, stop)
+            spans = (
+                Span(slice(piece.start * TILE, min(piece.stop * TILE, across)), piece.is_mixed)
+                for piece in _divided(pieces, end - at, most)
+            )
+            yield Band(slice(at * TILE, min(end * TILE, length)), tuple(spans))
+        start = stop
+
+
+class _Piece(NamedTuple):
+    """A run of tiles."""
+
+    start: int
+    stop: int
+    is_mixed: bool
+
+
+def _pieces(kinds: bytes) -> Iterator[_Piece]:
+    """Yield the pieces of a row of tiles: runs without empty tiles, and in them those that are full and long."""
+    for run in re.finditer(b"[%c%c]+" % (PARTIAL, FULL), kinds):
+        at, end = run.span()
+        for full in re.finditer(b"%c{%d,}" % (FULL, min(LONG, end - at)), run.group()):
+            start, stop = full.start() + run.start(), full.end() + run.start()
+            if at < start:
+                yield _Piece(at, start, True)
+            yield _Piece(start, stop, False)
+            at = stop
+        if at < end:
+            yield _Piece(at, end, True)
+
+
+def _divided(pieces: Iterable[_Piece], height: int, most: int | None) -> Iterator[_Piece]:
+    """Yield the same in shorter pieces where they are too long; `height` of the band in tiles."""
+    for start, stop, is_mixed in pieces:
+        step = max(1, MIXED_PAIRS // TILE**2 // height) if is_mixed else stop - start
+        step = min(step, most or step)
+        for at in range(start, stop, step):
+            yield _Piece(at, min(at + step, stop), is_mixed)

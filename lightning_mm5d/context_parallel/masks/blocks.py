@@ -1,0 +1,381 @@
+"""How many pairs of each block of queries and keys a mask allows, without looking at all pairs.
+
+A block pair's count lies within bounds that follow from minima and maxima of the tokens' values in each block (interval
+arithmetic, Moore 1966, on the tree of nodes.py). Three things make the bounds tight:
+
+- conditions on one side alone (an image token? padding?) narrow the tokens over which the rest of a conjunction is
+  judged, so a block of text and images is judged by its text for one part of a mask and by its images for another;
+- values that are compared for equality only are numbered anew by where they first appear among those that both sides
+  have, so ids need no order, and an id that only one side has excludes nothing;
+- where a side takes few values, counts of each value per block give the exact count.
+
+Where the bounds do not agree, the pairs of that block are evaluated (`exact`), and of a conjunction only the conditions
+that are open there.
+
+Shapes: i and j are indices of blocks of queries and keys that broadcast together; n block pairs, t tokens per block.
+Within `exact` they are lists [n].
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from copy import copy
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from lightning_mm5d.context_parallel.masks.nodes import (
+    FEW,
+    Compare,
+    Condition,
+    Every,
+    Function,
+    Guard,
+    Leaf,
+    Opposite,
+    Table,
+    Truth,
+    evaluate,
+)
+
+Bounds = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """Tokens of one side in blocks, and those of them that matter.
+
+    Args:
+        index: global index of each token [blocks, t]; the last block is filled up.
+        seen: which of them count, bool [blocks, t].
+        count: how many count [blocks], of a type that holds counts of pairs.
+    """
+
+    index: Tensor
+    seen: Tensor
+    count: Tensor
+
+    @staticmethod
+    def of(index: Tensor, size: int, multiple: int = 1) -> Side:
+        """Blocks of `size` tokens of `index` [S]; empty ones make the number of blocks a multiple."""
+        blocks = max(1, -(-len(index) // (size * multiple))) * multiple
+        whole = index.new_zeros(blocks * size)
+        whole[: len(index)] = index
+        seen = torch.arange(blocks * size).view(blocks, size) < len(index)
+        return Side(whole.view(blocks, size), seen, _count(seen))
+
+    def take(self, values: Tensor, row: int) -> Tensor:
+        """Values [R, S] of the tokens [blocks, t] in a row of the batch."""
+        return values[row if len(values) > 1 else 0][self.index]
+
+    def grouped(self, size: int) -> Side:
+        """The same tokens in blocks of `size` blocks."""
+        seen = self.seen.view(-1, size * self.seen.shape[1])
+        return Side(self.index.view(seen.shape), seen, _count(seen))
+
+    def only(self, seen: Tensor) -> Side:
+        """The tokens that are also in `seen` [blocks, t]."""
+        seen = self.seen & seen
+        return replace(self, seen=seen, count=_count(seen))
+
+
+@dataclass(frozen=True, eq=False)
+class Where:
+    """The pairs over which a condition is judged: of one row of the batch, the tokens that count of either side."""
+
+    q: Side
+    k: Side
+    row: int
+
+    def total(self, i: Tensor, j: Tensor) -> Tensor:
+        """Number of pairs."""
+        return self.q.count[i] * self.k.count[j]
+
+
+def judge(condition: Condition, where: Where) -> Judge:
+    """Return the judge of a whole mask; its `exact` is False for tokens that do not count."""
+    return _Every(condition if isinstance(condition, Every) else Every((condition,)), where)
+
+
+class Judge(ABC):
+    """What a condition says of block pairs, counting the tokens of `where` only."""
+
+    def __init__(self, where: Where) -> None:
+        self.where = where
+
+    @abstractmethod
+    def bounds(self, i: Tensor, j: Tensor) -> Bounds:
+        """Least and largest possible number of pairs for which the condition holds."""
+
+    @abstractmethod
+    def exact(self, i: Tensor, j: Tensor) -> Tensor:
+        """Where it holds, bool [n, t, t]; of tokens that do not count it may say anything."""
+
+    def grouped(self, size: int) -> Self:
+        """Return the judge of squares of `size` x `size` blocks, for bounds only."""
+        other = copy(self)
+        other.where = Where(self.where.q.grouped(size), self.where.k.grouped(size), self.where.row)
+        return other
+
+
+def _judge(condition: Condition, where: Where) -> Judge:
+    if isinstance(condition, Compare):
+        return _equality(condition, where) if condition.how == "eq" else _Order(condition, where)
+    if isinstance(condition, Table):
+        return _table(condition, where)
+    if isinstance(condition, Opposite):
+        return _Opposite(condition, where)
+    if isinstance(condition, (Truth, Function)):
+        return _Unknown(condition, where)
+    return judge(condition, where)
+
+
+class _Every(Judge):
+    def __init__(self, condition: Every, where: Where) -> None:
+        rest = []
+        for part in condition.conditions:
+            if isinstance(part, Guard):
+                side = where.q if part.side == "q" else where.k
+                side = side.only(side.take(part.leaf.values, where.row))
+                where = replace(where, q=side) if part.side == "q" else replace(where, k=side)
+            else:
+                rest.append(part)
+        super().__init__(where)
+        self._parts = [_judge(part, where) for part in rest]
+
+    def bounds(self, i: Tensor, j: Tensor) -> Bounds:
+        total = self.where.total(i, j)
+        low = high = total
+        for part in self._parts:
+            least, most = part.bounds(i, j)
+            low = least if low is total else (low - total + least).clamp_(min=0)
+            high = most if high is total else torch.minimum(high, most)
+        return low, high
+
+    def exact(self, i: Tensor, j: Tensor) -> Tensor:
+        where = self.where
+        size = (len(i), where.q.seen.shape[1], where.k.seen.shape[1])
+        total = where.total(i, j)
+        pairs = torch.ones(size, dtype=torch.bool)
+        for part in self._parts:
+            least, most = part.bounds(i, j)
+            open_ = ((least < total) & (most > 0)).nonzero()[:, 0]
+            if len(open_) == len(i):
+                pairs &= part.exact(i, j)
+            else:
+                pairs.index_fill_(0, (most == 0).nonzero()[:, 0], False)
+                if len(open_):
+                    pairs[open_] &= part.exact(i[open_], j[open_])
+        ragged = (total < size[1] * size[2]).nonzero()[:, 0]
+        if len(ragged):
+            pairs[ragged] &= where.q.seen[i[ragged]][:, :, None] & where.k.seen[j[ragged]][:, None, :]
+        return pairs
+
+    def grouped(self, size: int) -> Self:
+        other = super().grouped(size)
+        other._parts = [part.grouped(size) for part in self._parts]
+        return other
+
+
+class _Opposite(Judge):
+    def __init__(self, condition: Opposite, where: Where) -> None:
+        super().__init__(where)
+        self._inner = _judge(condition.condition, where)
+
+    def bounds(self, i: Tensor, j: Tensor) -> Bounds:
+        total = self.where.total(i, j)
+        least, most = self._inner.bounds(i, j)
+        return total - most, total - least
+
+    def exact(self, i: Tensor, j: Tensor) -> Tensor:
+        return ~self._inner.exact(i, j)
+
+    def grouped(self, size: int) -> Self:
+        other = super().grouped(size)
+        other._inner = self._inner.grouped(size)
+        return other
+
+
+class _Order(Judge):
+    """The query's value is at most (below) the key's."""
+
+    def __init__(self, condition: Compare, where: Where) -> None:
+        super().__init__(where)
+        self._is_strict = condition.how == "lt"
+        self._q = where.q.take(condition.q.values, where.row)
+        self._k = where.k.take(condition.k.values, where.row)
+        self._q_ends, self._k_ends = _ends(self._q, where.q.seen), _ends(self._k, where.k.seen)
+
+    def bounds(self, i: Tensor, j: Tensor) -> Bounds:
+        (q_min, q_max), (k_min, k_max) = self._q_ends, self._k_ends
+        if self._is_strict:
+            all_, any_ = q_max[i] < k_min[j], q_min[i] < k_max[j]
+        else:
+            all_, any_ = q_max[i] <= k_min[j], q_min[i] <= k_max[j]
+        total = self.where.total(i, j)
+        # the ends are tokens of the blocks, so what is neither all nor none is at least one pair and not all
+        low = torch.where(all_, total, any_.to(total.dtype))
+        high = torch.where(all_, total, (total - 1) * any_)
+        return torch.minimum(low, total), high.clamp_(min=0)
+
+    def exact(self, i: Tensor, j: Tensor) -> Tensor:
+        q, k = self._q[i][:, :, None], self._k[j][:, None, :]
+        return q < k if self._is_strict else q <= k
+
+    def grouped(self, size: int) -> Self:
+        other = super().grouped(size)
+        other._q_ends, other._k_ends = _joined(self._q_ends, size), _joined(self._k_ends, size)
+        return other
+
+
+class _Labels(Judge):
+    """Equality of labels that grow with the position where a value first appears.
+
+    Args:
+        q, k: labels, int32 [blocks, t]; -1 and -2 where the other side has no such value.
+    """
+
+    def __init__(self, q: Tensor, k: Tensor, where: Where) -> None:
+        super().__init__(where)
+        self._q, self._k = q, k
+        self._q_ends, self._k_ends = _ends(q, where.q.seen & (q >= 0)), _ends(k, where.k.seen & (k >= 0))
+        # whether all tokens of a block have a label
+        self._q_whole, self._k_whole = ((q >= 0) | ~where.q.seen).all(1), ((k >= 0) | ~where.k.seen).all(1)
+
+    def bounds(self, i: Tensor, j: Tensor) -> Bounds:
+        (q_min, q_max), (k_min, k_max) = self._q_ends, self._k_ends
+        total = self.where.total(i, j)
+        q_one = torch.where(self._q_whole & (q_min == q_max), q_min, -1)
+        k_one = torch.where(self._k_whole & (k_min == k_max), k_min, -2)
+        all_ = q_one[i] == k_one[j]
+        meet = (q_min[i] <= k_max[j]) & (k_min[j] <= q_max[i])
+        return total * all_, torch.where(all_, total, ((total - 1) * meet).clamp_(min=0))
+
+    def exact(self, i: Tensor, j: Tensor) -> Tensor:
+        return self._q[i][:, :, None] == self._k[j][:, None, :]
+
+    def grouped(self, size: int) -> Self:
+        other = super().grouped(size)
+        other._q_ends, other._k_ends = _joined(self._q_ends, size), _joined(self._k_ends, size)
+        other._q_whole, other._k_whole = (one.view(-1, size).all(1) for one in (self._q_whole, self._k_whole))
+        return other
+
+
+class _Counts(Judge):
+    """A table of few kinds: counts of each kind per block give exact counts of pairs.
+
+    Args:
+        q, k: kinds, int32 [blocks, t]; of none where below 0.
+        table: which kinds go together, bool [kinds of queries, kinds of keys]; None where equal ones do.
+        size: number of kinds of keys.
+    """
+
+    def __init__(self, q: Tensor, k: Tensor, table: Tensor | None, size: int, where: Where) -> None:
+        super().__init__(where)
+        self._is_equality = table is None
+        self._q, self._k = q, k
+        self._q_counts = _histogram(q, where.q.seen, size if table is None else len(table))
+        self._k_counts = _histogram(k, where.k.seen, size)
+        if table is not None:
+            self._q_counts = self._q_counts @ table.to(torch.float64)
+            bits = torch.arange(size)
+            self._q = (table.to(torch.int64) << bits).sum(1)[q]  # a bit for each kind of keys that it goes with
+            self._k = (1 << bits)[k]
+
+    def bounds(self, i: Tensor, j: Tensor) -> Bounds:
+        total = self.where.total(i, j)
+        q, k = self._q_counts[i], self._k_counts[j]
+        # lists, or i [..., n, 1] and j [..., 1, m]
+        count = (q * k).sum(-1) if i.dim() == 1 else q.squeeze(-2) @ k.squeeze(-3).transpose(-1, -2)
+        count = count.to(total.dtype)
+        return count, count
+
+    def exact(self, i: Tensor, j: Tensor) -> Tensor:
+        q, k = self._q[i][:, :, None], self._k[j][:, None, :]
+        return q == k if self._is_equality else (q & k) != 0
+
+    def grouped(self, size: int) -> Self:
+        other = super().grouped(size)
+        other._q_counts, other._k_counts = (
+            one.view(-1, size, one.shape[1]).sum(1) for one in (self._q_counts, self._k_counts)
+        )
+        return other
+
+
+class _Unknown(Judge):
+    """A call of which nothing is known, and whole functions that could not be traced."""
+
+    def __init__(self, condition: Truth | Function, where: Where) -> None:
+        super().__init__(where)
+        self._condition = condition
+
+    def bounds(self, i: Tensor, j: Tensor) -> Bounds:
+        total = self.where.total(i, j)
+        return torch.zeros_like(total), total
+
+    def exact(self, i: Tensor, j: Tensor) -> Tensor:
+        where, size = self.where, (len(i), self.where.q.index.shape[1], self.where.k.index.shape[1])
+        if isinstance(self._condition, Function):
+            return self._condition.evaluate(where.row, where.q.index[i], where.k.index[j])
+
+        def take(leaf: Leaf) -> Tensor:
+            values = leaf.values[where.row if len(leaf.values) > 1 else 0]
+            return values[where.q.index[i]][:, :, None] if leaf.side == "q" else values[where.k.index[j]][:, None, :]
+
+        return evaluate(self._condition.call, take).to(torch.bool).expand(size)
+
+
+def _table(condition: Table, where: Where) -> Judge:
+    q, k = where.q.take(condition.q.values, where.row), where.k.take(condition.k.values, where.row)
+    return _Counts(q, k, condition.table, condition.table.shape[1], where)
+
+
+def _equality(condition: Compare, where: Where) -> Judge:
+    """Equality of values that both sides have; labels are numbered by the first query that has the value."""
+    q, k = where.q.take(condition.q.values, where.row), where.k.take(condition.k.values, where.row)
+    (q_min, q_max), (k_min, k_max) = _ends(q, where.q.seen), _ends(k, where.k.seen)
+    # values outside what both sides have in common are of no interest
+    low, high = max(int(q_min.min()), int(k_min.min())), min(int(q_max.max()), int(k_max.max()))
+    q_seen, k_seen = (where.q.seen & (q >= low) & (q <= high)), (where.k.seen & (k >= low) & (k <= high))
+    span = max(0, high - low + 1)
+    if span > 2 * (q.numel() + k.numel()):
+        q, k = torch.cat([q.flatten(), k.flatten()]).unique(return_inverse=True)[1].split([q.numel(), k.numel()])
+        q, k, low, span = q.view(q_seen.shape), k.view(k_seen.shape), 0, q.numel() + k.numel()
+    q, k = (q - low).masked_fill(~q_seen, span).flatten().long(), (k - low).masked_fill(~k_seen, span).flatten().long()
+    first = torch.full((span + 1,), len(q)).scatter_reduce_(0, q, torch.arange(len(q)), "amin")
+    in_both = torch.zeros(span + 1, dtype=torch.bool).index_fill_(0, k, True) & (first < len(q))
+    shared = in_both[:span].nonzero()[:, 0]
+    shared = shared[first[shared].argsort()]
+    label = torch.full((span + 1,), -1, dtype=torch.int32)
+    label[shared] = torch.arange(len(shared), dtype=torch.int32)
+    q, k = label[q].view(q_seen.shape), label[k].view(k_seen.shape)
+    k = k.masked_fill(k < 0, -2)
+    return _Counts(q, k, None, max(1, len(shared)), where) if len(shared) <= FEW else _Labels(q, k, where)
+
+
+def _count(seen: Tensor) -> Tensor:
+    # counts of pairs, and differences of two of them, fit
+    size = seen.shape[1]
+    return seen.sum(1, dtype=torch.int16 if size <= 128 else torch.int32 if size <= 1 << 15 else torch.int64)
+
+
+def _ends(values: Tensor, seen: Tensor) -> Bounds:
+    """Least and largest of the values that count, of each block; of none, the limits of the type, turned around."""
+    limit = torch.iinfo(values.dtype)
+    return values.masked_fill(~seen, limit.max).amin(1), values.masked_fill(~seen, limit.min).amax(1)
+
+
+def _joined(ends: Bounds, size: int) -> Bounds:
+    return ends[0].view(-1, size).amin(1), ends[1].view(-1, size).amax(1)
+
+
+def _histogram(kinds: Tensor, seen: Tensor, size: int) -> Tensor:
+    """How many tokens of each kind count, of each block [blocks, size]; kinds below 0 are none.
+
+    Float64: exact, matrices of it can be multiplied, and no setting of matrix products for speed touches it.
+    """
+    kinds = kinds.masked_fill(~seen | (kinds < 0), size) + torch.arange(len(kinds))[:, None] * (size + 1)
+    counts = torch.bincount(kinds.flatten(), minlength=len(kinds) * (size + 1)).view(len(kinds), size + 1)
+    return counts[:, :size].to(torch.float64)

@@ -1,0 +1,175 @@
+"""Which keys each query may see, as a function of indices.
+
+Masks are closures, as transformers makes them: right for any queries and keys, so that a rank can ask for its own. What
+they say of long sequences is found out by blocks (tiles.py), never by S x S elements, and remembered by content: a mask
+that comes back in the next step costs a digest.
+
+A function that cannot be traced (trace.py) is right but slow: all its pairs are evaluated, again for each new mask.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import cached_property
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_mm5d.context_parallel.masks.nodes import Condition, Every, Function
+from lightning_mm5d.context_parallel.masks.tiles import EMPTY, FULL, PARTIAL, TILE, Tiles, count
+from lightning_mm5d.context_parallel.masks.trace import MaskFunction, Untraceable, trace
+
+SHARDS = 256  # pairs of shards that a mask knows by their tensors
+
+__all__ = ["EMPTY", "FULL", "PARTIAL", "TILE", "Mask", "MaskFunction"]
+
+
+class Mask:
+    """Which keys each query may see: a function of indices, never an S x S tensor.
+
+    Args:
+        function: takes integer tensors that broadcast (row of the batch, head, query, key) and returns bools; it must
+            depend on its indices alone, pair by pair, and is asked for head 0. It is read at the first use of the
+            mask, so its tables must not change. None allows everything.
+        batch: rows of the batch, B.
+        q_length: number of queries.
+        k_length: number of keys.
+        device: of the function's own tensors.
+    """
+
+    def __init__(
+        self,
+        function: MaskFunction | None,
+        *,
+        batch: int,
+        q_length: int,
+        k_length: int,
+        device: torch.device | str,
+    ) -> None:
+        self.function, self.batch, self.q_length, self.k_length = function, batch, q_length, k_length
+        self.device = torch.device(device)
+        self._known: dict[Any, Any] = {}
+        self._shards: dict[tuple[int, int], tuple[Tiles, Tensor, Tensor]] = {}
+
+    @cached_property
+    def rows(self) -> int:
+        """1 where all rows of the batch are known to be alike, else their number."""
+        return self._condition.rows()
+
+    @cached_property
+    def key(self) -> bytes | None:
+        """Digest of the content: equal keys, equal masks, in any step and process. None where that is unknown."""
+        if isinstance(self._condition, Function):
+            return None
+        digest = blake2b(f"{self.batch} {self.q_length} {self.k_length}".encode(), digest_size=16)
+        self._condition.write(digest.update)
+        return digest.digest()
+
+    def allowed(self, row: int, q: Tensor, k: Tensor) -> Tensor:
+        """Which keys of some each of some queries may see.
+
+        Args:
+            row: of the batch.
+            q: global indices of the queries [m].
+            k: global indices of the keys [n].
+
+        Returns:
+            Bool [m, n] on the mask's device.
+        """
+        if self.function is None:
+            return torch.ones((len(q), len(k)), dtype=torch.bool, device=self.device)
+        return self._evaluate(row, q[None], k[None])[0]
+
+    def tiles(self, q: Tensor, k: Tensor) -> Tiles:
+        """How shards of queries and keys meet, tile by tile.
+
+        Args:
+            q: global indices of the queries [Sq], ascending.
+            k: global indices of the keys [Sk], ascending.
+        """
+        # by identity first: every layer asks for the same shards, and tensors that are kept here keep their ids
+        known = self._shards.get((id(q), id(k)))
+        if known is None:
+            if len(self._shards) >= SHARDS:
+                self._shards.clear()
+            what = ("tiles", str(self.device), _digest(q), _digest(k))
+            tiles = self._remembered(what, lambda: Tiles(self._condition, q.cpu(), k.cpu(), device=self.device))
+            known = self._shards[id(q), id(k)] = tiles, q, k
+        return known[0]
+
+    def work(self, block: int = TILE) -> Tensor:
+        """Number of allowed pairs of each block of queries, summed over the rows of the batch.
+
+        Args:
+            block: queries per block.
+
+        Returns:
+            Int64 [ceil(q_length / block)] on CPU; not to be written to.
+        """
+        q, k = torch.arange(self.q_length), torch.arange(self.k_length)
+        times = self.batch if self.rows == 1 else 1
+        return self._remembered(("work", block), lambda: count(self._condition, q, k, block) * times)
+
+    def dense(self) -> Tensor:
+        """The whole mask, bool [B, 1, q_length, k_length], for attention that takes no other."""
+        q, k = (torch.arange(length, device=self.device) for length in (self.q_length, self.k_length))
+        rows = torch.stack([self.allowed(row, q, k) for row in range(self.rows)])
+        return rows[:, None].expand(self.batch, 1, -1, -1)
+
+    @cached_property
+    def _condition(self) -> Condition:
+        if self.function is None:
+            return Every()
+        try:
+            return trace(self.function, self.batch, self.q_length, self.k_length, self.device)
+        except Untraceable:
+            return Function(lambda row, q, k: self._evaluate(row, q, k).cpu(), self.batch)
+
+    def _evaluate(self, row: int, q: Tensor, k: Tensor) -> Tensor:
+        """Pairs of queries [n, m] and keys [n, l]: bool [n, m, l]."""
+        assert self.function is not None
+        size = (len(q), 1, q.shape[1], k.shape[1])
+        b, h = (torch.full((len(q), 1, 1, 1), number, device=self.device) for number in (row, 0))
+        q, k = q.to(self.device)[:, None, :, None], k.to(self.device)[:, None, None, :]
+        return self.function(b, h, q, k).to(torch.bool).expand(size)[:, 0]
+
+    def _remembered(self, what: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+        if self.key is not None:
+            return _RECENT.get(self.key, what, make)
+        if what not in self._known:
+            self._known[what] = make()
+        return self._known[what]
+
+
+class _Recent:
+    """What was found out of masks in earlier steps, by content; the masks used last are kept.
+
+    Args:
+        masks: most masks that are kept.
+        nbytes: most bytes that are kept, beyond those of the newest mask.
+    """
+
+    def __init__(self, masks: int = 16, nbytes: int = 512 << 20) -> None:
+        self._limits = masks, nbytes
+        self._masks: OrderedDict[bytes, dict[Any, Any]] = OrderedDict()
+
+    def get(self, key: bytes, what: Any, make: Callable[[], Any]) -> Any:
+        """Return `what` of the mask with this key, made at the first call."""
+        known = self._masks.setdefault(key, {})
+        self._masks.move_to_end(key)
+        if what not in known:
+            known[what] = make()
+            sizes = {key: sum(one.nbytes for one in known.values()) for key, known in self._masks.items()}
+            while len(sizes) > 1 and (len(sizes) > self._limits[0] or sum(sizes.values()) > self._limits[1]):
+                del sizes[self._masks.popitem(last=False)[0]]
+        return known[what]
+
+
+_RECENT = _Recent()
+
+
+def _digest(index: Tensor) -> bytes:
+    return blake2b(index.cpu().to(torch.int64).contiguous().numpy().data, digest_size=16).digest()

@@ -1,0 +1,289 @@
+"""Reads what a mask function computes, by calling it with marked index tensors.
+
+A mask function is any callable of four index tensors that broadcast (batch, head, query, key), as transformers' are.
+The marks follow every torch function: what depends on one side alone is computed at once for all tokens, which is O(S);
+where a query's and a key's values meet, a node of a tree (nodes.py, by rules.py) is made instead of S x S elements.
+
+The world is closed: a function that is not in the tables below, a result of another shape, an operation in place, a
+look at a value or a shape ends the trace, and the mask counts as unknown (`Untraceable`), which is right everywhere and
+slow for long sequences. So a function may be refused, but never misread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from lightning_mm5d.context_parallel.masks.algebra import combine, condition_of, dtype_of
+from lightning_mm5d.context_parallel.masks.nodes import Call, Condition, Constant, Leaf, Value, truth
+
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+TABLE = 1 << 20  # elements of the largest table that is indexed by queries and keys at once and still kept in the tree
+
+
+class Untraceable(Exception):  # noqa: N818  a signal to the caller, not a fault
+    """A mask function does what cannot be followed."""
+
+
+def trace(function: MaskFunction, batch: int, q_length: int, k_length: int, device: torch.device) -> Condition:
+    """Return what `function` computes of all pairs.
+
+    Args:
+        function: takes indices [B, 1, 1, 1], [1, 1, 1, 1], [1, 1, Sq, 1], [1, 1, 1, Sk].
+        batch, q_length, k_length: B, Sq, Sk.
+        device: where the function's own tables are.
+
+    Raises:
+        Untraceable: where that cannot be told, or the function raises.
+    """
+    tracer = _Tracer(batch, q_length, k_length, device)
+    try:
+        with torch.no_grad():
+            return tracer.condition(function(*tracer.indices()))
+    except Exception as error:  # anything that a function does with what looks like no ordinary tensor
+        raise Untraceable(str(error)) from error
+
+
+class _Side:
+    """Values that depend on one side (``"q"``, ``"k"``), or on the row of the batch alone (``""``)."""
+
+    def __init__(self, side: str, tensor: Tensor) -> None:
+        self.side, self.tensor = side, tensor
+        self.leaf: Leaf | None = None
+
+
+class _Marked(Tensor):
+    """A tensor whose dependence on queries and keys is known; pairs hold no elements."""
+
+    value: _Side | Value
+    tracer: _Tracer
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for argument in (*args, *kwargs.values()):
+            for one in argument if isinstance(argument, (tuple, list)) else (argument,):
+                if isinstance(one, _Marked):
+                    with torch._C.DisableTorchFunctionSubclass():
+                        return one.tracer.call(func, args, kwargs)
+        raise Untraceable(f"{func}")
+
+
+class _Tracer:
+    """Follows one call of a mask function."""
+
+    def __init__(self, batch: int, q_length: int, k_length: int, device: torch.device) -> None:
+        self._lengths = {"": 1, "q": q_length, "k": k_length}
+        self._batch, self._device = batch, device
+
+    def indices(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The arguments of the mask function."""
+
+        def count(length: int) -> Tensor:
+            return torch.arange(length, device=self._device)
+
+        return (
+            self._mark(_Side("", count(self._batch)[:, None, None, None])),
+            torch.zeros((1, 1, 1, 1), dtype=torch.int64, device=self._device),
+            self._mark(_Side("q", count(self._lengths["q"])[None, None, :, None])),
+            self._mark(_Side("k", count(self._lengths["k"])[None, None, None, :])),
+        )
+
+    def condition(self, result: Any) -> Condition:
+        """Return the condition that a result of the mask function is."""
+        value = self._read(result)
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise Untraceable("a result that does not depend on the indices")
+        return condition_of(self._leaf(value))
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what `func` makes of its arguments, of which at least one is marked."""
+        if func in _ATTRIBUTES:
+            return self._device if _ATTRIBUTES[func] == "device" else self._dtype(self._read(args[0]))
+        name = _NAMES.get(func)
+        if name is None or "out" in kwargs:
+            raise Untraceable(f"{func} is unknown")
+        if name == "new":
+            return self._new(func, args, kwargs)
+        values, keywords = self._read(args), self._read(kwargs)
+        self._check_tables(name, values, keywords)
+        sides = {side for one in (*_flat(values), *_flat(keywords)) for side in _sides(one)}
+        if not {"q", "k"} <= sides:
+            return self._mark(self._checked(_Side("".join(sides), func(*_plain(values), **_plain(keywords)))))
+        if any(isinstance(one, (_Side, Value)) for one in _flat(keywords)):
+            raise Untraceable(f"{func} with a tensor as keyword")
+        dtype = self._sample(name, func, values, keywords)
+        result = None
+        if not keywords or name == "cast":
+            turned = name in ("rsub", "radd", "rmul", "rand", "ror", "rxor")
+            ordered = self._leaf(values[::-1] if turned else values)
+            result = combine(name[1:] if turned else name, dtype, ordered)
+        if result is None:
+            call = Call(func, self._kept(values, name == "index"), keywords, dtype)
+            result = truth(call) if dtype == torch.bool else call
+        return self._mark(result)
+
+    def _check_tables(self, name: str, values: Any, keywords: dict[str, Any]) -> None:
+        """Tensors that are not marked have one element, but for tables; a table is indexed along all its dims."""
+        if name == "index":
+            table, at = values[0], values[1] if isinstance(values[1], tuple) else (values[1],)
+            if isinstance(table, (_Side, Value)) or table.dim() != len(at):
+                raise Untraceable("tokens are picked, or a table is not indexed along all its dims")
+            for one in at:
+                if isinstance(one, bool) or not isinstance(one, (_Side, Value, Tensor, int)):
+                    raise Untraceable("an index that is not an integer")
+                if not isinstance(one, int) and self._dtype(one) in (torch.bool, torch.uint8, None):
+                    raise Untraceable(f"an index of {self._dtype(one)}")
+        plain = _flat(values[1:] if name == "index" else values) + _flat(keywords)
+        if any(isinstance(one, Tensor) and one.numel() != 1 for one in plain):
+            raise Untraceable("a tensor whose elements are not indexed")
+
+    def _new(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """New tensors of one element, or of the shape of values of one side."""
+        value = self._read(args[0])
+        if any(isinstance(one, _Marked) for one in (*args[1:], *kwargs.values())):
+            raise Untraceable("a new tensor of traced values")
+        if isinstance(value, _Side):
+            tensor = func(value.tensor, *args[1:], **kwargs)
+            if tensor.numel() > 1 and tensor.shape == value.tensor.shape:
+                return self._mark(_Side(value.side, tensor))
+        else:
+            tensor = func(torch.empty((), dtype=self._dtype(value), device=self._device), *args[1:], **kwargs)
+        if tensor.numel() != 1:
+            raise Untraceable("a new tensor of a shape of its own")
+        return tensor
+
+    def _sample(self, name: str, func: Any, values: Any, keywords: dict[str, Any]) -> torch.dtype:
+        """The dtype of a result, from one element."""
+
+        def one(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple(one(part) for part in value)
+            if isinstance(value, (_Side, Value)):
+                return torch.ones((1, 1, 1, 1), dtype=self._dtype(value), device=self._device)
+            return value
+
+        return cast(torch.dtype, values[0].dtype if name == "index" else func(*one(values), **keywords).dtype)
+
+    def _read(self, marked: Any) -> Any:
+        """The values behind marked tensors, anywhere in arguments."""
+        if isinstance(marked, _Marked):
+            return marked.value
+        if isinstance(marked, (tuple, list)):
+            return tuple(self._read(one) for one in marked)
+        return {key: self._read(one) for key, one in marked.items()} if isinstance(marked, dict) else marked
+
+    def _mark(self, value: _Side | Value) -> Tensor:
+        if isinstance(value, _Side):
+            marked = value.tensor.as_subclass(_Marked)
+        else:  # without elements: whatever slips past the rules cannot pass for a result
+            marked = torch.empty((), dtype=self._dtype(value), device="meta").as_subclass(_Marked)
+        marked.value, marked.tracer = value, self
+        return marked
+
+    def _checked(self, side: _Side) -> _Side:
+        shape = {"": (1, 1, 1), "q": (1, self._lengths["q"], 1), "k": (1, 1, self._lengths["k"])}[side.side]
+        if not isinstance(side.tensor, Tensor) or side.tensor.shape not in ((1, *shape), (self._batch, *shape)):
+            raise Untraceable("a result of another shape than the indices'")
+        return side
+
+    def _dtype(self, value: Any) -> torch.dtype | None:
+        return value.tensor.dtype if isinstance(value, _Side) else dtype_of(value)
+
+    def _leaf(self, value: Any) -> Any:
+        """Sides as leaves: on CPU, one row where all rows are alike; what depends on the row alone as a query's."""
+        if isinstance(value, tuple):
+            return tuple(self._leaf(one) for one in value)
+        if not isinstance(value, _Side):
+            return value
+        if value.leaf is None:
+            flat = value.tensor.detach().reshape(len(value.tensor), -1)
+            if len(flat) > 1 and bool((flat == flat[:1]).all()):
+                flat = flat[:1]
+            side = value.side or "q"
+            value.leaf = Leaf(side, flat.cpu().expand(-1, self._lengths[side]).contiguous())
+        return value.leaf
+
+    def _kept(self, values: tuple[Any, ...], is_indexing: bool) -> tuple[Any, ...]:
+        """Arguments as parts of a tree."""
+
+        def keep(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return self._kept(value, False)
+            if isinstance(value, Condition):
+                raise Untraceable("a number that depends on a condition on pairs")
+            if isinstance(value, Tensor):
+                if value.numel() > (TABLE if is_indexing else 1):
+                    raise Untraceable("a table that is too large")
+                return Constant(value.detach().cpu())
+            return self._leaf(value)
+
+        return tuple(keep(value) for value in values)
+
+
+def _flat(values: Any) -> list[Any]:
+    """All values within tuples and dicts."""
+    if isinstance(values, dict):
+        values = tuple(values.values())
+    return [one for value in values for one in _flat(value)] if isinstance(values, tuple) else [values]
+
+
+def _sides(value: Any) -> str:
+    if isinstance(value, _Side):
+        return value.side
+    return "qk" if isinstance(value, Value) else ""
+
+
+def _plain(values: Any) -> Any:
+    """The same arguments with tensors for sides."""
+    if isinstance(values, tuple):
+        return tuple(_plain(value) for value in values)
+    if isinstance(values, dict):
+        return {key: _plain(value) for key, value in values.items()}
+    return values.tensor if isinstance(values, _Side) else values
+
+
+# names of functions of torch and of methods of tensors, by their rule; "other": elementwise, without a rule
+_FUNCTIONS = {
+    "and": "bitwise_and logical_and __and__",
+    "or": "bitwise_or logical_or __or__",
+    "xor": "bitwise_xor logical_xor __xor__",
+    "not": "bitwise_not logical_not __invert__",
+    "rand": "__rand__",
+    "ror": "__ror__",
+    "rxor": "__rxor__",
+    "where": "where",
+    "add": "add __add__",
+    "radd": "__radd__",
+    "sub": "sub subtract __sub__",
+    "rsub": "rsub __rsub__",
+    "mul": "mul multiply __mul__",
+    "rmul": "__rmul__",
+    "neg": "neg negative __neg__",
+    "abs": "abs absolute __abs__",
+    "le": "le less_equal __le__",
+    "lt": "lt less __lt__",
+    "ge": "ge greater_equal __ge__",
+    "gt": "gt greater __gt__",
+    "eq": "eq __eq__",
+    "ne": "ne not_equal __ne__",
+    "cast": "to type type_as bool byte short int long half bfloat16 float double cpu cuda clone detach contiguous",
+    "new": "new_ones new_zeros new_full ones_like zeros_like full_like",
+    "index": "__getitem__",
+    "other": "div divide true_divide floor_divide remainder fmod pow square sign clamp clip clamp_min clamp_max minimum"
+    " maximum floor ceil trunc round bitwise_left_shift bitwise_right_shift __floordiv__ __rfloordiv__ __truediv__"
+    " __rtruediv__ __mod__ __rmod__ __pow__ __rpow__ __lshift__ __rlshift__ __rshift__ __rrshift__ __div__ __rdiv__",
+}
+_NAMES: dict[Any, str] = {
+    getattr(owner, name): rule
+    for rule, names in _FUNCTIONS.items()
+    for name in names.split()
+    for owner in (torch, Tensor)
+    if callable(getattr(owner, name, None)) and not isinstance(getattr(owner, name), torch.dtype)
+}
+_ATTRIBUTES = {Tensor.device.__get__: "device", Tensor.dtype.__get__: "dtype"}  # type: ignore[attr-defined]

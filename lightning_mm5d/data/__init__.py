@@ -1,0 +1,1 @@
+"""What a rank loads, and how a batch becomes microbatches."""

@@ -1,0 +1,271 @@
+"""Cuts a batch into microbatches, and joins what the microbatches returned.
+
+A batch is any nesting of mappings (``BatchEncoding`` included), lists, tuples, named tuples and dataclasses.
+Tensors and lists with one row per sample are cut into views, packed fields by the samples that own their rows
+(see ``packed``), and anything without a length is repeated. It knows nothing of ranks or of the model, and
+refuses a batch in which the number of samples, or the owner of a row, would have to be guessed.
+
+Shapes: B batch (samples), M microbatches, S sequence.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.data.packed_images import REMEDY, PackedTokens, Path, packed_rows
+
+# Where tensors disagree on dim 0, the first of these names on which they do agree says what a sample is.
+_SAMPLE_WISE = (
+    "input_ids",
+    "inputs_embeds",
+    "decoder_input_ids",
+    "labels",
+    "attention_mask",
+    "pixel_values",
+    "input_features",
+    "input_values",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Microbatch:
+    """A part of a batch, of the batch's own type, and the number of samples in it."""
+
+    batch: Any
+    samples: int
+
+
+class _Cut(NamedTuple):
+    """Where one leaf is cut: microbatch m is ``[bounds[m], bounds[m + 1])`` along ``dim``."""
+
+    dim: int
+    bounds: list[int]
+    packed: bool
+
+
+def batch_samples(batch: Any) -> int | None:
+    """The number of samples B: the size that dim 0 of all tensors, or of the text tensors, has.
+
+    Returns:
+        None where tensors disagree and no field's name decides, and where nothing has a length.
+    """
+    arrays = {path: value for path, value in _leaves(batch) if _is_array(value)}
+    for name in _SAMPLE_WISE:
+        sizes = {len(value) for path, value in arrays.items() if path[-1:] == (name,)}
+        if len(sizes) == 1:
+            return sizes.pop()
+    sizes = {len(value) for value in arrays.values()}
+    if not arrays:
+        sizes = {len(value) for _, value in _leaves(batch) if _is_plain_sequence(value)}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def split(batch: Any, num_microbatches: int, *, image_tokens: PackedTokens | None = None) -> list[Microbatch]:
+    """Cuts ``batch`` into microbatches whose sizes differ by at most one sample, the larger ones first.
+
+    Tensors become views. A packed field of which a microbatch owns no rows (``pixel_values`` where no sample
+    has an image) is None there. A packed field is known by the name that processors give it; one of another
+    name that happens to have B rows is taken to have one row per sample.
+
+    Args:
+        batch: a nesting of containers with B samples.
+        num_microbatches: M, at least 1.
+        image_tokens: placeholder ids by which packed images, videos and audio are dealt out to samples.
+
+    Returns:
+        min(B, M) microbatches. With M = 1 the batch itself, whatever is in it.
+
+    Raises:
+        ConfigError: tensors disagree on the number of samples, or packed rows cannot be dealt out exactly.
+    """
+    if num_microbatches < 1:
+        raise ConfigError("num_microbatches", num_microbatches, "It counts microbatches", "Use 1 or more")
+    samples = batch_samples(batch)
+    if num_microbatches == 1:
+        return [Microbatch(batch, 1 if samples is None else samples)]
+    if samples is None:
+        rule = "The tensors of a batch must agree on dim 0, or some must have names such as input_ids"
+        raise _disagreement(dict(_leaves(batch)), rule)
+    parts = min(samples, num_microbatches)
+    each, larger = divmod(samples, parts) if parts else (0, 0)
+    ends = [part * each + min(part, larger) for part in range(parts + 1)]
+    cuts = _plan(batch, samples, ends, image_tokens or PackedTokens())
+    return [Microbatch(_take(batch, (), cuts, part), end - start) for part, (start, end) in enumerate(pairwise(ends))]
+
+
+def merge(outputs: Sequence[Any], samples: Sequence[int]) -> Any:
+    """Joins what M microbatches returned into what the whole batch would have returned.
+
+    Tensors with one row per sample, and lists with one element per sample, are concatenated; floats and
+    0-dim float tensors become their mean, weighted by samples; containers are joined field by field; equal
+    values stay one value. What cannot be joined (rows of different shapes, fields that not all have) becomes
+    the list of the M outputs. A tuple is a container unless it holds strings only.
+
+    Args:
+        outputs: M outputs of a step.
+        samples: M numbers of samples.
+    """
+    outputs, samples = list(outputs), list(samples)
+    if len(outputs) != len(samples):
+        raise ValueError(f"merge: got {len(outputs)} outputs and {len(samples)} numbers of samples.")
+    first = outputs[0]
+    if len(outputs) == 1:
+        return first
+    if all(isinstance(output, torch.Tensor) for output in outputs):
+        return _merge_tensors(outputs, samples)
+    if all(isinstance(output, float) for output in outputs):
+        return sum(o * s for o, s in zip(outputs, samples, strict=True)) / sum(samples)
+    if any(type(output) is not type(first) or _is_array(output) for output in outputs):
+        return outputs
+    if _hold_samples(outputs, samples):
+        return type(first)(element for output in outputs for element in output)
+    if _children(first) is not None:
+        fields = [dict(_children(output) or ()) for output in outputs]
+        if any(list(other) != list(fields[0]) for other in fields):
+            return outputs
+        return _rebuild(first, [merge([other[step] for other in fields], samples) for step in fields[0]])
+    return first if all(output == first for output in outputs) else outputs
+
+
+def _merge_tensors(outputs: list[torch.Tensor], samples: list[int]) -> Any:
+    first = outputs[0]
+    if all(output.ndim == 0 and output.is_floating_point() for output in outputs):
+        wide = torch.promote_types(first.dtype, torch.float32)
+        weights = torch.tensor(samples, dtype=wide, device=first.device) / sum(samples)
+        return (torch.stack(outputs).to(wide) * weights).sum().to(first.dtype)
+    if all(output.shape[:1] == (size,) for output, size in zip(outputs, samples, strict=True)):
+        same_rows = all(output.shape[1:] == first.shape[1:] for output in outputs)
+        return torch.cat(outputs) if same_rows else outputs
+    return first if all(torch.equal(output, first) for output in outputs) else outputs
+
+
+def _hold_samples(outputs: list[Any], samples: list[int]) -> bool:
+    """Whether sequences hold one element per sample, rather than fields with one row per sample."""
+    pairs = list(zip(outputs, samples, strict=True))
+    if any(not _is_plain_sequence(output) or len(output) != size for output, size in pairs):
+        return False
+    if isinstance(outputs[0], tuple):
+        return all(isinstance(element, str) for output in outputs for element in output)
+    return any({len(leaf) for _, leaf in _leaves(o) if _is_array(leaf)} != {size} for o, size in pairs)
+
+
+def _plan(batch: Any, samples: int, ends: list[int], tokens: PackedTokens) -> dict[Path, _Cut]:
+    """Decides for each leaf of ``batch`` where it is cut; leaves that are repeated have no entry."""
+    leaves = {path: value for path, value in _leaves(batch, samples) if _has_length(value)}
+    rows: dict[Path, list[int]] = {}
+    for scope in _scopes(leaves):
+        rows |= packed_rows(scope, samples, tokens)
+    cuts, unresolved = {}, {}
+    for path, value in leaves.items():
+        name = path[-1] if path else None
+        mrope = name == "position_ids" and _is_array(value) and value.ndim == 3
+        if path in rows:
+            row_ends = list(accumulate(rows[path], initial=0))
+            cuts[path] = _Cut(0, [row_ends[end] for end in ends], packed=True)
+        elif mrope and value.shape[1] == samples:  # Qwen's [3 or 4, B, S]
+            cuts[path] = _Cut(1, ends, packed=False)
+        elif len(value) == samples:
+            cuts[path] = _Cut(0, ends, packed=False)
+        elif _is_array(value) and not (name == "position_ids" and len(value) == 1):
+            unresolved[path] = value
+    if unresolved:
+        rule = f"The batch has {samples} samples, and these have neither that many rows nor a known packing"
+        raise _disagreement(unresolved, rule)
+    return cuts
+
+
+def _scopes(leaves: dict[Path, Any]) -> list[dict[Path, Any]]:
+    """Groups leaves with the ``input_ids`` that count for them: all with the only one, else by mapping."""
+    owners = [path[:-1] for path in leaves if path[-1:] == ("input_ids",)]
+    if len(owners) < 2:
+        return [leaves]
+    return [{path: leaf for path, leaf in leaves.items() if path[: len(owner)] == owner} for owner in owners]
+
+
+def _take(node: Any, path: Path, cuts: dict[Path, _Cut], part: int) -> Any:
+    cut = cuts.get(path)
+    if cut is not None:
+        start, end = cut.bounds[part], cut.bounds[part + 1]
+        if cut.packed and start == end:
+            return None
+        return node[:, start:end] if cut.dim == 1 else node[start:end]
+    children = _children(node)
+    if not children:
+        return node
+    return _rebuild(node, [_take(child, (*path, step), cuts, part) for step, child in children])
+
+
+def _leaves(node: Any, samples: int | None = None, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Walks to arrays, lists with one element per sample, lists of scalars, and all that is no container."""
+    children = _children(node)
+    nested = any(_is_array(child) or _children(child) is not None for _, child in children or ())
+    if children is None or (_is_plain_sequence(node) and not nested) or _is_sample_list(node, samples):
+        yield path, node
+        return
+    for step, child in children:
+        yield from _leaves(child, samples, (*path, step))
+
+
+def _is_sample_list(node: Any, samples: int | None) -> bool:
+    """Whether ``node`` lists samples (strings, tensors of any shapes, dicts of those) rather than fields."""
+    if samples is None or not _is_plain_sequence(node) or len(node) != samples:
+        return False
+    inside = [(path, value) for path, value in _leaves(node) if _is_array(value)]
+    fields = any(path[-1] == "input_ids" for path, _ in inside)
+    return not fields and (not inside or any(len(value) != samples for _, value in inside))
+
+
+def _is_array(value: Any) -> bool:
+    """Whether ``value`` has a dim 0: a tensor, a NumPy array, or alike."""
+    return hasattr(value, "__getitem__") and len(getattr(value, "shape", ())) > 0
+
+
+def _is_plain_sequence(value: Any) -> bool:
+    return isinstance(value, list | tuple) and not hasattr(value, "_fields")
+
+
+def _has_length(value: Any) -> bool:
+    return _is_array(value) or _is_plain_sequence(value)
+
+
+def _children(node: Any) -> list[tuple[Any, Any]] | None:
+    """The steps and children of a container, None for anything else."""
+    if _is_array(node):
+        return None
+    if isinstance(node, Mapping):
+        return list(node.items())
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        return [(field.name, getattr(node, field.name)) for field in dataclasses.fields(node)]
+    if isinstance(node, list | tuple):
+        return list(zip(getattr(node, "_fields", range(len(node))), node, strict=True))
+    return None
+
+
+def _rebuild(node: Any, values: list[Any]) -> Any:
+    """A container of ``node``'s type with other children, in the order of ``_children``."""
+    if isinstance(node, list | tuple):
+        return type(node)(*values) if hasattr(node, "_fields") else type(node)(values)
+    steps = [step for step, _ in _children(node) or ()]
+    new = copy.copy(node)
+    for step, value in zip(steps, values, strict=True):
+        if isinstance(node, Mapping):
+            new[step] = value
+        else:
+            object.__setattr__(new, step, value)
+    return new
+
+
+def _disagreement(leaves: dict[Path, Any], rule: str) -> ConfigError:
+    sizes = {
+        "batch" + "".join(f"[{step!r}]" for step in path): tuple(getattr(value, "shape", (len(value),)))
+        for path, value in leaves.items()
+        if _has_length(value)
+    }
+    return ConfigError("batch", sizes, rule, REMEDY)

@@ -1,0 +1,187 @@
+"""Which rows of a packed value belong to which sample.
+
+Multimodal batches pack what a sample may hold any number of: the patches of all images lie behind each
+other along dim 0 of ``pixel_values``, the images themselves along dim 0 of ``image_grid_thw``, and so on for
+videos and audio. Nothing in such a tensor says where a sample ends; only the placeholder tokens in
+``input_ids`` do. This module counts them. An *item* is one image, video or piece of audio (or one tile, where
+a family packs tiles). It knows field names and token ids, no model's code, and refuses to guess: unless the
+counts fit every sample exactly, the batch is refused with the remedy.
+
+Shapes: B batch (samples), S sequence, N items of one kind.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+
+from lightning_mm5d.config.errors import ConfigError
+
+Path = tuple[Hashable, ...]
+"""The steps from the root of a batch to a leaf; the last one is the field's name."""
+
+REMEDY = (
+    "Define split_batch(batch, num_microbatches) on the LightningModule, which returns a list of batches, "
+    'or set microbatching="loader"'
+)
+
+_NAMES = {  # how processors name the fields that travel with each kind of item; the first match decides
+    "video": r"_videos$|_per_video$|^video_(grid|second|merge|position|sizes)|^second_per_grid_ts$",
+    "image": r"^pixel_|_pixel_values$|^image_(grid|sizes|merge|position|embeds)|^spatial_shapes$|^num_local",
+    "audio": r"^(input|audio)_features?(_|$)|^feature_attention_mask$|^(input|audio)_values$",
+}
+_TYPE_IDS = {"image": 1, "video": 2, "audio": 3}  # in transformers' ``mm_token_type_ids``
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedTokens:
+    """Ids of the placeholder tokens that mark items in ``input_ids``; None where a model has no such kind."""
+
+    image: int | None = None
+    video: int | None = None
+    audio: int | None = None
+
+
+def describe(module: torch.nn.Module) -> PackedTokens:
+    """Reads the placeholder ids from the first ``config`` in ``module``'s tree that names each kind.
+
+    Looked for are ``image_token_id`` and ``image_token_index``, likewise for video and audio, on the
+    ``config`` attribute of any submodule, outermost first.
+    """
+    found: dict[str, int] = {}
+    for submodule in module.modules():
+        config = getattr(submodule, "config", None)
+        for kind in _NAMES:
+            for name in (f"{kind}_token_id", f"{kind}_token_index"):
+                value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+                if isinstance(value, int):
+                    found.setdefault(kind, value)
+    return PackedTokens(**found)
+
+
+def kind_of(name: Hashable) -> str | None:
+    """``"image"``, ``"video"`` or ``"audio"`` if processors give packed fields this ``name``, else None."""
+    return next((kind for kind, pattern in _NAMES.items() if re.search(pattern, str(name))), None)
+
+
+def packed_rows(fields: Mapping[Path, Any], samples: int, tokens: PackedTokens) -> dict[Path, list[int]]:
+    """Tells how many rows of each packed field every sample owns.
+
+    Args:
+        fields: the leaves of a batch that have a length (tensors with a dim 0, lists), by path.
+        samples: B.
+        tokens: the placeholder ids. Where ``mm_token_type_ids`` is among the fields, it serves as well.
+
+    Returns:
+        For each field that is packed, B row counts that sum to its length. A field that is not in the
+        result is not packed (it has one row per sample), or nothing is known of it.
+
+    Raises:
+        ConfigError: a field is packed, but no way of counting fits every sample exactly.
+    """
+    rows: dict[Path, list[int]] = {}
+    for kind in _NAMES:
+        members = {path: value for path, value in fields.items() if path and kind_of(path[-1]) == kind}
+        rows |= {path: [0] * samples for path, value in members.items() if len(value) == 0}
+        members = {path: value for path, value in members.items() if len(value) > 0}
+        masks = _placeholders(fields, samples, kind, getattr(tokens, kind))
+        if not members or not masks or _is_padded_per_sample(members, samples):
+            continue
+        tables = [table for value in members.values() if (table := _table(value)) is not None]
+        items = len(tables[0]) if tables else min(len(value) for value in members.values())
+        tables = [table for table in tables if len(table) == items]
+        owned = _items_per_sample(masks, items, tables)
+        if owned is None:
+            raise _cannot_count(kind, members, f"its {items} items fit the placeholders of the samples", masks)
+        ways = [owned, *(_sum_by(owned, table) for table in tables)]
+        strangers = {p: v for p, v in fields.items() if p and not kind_of(p[-1]) and len(v) != samples}
+        for path, value in (members | strangers).items():
+            fitting = [way for way in ways if sum(way) == len(value)]
+            fitting += [rows[path]] if path in rows and fitting else []
+            if any(way != fitting[0] for way in fitting):
+                raise _cannot_count(kind, {path: value}, "there is one way to deal out its rows", masks)
+            if fitting:
+                rows[path] = fitting[0]
+    return rows
+
+
+def _placeholders(fields: Mapping[Path, Any], samples: int, kind: str, token: int | None) -> list[torch.Tensor]:
+    """The masks [B, S] that may mark ``kind``'s placeholders, those without any left out."""
+    marks = {"mm_token_type_ids": _TYPE_IDS[kind], "input_ids": token}
+    found = [(value, marks[str(path[-1])]) for path, value in fields.items() if path and path[-1] in marks]
+    masks = [ids == mark for ids, mark in found if mark is not None and isinstance(ids, torch.Tensor)]
+    return [mask for mask in masks if mask.ndim == 2 and len(mask) == samples and mask.any()]
+
+
+def _is_padded_per_sample(members: Mapping[Path, Any], samples: int) -> bool:
+    """Whether images are [B, images, C, H, W], one padded row per sample, as Idefics and Mllama have them."""
+    pixels = next((value for path, value in members.items() if path[-1] == "pixel_values"), None)
+    sizes = any(path[-1] == "image_sizes" for path in members)
+    return isinstance(pixels, torch.Tensor) and pixels.ndim >= 5 and len(pixels) == samples and not sizes
+
+
+def _table(value: Any) -> list[int] | None:
+    """The product of each item's sizes, if ``value`` is a table of those: integers [N], [N, 2] or [N, 3]."""
+    if not isinstance(value, torch.Tensor) or value.is_floating_point() or value.dtype == torch.bool:
+        return None
+    if value.ndim == 2 and value.shape[1] in (2, 3):
+        return value.prod(dim=1).tolist()
+    return value.tolist() if value.ndim == 1 else None
+
+
+def _items_per_sample(masks: list[torch.Tensor], items: int, tables: list[list[int]]) -> list[int] | None:
+    """How many of the N ``items`` each of the B samples owns, by the surest rule that fits, or None."""
+    per_sample = [mask.sum(dim=1).tolist() for mask in masks]
+    for count in per_sample:  # as many items as samples with placeholders: one each
+        if sum(c > 0 for c in count) == items:
+            return [int(c > 0) for c in count]
+    for table in tables:  # an item has placeholders in proportion to its size
+        for count in per_sample:
+            if (owned := _assign(count, table)) is not None:
+                return owned
+    for mask in masks:  # each run of placeholders is an item
+        starts = mask.clone()
+        starts[:, 1:] &= ~mask[:, :-1]
+        if int(starts.sum()) == items:
+            return starts.sum(dim=1).tolist()
+    for count in per_sample:  # all items have the same number of placeholders
+        if (owned := _assign(count, [1] * items)) is not None:
+            return owned
+    return None
+
+
+def _assign(count: list[int], sizes: list[int]) -> list[int] | None:
+    """Deals items out in order, item i worth ``sizes[i]`` shares of all placeholders; None unless exact."""
+    total, shares = sum(count), sum(sizes)
+    if not shares or any(size * total % shares or size <= 0 for size in sizes):
+        return None
+    worth = [size * total // shares for size in sizes]
+    owned, taken = [], 0
+    for need in count:
+        first = taken
+        while need > 0 and taken < len(worth):
+            need -= worth[taken]
+            taken += 1
+        if need:
+            return None
+        owned.append(taken - first)
+    return owned
+
+
+def _sum_by(owned: list[int], sizes: list[int]) -> list[int]:
+    """The rows of each sample when item i has ``sizes[i]`` of them."""
+    return [sum(sizes[start:end]) for start, end in pairwise(accumulate(owned, initial=0))]
+
+
+def _cannot_count(kind: str, members: Mapping[Path, Any], rule: str, masks: list[torch.Tensor]) -> ConfigError:
+    return ConfigError(
+        "batch",
+        {str(path[-1]): tuple(getattr(value, "shape", (len(value),))) for path, value in members.items()},
+        f"A batch is split only if {rule} (its samples hold {masks[-1].sum(dim=1).tolist()} {kind} tokens)",
+        REMEDY,
+    )

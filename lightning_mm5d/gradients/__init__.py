@@ -1,0 +1,1 @@
+"""Sums gradients over replicas and shared parameters, and publishes them at `backward`."""

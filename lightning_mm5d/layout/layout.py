@@ -1,0 +1,303 @@
+"""Which rank works on what: one frozen object owns all arithmetic about ranks.
+
+Modalities take consecutive blocks of *slots* in the order of the configuration; within a modality tensor
+parallel runs fastest, then context, then data, and pipeline slowest: ``arange(n).view(pp, dp, cp, tp)``. A
+placement then maps slots to ranks so that the axes that talk most stay inside a node. A colocated modality
+takes the slots of its host and divides them by its own sizes; one that shares a pipeline rank has a block of its
+own for its earlier stages, and for its last one takes the slots of that rank.
+
+The *replicas* are those of the loss modality, whose last stage computes the loss; an encoder has k times
+as many (then each takes every k-th microbatch) or a k-th of them (then each serves k replicas).
+
+It refuses what `sizes.solve` refuses, and placements that are no permutation or descend along an axis. It expects
+modalities that passed `checks.check`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from typing import NamedTuple
+
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.modality import Modality
+from lightning_mm5d.layout.sizes import Sizes, solve
+
+
+class Place(NamedTuple):
+    """One rank's position in one modality."""
+
+    rank: int
+    node: int
+    modality: str
+    dp: int
+    pp: int
+    cp: int
+    tp: int
+
+
+class Share(NamedTuple):
+    """What one encoder replica works on: microbatches ``range(start, M, step)`` of a loss_modality's replica."""
+
+    replica: int
+    start: int
+    step: int
+
+
+class Straddle(NamedTuple):
+    """Ranks that talk much and do not share a node: a tensor parallel group, or a context parallel block."""
+
+    modality: str
+    axis: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Positions of all ranks. Make it with `Layout.build`.
+
+    Args:
+        size: number of ranks in the world.
+        ranks_per_node: ranks per node; rank r is on node ``r // ranks_per_node``.
+        loss_modality: name of the modality that computes the loss.
+        axes: lengths of each modality's axes, in the order of the configuration.
+        ranks: ranks of each modality, ``[pp * dp * cp * tp]``, tensor parallel fastest.
+    """
+
+    size: int
+    ranks_per_node: int
+    loss_modality: str
+    axes: dict[str, Sizes]
+    ranks: dict[str, tuple[int, ...]]
+
+    @classmethod
+    def build(
+        cls,
+        modalities: Mapping[str, Modality],
+        *,
+        world_size: int,
+        loss_modality: str,
+        ranks_per_node: int | None = None,
+        placement: Sequence[int] | None = None,
+    ) -> Layout:
+        """Solve for the unset sizes and place the modalities.
+
+        Every unset `dp_size` gets the same value, the one that fills the world exactly.
+
+        Args:
+            modalities: configuration by name; its order is the order of the ranks.
+            world_size: number of ranks.
+            loss_modality: name of the modality that computes the loss.
+            ranks_per_node: ranks per node; all ranks are on one node when unset.
+            placement: rank of each slot, instead of the packing of this library.
+
+        Raises:
+            ConfigError: when the sizes do not fill the world, do not pair up, or the placement is wrong.
+        """
+        axes = solve(modalities, world_size, loss_modality)
+        blocks, slots = _slots(modalities, axes)
+        per_node = ranks_per_node or world_size
+
+        def placed(order: Sequence[int]) -> Layout:
+            ranks = {name: tuple(order[slot] for slot in slots[name]) for name in modalities}
+            return cls(size=world_size, ranks_per_node=per_node, loss_modality=loss_modality, axes=axes, ranks=ranks)
+
+        if placement is not None:
+            _check_permutation(placement, world_size)
+            layout = placed(placement)
+            _check_ascending(layout, placement, blocks)
+            return layout
+        layout = placed(range(world_size))
+        if layout.straddling and (packed := _pack(modalities, axes, blocks, world_size, per_node)):
+            layout = min(layout, placed(packed), key=lambda candidate: len(candidate.straddling))
+        return layout
+
+    @property
+    def modalities(self) -> tuple[str, ...]:
+        """Names in the order of the configuration."""
+        return tuple(self.axes)
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas of the loss modality."""
+        return self.axes[self.loss_modality].dp
+
+    @cached_property
+    def places(self) -> tuple[Place, ...]:
+        """All places, by modality and then in the order of its `ranks`."""
+        return tuple(
+            Place(rank, rank // self.ranks_per_node, name, dp, pp, cp, tp)
+            for name, ranks in self.ranks.items()
+            for rank, (pp, dp, cp, tp) in zip(ranks, _positions(self.axes[name]), strict=True)
+        )
+
+    @cached_property
+    def straddling(self) -> tuple[Straddle, ...]:
+        """Tensor parallel groups and context parallel blocks that lie on more than one node."""
+        found = []
+        for name, ranks in self.ranks.items():
+            _, _, cp, tp = self.axes[name]
+            widths = {"tp": tp, "cp": cp * tp} if cp > 1 else {"tp": tp}
+            for axis, width in widths.items():
+                for first in range(0, len(ranks), width):
+                    group = ranks[first : first + width]
+                    if len({rank // self.ranks_per_node for rank in group}) > 1:
+                        found.append(Straddle(name, axis, group))
+        return tuple(found)
+
+    def places_of(self, rank: int) -> tuple[Place, ...]:
+        """Places of one rank: one, or several where modalities are colocated."""
+        return self._places_by_rank[rank]
+
+    def sizes(self, modality: str) -> Sizes:
+        """Lengths of a modality's axes."""
+        return self.axes[modality]
+
+    def rank_of(self, modality: str, *, dp: int, pp: int, cp: int = 0, tp: int = 0) -> int:
+        """Rank at one position of a modality."""
+        size = self.axes[modality]
+        index = (dp, pp, cp, tp)
+        assert all(0 <= i < length for i, length in zip(index, size, strict=True)), (modality, index, size)
+        return self.ranks[modality][((pp * size.dp + dp) * size.cp + cp) * size.tp + tp]
+
+    def ranks_of(
+        self,
+        modality: str,
+        *,
+        dp: int | None = None,
+        pp: int | None = None,
+        cp: int | None = None,
+        tp: int | None = None,
+    ) -> tuple[int, ...]:
+        """Ranks of a modality at the given indices, all along the axes left out, tensor parallel fastest."""
+        size = self.axes[modality]
+        axes = ((pp, size.pp), (dp, size.dp), (cp, size.cp), (tp, size.tp))
+        spans = [range(length) if index is None else (index,) for index, length in axes]
+        return tuple(self.rank_of(modality, pp=p, dp=d, cp=c, tp=t) for p, d, c, t in product(*spans))
+
+    def serves(self, modality: str, dp: int) -> tuple[Share, ...]:
+        """What replica `dp` of a modality works on, by ascending replica of the loss modality."""
+        own, replicas = self.axes[modality].dp, self.num_replicas
+        assert 0 <= dp < own
+        if own > replicas:
+            step = own // replicas
+            return (Share(dp // step, dp % step, step),)
+        served = replicas // own
+        return tuple(Share(replica, 0, 1) for replica in range(dp * served, (dp + 1) * served))
+
+    def instance_of(self, modality: str, replica: int, microbatch: int) -> int:
+        """Replica of a modality that works on a microbatch of a replica of the loss_modality: undoes `serves`."""
+        own, replicas = self.axes[modality].dp, self.num_replicas
+        assert 0 <= replica < replicas
+        if own > replicas:
+            step = own // replicas
+            return replica * step + microbatch % step
+        return replica // (replicas // own)
+
+    def replica_ranks(self, replica: int) -> tuple[int, ...]:
+        """All ranks that work on microbatches of a replica of the loss modality, ascending."""
+        found: set[int] = set()
+        for name, size in self.axes.items():
+            for turn in range(max(1, size.dp // self.num_replicas)):
+                found.update(self.ranks_of(name, dp=self.instance_of(name, replica, turn)))
+        return tuple(sorted(found))
+
+    def replicas_of_rank(self, rank: int) -> tuple[int, ...]:
+        """Replicas of the loss modality that any place of the rank serves, ascending."""
+        shares = (self.serves(place.modality, place.dp) for place in self.places_of(rank))
+        return tuple(sorted({share.replica for served in shares for share in served}))
+
+    def same_ranks(self, a: str, b: str) -> bool:
+        """Whether two modalities run as one: a single stage each, divided alike over the same ranks."""
+        return self.axes[a].pp == 1 and self.axes[a] == self.axes[b] and self.ranks[a] == self.ranks[b]
+
+    @cached_property
+    def _places_by_rank(self) -> tuple[tuple[Place, ...], ...]:
+        found: list[list[Place]] = [[] for _ in range(self.size)]
+        for place in self.places:
+            found[place.rank].append(place)
+        return tuple(map(tuple, found))
+
+
+def _positions(size: Sizes) -> Iterator[tuple[int, ...]]:
+    """All (pp, dp, cp, tp) of a modality in the order of its slots."""
+    return product(range(size.pp), range(size.dp), range(size.cp), range(size.tp))
+
+
+def _slots(
+    modalities: Mapping[str, Modality], axes: Mapping[str, Sizes]
+) -> tuple[dict[str, range], dict[str, Sequence[int]]]:
+    """Consecutive slots that modalities have to themselves, and all slots of each: own ones, then those of its host."""
+    blocks, first = {}, 0
+    for name, modality in modalities.items():
+        if modality.own_ranks_per_replica:
+            blocks[name] = range(first, first := first + axes[name].dp * modality.own_ranks_per_replica)
+    slots: dict[str, Sequence[int]] = {}
+    for name, modality in modalities.items():
+        if modality.host is None:
+            slots[name] = blocks[name]
+        elif modality.host.pp is None:
+            slots[name] = blocks[modality.host.modality]
+        else:
+            stage = math.prod(axes[name]) // axes[name].pp
+            first = modality.host.pp * stage
+            slots[name] = [*blocks.get(name, ()), *blocks[modality.host.modality][first : first + stage]]
+    return blocks, slots
+
+
+def _pack(
+    modalities: Mapping[str, Modality],
+    axes: Mapping[str, Sizes],
+    blocks: Mapping[str, range],
+    world_size: int,
+    per_node: int,
+) -> list[int] | None:
+    """Rank of each slot, whole context parallel blocks (or at least tensor parallel groups) within nodes.
+
+    First-fit decreasing bin packing (D. S. Johnson, 1973). Equal units are placed in ascending order, so
+    ranks still ascend along every axis. None where the packing leaves something over.
+    """
+    units = {}
+    for name in blocks:
+        guests = [axes[n] for n, m in modalities.items() if name in (n, m.colocate_with)]
+        wide, narrow = math.lcm(*(g.cp * g.tp for g in guests)), math.lcm(*(g.tp for g in guests))
+        units[name] = next((unit for unit in (wide, narrow) if unit <= per_node), 1)
+    order = [0] * world_size
+    used = list(range(0, world_size, per_node))  # first free rank of each node
+    for name, unit in sorted(units.items(), key=lambda item: -item[1]):
+        starts = iter(blocks[name][::unit])
+        slot = next(starts, None)
+        for node in range(len(used)):
+            end = min((node + 1) * per_node, world_size)
+            while slot is not None and used[node] + unit <= end:
+                order[slot : slot + unit] = range(used[node], used[node] + unit)
+                used[node] += unit
+                slot = next(starts, None)
+        if slot is not None:
+            return None
+    return order
+
+
+def _check_permutation(placement: Sequence[int], world_size: int) -> None:
+    ranks = [rank for rank in placement if isinstance(rank, int) and not isinstance(rank, bool)]
+    kept = [rank for rank in dict.fromkeys(ranks) if 0 <= rank < world_size]
+    missing = sorted(set(range(world_size)) - set(kept))
+    if missing or len(kept) < len(placement):
+        rule = f"It names each of the ranks 0 to {world_size - 1} once"
+        raise ConfigError("placement", list(placement), rule, f"The nearest is {kept + missing}")
+
+
+def _check_ascending(layout: Layout, placement: Sequence[int], blocks: Mapping[str, range]) -> None:
+    """Refuse a mesh that torch would build wrongly: it sorts the ranks of a group."""
+    for _, _, name, dp, pp, cp, tp in layout.places:
+        rank = layout.rank_of(name, dp=dp, pp=pp, cp=cp, tp=tp)
+        for axis, before in (("dp", (dp - 1, cp, tp)), ("cp", (dp, cp - 1, tp)), ("tp", (dp, cp, tp - 1))):
+            if min(before) >= 0:
+                other = layout.rank_of(name, pp=pp, dp=before[0], cp=before[1], tp=before[2])
+                if other > rank:
+                    fixed = [r for block in blocks.values() for r in sorted(placement[slot] for slot in block)]
+                    rule = f"Ranks must ascend along {axis}, and in {name!r} {other} comes before {rank}"
+                    raise ConfigError("placement", list(placement), rule, f"{fixed} would do")

@@ -1,0 +1,133 @@
+"""How long each modality's axes are: solves for the replicas that the configuration leaves open.
+
+Every unset `dp_size` gets the same value, the one that fills the world exactly; guests follow their hosts. A guest of
+all ranks of its host divides them by its own sizes; one that shares a pipeline rank has as many replicas as its host,
+and brings along the ranks of its earlier stages.
+
+It refuses sizes that do not fill the world, and replicas that do not pair up. It expects modalities that passed
+`checks.check`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from lightning_mm5d.config.errors import ConfigError, nearest, one_of
+from lightning_mm5d.config.modality import Modality, colocated_dp
+
+_WORLD = "Trainer(devices=..., num_nodes=...)"
+
+
+class Sizes(NamedTuple):
+    """Lengths of a modality's axes."""
+
+    dp: int
+    pp: int
+    cp: int
+    tp: int
+
+
+def solve(modalities: Mapping[str, Modality], world_size: int, loss_modality: str) -> dict[str, Sizes]:
+    """Return the sizes of all modalities, with one common value for every unset `dp_size`.
+
+    Args:
+        modalities: configuration by name.
+        world_size: number of ranks.
+        loss_modality: name of the modality that computes the loss.
+
+    Raises:
+        ConfigError: when the sizes do not fill the world or do not pair up; it names the nearest worlds that fit.
+    """
+    owners = {name: m.own_ranks_per_replica for name, m in modalities.items() if m.own_ranks_per_replica}
+    given = {name: _host(modalities, name).dp_size for name in owners}
+    fixed = sum(dp * owners[name] for name, dp in given.items() if dp is not None)
+    free = sum(owners[name] for name, dp in given.items() if dp is None)
+    needs = " + ".join(
+        f"{name}: {own} * {'dp_size' if given[name] is None else given[name]}" for name, own in owners.items()
+    )
+    if not free:
+        axes = _axes(modalities, 1, loss_modality)
+        if fixed != world_size:
+            rule = f"The modalities ({needs}) fill {fixed} ranks"
+            raise ConfigError(_WORLD, world_size, rule, f"Use {fixed} ranks")
+        return axes
+    common, remainder = divmod(world_size - fixed, free)
+    rule = f"The modalities ({needs}) fill {f'{fixed} plus ' if fixed else ''}a multiple of {free} ranks"
+    problem = ConfigError(_WORLD, world_size, rule, "")
+    if common >= 1 and not remainder:
+        try:
+            return _axes(modalities, common, loss_modality)
+        except ConfigError as error:
+            problem = error
+    fits = [fixed + n * free for n in nearest(common, lambda n: _fits(modalities, n, loss_modality))]
+    if not fits:  # what is wrong is no matter of the size of the world
+        return _axes(modalities, max(common, 1), loss_modality)
+    fix = f"Nearest that fit: {one_of(fits)} ranks"
+    if len(owners) > 1 and world_size < fixed + free:
+        fix += ", or let modalities share ranks with colocate_with"
+    raise ConfigError(problem.field, problem.got, problem.rule, fix)
+
+
+def _host(modalities: Mapping[str, Modality], name: str) -> Modality:
+    """The modality itself, or the one whose ranks it shares."""
+    host = modalities[name].host
+    return modalities[name if host is None else host.modality]
+
+
+def _fits(modalities: Mapping[str, Modality], common: int, loss_modality: str) -> bool:
+    """Whether `_axes` would succeed, without the cost of its advice."""
+    replicas = {}
+    for name, modality in modalities.items():
+        host = _host(modalities, name)
+        replicas[name], rest = host.dp_size or common, 0
+        if modality.host is not None and modality.host.pp is None:
+            replicas[name], rest = divmod(replicas[name] * host.ranks_per_replica, modality.ranks_per_replica)
+        if rest or (host is not modality and modality.dp_size not in (None, replicas[name])):
+            return False
+    return all(_pair(dp, replicas[loss_modality]) for dp in replicas.values())
+
+
+def _axes(modalities: Mapping[str, Modality], common: int, loss_modality: str) -> dict[str, Sizes]:
+    """Sizes where each unset `dp_size` is `common`; refuses replicas that do not pair up."""
+    axes: dict[str, Sizes] = {}
+    owned: dict[str, int] = {}
+    for name, modality in modalities.items():
+        host = _host(modalities, name)
+        dp = host.dp_size or common
+        owned[name] = dp * host.ranks_per_replica
+        if modality.host is not None and modality.host.pp is None:
+            dp = colocated_dp(name, modality, owned[name])
+        elif modality.dp_size not in (None, dp) and host is not modality:
+            rule = f"Its last stage shares the ranks of '{modality.host}', of which there are {dp} replicas"
+            fix = f"Use dp_size={dp}, or leave it unset"
+            raise ConfigError(f"modalities.{name}.dp_size", modality.dp_size, rule, fix)
+        axes[name] = Sizes(dp, modality.stages, modality.cp_size, modality.tp_size)
+    for name, modality in modalities.items():
+        if modality.host is not None and modality.host.pp is not None:
+            continue  # it has the replicas of its host, which is checked itself
+        # of a host and its guest, the guest is the one whose sizes can change alone
+        guest, other = (
+            (loss_modality, name) if modalities[loss_modality].colocate_with == name else (name, loss_modality)
+        )
+        _check_pairs(guest, modalities[guest], axes[guest].dp, owned[guest], other, axes[other].dp)
+    return axes
+
+
+def _check_pairs(name: str, modality: Modality, dp: int, ranks: int, other: str, replicas: int) -> None:
+    if _pair(dp, replicas):
+        return
+    what = "The inferred dp_size" if modality.dp_size is None else "It"
+    rule = f"{what} must divide the dp_size {replicas} of {other!r}, or be a multiple of it"
+    if modality.colocate_with is None:
+        each = modality.ranks_per_replica
+        choices = nearest(dp, lambda n: _pair(n, replicas))
+        fix = f"Use dp_size={one_of(f'{n} ({(n - dp) * each:+d} ranks)' for n in choices)}"
+    else:
+        products = sorted(ranks // n for n in nearest(dp, lambda n: ranks % n == 0 and _pair(n, replicas)))
+        fix = f"A product pp_size * cp_size * tp_size of {one_of(products)} would fit"
+    raise ConfigError(f"modalities.{name}.dp_size", dp, rule, fix)
+
+
+def _pair(dp: int, replicas: int) -> bool:
+    return dp % replicas == 0 or replicas % dp == 0

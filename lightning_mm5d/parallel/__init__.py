@@ -1,1 +1,0 @@
-"""Parallelism within a stage: replicas and parameters that several stages share."""

@@ -1,0 +1,247 @@
+"""Collectives of a tensor parallel group, each with the backward that tensor parallelism needs.
+
+A value is *replicated* (equal on all ranks, and so is its gradient), *divided* (each rank has a part along one dim) or
+*partial* (the ranks' values add up to it). What follows from that for gradients is written at each function; torch's
+own differentiable collectives have other backwards.
+
+Parts may be of unequal lengths: shorter ones travel padded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class TensorGroup:
+    """The ranks that share each layer of one stage.
+
+    Args:
+        group: their process group.
+
+    Attributes:
+        group: the process group.
+        size: number of ranks.
+        index: of this rank among them.
+        factor: a part of a divided value has the gradient that it has in the whole, once.
+        moved: bytes that this rank has sent in a ring: ``2 (n - 1) / n`` of what is summed, ``(n - 1) / n`` of what is
+            gathered or summed and scattered.
+        is_silent: whether collectives return values of the right shape without communicating; for runs on one rank
+            that only ask for shapes.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.factor = 1
+        self.size = dist.get_world_size(group)
+        self.index = dist.get_rank(group)
+        self.moved = 0.0
+        self.is_silent = False
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Return the sum over ranks; `tensor` stays as it is."""
+        result = tensor.detach().clone(memory_format=torch.contiguous_format)
+        return self._all_reduce(result, dist.ReduceOp.SUM)
+
+    def max(self, tensor: Tensor) -> Tensor:
+        """Return the maximum over ranks."""
+        result = tensor.detach().clone(memory_format=torch.contiguous_format)
+        return self._all_reduce(result, dist.ReduceOp.MAX)
+
+    def _all_reduce(self, result: Tensor, operation: Any) -> Tensor:
+        if not self.is_silent:
+            dist.all_reduce(result, operation, group=self.group)
+            self.moved += 2 * result.nbytes * (self.size - 1) / self.size
+        return result
+
+    def gather(self, part: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
+        """Return the parts of all ranks, one after the other along `dim`, where they are `lengths` long."""
+        longest, dim = max(lengths), dim % part.dim()
+        own = part.detach()
+        if lengths[self.index] < longest:
+            shape = [*own.shape]
+            shape[dim] = longest - lengths[self.index]
+            own = torch.cat([own, own.new_zeros(shape)], dim)
+        parts = own.new_empty(self.size, *own.shape)
+        if not self.is_silent:
+            dist.all_gather_single(parts.flatten(0, 1), own.contiguous(), group=self.group)
+            self.moved += parts.nbytes * (self.size - 1) / self.size
+        if any(length != longest for length in lengths):
+            return torch.cat([one.narrow(dim, 0, length) for one, length in zip(parts, lengths, strict=True)], dim)
+        return _owned(parts.movedim(0, dim).flatten(dim, dim + 1))
+
+    def sum_scattered(self, whole: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
+        """Return this rank's part along `dim` of the sum over ranks; the parts are `lengths` long."""
+        longest, dim = max(lengths), dim % whole.dim()
+        whole = whole.detach()
+        if any(length != longest for length in lengths):
+            shape = [self.size, *whole.shape]
+            shape[dim + 1] = longest
+            parts = whole.new_zeros(shape)
+            for one, piece, length in zip(parts, whole.split(list(lengths), dim), lengths, strict=True):
+                one.narrow(dim, 0, length).copy_(piece)
+        else:
+            parts = whole.unflatten(dim, (self.size, longest)).movedim(dim, 0).contiguous()
+        part = parts.new_empty(parts.shape[1:])
+        if not self.is_silent:
+            dist.reduce_scatter_single(part, parts.flatten(0, 1), group=self.group)
+            self.moved += parts.nbytes * (self.size - 1) / self.size
+        return _owned(part.narrow(dim, 0, lengths[self.index]).contiguous())
+
+    def part(self, whole: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
+        """Return this rank's part of a replicated tensor, a view."""
+        start = sum(lengths[: self.index])
+        return whole.narrow(dim, start, lengths[self.index])
+
+    def exchange(self, part: Tensor, source: int, before: Sequence[int], target: int, after: Sequence[int]) -> Tensor:
+        """Return the part along `target`, `after` long, of what is divided along `source`, `before` long."""
+        shape, pieces = [*part.shape], part.detach().split(list(after), target)
+        shape[target] = after[self.index]
+        unit = math.prod(size for dim, size in enumerate(shape) if dim != source % part.dim())
+        sent = torch.cat([piece.reshape(-1) for piece in pieces])
+        counts = [unit * length for length in before]
+        found = sent.new_empty(sum(counts))
+        if not self.is_silent:
+            dist.all_to_all_single(found, sent, counts, [piece.numel() for piece in pieces], group=self.group)
+            self.moved += (sent.numel() - pieces[self.index].numel()) * sent.element_size()
+        rows = []
+        for row, length in zip(found.split(counts), before, strict=True):
+            shape[source] = length
+            rows.append(row.view(shape))
+        return torch.cat(rows, source)
+
+    # what a divided tensor asks of its group, in autograd's graph
+
+    def copied(self, x: Tensor) -> Tensor:
+        """`copy`."""
+        return copy(x, self)
+
+    def scattered(self, x: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
+        """`scatter`."""
+        return scatter(x, dim, lengths, self)
+
+    def gathered(self, x: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
+        """`gather`."""
+        return gather(x, dim, lengths, self)
+
+    def description(self) -> None:
+        """What a peer needs to know to find its own group of this kind: nothing."""
+
+
+def _owned(x: Tensor) -> Tensor:
+    """`x`, but no view: autograd forbids writes to views that a function returns, and models write to hidden states."""
+    return x.new_empty(0).set_(x) if x._is_view() else x  # type: ignore[call-overload]
+
+
+@contextmanager
+def dry_run(groups: Iterable[TensorGroup]) -> Iterator[None]:
+    """Let no group communicate meanwhile."""
+    groups = list(groups)
+    for group in groups:
+        group.is_silent = True
+    try:
+        yield
+    finally:
+        for group in groups:
+            group.is_silent = False
+
+
+def copy(x: Tensor, group: TensorGroup) -> Tensor:
+    """Return the replicated `x` for work on divided weights; its gradients, which are partial, are summed."""
+    return _Copy.apply(x, group)
+
+
+def reduce(x: Tensor, group: TensorGroup) -> Tensor:
+    """Return the sum of the partial `x`, replicated; the gradient of the sum is that of each rank's summand."""
+    return _Reduce.apply(x, group)
+
+
+def gather(x: Tensor, dim: int, lengths: Sequence[int], group: TensorGroup) -> Tensor:
+    """Return the divided `x` whole and replicated, for work that all ranks do alike; each takes its part's gradient."""
+    return _Gather.apply(x, dim, tuple(lengths), group, False)
+
+
+def gather_for_shards(x: Tensor, dim: int, lengths: Sequence[int], group: TensorGroup) -> Tensor:
+    """Return the divided `x` whole, for work on divided weights: its gradients, which are partial, are summed."""
+    return _Gather.apply(x, dim, tuple(lengths), group, True)
+
+
+def scatter(x: Tensor, dim: int, lengths: Sequence[int], group: TensorGroup) -> Tensor:
+    """Return this rank's part of the replicated `x`; the gradient is that of all parts, gathered."""
+    return _Scatter.apply(x, dim, tuple(lengths), group, False)
+
+
+def reduce_scatter(x: Tensor, dim: int, lengths: Sequence[int], group: TensorGroup) -> Tensor:
+    """Return this rank's part of the sum of the partial `x`; the gradient is that of all parts, gathered."""
+    return _Scatter.apply(x, dim, tuple(lengths), group, True)
+
+
+def exchange(
+    x: Tensor, source: int, before: Sequence[int], target: int, after: Sequence[int], group: TensorGroup
+) -> Tensor:
+    """Return this rank's part along `target` of the `x` that is divided along `source`; gradients go the way back."""
+    return _Exchange.apply(x, (source, tuple(before)), (target, tuple(after)), group)
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.group.sum(gradient[0]), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
+        return group.sum(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient[0], None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, lengths: tuple[int, ...], group: TensorGroup, sums: bool) -> Tensor:
+        ctx.dim, ctx.lengths, ctx.group, ctx.sums = dim, lengths, group, sums
+        return group.gather(x, dim, lengths)
+
+    @staticmethod
+    def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor | None, ...]:
+        take = ctx.group.sum_scattered if ctx.sums else ctx.group.part
+        return take(gradient[0], ctx.dim, ctx.lengths), None, None, None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, lengths: tuple[int, ...], group: TensorGroup, sums: bool) -> Tensor:
+        ctx.dim, ctx.lengths, ctx.group = dim, lengths, group
+        if sums:
+            return group.sum_scattered(x, dim, lengths)
+        # a copy, never a view: it may be written to, and lets go of the whole
+        return group.part(x, dim, lengths).clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.group.gather(gradient[0], ctx.dim, ctx.lengths), None, None, None, None
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, source: Any, target: Any, group: TensorGroup) -> Tensor:
+        ctx.source, ctx.target, ctx.group = source, target, group
+        return group.exchange(x, *source, *target)
+
+    @staticmethod
+    def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.group.exchange(gradient[0], *ctx.target, *ctx.source), None, None, None

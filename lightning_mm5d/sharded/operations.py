@@ -1,0 +1,343 @@
+"""What divided tensors do by themselves: for each function that works on parts, a rule that says how.
+
+A rule takes the function and its arguments and returns a `Sharded`, what the function returns of a whole tensor, or
+NotImplemented where these arguments do not fit; then all parts are gathered. Rules for pointwise functions, for those
+along other dims than the divided one, for views and indices that leave it whole, for the cross entropy over divided
+classes, and for what is told of a tensor without computing.
+
+Importing it makes them known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_mm5d.sharded.autograd import (
+    backward,
+    beside,
+    gradients_of,
+    kept_gradient,
+    of_part,
+    register_hook,
+    requires_grad,
+)
+from lightning_mm5d.sharded.collectives import TensorGroup
+from lightning_mm5d.sharded.cross_entropy import cross_entropy
+from lightning_mm5d.sharded.sequence_operations import (
+    cross_entropy_of_tokens,
+    is_tokens,
+    narrowed_sequence,
+    reshaped_sequences,
+)
+from lightning_mm5d.sharded.tensor import (
+    WRITING,
+    Sharded,
+    as_sharded,
+    without_graph,
+)
+
+
+def _pointwise(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    one = None
+    for x in (*args, *kwargs.values()) if kwargs else args:
+        if type(x) is Sharded:
+            one = x
+            break
+    if one is None:
+        return NotImplemented
+    division = one.division
+    local: list[Any] = []
+    for x in (*args, *kwargs.values()) if kwargs else args:
+        if type(x) is Sharded:
+            if x.division is not division and x.division != division:
+                return NotImplemented
+            x = x.part
+        elif isinstance(x, Tensor):
+            x = beside(x, division)
+            if x is None:
+                return NotImplemented
+        local.append(x)
+    if not kwargs:
+        result = func(*local)
+    elif kwargs.get("out") is None:
+        result = func(*local[: len(args)], **dict(zip(kwargs, local[len(args) :], strict=True)))
+    else:
+        return NotImplemented
+    if result is one.part:
+        return one
+    return as_sharded(result, division) if isinstance(result, Tensor) else NotImplemented
+
+
+def _pointwise_in_place(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return _pointwise(func, args, kwargs) if type(args[0]) is Sharded else NotImplemented
+
+
+def _same(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The first argument in another dtype or graph; the others are examples."""
+    x = args[0]
+    result = of_part(func, args, kwargs)
+    if type(x) is not Sharded or not isinstance(result, Tensor):
+        return result
+    if result is x.part:
+        return x
+    # On another device the group may not be able to gather.
+    return as_sharded(result, x.division) if result.device == x.part.device else NotImplemented
+
+
+def _like(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    x = args[0]
+    return func(x.part.detach().new_empty(()).expand(x.shape), *args[1:], **kwargs)
+
+
+def _along(position: int, empty: bool = True) -> Callable[..., Any]:
+    """Rule of functions along the dims that are argument `position`; `empty`: also of parts without entries."""
+
+    def rule(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        x = args[0]
+        dims = kwargs.get("dim", args[position] if len(args) > position else None)
+        dims = [dims] if type(dims) is int else dims
+        others = (*args[1:], *kwargs.values())
+        if type(x) is not Sharded or not isinstance(dims, list | tuple) or not dims:
+            return NotImplemented
+        if any(type(dim) is not int for dim in dims) or any(isinstance(other, Tensor) for other in others):
+            return NotImplemented
+        part, division = x.part, x.division
+        dims = {dim if dim < 0 else dim - part.dim() for dim in dims}
+        if division.dim in dims or (0 in division.lengths and not empty):
+            return NotImplemented
+        result = func(part, *args[1:], **kwargs)
+        if not isinstance(result, Tensor):
+            return NotImplemented
+        removed = sum(dim > division.dim for dim in dims) if result.dim() < part.dim() else 0
+        return as_sharded(result, division._replace(dim=division.dim + removed))
+
+    return rule
+
+
+def _weighted(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Rule of norms and products along dims behind the divided one; what else they take is replicated."""
+    x = args[0]
+    if type(x) is not Sharded or len(args) < 2:
+        return NotImplemented
+    dim, _, _, group = x.division
+    fits = args[1].dim() == 2 and dim < -1 if isinstance(args[1], Tensor) else len(args[1]) < -dim
+    local: list[Any] = [x.part]
+    for other in (*args[1:], *kwargs.values()):
+        if type(other) is Sharded or not fits:
+            return NotImplemented
+        needed = isinstance(other, Tensor) and other.requires_grad and torch.is_grad_enabled()
+        local.append(group.copied(other) if needed else other)
+    result = func(*local[: len(args)], **dict(zip(kwargs, local[len(args) :], strict=True)))
+    return as_sharded(result, x.division)
+
+
+def _dropout(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Each rank draws for its part, and all leave the default generators alike."""
+    options = dict(zip(("p", "training", "inplace"), args[1:], strict=False)) | dict(kwargs)
+    x, p = args[0], options.get("p", 0.5)
+    if not options.get("training", True) or not 0 < p <= 1:
+        return NotImplemented if not 0 <= p <= 1 else x
+    part, group = x.part, x.division.group
+    generator = torch.Generator(part.device)
+    generator.manual_seed(int(torch.randint(2**62, ())) + group.index)
+    kept = torch.empty(part.shape, dtype=torch.bool, device=part.device).bernoulli_(1 - p, generator=generator)
+    scale = 1 / (1 - p) if p < 1 else 0.0
+    if options.get("inplace"):
+        part.mul_(kept).mul_(scale)
+        return x
+    return as_sharded(part * kept * scale, x.division)
+
+
+def _reshaped(x: Sharded, sizes: Sequence[Any]) -> Any:
+    if not all(type(size) is int for size in sizes):
+        return NotImplemented
+    part, division, shape, sizes = x.part, x.division, x.shape, [*sizes]
+    if -1 in sizes:
+        known = -math.prod(sizes)
+        sizes[sizes.index(-1)] = shape.numel() // known if known else 0
+    before = math.prod(shape[: division.dim])
+    for place, size in enumerate(sizes):
+        if size == division.size and math.prod(sizes[:place]) == before and math.prod(sizes) == shape.numel():
+            local = [*sizes]
+            local[place] = part.shape[division.dim]
+            return as_sharded(part.reshape(local), division._replace(dim=place - len(sizes)))
+    return reshaped_sequences(x, sizes) if math.prod(sizes) == shape.numel() else NotImplemented
+
+
+def _reshape(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    if kwargs or type(args[0]) is not Sharded:
+        return NotImplemented
+    return _reshaped(args[0], args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:])
+
+
+def _view_as(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    x, other = args
+    if x is other and not torch.is_grad_enabled():  # so autograd functions return an argument
+        return without_graph(x._held.detach(), x.division)
+    return _reshaped(x, other.shape) if type(x) is Sharded else NotImplemented
+
+
+def _flatten(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    options = dict(zip(("start_dim", "end_dim"), args[1:], strict=False)) | dict(kwargs)
+    shape = args[0].shape
+    start, end = (options.get(name, other) % len(shape) for name, other in (("start_dim", 0), ("end_dim", -1)))
+    return _reshaped(args[0], [*shape[:start], math.prod(shape[start : end + 1]), *shape[end + 1 :]])
+
+
+def _moved(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Rule of functions that add, take away or reorder dims; where the divided one goes, an example tells."""
+    x = args[0]
+    division, sizes = x.division, [1 if size == 1 else 3 for size in x.shape]
+    sizes[division.dim] = 2
+    example = func(torch.empty(1).expand(sizes), *args[1:], **kwargs)
+    result = func(x.part, *args[1:], **kwargs)
+    if division.size == 1 or result.dim() != example.dim():
+        return NotImplemented
+    return as_sharded(result, division._replace(dim=example.shape.index(2) - example.dim()))
+
+
+def _getitem(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    x, index = args
+    if type(x) is not Sharded:
+        return NotImplemented
+    part, division = x.part, x.division
+    entries: list[Any] = [*index] if isinstance(index, tuple) else [index]
+    takes = []  # how many dims each entry takes
+    for entry in entries:
+        if type(entry) is int or isinstance(entry, slice):
+            takes.append(1)
+        elif entry is None or entry is Ellipsis:
+            takes.append(0)
+        elif isinstance(entry, Tensor) and type(entry) is not Sharded and entry.dtype != torch.uint8:
+            takes.append(entry.dim() if entry.dtype == torch.bool else 1)
+        else:
+            return NotImplemented
+    place, at, dim = part.dim() + division.dim, 0, division.dim
+    for i, (entry, taken) in enumerate(zip(entries, takes, strict=True)):
+        if entry is Ellipsis:
+            taken = part.dim() - sum(takes)
+        elif at > place:  # dims behind the divided one
+            if isinstance(entry, Tensor):
+                return NotImplemented
+            dim += (type(entry) is int) - (entry is None)
+        elif at <= place < at + taken:
+            found = narrowed_sequence(division, entry)
+            if found is None:
+                return NotImplemented
+            division, entries[i] = found
+        at += taken
+    return as_sharded(func(part, tuple(entries)), division._replace(dim=dim))
+
+
+def _cross_entropy(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    names = ("weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+    options = dict(zip(names, args[2:], strict=False)) | dict(kwargs)
+    logits, target = args[0], args[1]
+    if type(logits) is not Sharded or type(target) is Sharded or logits.dim() != 2:
+        return NotImplemented
+    if logits.division.dim == -2:
+        return cross_entropy_of_tokens(logits, target, options)
+    if is_tokens(logits.group):
+        return NotImplemented
+    if target.dim() != 1 or target.dtype != torch.int64:
+        return NotImplemented
+    if any(options.pop(name, None) is not None for name in ("weight", "size_average", "reduce")):
+        return NotImplemented
+    _, lengths, size, _ = logits.division
+    group: TensorGroup = logits.group
+    start = sum(lengths[: group.index])
+    return cross_entropy(logits.part, target, start=start, classes=size, group=group, **options)
+
+
+def _size(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    return args[0].shape if dim is None else args[0].shape[dim]
+
+
+def _clone(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return args[0].full()  # made for the caller alone; a clone is often made to write to it
+
+
+def _deepcopy(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    whole = args[0].full()
+    return whole.detach().requires_grad_(whole.requires_grad) if args[0].part.is_leaf else func(whole, *args[1:])
+
+
+def _repr(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    dim, lengths, _, group = args[0].division
+    return f"Sharded(dim={dim}, lengths={lengths}, part of rank {group.index}: {args[0].part!r})"
+
+
+_POINTWISE = """
+    add sub subtract rsub mul multiply div divide true_divide floor_divide remainder fmod pow float_power neg negative
+    positive abs absolute sign square sqrt rsqrt exp exp2 expm1 log log2 log10 log1p sin cos tanh atan erf reciprocal
+    round floor ceil trunc clamp clip clamp_min clamp_max maximum minimum where lerp addcmul addcdiv nan_to_num
+    masked_fill zero fill logical_not logical_and logical_or logical_xor bitwise_not bitwise_and bitwise_or bitwise_xor
+    eq ne lt le gt ge isnan isinf isfinite sigmoid relu relu6 gelu silu mish elu selu celu leaky_relu hardtanh
+    hardsigmoid hardswish softplus softsign logsigmoid tanhshrink threshold
+"""
+_OPERATORS = """
+    add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv div rdiv idiv floordiv rfloordiv mod rmod
+    pow rpow ipow neg pos abs invert and rand or ror xor rxor eq ne lt le gt ge
+"""
+_SAME = "float half bfloat16 double long int bool to type type_as contiguous detach requires_grad_ data"
+_OF_PART = """
+    dtype device layout requires_grad grad_fn is_leaf is_cuda is_cpu is_meta is_sparse is_nested is_quantized
+    is_mps is_xpu names itemsize element_size is_floating_point is_complex is_signed is_inference get_device
+    is_contiguous _version retain_grad retains_grad new_tensor new_empty new_zeros new_ones new_full
+"""
+
+
+def _fill(rules: dict[Any, Callable[..., Any]]) -> None:
+
+    def add(rule: Callable[..., Any], names: str) -> None:
+        for name in names.split():
+            for home in (torch, Tensor, F, torch.linalg):
+                found: Any = getattr(home, name, None)
+                if hasattr(found, "__set__"):
+                    rules[found.__get__] = rule
+                elif callable(found):
+                    rules[found] = rule
+
+    add(_pointwise, _POINTWISE)
+    add(_pointwise, " ".join(f"__{name}__" for name in _OPERATORS.split()))
+    add(_pointwise_in_place, " ".join(f"{name}_" for name in _POINTWISE.split()))
+    add(_pointwise_in_place, " ".join(f"__{name}__" for name in _OPERATORS.split() if f"__{name}__" in WRITING))
+    add(_same, _SAME)
+    add(of_part, _OF_PART)
+    rules[Tensor.requires_grad.__get__] = requires_grad  # type: ignore[attr-defined]
+    rules[Tensor.requires_grad.__set__] = of_part  # type: ignore[attr-defined]
+    add(_like, "empty_like zeros_like ones_like full_like rand_like randn_like")
+    add(_along(1), "mean sum prod amax amin logsumexp argmax argmin all any softmax log_softmax cumsum")
+    add(_along(1, empty=False), "var std")  # they warn of parts without entries
+    add(_along(2), "norm vector_norm normalize")
+    add(_weighted, "layer_norm rms_norm linear matmul __matmul__")
+    add(_dropout, "dropout")
+    rules.pop(torch.dropout)  # takes its arguments otherwise
+    add(_reshape, "view reshape")
+    add(_view_as, "view_as")
+    add(_flatten, "flatten")
+    add(_moved, "transpose swapaxes permute movedim unsqueeze squeeze mT")
+    add(_getitem, "__getitem__")
+    add(_cross_entropy, "cross_entropy")
+    add(register_hook, "register_hook")
+    add(kept_gradient, "grad")
+    add(_clone, "clone")
+    add(_deepcopy, "__deepcopy__")
+    add(_repr, "__repr__ __format__")
+    rules[torch.autograd.grad] = gradients_of
+    rules[torch.autograd.backward] = backward
+    add(lambda func, args, kwargs: args[0].shape, "shape")
+    add(_size, "size")
+    add(lambda func, args, kwargs: args[0].part.dim(), "dim ndim ndimension")
+    add(lambda func, args, kwargs: args[0].shape.numel(), "numel nelement")
+    add(lambda func, args, kwargs: args[0].shape[0], "__len__")
+
+
+_fill(Sharded.rules)

@@ -1,0 +1,122 @@
+"""What divided tensors do by themselves along the dim that is divided, where that is one of tokens.
+
+Tokens may lie anywhere (`context_parallel.sequence`), so a view of several sequences as one, a stretch of a sequence
+and a loss over tokens are again divided tensors. With the rules of `divided_rules` these carry a step from the last
+layer to its loss without any rank ever having the whole.
+
+It refuses nothing: where parts do not do, its functions say so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_mm5d.sharded.collectives import TensorGroup
+from lightning_mm5d.sharded.cross_entropy import check_targets
+from lightning_mm5d.sharded.tensor import Group, Parts, Sharded, as_sharded
+
+if TYPE_CHECKING:
+    from lightning_mm5d.sharded.sequence import ShardedSequence as Tokens
+
+
+def is_tokens(group: Group) -> TypeGuard[Tokens]:
+    """Whether what holds the parts is a sequence split by tokens."""
+    return not isinstance(group, TensorGroup)
+
+
+def reshaped_sequences(x: Sharded, sizes: Sequence[int]) -> Any:
+    """`x` with its sequences in a row as one, ``[B, S, ...]`` as ``[B * S, ...]``, or apart again.
+
+    Args:
+        x: of any shape.
+        sizes: the shape wanted, of as many elements, without -1.
+
+    Returns:
+        A `Sharded`, or NotImplemented where parts do not do.
+    """
+    part, (dim, _, size, group), shape = x.part, x.division, x.shape
+    if not is_tokens(group):
+        return NotImplemented
+    place = len(shape) + dim
+    for first in range(place):
+        count = math.prod(shape[first:place])
+        for at, wanted in enumerate(sizes):
+            if wanted == count * size and math.prod(sizes[:at]) == math.prod(shape[:first]):
+                return _viewed(part, sizes, at, group.merged(count))
+    for at in range(1, len(sizes)):
+        for first in range(at):
+            count = math.prod(sizes[first:at])
+            if count * sizes[at] == size and math.prod(sizes[:first]) == math.prod(shape[:place]):
+                apart = group.unmerged(count)
+                if apart is not None:
+                    return _viewed(part, sizes, at, apart)
+    return NotImplemented
+
+
+def _viewed(part: Tensor, sizes: Sequence[int], at: int, group: Tokens) -> Sharded:
+    local = [*sizes]
+    local[at] = group.lengths[group.index]
+    return as_sharded(part.reshape(local), _parts(at - len(sizes), group))
+
+
+def narrowed_sequence(division: Parts, entry: Any) -> tuple[Parts, slice] | None:
+    """The division of what ``x[..., entry, ...]`` leaves of a divided dim, and the slice of the part.
+
+    None where parts do not do.
+    """
+    if not isinstance(entry, slice):
+        return None
+    start, stop, step = entry.indices(division.size)
+    if (start, stop, step) == (0, division.size, 1):
+        return division, slice(None)
+    if not is_tokens(division.group) or step != 1 or stop <= start:
+        return None
+    group, own = division.group.narrowed(start, stop)
+    return _parts(division.dim, group), own
+
+
+def cross_entropy_of_tokens(logits: Sharded, target: Tensor, options: Mapping[str, Any]) -> Any:
+    """The cross entropy of logits ``[N, C]`` of which each rank holds some rows; whole on every rank.
+
+    Args:
+        logits: divided along their rows.
+        target: classes ``[N]`` or probabilities ``[N, C]`` of all rows.
+        options: other arguments of ``torch.nn.functional.cross_entropy``.
+
+    Returns:
+        The loss, or for ``reduction="none"`` the losses, divided; NotImplemented where parts do not do.
+    """
+    group, options = logits.division.group, dict(options)
+    if not is_tokens(group) or target.shape[0] != logits.shape[0] or target.requires_grad:
+        return NotImplemented
+    if any(options.pop(name, None) is not None for name in ("size_average", "reduce")):
+        return NotImplemented
+    reduction, weight = options.pop("reduction", "mean"), options.pop("weight", None)
+    if reduction not in ("mean", "sum", "none") or (weight is not None and options.get("label_smoothing")):
+        return NotImplemented
+    rows = group.part(target, 0, group.lengths)
+    ignored = options.get("ignore_index", -100)
+    if target.dim() == 1:  # all of them, or one rank would fail while the others wait for it
+        check_targets(target, target != ignored, logits.shape[1])
+    losses = F.cross_entropy(logits.part, rows, weight=weight, reduction="none", **options)
+    if reduction == "none":
+        return as_sharded(losses, _parts(-1, group))
+    total = group.total(losses.sum())
+    if reduction == "sum":
+        return total
+    if target.dim() == 2:
+        return total / target.shape[0]
+    counts = target != ignored
+    if weight is None:
+        return total / counts.sum()
+    return total / weight[torch.where(counts, target, 0)].mul(counts).sum()
+
+
+def _parts(dim: int, group: Tokens) -> Parts:
+    return Parts(dim, group.lengths, group.split.size, group)

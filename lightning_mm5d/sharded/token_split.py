@@ -1,0 +1,110 @@
+"""Which tokens of a sequence each rank of a group holds.
+
+A `TokenSplit` is plain data and the same on every rank: for each rank the ranges of its tokens. Equal splits are one
+object, so results that depend only on a split can be kept under its identity.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+Range = tuple[int, int]
+
+_known: weakref.WeakValueDictionary[tuple[int, tuple[tuple[Range, ...], ...]], TokenSplit] = (
+    weakref.WeakValueDictionary()
+)
+_making = threading.Lock()
+
+
+@dataclass(frozen=True, eq=False)
+class TokenSplit:
+    """The tokens of each rank. Make one with `TokenSplit.of`: equal splits that are alive together are one object.
+
+    Attributes:
+        ranges: per rank its ascending half-open ranges of tokens, adjacent ones joined; a rank may have none.
+        size: tokens of the whole sequence, S. Each is with exactly one rank.
+    """
+
+    ranges: tuple[tuple[Range, ...], ...]
+    size: int
+    _kept: dict[object, Tensor] = field(default_factory=dict, init=False, repr=False)
+
+    @staticmethod
+    def of(ranges: Sequence[Sequence[Sequence[int]]], size: int) -> TokenSplit:
+        """The split with these ranges: ascending per rank and without overlaps; empty and adjacent ones are fine."""
+        joined = tuple(_joined(part) for part in ranges)
+        with _making:
+            found = _known.get((size, joined))
+            if found is None:
+                found = TokenSplit(joined, size)
+                found._check()
+                _known[size, joined] = found
+            return found
+
+    @property
+    def key(self) -> tuple[tuple[Range, ...], ...]:
+        """What tells splits of one size apart: plain integers, the same on every rank and in every process."""
+        return self.ranges
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks, R."""
+        return len(self.ranges)
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each rank."""
+        return tuple(sum(end - start for start, end in part) for part in self.ranges)
+
+    def indices(self, rank: int, device: torch.device | str = "cpu") -> Tensor:
+        """int64 ``[S_rank]``: the tokens of a rank, ascending. Kept per device: do not write to it."""
+        return self._keep(("indices", rank), device, lambda: _tokens(self.ranges[rank]))
+
+    def order(self, device: torch.device | str = "cpu") -> Tensor:
+        """int64 ``[S]``: where each token is when the parts of all ranks stand in a row, so that
+        ``torch.cat(parts)[order]`` is the sequence. Kept per device: do not write to it."""
+
+        def inverse() -> Tensor:
+            row = torch.cat([_tokens(part) for part in self.ranges])
+            return torch.empty_like(row).scatter_(0, row, torch.arange(self.size, device="cpu"))
+
+        return self._keep("order", device, inverse)
+
+    def _keep(self, name: object, device: torch.device | str, make: Callable[[], Tensor]) -> Tensor:
+        where = (name, torch.device(device))
+        if where not in self._kept:
+            with torch.inference_mode(False):  # autograd may meet it later
+                self._kept[where] = make().to(device)
+        return self._kept[where]
+
+    def _check(self) -> None:
+        tokens = sorted(token_range for part in self.ranges for token_range in part)
+        ends = [0, *(end for _, end in tokens)]
+        assert ends == [*(start for start, _ in tokens), self.size], (self.ranges, self.size)
+        assert all(start < end for start, end in tokens), self.ranges
+        assert all(list(part) == sorted(part) for part in self.ranges), self.ranges
+
+
+def _joined(part: Sequence[Sequence[int]]) -> tuple[Range, ...]:
+    joined: list[Range] = []
+    for start, end in part:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], end)
+        elif start < end:
+            joined.append((start, end))
+    return tuple(joined)
+
+
+def _tokens(part: Sequence[Range]) -> Tensor:
+    """The tokens of ascending ranges, on CPU whatever the default device is."""
+    starts, ends = torch.tensor(part, dtype=torch.int64, device="cpu").view(-1, 2).unbind(1)
+    lengths = ends - starts
+    before = lengths.cumsum(0) - lengths
+    return torch.arange(int(lengths.sum()), device="cpu") + (starts - before).repeat_interleave(lengths)

@@ -1,0 +1,64 @@
+"""Divides the modalities of a module that are given a tensor parallel degree: which plans apply, and what follows.
+
+It refuses layers that no plan is known for, and parameters that colocated modalities of unlike degrees share.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from torch import nn
+
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.modality import Modality
+from lightning_mm5d.partition import Partition
+from lightning_mm5d.tensor_parallel.plan_lookup import plans_of
+from lightning_mm5d.tensor_parallel.resolve import Division, resolve
+
+_log = logging.getLogger(__name__)
+
+
+def divide(root: nn.Module, partition: Partition, modalities: Mapping[str, Modality]) -> Division:
+    """Return what tensor parallelism makes of `root`; says of what stays whole although its modality is divided.
+
+    Args:
+        root: the LightningModule; the meta device will do.
+        partition: which stage uses which parameter.
+        modalities: the configuration.
+
+    Raises:
+        ConfigError: a layer has no plan, or a plan does not fit.
+    """
+    _check_shared(partition, modalities)
+    degrees = {name: modality.tp_size for name, modality in modalities.items()}
+    if set(degrees.values()) == {1}:
+        return Division()
+
+    def place(parameter: str) -> tuple[str, int] | None:
+        # what several modalities share stays whole: their ranks are of different groups
+        users = {stage.rpartition(".")[0] for stage in partition.owners[parameter]}
+        return (user, degrees[user]) if len(users) == 1 and (user := next(iter(users))) else None
+
+    divided = [name for name in partition.owners if (found := place(name)) is not None and found[1] > 1]
+    around = {name.rsplit(".", cut)[0] for name in divided for cut in range(1, name.count(".") + 1)} | {""}
+    layers = {name: path for name, path in partition.layers.items() if degrees[name] > 1}
+    division = resolve(root, plans_of(root, around.__contains__, layers), place)
+    for path, why in division.whole.items():
+        _log.warning("%s is computed whole on every tensor parallel rank: %s", path, why)
+    return division
+
+
+def _check_shared(partition: Partition, modalities: Mapping[str, Modality]) -> None:
+    for parameter, stages in partition.owners.items():
+        users = list(dict.fromkeys(stage.rpartition(".")[0] for stage in stages))
+        for size in ("tp_size", "cp_size"):
+            degrees = {user: getattr(modalities[user], size) for user in users}
+            unlike = [user for user in users if degrees[user] != degrees[users[0]]]
+            if unlike and any(modalities[user].host is not None for user in users):
+                raise ConfigError(
+                    f"modalities.{unlike[0]}.{size}",
+                    degrees[unlike[0]],
+                    f"{parameter!r} is shared by {' and '.join(map(repr, users))}, which are colocated",
+                    f"Use {size}={degrees[users[0]]}, or ranks of their own",
+                )

@@ -1,0 +1,225 @@
+"""What families of models need beyond rules by names: fused projections, per-head tables, widths that their code reads.
+
+Each entry was read from the code of the class in transformers and is tried against the unsharded model. Keys are names
+of classes; a class counts with all that derive from it, if it and its forward come from transformers or from the code
+that a model on the Hub brings along.
+
+It refuses nothing; a class that is not here is left to other sources.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from lightning_mm5d.tensor_parallel.layer_plan import Part, TensorParallelPlan
+
+# linear layers with a forward of their own, which computes what that of nn.Linear does
+PLAIN_LINEARS = frozenset({"FalconLinear"})
+
+_HOMES = ("transformers.", "transformers_modules.")
+_ALL_HEADS: tuple[Part, ...] = ("heads", "heads", "heads")
+
+_SEPARATE = TensorParallelPlan(
+    column={"q_proj": ("heads",), "k_proj": ("heads",), "v_proj": ("heads",)},
+    row={"o_proj": ("heads",)},
+    heads="num_attention_heads",
+)
+_SEPARATE_OUT = replace(_SEPARATE, row={"out_proj": ("heads",)})
+_GPT2 = TensorParallelPlan(
+    column={"c_attn": _ALL_HEADS}, row={"c_proj": ("heads",)}, heads="num_heads", local={"split_size": "heads"}
+)
+_GPT2_CROSS = replace(_GPT2, column={"c_attn": ("heads", "heads"), "q_attn": ("heads",)})
+_BLIP = TensorParallelPlan(
+    column={"qkv": _ALL_HEADS},
+    row={"projection": ("heads",)},
+    heads="num_heads",
+    local={"embed_dim": "heads"},
+    whole_width=True,
+)
+_SAM_VISION = TensorParallelPlan(
+    column={"qkv": _ALL_HEADS},
+    row={"proj": ("heads",)},
+    heads="num_attention_heads",
+    shared=("rel_pos_h", "rel_pos_w"),
+)
+_T5 = TensorParallelPlan(
+    column={"q": ("heads",), "k": ("heads",), "v": ("heads",)},
+    row={"o": ("heads",)},
+    heads="n_heads",
+    local={"inner_dim": "heads"},
+    parameters={"relative_attention_bias.weight": (1, "heads")},
+    arguments={"position_bias": 1},
+    results={1: 1, 2: 1},
+)
+_SWIN_V2 = TensorParallelPlan(
+    column={
+        "self.query": ("heads",),
+        "self.key": ("heads",),
+        "self.value": ("heads",),
+        "self.continuous_position_bias_mlp.2": ("heads",),
+    },
+    row={"output.dense": ("heads",)},
+    heads="self.num_attention_heads",
+    local={"self.all_head_size": "heads"},
+    parameters={"self.logit_scale": (0, "heads")},
+)
+
+
+def _bloom_attention(module: Any) -> TensorParallelPlan | None:
+    if module.pretraining_tp > 1 and module.slow_but_exact:  # reads slices of the weight itself
+        return None
+    return TensorParallelPlan(
+        column={"query_key_value": ("groups",)},
+        row={"dense": ("heads",)},
+        heads="num_heads",
+        arguments={"alibi": -1},
+    )
+
+
+def _bloom_mlp(module: Any) -> TensorParallelPlan | None:
+    if module.pretraining_tp > 1 and module.slow_but_exact:
+        return None
+    return TensorParallelPlan(column={"dense_h_to_4h": ("width",)}, row={"dense_4h_to_h": ("width",)})
+
+
+def _falcon(module: Any) -> TensorParallelPlan:
+    plan = TensorParallelPlan(
+        column={"query_key_value": ("groups",)},
+        row={"dense": ("heads",)},
+        heads="num_heads",
+        key_value_heads="num_kv_heads",
+        arguments={"alibi": 1, "attention_mask": 1},
+    )
+    if not module.new_decoder_architecture and module.multi_query:
+        return replace(plan, column={"query_key_value": ("heads", "key_value_heads", "key_value_heads")})
+    return plan
+
+
+def _gpt_neox(module: Any) -> TensorParallelPlan:
+    heads = module.dense.in_features // module.head_size
+    return TensorParallelPlan(column={"query_key_value": ("groups",)}, row={"dense": ("heads",)}, heads=heads)
+
+
+def _gpt_oss(module: Any) -> TensorParallelPlan:
+    return TensorParallelPlan(
+        column={"q_proj": ("heads",), "k_proj": ("key_value_heads",), "v_proj": ("key_value_heads",)},
+        row={"o_proj": ("heads",)},
+        heads=module.q_proj.out_features // module.head_dim,
+        key_value_heads=module.k_proj.out_features // module.head_dim,
+        local={"num_key_value_groups": "group_size"},
+        parameters={"sinks": (0, "heads")},
+    )
+
+
+def _internvl(module: Any) -> TensorParallelPlan | None:
+    if any(True for norm in (module.q_norm, module.k_norm) for _ in norm.parameters()):
+        return None  # they are norms of all heads together
+    return replace(_SEPARATE, row={"projection_layer": ("heads",)}, heads="num_heads", local={"embed_dim": "heads"})
+
+
+def _phi3(module: Any) -> TensorParallelPlan:
+    return TensorParallelPlan(
+        column={"qkv_proj": ("heads", "key_value_heads", "key_value_heads")},
+        row={"o_proj": ("heads",)},
+        heads="config.num_attention_heads",
+        key_value_heads="num_key_value_heads",
+        local={"num_key_value_groups": "group_size"},
+    )
+
+
+def _chatglm_attention(module: Any) -> TensorParallelPlan | None:
+    if not hasattr(module, "num_attention_heads_per_partition") or not hasattr(module, "core_attention"):
+        return None
+    plan = TensorParallelPlan(
+        column={"query_key_value": ("groups",)},
+        row={"dense": ("heads",)},
+        heads="num_attention_heads_per_partition",
+        local={
+            "projection_size": "heads",
+            "core_attention.hidden_size_per_partition": "heads",
+            "core_attention.num_attention_heads_per_partition": "heads",
+        },
+    )
+    if getattr(module, "multi_query_attention", False):
+        return replace(
+            plan,
+            column={"query_key_value": ("heads", "key_value_heads", "key_value_heads")},
+            key_value_heads="num_multi_query_groups_per_partition",
+        )
+    return plan
+
+
+def _chatglm_mlp(module: Any) -> TensorParallelPlan | None:
+    activation = getattr(module, "activation_func", None)  # halves its input: silu of the first half times the second
+    if "swiglu" not in getattr(activation, "__name__", "") or not hasattr(module, "dense_h_to_4h"):
+        return None
+    return TensorParallelPlan(column={"dense_h_to_4h": ("width", "width")}, row={"dense_4h_to_h": ("width",)})
+
+
+Entry = TensorParallelPlan | Callable[[Any], TensorParallelPlan | None]
+
+FAMILIES: Mapping[str, Entry] = {
+    "BeitAttention": replace(_SEPARATE, arguments={"attention_mask": 1}),
+    "BlipAttention": _BLIP,
+    "Blip2Attention": _BLIP,
+    "BloomAttention": _bloom_attention,
+    "BloomMLP": _bloom_mlp,
+    "FalconAttention": _falcon,
+    "GPT2Attention": lambda module: _GPT2_CROSS if module.is_cross_attention else _GPT2,
+    "GPTJAttention": _SEPARATE_OUT,
+    "GPTNeoXAttention": _gpt_neox,
+    "GptOssAttention": _gpt_oss,
+    "InstructBlipAttention": _BLIP,
+    "InstructBlipVideoAttention": _BLIP,
+    "InternVLVisionAttention": _internvl,
+    "MLP": _chatglm_mlp,
+    "MT5Attention": _T5,
+    "Phi3Attention": _phi3,
+    "SamAttention": _SEPARATE_OUT,
+    "SamVisionAttention": _SAM_VISION,
+    "SelfAttention": _chatglm_attention,
+    "SwinAttention": replace(
+        _SEPARATE, parameters={"relative_position_bias.relative_position_bias_table": (1, "heads")}
+    ),
+    "Swinv2Attention": _SWIN_V2,
+    "T5Attention": _T5,
+}
+
+
+def family_plan(module: nn.Module) -> TensorParallelPlan | None:
+    """Return the plan of the table for a module, relative to it, None where there is none or it does not fit.
+
+    What an instance lacks (a table that only the first layer has, an attribute of another version) is left out.
+    """
+    if not f"{getattr(type(module).forward, '__module__', '')}.".startswith(_HOMES):
+        return None  # somebody's own forward, which may read anything
+    for cls in type(module).__mro__:
+        if cls.__name__ not in FAMILIES or not f"{cls.__module__}.".startswith(_HOMES):
+            continue
+        entry = FAMILIES[cls.__name__]
+        plan = entry if isinstance(entry, TensorParallelPlan) else entry(module)
+        return None if plan is None or not _fits(module, plan) else _without_missing(module, plan)
+    return None
+
+
+def _fits(module: nn.Module, plan: TensorParallelPlan) -> bool:
+    return all(_has(module, path) for path in (*plan.column, *plan.row))
+
+
+def _without_missing(module: nn.Module, plan: TensorParallelPlan) -> TensorParallelPlan:
+    return replace(
+        plan,
+        local={path: part for path, part in plan.local.items() if _has(module, path)},
+        parameters={path: parts for path, parts in plan.parameters.items() if _has(module, path)},
+        shared=tuple(path for path in plan.shared if _has(module, path)),
+    )
+
+
+def _has(module: Any, path: str) -> bool:
+    for name in path.split("."):
+        module = getattr(module, name, None)
+    return module is not None

@@ -1,0 +1,61 @@
+"""What a user, a table or a rule says about how one class of modules is divided: plain data, without torch.
+
+A plan speaks of the modules inside one module (an attention, a multilayer MLP), by paths relative to it. The
+scheme is that of Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053): *column* projections compute a part of their
+outputs on each rank, what follows works on that part, and *row* projections compute a part of the sum that is their
+output, which the ranks add up.
+
+It refuses nothing; `resolve` checks a plan against the modules that it is for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Part = Literal["heads", "key_value_heads", "groups", "width"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorParallelPlan:
+    """How a module is divided over tensor parallel ranks. All paths are relative to that module.
+
+    Args:
+        column: linear layers whose outputs are divided, each with what its outputs are made of, one after the other:
+            ``"heads"`` (query heads), ``"key_value_heads"``, ``"groups"`` (for each key and value head its query heads
+            and then its key and its value, as one unit) or ``"width"`` (anything that may be divided anywhere).
+            ``("heads", "heads", "heads")`` is a fused projection of all queries, then keys, then values; ``("width",
+            "width")`` a fused gate and up projection. A part is as wide as its number of units times a width that
+            follows from the size of the layer.
+        row: linear layers whose inputs are divided alike, by the parts of their inputs; their outputs are summed.
+        experts: modules that hold experts as tensors ``[experts, out, in]``: their inputs are copied to the ranks and
+            their output is summed, and `parameters` says what is divided in them.
+        heads: path of the attribute with the number of query heads, or the number; needed where a part counts heads.
+        key_value_heads: the same for key and value heads. Unset: as many as query heads.
+        local: paths of attributes that hold numbers of heads or widths and must hold this rank's on each rank, with
+            the part that they count, or ``"group_size"`` for the query heads of one key and value head; the attributes
+            of `heads` and `key_value_heads` are among them without being named. A path through something that is no
+            module, such as ``"config.num_attention_heads"``, is set on a copy of it that this module alone sees.
+        whole_width: whether the module divides the width of its input, which is whole, by the attribute `heads` to get
+            the width of a head: ``width // heads`` of this rank's number must be what it is of the whole number.
+        parameters: parameters and buffers beside the linear layers' that are divided: path to ``(dim, part, ...)``.
+        shared: paths of parameters, or of modules with parameters, that are whole on every rank but work on divided
+            values, such as norms of single heads; their gradients are summed.
+        arguments: arguments of the module that have an entry for each head: name to the dim of the heads; where heads
+            and samples are one dim, heads running fastest, its negative minus 1 (``-1`` is dim 0).
+        results: positions in the result of the module (a tuple) with an entry for each head, to the dim of the heads.
+            Unset: dim 1 of position 1, where Hugging Face's attentions return their weights.
+    """
+
+    column: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
+    row: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
+    experts: tuple[str, ...] = ()
+    heads: str | int | None = None
+    key_value_heads: str | int | None = None
+    local: Mapping[str, Part | Literal["group_size"]] = field(default_factory=dict)
+    whole_width: bool = False
+    parameters: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)
+    shared: tuple[str, ...] = ()
+    arguments: Mapping[str, int] = field(default_factory=dict)
+    results: Mapping[int, int] = field(default_factory=dict)

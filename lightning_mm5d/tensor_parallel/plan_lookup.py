@@ -1,0 +1,170 @@
+"""Finds how the modules of a model can be divided over tensor parallel ranks: plans by path.
+
+For each module, the first of these that knows it: what the user registered, the model's own ``tp_plan``, the table of
+families, rules by names of linear layers. What none of them knows is left whole: every rank computes it alike, which is
+right and gains nothing.
+
+It refuses a layer of a modality that is to be divided and in which nothing can be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.tensor_parallel.family_plans import family_plan
+from lightning_mm5d.tensor_parallel.layer_plan import TensorParallelPlan
+from lightning_mm5d.tensor_parallel.plan_rules import metadata, rules, sizes
+
+Plans = tuple[TensorParallelPlan, ...]
+
+_REGISTERED: dict[type[nn.Module] | str, Plans] = {}
+
+
+def register_tensor_parallel_plan(cls: type[nn.Module] | str, *plans: TensorParallelPlan) -> None:
+    """Say how the instances of a class are divided over tensor parallel ranks.
+
+    It holds for everything in an instance: no other plan is looked for in it, but those of registered classes. A plan
+    that names no layer leaves the instances whole. A second call for the same class replaces the first.
+
+    Args:
+        cls: the class, or its name; it counts for classes that derive from it, too.
+        plans: relative to an instance, for instance
+            ``TensorParallelPlan(column={"up": ("width",)}, row={"down": ("width",)})``.
+
+    Raises:
+        ConfigError: there is no plan, or something else is one.
+    """
+    fix = "Pass the class and one TensorParallelPlan or more"
+    if not (isinstance(cls, str) and cls) and not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+        raise ConfigError("register_tensor_parallel_plan", cls, "A plan is for a class of modules or its name", fix)
+    if not plans:
+        raise ConfigError("register_tensor_parallel_plan", plans, "There must be a plan", fix)
+    for plan in plans:
+        if not isinstance(plan, TensorParallelPlan):
+            raise ConfigError("register_tensor_parallel_plan", plan, "A plan is a TensorParallelPlan", fix)
+    _REGISTERED[cls] = plans
+
+
+def plans_of(
+    root: nn.Module,
+    wanted: Callable[[str], bool] = lambda path: True,
+    layers: Mapping[str, str | None] | None = None,
+) -> dict[str, Plans]:
+    """Return the plans for the modules of `root`, by path of the module that they are relative to.
+
+    Args:
+        root: the LightningModule, on any device.
+        wanted: whether the module at a path is to be divided.
+        layers: path of the list of layers of each modality, None where it has none. In each layer of these that is
+            wanted and has a linear layer something must be divided.
+
+    Raises:
+        ConfigError: there is a layer in which nothing can be divided.
+    """
+    found: dict[str, Plans] = {}
+    registered: list[str] = []
+    skipped: list[str] = []
+    claimed: set[int] = set()
+    own = metadata(root)
+    lists = [path for path, module in root.named_modules() if isinstance(module, (nn.ModuleList, nn.Sequential))]
+    for path, module in root.named_modules():
+        plans = _registered(type(module))
+        if plans:
+            registered.append(path)
+            if wanted(path):
+                found[path] = plans
+    for path, module in root.named_modules():
+        if isinstance(module, nn.MultiheadAttention):
+            skipped.append(path)
+        if not wanted(path) or _is_in(path, (*registered, *skipped)):
+            continue
+        chosen: list[TensorParallelPlan] = []
+        for plan in _candidates(module, own.get(path, ()), _is_in(path, lists)):
+            held = {id(module.get_submodule(key)) for key in (*plan.column, *plan.row, *plan.experts)}
+            if not held & claimed:
+                claimed |= held
+                chosen.append(plan)
+        if chosen:
+            found[path] = tuple(chosen)
+    _check_layers(root, wanted, layers or {}, {id(root.get_submodule(path)) for path in found})
+    return found
+
+
+def _candidates(module: nn.Module, own: Plans, in_layers: bool) -> Iterator[TensorParallelPlan]:
+    yield from own
+    family = family_plan(module)
+    if family is not None:
+        yield family
+    yield from rules(module, in_layers)
+
+
+def _registered(cls: type) -> Plans:
+    for owner in cls.__mro__:
+        for key in (owner, owner.__name__):
+            if key in _REGISTERED:
+                return _REGISTERED[key]
+    return ()
+
+
+def _is_in(path: str, parents: list[str] | tuple[str, ...]) -> bool:
+    return any(not parent or path == parent or path.startswith(f"{parent}.") for parent in parents)
+
+
+# --- layers in which nothing is divided ---
+
+
+def _check_layers(
+    root: nn.Module, wanted: Callable[[str], bool], layers: Mapping[str, str | None], planned: set[int]
+) -> None:
+    for modality, path in layers.items():
+        if path is None:
+            continue
+        for name, layer in root.get_submodule(path).named_children():
+            inside = {id(module) for module in layer.modules()}
+            if wanted(f"{path}.{name}") and not inside & planned and _has_linear(layer):
+                raise ConfigError(
+                    f"modalities.{modality}.tp_size",
+                    type(layer).__name__,
+                    f"No tensor parallel plan is known for the layers of {path}: {_linears(layer)}",
+                    f"Use tp_size=1, or say how they are divided: {_example(layer)}",
+                )
+
+
+def _has_linear(layer: nn.Module) -> bool:
+    return bool(_named_linears(layer)) or any(parameter.dim() == 3 for parameter in layer.parameters())
+
+
+def _named_linears(layer: nn.Module) -> dict[str, tuple[int, int]]:
+    found: dict[str, tuple[int, int]] = {}
+    for path, module in layer.named_modules():
+        adapted = getattr(module, "base_layer", module)
+        is_part = path.endswith(".base_layer") or ".lora_" in path
+        if isinstance(adapted, (nn.Linear, Conv1D)) and not is_part:
+            found[path] = sizes(adapted)
+    return found
+
+
+def _linears(layer: nn.Module) -> str:
+    found = [f"{path or 'itself'} ({given} to {taken})" for path, (given, taken) in _named_linears(layer).items()]
+    return ", ".join(found) or "tensors of experts"
+
+
+def _example(layer: nn.Module) -> str:
+    """A registration with the layer's own names: its last two linear layers of which one may feed the other."""
+    linears = _named_linears(layer)
+    names = list(linears)
+    pairs = [
+        (first, last)
+        for at, first in enumerate(names)
+        for last in names[at + 1 :]
+        if linears[first][1] == linears[last][0]
+    ]
+    column, row = pairs[-1] if pairs else (names[0], names[-1]) if names else ("up", "down")
+    arguments: dict[str, Any] = {"column": {column: ("width",)}, "row": {row: ("width",)}}
+    plan = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+    return f"register_tensor_parallel_plan({type(layer).__name__!r}, TensorParallelPlan({plan}))"

@@ -1,0 +1,72 @@
+"""A rank's device: how many CPU threads it computes with, and what it did, beside what the accelerator reports.
+
+Works in front of Lightning's stock accelerators, which stay what they are. The figures of all ranks are gathered once
+a step, and only where something (DeviceStatsMonitor) asks for them: a logger writes on one rank, which would know
+nothing of the others'.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_mm5d.engine.engine import Engine
+from lightning_mm5d.engine.transport import Transport
+
+_NAMES = ("busy_share", "bubble_share", "bytes_sent", "peak_memory_bytes")
+
+
+class DeviceFigures:
+    """Per-stage figures, added to what ``accelerator.get_device_stats`` returns.
+
+    Args:
+        engine: what this rank runs.
+        transport: what it sends with.
+        stages: the stages of every rank, by rank.
+        device: this rank's.
+    """
+
+    def __init__(self, engine: Engine, transport: Transport | None, stages: list[str], device: torch.device) -> None:
+        self._engine, self._transport, self._stages, self._device = engine, transport, stages, device
+        self._before = (0.0, 0.0, 0)
+        self._figures: dict[str, float] = {}
+        self._accelerator: Any = None
+
+    def attach(self, accelerator: Any) -> None:
+        """Put the figures behind the accelerator's own."""
+        self._accelerator, original = accelerator, accelerator.get_device_stats
+        accelerator.get_device_stats = lambda device: {**original(device), **self._figures}
+
+    def detach(self) -> None:
+        """Leave the accelerator as it was."""
+        if self._accelerator is not None:
+            del self._accelerator.get_device_stats
+            self._accelerator = None
+
+    def update(self) -> None:
+        """Gather the figures of the last step from all ranks; collective."""
+        if self._accelerator is None:
+            return
+        now = (self._engine.seconds, self._engine.waited, self._transport.bytes_sent if self._transport else 0)
+        seconds, waited, sent = (new - old for new, old in zip(now, self._before, strict=True))
+        self._before = now
+        bubble = waited / seconds if seconds else 0.0
+        own = torch.tensor([1.0 - bubble, bubble, sent, self._peak()], dtype=torch.float64, device=self._device)
+        gathered = [torch.empty_like(own) for _ in self._stages]
+        dist.all_gather(gathered, own)
+        self._figures = {
+            f"mm5d/rank{rank}/{stage}/{name}": value
+            for rank, (stage, values) in enumerate(zip(self._stages, gathered, strict=True))
+            for name, value in zip(_NAMES, values.tolist(), strict=True)
+        }
+
+    def _peak(self) -> float:
+        if self._device.type == "cuda":
+            return float(torch.cuda.max_memory_allocated(self._device))
+        try:
+            import resource
+        except ImportError:  # not on every system
+            return 0.0
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0

@@ -1,0 +1,149 @@
+"""Starting the processes of a job: Lightning's own launchers, with the configuration checked first.
+
+A wrong configuration must be one error in one process, not one per rank and not a hang; so both launchers
+call ``strategy.validate_before_launch(module)`` before any process exists. Everything else is Lightning's:
+torchrun, SLURM, MPI and Ray create the processes themselves, and then nothing is started here.
+
+Lightning's launchers are private classes. They are used in this file only, and `check_lightning` refuses a
+Lightning whose launchers no longer look as they did when this was written.
+
+What the strategy has to do when processes are spawned or forked: after `fit` each node's local rank 0 sends
+``lightning_module.state_dict()`` to the process that called `fit`, once `Strategy.teardown` is over. So
+`teardown` (not `on_train_end`, which is not called when `fit` has nothing to do) has to gather the weights
+of all stages into the module, on the local rank 0 of every node, unless `on_exception` was called before.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable
+from typing import Any, Literal, Protocol, cast
+
+import lightning
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import ParallelStrategy
+from typing_extensions import override
+
+from lightning_mm5d.config.errors import ConfigError
+
+
+def _moved(what: str) -> ImportError:
+    return ImportError(
+        f"lightning {lightning.__version__} has no {what} any more. lightning_mm5d builds on it; "
+        "install a version within lightning>=2.6,<2.7"
+    )
+
+
+try:
+    from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+except ImportError as error:
+    raise _moved("_MultiProcessingLauncher and _SubprocessScriptLauncher") from error
+
+_RELIED_ON: tuple[tuple[type, str, tuple[str, ...]], ...] = (
+    (_SubprocessScriptLauncher, "__init__", ("self", "cluster_environment", "num_processes", "num_nodes")),
+    (_SubprocessScriptLauncher, "launch", ("self", "function", "args", "trainer", "kwargs")),
+    (_SubprocessScriptLauncher, "_call_children_scripts", ("self",)),
+    (_MultiProcessingLauncher, "__init__", ("self", "strategy", "start_method")),
+    (_MultiProcessingLauncher, "launch", ("self", "function", "args", "trainer", "kwargs")),
+    (_MultiProcessingLauncher, "_collect_rank_zero_results", ("self", "trainer", "results")),
+    (_MultiProcessingLauncher, "_recover_results_in_main_process", ("self", "worker_output", "trainer")),
+)
+
+
+class LaunchedStrategy(Protocol):
+    """What a launcher needs of a strategy beside Lightning's `ParallelStrategy`."""
+
+    cluster_environment: ClusterEnvironment | None
+    num_nodes: int
+
+    @property
+    def num_processes(self) -> int: ...
+
+    @property
+    def lightning_module(self) -> LightningModule | None: ...
+
+    def validate_before_launch(self, module: LightningModule, *data: Any) -> None:
+        """Raises `ConfigError` when the module cannot run under this configuration."""
+        ...
+
+
+Launcher = _SubprocessScriptLauncher | _MultiProcessingLauncher
+
+
+class ScriptLauncher(_SubprocessScriptLauncher):
+    """Runs the same script once more for each further rank, or nothing where processes exist already."""
+
+    def __init__(self, strategy: LaunchedStrategy) -> None:
+        assert strategy.cluster_environment is not None
+        super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
+        self._strategy = strategy
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        _validate(self._strategy, args[1:])
+        return super().launch(function, *args, trainer=trainer, **kwargs)
+
+
+class ProcessLauncher(_MultiProcessingLauncher):
+    """Spawns or forks all ranks; the calling process only waits, and gets the weights back."""
+
+    def __init__(self, strategy: LaunchedStrategy, start_method: Literal["spawn", "fork"]) -> None:
+        super().__init__(cast(ParallelStrategy, strategy), start_method=start_method)
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        _validate(cast(LaunchedStrategy, self._strategy), args[1:])
+        return super().launch(function, *args, trainer=trainer, **kwargs)
+
+
+def make_launcher(strategy: LaunchedStrategy, *, start_method: Literal["popen", "spawn", "fork"]) -> Launcher:
+    """The launcher for a strategy whose cluster environment is known.
+
+    Where the cluster creates the processes `start_method` does not apply: the launcher then only validates,
+    in every process, and starts nothing.
+
+    Raises:
+        ConfigError: unknown start method.
+        ImportError: Lightning's launchers are not the ones this was written for.
+    """
+    check_lightning()
+    if start_method not in ("popen", "spawn", "fork"):
+        raise ConfigError(
+            "start_method",
+            start_method,
+            "Processes are started by 'popen', 'spawn' or 'fork'",
+            "Use 'popen' in a script, 'fork' in a notebook",
+        )
+    assert strategy.cluster_environment is not None
+    if start_method == "popen" or strategy.cluster_environment.creates_processes_externally:
+        return ScriptLauncher(strategy)
+    return ProcessLauncher(strategy, start_method)
+
+
+def cpu_threads(local_world_size: int) -> int:
+    """Threads that one rank should compute with, when `local_world_size` ranks share this machine.
+
+    ``OMP_NUM_THREADS`` wins where it is set (its first entry, if it is a list for nested regions); else the
+    cores that this process may run on are divided, at least one each.
+    """
+    first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    if first.isdecimal() and int(first) > 0:
+        return int(first)
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, available // local_world_size)
+
+
+def check_lightning() -> None:
+    """Raises ImportError, naming the installed version, if what this file overrides or calls has changed."""
+    for cls, method, parameters in _RELIED_ON:
+        found = getattr(cls, method, None)
+        if found is None or tuple(inspect.signature(found).parameters) != parameters:
+            raise _moved(f"{cls.__name__}.{method}({', '.join(parameters[1:])})")
+
+
+def _validate(strategy: LaunchedStrategy, data: tuple[Any, ...]) -> None:
+    module = strategy.lightning_module
+    assert module is not None, "Lightning connects the module before it launches"
+    strategy.validate_before_launch(module, *data)

@@ -1,0 +1,359 @@
+"""`self.log` under a pipeline: captured while the schedule runs, merged, shared, replayed on every rank.
+
+Why: a rank runs the user's step once a microbatch and most ranks are cut off somewhere in it, so ranks log
+different keys, one of them logs each key several times, and callbacks that monitor a key raise where it is
+missing. Phases:
+
+1. capture: `LogCapture.capture` shadows ``module.log`` (`log_dict` goes through it); calls are only
+   recorded;
+2. merge: `LogCapture.merge`, over the microbatches, into what one call with the whole batch would have
+   logged;
+3. share: `LogExchange.broadcast`, from the rank that ran the whole step to the ranks of its replica group;
+4. replay: `replay` calls the real ``module.log`` on every rank, which validates and stores as ever.
+
+What a merged value is, by `reduce_fx`: ``mean`` weighs each microbatch by the call's `batch_size`, or else
+by its samples; ``sum``, ``max`` and ``min`` do as they say. Both the step value and Lightning's epoch value
+see the merged value, and the merged weight as batch size. So a per-sample mean logged with ``sum`` grows
+with the number of microbatches: log it with the default. A key that only some microbatches log is merged
+over those. A torchmetrics object is replayed as the object at the same path; its step value is the weighted
+mean of its microbatch values, exact for means over samples (accuracy) and an approximation for others (an
+area under a curve); its epoch value is exact (see `lightning_mm5d.trainer.metrics`).
+
+`enable_graph` is ignored: a merged value has no graph. A reference to ``log`` taken before the capture is
+not seen.
+
+Refuses what other ranks could not repeat: a `sync_dist_group`, a `reduce_fx` of the user's own, and a
+metric object that is no attribute of the module.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from numbers import Number
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_mm5d.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+
+_REDUCTIONS: dict[Any, str] = {
+    "mean": "mean", "avg": "mean", torch.mean: "mean",
+    "sum": "sum", torch.sum: "sum", sum: "sum",
+    "max": "max", torch.max: "max", max: "max",
+    "min": "min", torch.min: "min", min: "min",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogOptions:
+    """The arguments of `LightningModule.log` that travel, as JSON; names and defaults are Lightning's."""
+
+    name: str
+    prog_bar: bool = False
+    logger: bool | None = None
+    on_step: bool | None = None
+    on_epoch: bool | None = None
+    reduce_fx: str = "mean"
+    sync_dist: bool = False
+    add_dataloader_idx: bool = True
+    metric_attribute: str | None = None
+    """path of the metric object in the module, if that is what was logged"""
+    rank_zero_only: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogCall:
+    """One captured call."""
+
+    options: LogOptions
+    value: Tensor | None
+    """one element; ``None`` for a metric object without a value for its last batch"""
+    dtype: torch.dtype
+    """what Lightning would store the value in, float32 or float64"""
+    weight: float
+    """samples that the value stands for"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergedLog:
+    """One call to replay."""
+
+    options: LogOptions
+    value: Tensor | None
+    """0-dim, float32 or float64"""
+    batch_size: float
+    """samples that the value stands for"""
+
+
+class LogCapture:
+    """Records what the user's step logs, per microbatch, instead of logging it.
+
+    Args:
+        module: the module whose `log` is captured.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        self._module = module
+        self._calls: dict[int, list[LogCall]] = {}
+        self._paths: dict[int, str] = {}
+        self._microbatch: int | None = None
+        self._samples: float = 0
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """Forget earlier records and record inside the block; then ``module.log`` is what it was."""
+        self._calls, self._paths, self._microbatch = {}, {}, None
+        attributes = self._module.__dict__
+        before = {"log": attributes["log"]} if "log" in attributes else {}
+        attributes["log"] = self._record
+        try:
+            yield
+        finally:
+            del attributes["log"]
+            attributes.update(before)
+
+    def begin_microbatch(self, index: int, samples: float) -> None:
+        """What follows belongs to microbatch `index`, which weighs as much as `samples` samples.
+
+        Records of an earlier run of the same microbatch are dropped: a rank with several stages runs the
+        step once for each, the last of them being the most complete.
+        """
+        self._microbatch, self._samples = index, samples
+        self._calls[index] = []
+
+    def merge(self) -> list[MergedLog]:
+        """The records merged over microbatches, in the order of first appearance; no communication.
+
+        A key that one run of the step logs more than once stays as many calls.
+        """
+        groups: dict[tuple[LogOptions, int], list[LogCall]] = defaultdict(list)
+        for index in sorted(self._calls):
+            seen: Counter[LogOptions] = Counter()
+            for call in self._calls[index]:
+                groups[call.options, seen[call.options]].append(call)
+                seen[call.options] += 1
+        return [_merge_calls(options, calls) for (options, _), calls in groups.items()]
+
+    def _record(
+        self,
+        name: str,
+        value: Metric | Tensor | Number,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: str | Callable[[Any], Any] = "mean",
+        enable_graph: bool = False,
+        sync_dist: bool = False,
+        sync_dist_group: Any = None,
+        add_dataloader_idx: bool = True,
+        batch_size: int | None = None,
+        metric_attribute: str | None = None,
+        rank_zero_only: bool = False,
+    ) -> None:
+        """Stands in for `LightningModule.log`, with its signature (Lightning 2.6)."""
+        assert self._microbatch is not None, "a log call before begin_microbatch"
+        call = f"self.log({name!r})"
+        reduction = reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx
+        if reduction not in _REDUCTIONS:
+            raise ConfigError(
+                f"{call}.reduce_fx",
+                reduce_fx,
+                "reductions are mean, sum, max and min",
+                "log a torchmetrics.Metric",
+            )
+        if sync_dist_group is not None:
+            raise ConfigError(
+                f"{call}.sync_dist_group",
+                sync_dist_group,
+                "which ranks a value is averaged over follows from the layout",
+                "leave sync_dist_group unset and keep sync_dist=True",
+            )
+        path = self._path_of(value, call) if isinstance(value, Metric) else None
+        stored, dtype = _as_tensor(value, call)
+        options = LogOptions(
+            name=name,
+            prog_bar=bool(prog_bar),
+            logger=logger,
+            on_step=on_step,
+            on_epoch=on_epoch,
+            reduce_fx=_REDUCTIONS[reduction],
+            sync_dist=bool(sync_dist),
+            add_dataloader_idx=bool(add_dataloader_idx),
+            metric_attribute=path,
+            rank_zero_only=bool(rank_zero_only),
+        )
+        weight = self._samples if batch_size is None else int(batch_size)
+        self._calls[self._microbatch].append(LogCall(options=options, value=stored, dtype=dtype, weight=weight))
+
+    def _path_of(self, metric: Metric, call: str) -> str:
+        if id(metric) not in self._paths:
+            self._paths = {id(m): path for path, m in self._module.named_modules() if isinstance(m, Metric)}
+        path = self._paths.get(id(metric))
+        if path is None:
+            raise ConfigError(
+                call,
+                metric,
+                "a metric object is found by its place in the module, so that all ranks can log theirs",
+                "make it an attribute of the LightningModule (a list of metrics: torch.nn.ModuleList)",
+            )
+        return path
+
+
+class LogExchange:
+    """Shares merged logs within a replica group; one object for the whole run, as it remembers headers.
+
+    Args:
+        src: global rank that ran the whole step.
+        group: the replica group; ``None`` without torch.distributed.
+        device: where the group communicates.
+    """
+
+    MAX_HEADERS = 256
+    """headers kept before both ends start again; one a set of keys"""
+
+    def __init__(self, *, src: int, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self._src, self._group, self._device = src, group, device
+        self._is_alone = group is None or dist.get_world_size(group) == 1
+        self._headers: list[str] = []
+
+    def broadcast(self, merged: Sequence[MergedLog] | None) -> list[MergedLog]:
+        """What rank `src` passes, on every rank of the group; what others pass is not read.
+
+        Collective, unless the group is one rank. Phases:
+
+        1. three int64: the header's number, its bytes (0 if it is known), the length of the body;
+        2. the header, if it is new, as JSON in UTF-8;
+        3. the body, float64, if it is not empty.
+        """
+        if self._is_alone:
+            assert merged is not None
+            return list(merged)
+        if dist.get_rank() == self._src:
+            assert merged is not None
+            self._send(*pack(merged, self._device))
+            return list(merged)
+        return self._receive()
+
+    def _send(self, header: str, body: Tensor) -> None:
+        is_new = header not in self._headers
+        text = header.encode() if is_new else b""
+        number = len(self._headers) % self.MAX_HEADERS if is_new else self._headers.index(header)
+        self._transfer(torch.tensor([number, len(text), len(body)]).to(self._device))
+        if is_new:
+            self._remember(number, header)
+            self._transfer(torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._device))
+        if len(body):
+            self._transfer(body)
+
+    def _receive(self) -> list[MergedLog]:
+        control = self._transfer(torch.empty(3, dtype=torch.int64, device=self._device))
+        number, header_bytes, length = control.tolist()
+        if header_bytes:
+            text = self._transfer(torch.empty(header_bytes, dtype=torch.uint8, device=self._device))
+            self._remember(number, bytes(text.tolist()).decode())
+        body = torch.empty(length, dtype=torch.float64, device=self._device)
+        return unpack(self._headers[number], self._transfer(body) if length else body)
+
+    def _remember(self, number: int, header: str) -> None:
+        if number == 0:  # the first one, or the memory was full: both ends start again
+            self._headers.clear()
+        self._headers.append(header)
+
+    def _transfer(self, tensor: Tensor) -> Tensor:
+        dist.broadcast(tensor, src=self._src, group=self._group)
+        return tensor
+
+
+def pack(merged: Sequence[MergedLog], device: torch.device) -> tuple[str, Tensor]:
+    """JSON header and float64 body ``[N values, N batch sizes]`` on `device`, for N logs; see `unpack`."""
+    header = [{**asdict(log.options), "dtype": None if log.value is None else str(log.value.dtype)} for log in merged]
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    values = [zero if log.value is None else log.value.to(device, torch.float64) for log in merged]
+    sizes = torch.tensor([log.batch_size for log in merged], dtype=torch.float64, device=device)
+    return json.dumps(header), torch.cat([torch.stack(values), sizes]) if merged else sizes
+
+
+def unpack(header: str, body: Tensor) -> list[MergedLog]:
+    """The inverse of `pack`; values stay on the body's device."""
+    entries = json.loads(header)
+    values, sizes = body[: len(entries)], body[len(entries) :].tolist()
+    logs = []
+    for entry, value, size in zip(entries, values, sizes, strict=True):
+        name = entry.pop("dtype")
+        dtype = {"torch.float32": torch.float32, "torch.float64": torch.float64}.get(name)
+        logs.append(
+            MergedLog(
+                options=LogOptions(**entry),
+                value=value.to(dtype) if dtype else None,
+                batch_size=int(size),
+            )
+        )
+    return logs
+
+
+def replay(module: LightningModule, merged: Sequence[MergedLog]) -> None:
+    """Log all of `merged` through ``module.log``; to be called in the trainer hook that the capture was in.
+
+    A metric object is the local one at the recorded path, given the merged value as that of its last batch.
+    """
+    for log in merged:
+        value: Any = None if log.value is None else log.value.to(module.device)
+        if log.options.metric_attribute is not None:
+            metric: Any = module.get_submodule(log.options.metric_attribute)
+            if value is not None:
+                metric._forward_cache = value
+            value = metric
+        module.log(**asdict(log.options), value=value, batch_size=round(log.batch_size))
+
+
+def _as_tensor(value: Any, call: str) -> tuple[Tensor | None, torch.dtype]:
+    """The value as a tensor of its own, and the dtype that Lightning would store it in."""
+    if isinstance(value, Metric):
+        cached = value._forward_cache
+        # what is no single number is Lightning's to refuse: at replay, and if a step value is asked for
+        if not isinstance(cached, Tensor) or cached.numel() != 1:
+            return None, torch.float32
+        value = cached
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ConfigError(call, tuple(value.shape), "a logged tensor has one element", "log its mean()")
+        return value.detach().clone().reshape(()), _stored_dtype(value.dtype)
+    if isinstance(value, Number):
+        return torch.tensor(value, dtype=torch.float64), _stored_dtype(torch.get_default_dtype())
+    raise ConfigError(call, value, "logged are numbers, tensors of one element and torchmetrics", "use self.log_dict")
+
+
+def _stored_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _merge_calls(options: LogOptions, calls: list[LogCall]) -> MergedLog:
+    """One log of all `calls`, in float64 on the device of the first tensor that is not on the CPU, if any."""
+    batch_size = sum(call.weight for call in calls)
+    valued = [(call.value, call.weight) for call in calls if call.value is not None]
+    if not valued:
+        return MergedLog(options=options, value=None, batch_size=batch_size)
+    device = next((value.device for value, _ in valued if not value.is_cpu), torch.device("cpu"))
+    reduction = "mean" if options.metric_attribute else options.reduce_fx
+    if reduction == "mean":
+        # a microbatch of weight 0 may well be NaN; if all are, no weight is better than another
+        valued = [(value, weight) for value, weight in valued if weight] or [(value, 1) for value, _ in valued]
+    values = torch.stack([value.to(device, torch.float64) for value, _ in valued])
+    if reduction == "mean":
+        weights = torch.tensor([weight for _, weight in valued], dtype=torch.float64, device=device)
+        merged = (values * weights).sum() / weights.sum()
+    else:
+        merged = getattr(values, reduction)()
+    dtype = torch.float64 if any(call.dtype == torch.float64 for call in calls) else torch.float32
+    return MergedLog(options=options, value=merged.to(dtype), batch_size=batch_size)

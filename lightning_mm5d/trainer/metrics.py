@@ -1,0 +1,185 @@
+"""torchmetrics objects under a pipeline: one update a sample, one value on every rank.
+
+Why: only the ranks that compute a loss (*loss_modality* ranks) reach the code that updates a metric; the others
+hold empty or partial states. A stock sync gathers over all ranks alike: it would mix those states in, count
+peers twice, or hang where states differ in shape. And a sync in the middle of a schedule would wait for
+ranks that are busy elsewhere. So `MetricSync` puts a sync of its own on each metric object:
+
+1. gather: the ranks of the last stage sync among themselves, with the metric's own reductions;
+2. publish: one rank of the last stage broadcasts the result, and every rank that is not loss_modality adopts it.
+
+`Metric.compute` then returns the same number everywhere; `unsync` restores each rank's own state as ever.
+All ranks must call `compute` alike, as under any distributed strategy.
+
+While a schedule runs (`MetricSync.local`) a sync does nothing: a `compute()` inside a step covers what this
+replica has seen, and so does the batch value of a metric with ``dist_sync_on_step=True``. A metric that
+counts its updates (`torchmetrics.wrappers.Running`) counts microbatches.
+
+Refuses a metric with a `process_group` of its own: which ranks hold states is the layout's business.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from lightning_utilities import apply_to_collection
+from torch import Tensor
+from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
+from torchmetrics.utilities.exceptions import TorchMetricsUserError
+
+from lightning_mm5d.config.errors import ConfigError
+
+
+class MetricSync:
+    """How metric states travel between the ranks of one run.
+
+    Args:
+        loss_group: the ranks whose states count, with each sample on exactly one of them (one rank of
+            each loss replica); ``None`` if there is one such rank. Looked at on ranks of the last stage only.
+        is_loss_modality: whether this rank is one of them.
+        world_src: global rank of a rank of the last stage, the same on all ranks.
+        world_group: every rank on which metrics are computed; ``None`` for the default group.
+    """
+
+    def __init__(
+        self,
+        *,
+        loss_group: dist.ProcessGroup | None,
+        is_loss_modality: bool,
+        world_src: int,
+        world_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._group = loss_group if is_loss_modality else None
+        self._is_terminal = is_loss_modality
+        self._src = world_src
+        self._world = world_group
+        terminal_size = dist.get_world_size(self._group) if self._group is not None else 1
+        self._has_others = terminal_size < dist.get_world_size(world_group)
+        self._metrics: list[Metric] = []
+        self._is_local = False
+
+    def attach(self, metrics: Iterable[Metric]) -> None:
+        """Replace the sync of each metric, in place and on all ranks; copies made by `deepcopy` keep it.
+
+        ``sync_on_compute=False`` is overridden with a warning (ranks without states could not compute a
+        value); ``dist_sync_on_step=True`` is warned about (it has no effect inside a step).
+
+        Raises:
+            ConfigError: a metric has a process group of its own.
+        """
+        for metric in metrics:
+            name = type(metric).__name__
+            if metric.process_group is not None:
+                raise ConfigError(
+                    f"{name}.process_group",
+                    metric.process_group,
+                    "which ranks hold the states of a metric follows from the layout",
+                    "leave process_group unset",
+                )
+            if not metric.sync_on_compute:
+                warnings.warn(
+                    f"{name}(sync_on_compute=False): most ranks of a pipeline hold no states of their own, so"
+                    " it is computed over all replicas on every rank.",
+                    stacklevel=2,
+                )
+                metric.sync_on_compute = metric._to_sync = True
+            if metric.dist_sync_on_step:
+                warnings.warn(
+                    f"{name}(dist_sync_on_step=True): nothing can be synced inside a pipelined step, so its"
+                    " step value covers this replica only.",
+                    stacklevel=2,
+                )
+            metric.__dict__["sync"] = partial(self._sync, metric)
+            self._metrics.append(metric)
+
+    def detach(self) -> None:
+        """Give the attached metrics their stock sync back (a process group cannot be pickled)."""
+        for metric in self._metrics:
+            metric.__dict__.pop("sync", None)
+        self._metrics.clear()
+
+    @contextmanager
+    def local(self) -> Iterator[None]:
+        """Around a schedule, on every rank: nothing in it communicates.
+
+        Afterwards cached results are dropped on all ranks alike, because only ranks of the last stage have updated and
+        would otherwise be alone in the next sync; and the other ranks count as updated, or `compute` would
+        warn there.
+        """
+        self._is_local = True
+        try:
+            yield
+        finally:
+            self._is_local = False
+            for metric in self._metrics:
+                metric._computed = None
+                if not self._is_terminal:
+                    metric._update_count = max(metric._update_count, 1)
+
+    @contextmanager
+    def discarded(self) -> Iterator[None]:
+        """Around a run of the user's step that is not the one that counts: its metric updates are dropped.
+
+        For a rank that runs the step of one microbatch for several stages of its own. Inside, states are
+        fresh ones; the kept states are put back untouched, not copied.
+        """
+        held = [
+            (metric, metric.metric_state, (metric._update_count, metric._forward_cache, metric._computed))
+            for metric in self._metrics
+        ]
+        for metric, _, _ in held:
+            for attr, default in metric._defaults.items():
+                setattr(metric, attr, default.clone() if isinstance(default, Tensor) else [])
+        try:
+            yield
+        finally:
+            for metric, states, counters in held:
+                for attr, state in states.items():
+                    setattr(metric, attr, state)
+                metric._update_count, metric._forward_cache, metric._computed = counters
+
+    def _sync(
+        self,
+        metric: Metric,
+        dist_sync_fn: Callable[..., list[Tensor]] | None = None,
+        process_group: Any = None,
+        should_sync: bool = True,
+        distributed_available: Callable[[], bool] | None = None,
+    ) -> None:
+        """`Metric.sync` over the ranks of the layout, which `process_group` does not change."""
+        if self._is_local or not should_sync:
+            return
+        if metric._is_synced:
+            raise TorchMetricsUserError("The Metric has already been synced.")
+        metric._cache = metric._copy_state_dict()
+        if self._group is not None:
+            metric._sync_dist(dist_sync_fn or gather_all_tensors, process_group=self._group)
+        if self._has_others:
+            self._publish(metric)
+        metric._is_synced = True
+
+    def _publish(self, metric: Metric) -> None:
+        """Broadcast the states from the source; all but ranks of the last stage adopt them on their own device.
+
+        As objects, since states may be lists of anything (the mean average precision keeps run-length masks);
+        they go through host memory, once per `compute`.
+        """
+        payload = [None]
+        if dist.get_rank() == self._src:
+            payload = [apply_to_collection(metric.metric_state, Tensor, lambda state: state.detach().cpu())]
+        dist.broadcast_object_list(payload, src=self._src, group=self._world)
+        if self._is_terminal:
+            return
+        assert payload[0] is not None
+        for attr, state in payload[0].items():
+            stays = metric.compute_on_cpu and isinstance(state, list)
+            setattr(metric, attr, state if stays else apply_to_collection(state, Tensor, Tensor.to, metric.device))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MetricSync:
+        return self

@@ -1,0 +1,175 @@
+"""Checks of a configuration against a module and its data, before any process is started.
+
+What needs only the configuration is checked in `checks` and `layout`. It refuses manual optimization where a schedule
+runs, losses that need all layers on one rank, callbacks that save a copy of the module, and batches that are too small
+to be split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from torch.utils.data import DataLoader
+
+from lightning_mm5d.config.checks import check
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.modality import Modality, loss_modality_of
+from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.schedule import SCHEDULES, Graph, Schedule, build, is_table
+
+
+def check_fields(
+    modalities: Mapping[str, Modality],
+    *,
+    schedule: str | Callable[[Graph], Schedule],
+    num_microbatches: int,
+    choices: Mapping[str, tuple[str, ...]],
+) -> None:
+    """Refuse what is wrong whatever the model and the number of ranks.
+
+    Args:
+        modalities: what the user wrote, by name.
+        schedule: its name, a table or a function.
+        num_microbatches: microbatches per batch.
+        choices: other fields: what the user wrote, and behind it what is known.
+
+    Raises:
+        ConfigError: at the first field that cannot work.
+    """
+    own = callable(schedule) or is_table(schedule)
+    check(
+        modalities,
+        loss_modality=loss_modality_of(modalities),
+        num_microbatches=num_microbatches,
+        schedule="own" if own else schedule,  # type: ignore[arg-type]
+        schedules=("own",) if own else SCHEDULES,
+    )
+    for field, (got, *known) in choices.items():
+        if got not in known:
+            raise ConfigError(field, got, f"It is one of {', '.join(known)}", f"Use {known[0]!r}")
+
+
+def check_computed(modalities: Mapping[str, Modality]) -> None:
+    """Refuse what can be laid out, shown and simulated, but not computed in this version.
+
+    Raises:
+        ConfigError: costs that are given for some modalities only.
+    """
+    costs = {name: modality.cost for name, modality in modalities.items()}
+    for name, cost in costs.items():
+        if cost is None and any(other is not None for other in costs.values()):
+            rule = "Costs that are given and costs that are estimated have no common unit"
+            raise ConfigError(f"modalities.{name}.cost", cost, rule, "Give a cost for all modalities, or for none")
+
+
+def check_module(
+    module: pl.LightningModule, plan: Plan, num_microbatches: int, schedule: str | Callable[[Graph], Schedule]
+) -> None:
+    """Refuse modules that cannot run in stages, and a user's own schedule that does not fit them.
+
+    Raises:
+        ConfigError: it optimizes manually, or its loss needs all layers, and the layout has several stages; or it clips
+            by a norm of its own, and parameters are divided.
+        ScheduleError: the schedule is not one of the stages of this module.
+    """
+    if callable(schedule) or is_table(schedule):
+        build(schedule, plan.whole_graph(schedule, num_microbatches, module))
+    if not module.automatic_optimization and (not plan.is_whole or num_microbatches > 1):
+        raise ConfigError(
+            "automatic_optimization",
+            False,
+            "Manual optimization runs its own backward, and a schedule leaves no place for that",
+            "Use automatic optimization, or one stage (colocate all modalities, tp_size=1, pp_size=1), no microbatches",
+        )
+    clips = getattr(type(module).configure_gradient_clipping, "__code__", None)
+    if plan.division.shards and "clip_grad_norm_" in getattr(clips, "co_names", ()):
+        raise ConfigError(
+            "configure_gradient_clipping",
+            "clip_grad_norm_",
+            "It takes the norm of the parts that one rank has, so that ranks would clip unlike",
+            "Call self.clip_gradients(optimizer, gradient_clip_val=..., gradient_clip_algorithm='norm')",
+        )
+    configs = [getattr(part, "config", None) for part in module.modules()]
+    if any(getattr(config, "output_router_logits", False) is True for config in configs):
+        for name, axes in plan.layout.axes.items():
+            if axes.pp > 1:
+                raise ConfigError(
+                    f"modalities.{name}.pp_size",
+                    axes.pp,
+                    "A loss over the routers of all layers (output_router_logits) needs all layers on one rank",
+                    "Use 1, or set output_router_logits to False in the model's config",
+                )
+
+
+def check_timeline(path: str | None, is_plain: bool = False) -> None:
+    """Refuse files that no timeline can be written to, and runs that have none.
+
+    Args:
+        path: what the user wrote.
+        is_plain: whether all ranks run the whole model in one piece.
+
+    Raises:
+        ConfigError: by its suffix, because matplotlib is missing for a picture, or because there is no schedule.
+    """
+    if path is None:
+        return
+    suffix = Path(path).suffix
+    if suffix not in (".json", ".png", ".svg", ".pdf"):
+        rule = "A timeline is a picture (.png, .svg, .pdf) or a Chrome trace (.json)"
+        raise ConfigError("timeline", path, rule, f"Use {Path(path).with_suffix('.json').name!r}")
+    if suffix != ".json" and find_spec("matplotlib") is None:
+        rule = "Pictures are drawn by matplotlib, which is not installed"
+        raise ConfigError("timeline", path, rule, "Install lightning_mm5d[plot], or use a .json file")
+    if is_plain:
+        rule = "Every rank runs the whole model in one piece, so there is no schedule to draw"
+        raise ConfigError("timeline", path, rule, "Leave it unset, or set num_microbatches or a layout with stages")
+
+
+def check_callbacks(callbacks: Sequence[pl.Callback], plan: Plan) -> None:
+    """Refuse callbacks that keep a copy of the module, or a mask of its parameters, where ranks have parts only.
+
+    Raises:
+        ConfigError: `WeightAveraging` with several stages or tensor parallelism, `StochasticWeightAveraging` and
+            `ModelPruning` with tensor parallelism.
+    """
+    for callback in callbacks:
+        if isinstance(callback, WeightAveraging) and not plan.is_whole:
+            raise ConfigError(
+                "callbacks",
+                type(callback).__name__,
+                "It saves the copy of the module that it averages, and with stages or tp_size > 1 no rank has all",
+                "Use StochasticWeightAveraging, or one stage (colocate all modalities, pp_size=1) and tp_size=1",
+            )
+        if isinstance(callback, StochasticWeightAveraging | ModelPruning) and plan.division.shards:
+            raise ConfigError(
+                "callbacks",
+                type(callback).__name__,
+                "It works on whole parameters, and tensor parallel ranks have parts of them",
+                "Leave it out, or use tp_size=1",
+            )
+
+
+def check_batches(data: Sequence[Any], num_microbatches: int) -> None:
+    """Refuse dataloaders whose batches are smaller than the number of microbatches.
+
+    Args:
+        data: what the trainer was given beside the module; datamodules count where they have a `batch_size`.
+        num_microbatches: parts that a batch is split into.
+
+    Raises:
+        ConfigError: a batch cannot be split into so many.
+    """
+    for item in data:
+        size = getattr(item, "batch_size", None) if isinstance(item, (DataLoader, pl.LightningDataModule)) else None
+        if isinstance(size, int) and 0 < size < num_microbatches:
+            raise ConfigError(
+                "num_microbatches",
+                num_microbatches,
+                f"A batch of {size} samples cannot be split into more than {size} microbatches",
+                f"Use {size} or fewer, or larger batches",
+            )

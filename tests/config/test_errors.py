@@ -1,0 +1,23 @@
+"""ConfigError: one sentence pattern, and it survives the way back from a spawned process."""
+
+from __future__ import annotations
+
+import pickle
+
+from lightning_mm5d.config.errors import ConfigError
+
+ERROR = ConfigError("modalities.vision.pp_size", 5, "There are 4 layers", "Use pp_size=4")
+
+
+def test_message_says_where_what_rule_and_fix() -> None:
+    assert str(ERROR) == "modalities.vision.pp_size: got 5. There are 4 layers. Use pp_size=4."
+
+
+def test_is_a_value_error() -> None:
+    assert isinstance(ERROR, ValueError)
+
+
+def test_pickling_keeps_all_parts() -> None:
+    copy = pickle.loads(pickle.dumps(ERROR))
+    assert (copy.field, copy.got, copy.rule, copy.fix) == (ERROR.field, ERROR.got, ERROR.rule, ERROR.fix)
+    assert str(copy) == str(ERROR)

@@ -1,0 +1,399 @@
+"""Batches of every container are cut by sample, packed fields included, and outputs join again."""
+
+import dataclasses
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.data.microbatch import batch_samples, merge, split
+from lightning_mm5d.data.packed_images import PackedTokens, describe
+
+IMAGE, VIDEO, AUDIO = 1, 2, 3
+TOKENS = PackedTokens(image=IMAGE, video=VIDEO, audio=AUDIO)
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    x: Tensor
+    name: list[str]
+    scale: float
+
+
+def ids(*samples: list[int], length: int = 24) -> Tensor:
+    """Token ids [B, length]; sample i holds the given tokens, then text."""
+    return torch.stack([torch.tensor(sample + [9] * (length - len(sample))) for sample in samples])
+
+
+def numbered(rows: int, *shape: int) -> Tensor:
+    """A tensor [rows, *shape] in which every row is filled with its own number."""
+    return torch.arange(float(rows)).view(-1, *[1] * len(shape)).expand(rows, *shape).contiguous()
+
+
+def owned(batch: Any, parts: int, key: str = "pixel_values", tokens: PackedTokens = TOKENS) -> list[list[float]]:
+    """The numbers of the rows of `key` that each microbatch gets."""
+    values = [microbatch.batch[key] for microbatch in split(batch, parts, image_tokens=tokens)]
+    return [[] if value is None else value.flatten(1)[:, 0].tolist() for value in values]
+
+
+class TestContainers:
+    @pytest.mark.parametrize(("samples", "parts"), [(8, 4), (7, 3), (8, 5), (9, 4), (5, 5), (1, 1)])
+    def test_sizes_are_those_of_tensor_split(self, samples: int, parts: int) -> None:
+        x = torch.randn(samples, 3)
+        cut = split(x, parts)
+        assert [m.samples for m in cut] == [len(piece) for piece in x.tensor_split(parts)]
+        assert torch.equal(torch.cat([m.batch for m in cut]), x)
+
+    def test_a_short_batch_gives_one_sample_per_microbatch(self) -> None:
+        assert [m.samples for m in split(torch.zeros(3, 2), 8)] == [1, 1, 1]
+        assert split(torch.zeros(0, 2), 8) == []
+
+    def test_tensors_become_views(self) -> None:
+        batch = {"x": torch.zeros(4, 2)}
+        split(batch, 2)[1].batch["x"].fill_(1.0)
+        assert batch["x"][:, 0].tolist() == [0, 0, 1, 1]
+
+    def test_types_of_containers_are_kept(self) -> None:
+        x, y = numbered(4, 2), torch.arange(4)
+        for batch in ([x, y], (x, y), Pair(x, y), {"x": x, "y": y}, OrderedDict(x=x, y=y)):
+            first, second = split(batch, 2)
+            assert type(first.batch) is type(batch)
+            values = second.batch.values() if isinstance(second.batch, dict) else second.batch
+            assert [value.flatten()[0].item() for value in values] == [2, 2]
+
+    def test_a_dataclass_keeps_its_type_and_its_scalars(self) -> None:
+        first, second = split(Record(x=numbered(4), name=["a", "b", "c", "d"], scale=0.5), 2)
+        assert isinstance(first.batch, Record)
+        assert (second.batch.x.tolist(), second.batch.name, second.batch.scale) == ([2, 3], ["c", "d"], 0.5)
+
+    def test_transformers_containers_keep_their_type(self) -> None:
+        from transformers import BatchEncoding, BatchFeature
+
+        for kind in (BatchFeature, BatchEncoding):
+            batch = kind({"input_ids": ids([], []), "labels": torch.arange(2)})
+            parts = split(batch, 2)
+            assert all(type(part.batch) is kind for part in parts)
+            assert parts[1].batch["labels"].tolist() == [1]
+            assert len(batch["labels"]) == 2
+
+    def test_lists_of_samples_are_cut_and_values_without_length_repeated(self) -> None:
+        boxes = [numbered(3, 4), numbered(1, 4), numbered(5, 4), numbered(0, 4)]
+        batch = {
+            "pixel_values": numbered(4, 3, 2, 2),
+            "labels": [{"boxes": box, "class": box[:, 0]} for box in boxes],
+            "text": ("a", "b", "c", "d"),
+            "weight": torch.tensor(2.0),
+            "none": None,
+            "prompt": "all of it",
+            "layers": [1, 2],
+        }
+        part = split(batch, 2)[1].batch
+        assert [len(label["boxes"]) for label in part["labels"]] == [5, 0]
+        assert part["text"] == ("c", "d")
+        repeated = ("weight", "none", "prompt", "layers")
+        assert all(part[key] is batch[key] or part[key] == batch[key] for key in repeated)
+
+    def test_numpy_arrays_are_cut(self) -> None:
+        x = torch.arange(4)
+        assert split({"x": x, "y": x.numpy()}, 2)[1].batch["y"].tolist() == [2, 3]
+
+    def test_a_mapping_inside_a_tuple_names_the_samples(self) -> None:
+        batch = ({"input_ids": ids([], [IMAGE], [], [IMAGE])}, {"pixel_values": numbered(2, 3, 4, 4)}, 7)
+        first, second = split(batch, 2, image_tokens=TOKENS)
+        assert first.batch[1]["pixel_values"].unique().tolist() == [0]
+        assert second.batch[1]["pixel_values"].unique().tolist() == [1]
+        assert second.batch[2] == 7
+
+    def test_each_mapping_with_ids_counts_its_own_images(self) -> None:
+        def side(*samples: list[int]) -> dict[str, Tensor]:
+            tokens = ids(*samples)
+            return {"input_ids": tokens, "pixel_values": numbered(int((tokens == IMAGE).sum()), 3, 4, 4)}
+
+        batch = {"chosen": side([IMAGE], []), "rejected": side([], [IMAGE, 9, IMAGE])}
+        first, second = (m.batch for m in split(batch, 2, image_tokens=TOKENS))
+        assert len(first["chosen"]["pixel_values"]) == 1
+        assert first["rejected"]["pixel_values"] is second["chosen"]["pixel_values"] is None
+        assert len(second["rejected"]["pixel_values"]) == 2
+
+    def test_one_microbatch_is_the_batch_itself_whatever_is_in_it(self) -> None:
+        batch = (torch.zeros(3), torch.zeros(5))
+        assert split(batch, 1)[0].batch is batch
+
+    def test_position_ids_are_cut_along_the_dim_of_samples(self) -> None:
+        for rows in (3, 4):
+            positions = torch.arange(3 * 5).view(1, 3, 5).expand(rows, 3, 5)
+            part = split({"input_ids": ids([], [], []), "position_ids": positions}, 3)[1]
+            assert torch.equal(part.batch["position_ids"], positions[:, 1:2])
+        shared = torch.arange(24)[None]
+        batch = {"input_ids": ids([], [], []), "position_ids": shared}
+        assert split(batch, 3)[1].batch["position_ids"] is shared
+
+
+class TestRefusals:
+    def test_disagreement_without_names_lists_the_sizes_and_the_remedy(self) -> None:
+        with pytest.raises(ConfigError, match=r"batch\[0\].*\(4, 2\).*batch\[1\]\['x'\].*\(6,\).*split_batch"):
+            split((torch.zeros(4, 2), {"x": torch.zeros(6)}), 2)
+
+    def test_rows_of_no_known_packing_are_named(self) -> None:
+        with pytest.raises(ConfigError, match=r"4 samples.*split_batch") as error:
+            split({"input_ids": ids([], [], [], []), "graph": torch.zeros(11, 2)}, 2)
+        assert error.value.got == {"batch['graph']": (11, 2)}
+
+    def test_images_that_fit_no_count_are_refused(self) -> None:
+        batch = {"input_ids": ids([IMAGE] * 3, [IMAGE] * 2), "pixel_values": numbered(3, 3, 4, 4)}
+        with pytest.raises(ConfigError, match=r"3 items.*\[3, 2\] image tokens.*split_batch"):
+            split(batch, 2, image_tokens=TOKENS)
+
+    def test_packed_images_without_placeholder_ids_are_refused(self) -> None:
+        batch = {"input_ids": ids([IMAGE], [IMAGE, 9, IMAGE]), "pixel_values": numbered(3, 3, 4, 4)}
+        with pytest.raises(ConfigError, match="pixel_values"):
+            split(batch, 2)
+
+    def test_rows_that_can_be_dealt_out_in_two_ways_are_refused(self) -> None:
+        batch = {
+            "input_ids": ids([IMAGE], [IMAGE]),
+            "pixel_values": numbered(2, 3, 4, 4),
+            "pixel_values_local": numbered(2, 3, 4, 4),
+            "num_local_patches": torch.tensor([2, 0]),
+        }
+        with pytest.raises(ConfigError, match="one way"):
+            split(batch, 2, image_tokens=TOKENS)
+
+    def test_a_batch_without_any_length_and_zero_microbatches_are_refused(self) -> None:
+        with pytest.raises(ConfigError, match="agree on dim 0"):
+            split({"x": torch.tensor(1.0)}, 2)
+        with pytest.raises(ConfigError, match="num_microbatches: got 0"):
+            split(torch.zeros(2), 0)
+
+
+class TestPackedFields:
+    def test_images_of_equal_size_follow_their_tokens(self) -> None:
+        two_tokens = [IMAGE, IMAGE]
+        batch = {
+            "input_ids": ids(two_tokens * 2, [], two_tokens, two_tokens * 3),
+            "pixel_values": numbered(6, 3, 4, 4),
+        }
+        assert owned(batch, 4) == [[0, 1], [], [2], [3, 4, 5]]
+        assert owned(batch, 2) == [[0, 1], [2, 3, 4, 5]]
+
+    def test_as_many_images_as_samples_are_still_dealt_out_by_tokens(self) -> None:
+        batch = {
+            "input_ids": ids([IMAGE, 9, IMAGE], [], [IMAGE], [IMAGE]),
+            "pixel_values": numbered(4, 3, 4, 4),
+            "image_id": torch.arange(4),
+        }
+        assert owned(batch, 4) == [[0, 1], [], [2], [3]]
+        assert split(batch, 4, image_tokens=TOKENS)[1].batch["image_id"].tolist() == [1]
+
+    def test_a_microbatch_without_images_gets_none(self) -> None:
+        batch = {
+            "input_ids": ids([], [IMAGE]),
+            "pixel_values": numbered(4, 8),
+            "image_grid_thw": torch.tensor([[1, 2, 2]]),
+        }
+        first, second = (m.batch for m in split(batch, 2, image_tokens=TOKENS))
+        assert first["pixel_values"] is first["image_grid_thw"] is None
+        assert second["image_grid_thw"].tolist() == [[1, 2, 2]]
+
+    def test_a_batch_whose_pixel_values_are_none_is_split(self) -> None:
+        batch = {"input_ids": ids([], [], []), "pixel_values": None}
+        assert [m.batch["pixel_values"] for m in split(batch, 3, image_tokens=TOKENS)] == [None] * 3
+
+    def test_patches_follow_the_grid_for_images_and_videos(self) -> None:
+        """Images of 4, 16 and 8 patches (1, 4 and 2 tokens) and videos of 8 and 16 (2 and 4 tokens)."""
+        batch = {
+            "input_ids": ids([IMAGE] * 5 + [VIDEO] * 2, [], [VIDEO] * 2 + [9] + [VIDEO] * 2, [IMAGE] * 2),
+            "pixel_values": numbered(28, 6),
+            "image_grid_thw": torch.tensor([[1, 2, 2], [1, 4, 4], [1, 2, 4]]),
+            "pixel_values_videos": numbered(24, 6),
+            "video_grid_thw": torch.tensor([[2, 2, 2], [4, 2, 2]]),
+            "second_per_grid_ts": [0.5, 1.5],
+        }
+        batch["mm_token_type_ids"] = (batch["input_ids"] == IMAGE) + 2 * (batch["input_ids"] == VIDEO)
+        for tokens in (TOKENS, PackedTokens()):  # with placeholder ids, and with token types alone
+            rows = [len(part) for part in owned(batch, 4, tokens=tokens)]
+            videos = [len(part) for part in owned(batch, 4, "pixel_values_videos", tokens)]
+            assert (rows, videos) == ([20, 0, 0, 8], [8, 0, 16, 0])
+            parts = [m.batch for m in split(batch, 4, image_tokens=tokens)]
+            assert [p["second_per_grid_ts"] for p in parts] == [[0.5], None, [1.5], None]
+            grids = [p["image_grid_thw"] for p in parts]
+            assert [None if g is None else g.tolist() for g in grids] == [
+                [[1, 2, 2], [1, 4, 4]],
+                None,
+                None,
+                [[1, 2, 4]],
+            ]
+
+    def test_image_sizes_deal_out_images_whose_rows_are_apart(self) -> None:
+        """Pixtral: a break follows each row of tokens, and tokens are in proportion to the area."""
+        row = [IMAGE, IMAGE, 9]
+        batch = {
+            "input_ids": ids(row * 2 + row, [], row * 3),
+            "pixel_values": numbered(3, 3, 12, 8),
+            "image_sizes": torch.tensor([[8, 8], [4, 8], [12, 8]]),
+        }
+        assert owned(batch, 3) == [[0, 1], [], [2]]
+
+    def test_runs_of_tokens_deal_out_items_of_any_size(self) -> None:
+        batch = {
+            "input_ids": ids([AUDIO] * 5 + [9] + [AUDIO] * 2, [], [AUDIO] * 3),
+            "input_features": numbered(3, 8, 20),
+            "feature_attention_mask": torch.ones(3, 20, dtype=torch.long),
+            "clip_scores": numbered(3),
+        }
+        assert owned(batch, 3, "input_features") == [[0, 1], [], [2]]
+        assert owned(batch, 3, "feature_attention_mask") == [[1, 1], [], [1]]
+
+    def test_one_item_or_none_per_sample_may_have_any_number_of_tokens(self) -> None:
+        batch = {
+            "input_ids": ids([AUDIO, 9, AUDIO, AUDIO], [], [AUDIO] * 2),
+            "input_features": numbered(2, 8, 20),
+            "audio_feature_lengths": torch.tensor([20, 11]),
+            "speaker": torch.tensor([4, 5]),
+        }
+        assert owned(batch, 3, "input_features") == [[0], [], [1]]
+        parts = [m.batch for m in split(batch, 3, image_tokens=TOKENS)]
+        assert [None if p["speaker"] is None else p["speaker"].item() for p in parts] == [4, None, 5]
+
+    def test_images_padded_per_sample_stay_with_their_sample(self) -> None:
+        """Idefics: [B, images, C, H, W], padded with empty images; the first sample has none."""
+        batch = {"input_ids": ids([], [IMAGE, 9, IMAGE]), "pixel_values": numbered(2, 2, 3, 4, 4)}
+        assert owned(batch, 2) == [[0], [1]]
+
+    def test_describe_finds_the_ids_in_any_config_of_the_tree(self) -> None:
+        inner, outer = torch.nn.Linear(1, 1), torch.nn.Module()
+        inner.config = type("Config", (), {"image_token_index": 7, "audio_token_id": None})()  # type: ignore
+        outer.config = {"video_token_id": 8}  # type: ignore[assignment]
+        outer.inner = inner
+        assert describe(outer) == PackedTokens(image=7, video=8)
+        assert describe(torch.nn.Linear(1, 1)) == PackedTokens()
+
+
+class TestMerge:
+    def test_merging_what_was_split_gives_the_batch_back(self) -> None:
+        batch = {"x": torch.randn(7, 2), "pair": (torch.arange(7), list("abcdefg")), "none": None, "k": 3}
+        parts = split(batch, 3)
+        merged = merge([m.batch for m in parts], [m.samples for m in parts])
+        assert torch.equal(merged["x"], batch["x"])
+        assert torch.equal(merged["pair"][0], torch.arange(7))
+        assert (merged["pair"][1], merged["none"], merged["k"]) == (list("abcdefg"), None, 3)
+
+    def test_means_are_weighted_by_samples(self) -> None:
+        loss = merge([torch.tensor(1.0), torch.tensor(4.0)], [2, 1])
+        assert isinstance(loss, Tensor)
+        assert loss.item() == pytest.approx(2.0)
+        assert merge([{"loss": 1.0}, {"loss": 4.0}], [2, 1]) == {"loss": 2.0}
+
+    def test_rows_of_different_shapes_become_the_list_of_outputs(self) -> None:
+        outputs = [torch.zeros(2, 3), torch.zeros(2, 5)]
+        assert merge(outputs, [2, 2]) is not outputs
+        assert [tuple(o.shape) for o in merge(outputs, [2, 2])] == [(2, 3), (2, 5)]
+
+    def test_lists_of_samples_are_joined_and_tuples_of_fields_are_not(self) -> None:
+        ragged = [[torch.zeros(2), torch.zeros(5)], [torch.zeros(1)]]
+        assert [len(x) for x in merge(ragged, [2, 1])] == [2, 5, 1]
+        loss, logits = merge([(torch.tensor(0.0), torch.zeros(2, 3)), (torch.tensor(1.0), torch.ones(2, 3))], [2, 2])
+        assert loss.item() == 0.5
+        assert logits.shape == (4, 3)
+
+    def test_values_that_differ_become_a_list(self) -> None:
+        assert merge([{"n": 1, "s": "a"}, {"n": 2, "s": "a"}], [1, 1]) == {"n": [1, 2], "s": "a"}
+        assert merge([{"a": 1}, {"b": 1}], [1, 1]) == [{"a": 1}, {"b": 1}]
+        assert merge([None, None], [1, 1]) is None
+
+    def test_model_outputs_keep_their_type(self) -> None:
+        from transformers.modeling_outputs import CausalLMOutput
+
+        parts = [CausalLMOutput(loss=torch.tensor(float(i)), logits=numbered(2, 3)) for i in range(2)]
+        merged = merge(parts, [2, 2])
+        assert isinstance(merged, CausalLMOutput)
+        assert (merged.loss.item(), merged.logits.shape) == (0.5, (4, 3))
+
+
+def test_batch_samples_is_none_where_nothing_decides() -> None:
+    assert batch_samples({"input_ids": ids([], []), "pixel_values": numbered(7, 2)}) == 2
+    assert batch_samples((torch.zeros(3), torch.zeros(3, 1), torch.tensor(0.0))) == 3
+    assert batch_samples({"text": ["a", "b"]}) == 2
+    assert batch_samples((torch.zeros(3), torch.zeros(4))) is None
+    assert batch_samples({"x": 1}) is None
+
+
+TEXT = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+def tiny_llava() -> torch.nn.Module:
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(image_size=8, patch_size=4, **vision),
+        text_config=LlamaConfig(**TEXT, pad_token_id=0),
+        image_token_index=IMAGE,
+        image_seq_length=4,
+    )
+    return LlavaForConditionalGeneration(config)
+
+
+def tiny_qwen2_vl() -> torch.nn.Module:
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    config = Qwen2VLConfig(
+        text_config=TEXT | {"rope_parameters": rope},
+        vision_config={"depth": 1, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "patch_size": 4},
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=4,
+        vision_end_token_id=5,
+    )
+    return Qwen2VLForConditionalGeneration(config)
+
+
+def llava_batch() -> dict[str, Tensor]:
+    image = [IMAGE] * 4
+    return {"input_ids": ids(image * 2, [], image, image), "pixel_values": torch.randn(4, 3, 8, 8)}
+
+
+def qwen2_vl_batch() -> dict[str, Tensor]:
+    """Images of 4, 16 and 8 patches: 1, 4 and 2 tokens."""
+    small, large, wide = [4, IMAGE, 5], [4, *[IMAGE] * 4, 5], [4, *[IMAGE] * 2, 5]
+    tokens = ids(small + large, [], [], wide)
+    return {
+        "input_ids": tokens,
+        "mm_token_type_ids": (tokens == IMAGE).int(),
+        "pixel_values": torch.randn(28, 3 * 2 * 4 * 4),
+        "image_grid_thw": torch.tensor([[1, 2, 2], [1, 4, 4], [1, 2, 4]]),
+    }
+
+
+@pytest.mark.parametrize("parts", [2, 3, 4])
+@pytest.mark.parametrize(("build", "make"), [(tiny_llava, llava_batch), (tiny_qwen2_vl, qwen2_vl_batch)])
+def test_the_loss_of_the_batch_is_the_weighted_loss_of_its_microbatches(build: Any, make: Any, parts: int) -> None:
+    torch.manual_seed(0)
+    model, batch = build().eval(), make()
+    batch["labels"] = batch["input_ids"].clone()
+    batch["labels"][:, :-8] = -100
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    with torch.no_grad():
+        whole = model(**batch).loss
+        microbatches = split(batch, parts, image_tokens=describe(model))
+        losses = [model(**microbatch.batch).loss for microbatch in microbatches]
+    joined = merge(losses, [microbatch.samples for microbatch in microbatches])
+    assert len(losses) == parts
+    torch.testing.assert_close(joined, whole, rtol=1e-5, atol=1e-6)
