@@ -111,9 +111,9 @@ def placed(name: str, model: Model, plan: Plan, ranks: Ranks) -> Placed:
     """A plan's stages with true costs, and the bytes of its fullest rank."""
     held = dict.fromkeys(range(ranks.stages), 0.0)
     for key in model.sizes:
-        for rank in plan.owners(key):
-            held[rank] += _bytes(model, key, len(plan.owners(key)) * ranks.replicas)
-    graph = plan.graph(range(plan.layout.num_replicas), ranks.microbatches, model.trained)
+        for rank in plan.ownership.owners(key):
+            held[rank] += _bytes(model, key, len(plan.ownership.owners(key)) * ranks.replicas)
+    graph = plan.graphs.graph(range(plan.layout.num_replicas), ranks.microbatches, model.trained)
     return Placed(name, graph, max(held.values()) / ranks.width)
 
 
@@ -135,7 +135,7 @@ def apart(model: Model, ranks: Ranks, believed: frozenset[str]) -> Placed | None
     best: tuple[float, Plan] | None = None
     for _, sizes in sorted(choices, key=lambda choice: choice[0])[:_FORESEEN]:
         plan = plan_of(model, {name: _pipeline(mine) for name, mine in sizes.items()}, ranks)
-        foreseen = _one_f_one_b(plan.graph(range(1), ranks.microbatches, believed))
+        foreseen = _one_f_one_b(plan.graphs.graph(range(1), ranks.microbatches, believed))
         if best is None or foreseen < best[0]:
             best = foreseen, plan
     return best and placed("apart", model, best[1], ranks)
@@ -280,7 +280,7 @@ def _chain(model: Model, sizes: dict[str, list[int]], ranks: Ranks, trained: fro
 def _node(index: int, ranks: Ranks, forward: float, backward: float, weight: float) -> Node:
     return Node(
         stage=f"chain.{index}",
-        worker=index,
+        rank=index,
         microbatches=tuple(range(ranks.microbatches)),
         forward_cost=forward,
         backward_cost=backward,

@@ -138,7 +138,7 @@ def measure(
         module, clock = Sleepers({name: layers for name, (layers, _) in towers.items()}), Clock()
         samples = TensorDataset(torch.randn(STEPS * MICROBATCHES, TOKENS, WIDTH))
         fit(module, DataLoader(samples, batch_size=MICROBATCHES), strategy, world, clock)
-        graph = strategy.plan(module).whole_graph(schedule, MICROBATCHES, module)
+        graph = strategy.plan(module).graphs.whole_graph(schedule, MICROBATCHES, module)
         # the first steps are left out: a rank sleeps as often in each step
         slept = tuple(statistics.mean(times[len(times) * WARMUP // STEPS :]) for times in SLEPT.values())
         return clock.starts, slept, graph
@@ -147,7 +147,7 @@ def measure(
     graph = results[0][2]
     nodes = []
     for node in graph.nodes:
-        forward, inward, weight = (time * node.forward_cost / WIDTH**2 for time in results[node.worker][1])
+        forward, inward, weight = (time * node.forward_cost / WIDTH**2 for time in results[node.rank][1])
         nodes.append(dataclasses.replace(node, forward_cost=forward, backward_cost=inward + weight, weight_cost=weight))
     ideal = simulate(build(schedule, graph), Graph(tuple(nodes), graph.edges)).makespan
     step = statistics.median(end - start for start, end in pairwise(results[-1][0][WARMUP:]))

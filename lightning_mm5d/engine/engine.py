@@ -31,6 +31,7 @@ from lightning_mm5d.engine.rng import kept_random_state, seed_all, seed_of, seed
 from lightning_mm5d.engine.transport import Transport
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Action, Graph, Kind, Schedule, is_table
+from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.stage import Deferred, Payload, Run, Runtime, StageError, StageView
 from lightning_mm5d.trainer.metrics import MetricSync
@@ -78,7 +79,7 @@ class _Prepared(NamedTuple):
     graph: Graph
     actions: list[Action]
     arrivals: Counter[Bridge]
-    in_halves: frozenset[str]
+    in_halves: frozenset[StageKey]
 
 
 class Engine:
@@ -105,7 +106,7 @@ class Engine:
         self,
         plan: Plan,
         runtime: Runtime,
-        views: Mapping[str, StageView],
+        views: Mapping[StageKey, StageView],
         transport: Transport | None,
         *,
         schedule: str | Callable[[Graph], Schedule],
@@ -137,8 +138,8 @@ class Engine:
         graph, actions, arrivals, in_halves = self._prepared(count, trainable, step.loss is None)
         for bridge, number in arrivals.items():
             bridge.expect(number)
-        flights: dict[tuple[str, int], _Flight] = {}
-        due: dict[tuple[str, int], Deferred] = {}
+        flights: dict[tuple[StageKey, int], _Flight] = {}
+        due: dict[tuple[StageKey, int], Deferred] = {}
         recorder = self.recorder if step.loss is not None and count == self._num_microbatches else None
         if recorder is not None:
             recorder.begin(trainable)
@@ -173,13 +174,13 @@ class Engine:
         key = (count, trainable, forward_only)
         if key not in self._built:
             table = is_table(self._schedule) and count != self._num_microbatches
-            graph, schedule = self._plan.schedule(
+            graph, schedule = self._plan.graphs.schedule(
                 "1f1b" if table else self._schedule, count, trainable, rank=self._rank, forward_only=forward_only
             )
             actions = [
                 action
-                for action in schedule[self._plan.worker_of_rank[self._rank]]
-                if self._rank in self._plan.ranks_at(action.stage, *divmod(action.microbatch, count))
+                for action in schedule[self._plan.topology.lead_of_rank[self._rank]]
+                if self._rank in self._plan.topology.ranks_at(action.stage, *divmod(action.microbatch, count))
             ]
             arrivals: Counter[Bridge] = Counter()
             for action in actions:
@@ -201,9 +202,9 @@ class Engine:
         if self.recorder is not None:
             self.recorder.start()
 
-    def _bridge(self, source: str, target: str, place: tuple[int, int], back: bool = False) -> Bridge:
+    def _bridge(self, source: StageKey, target: StageKey, place: tuple[int, int], back: bool = False) -> Bridge:
         """The way between the instances of two stages that run a microbatch; `place` is its replica and its index."""
-        ends = [self._plan.ranks_at(stage, *place) for stage in (source, target)]
+        ends = [self._plan.topology.ranks_at(stage, *place) for stage in (source, target)]
         key = (source, target, *ends, back)
         if key not in self._bridges:
             name = f"{source}->{target}"
@@ -227,7 +228,7 @@ class Engine:
         return self._transport
 
     def _forward(
-        self, step: Step, graph: Graph, stage: str, replica: int, index: int, deferred: Deferred | None
+        self, step: Step, graph: Graph, stage: StageKey, replica: int, index: int, deferred: Deferred | None
     ) -> _Flight:
         view = self._views[stage]
         place = replica, index
@@ -259,9 +260,9 @@ class Engine:
         ]
         return _Flight(run, sent, received, loss)
 
-    def _send(self, run: Run, stage: str, other: str, place: tuple[int, int]) -> tuple[Bridge, list[Tensor]]:
-        consumed = self._plan.consumes.get(other, frozenset()) & frozenset(run.stage.cuts)
-        modality, target = stage.rpartition(".")[0], other.rpartition(".")[0]
+    def _send(self, run: Run, stage: StageKey, other: StageKey, place: tuple[int, int]) -> tuple[Bridge, list[Tensor]]:
+        consumed = self._plan.topology.consumes.get(other, frozenset()) & frozenset(run.stage.cuts)
+        modality, target = stage.modality, other.modality
         payload = run.payload(consumed, modality if modality == target else None)
         meta = {**payload.meta, "parts": sorted(payload.parts)} if payload.parts else payload.meta
         self._bridge(stage, other, place).send(meta, payload.tensors, payload.parts)
@@ -291,12 +292,12 @@ class Engine:
             bridge.send(missing, [tensors[index].grad.clone() for index in present], own)  # type: ignore[union-attr]
         return flight.run.deferred
 
-    def _check(self, loss: Tensor, stage: str) -> None:
+    def _check(self, loss: Tensor, stage: StageKey) -> None:
         if self._checked:
             return
         self._checked = True
         self._check_alike(loss, stage)
-        if self._plan.edges and bool(loss.detach().isnan()):
+        if self._plan.topology.edges and bool(loss.detach().isnan()):
             remote = sorted(set(self._plan.partition.layers) - set(self._views[stage].cuts)) or ["earlier layers"]
             raise StageError(
                 f"the loss of the first step is NaN in stage {stage}. Either it is NaN on one process too, or the step "
@@ -305,7 +306,7 @@ class Engine:
                 "pp_size to 1 where a modality uses states from between its layers"
             )
 
-    def _check_alike(self, loss: Tensor, stage: str) -> None:
+    def _check_alike(self, loss: Tensor, stage: StageKey) -> None:
         """Refuse what the ranks that share the last layers have computed unlike: they can only go on apart."""
         group = self._runtime.sharing(self._plan.partition.loss_modality)
         if group is None:

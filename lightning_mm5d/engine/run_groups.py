@@ -69,14 +69,14 @@ def make_groups(
     """
     layout = plan.layout
     world = range(layout.size)
-    ascending = groups.get(world, "ascending") if plan.edges else None
-    descending = groups.get(world, "descending") if plan.edges else None
+    ascending = groups.get(world, "ascending") if plan.topology.edges else None
+    descending = groups.get(world, "descending") if plan.topology.edges else None
     replicas = {
         replica: groups.get(layout.replica_ranks(replica), f"replica {replica}")
         for replica in range(layout.num_replicas)
         if not is_plain
     }
-    ends = [sorted(ranks) for ranks in zip(*plan.instances(plan.last_stage), strict=True)]
+    ends = [sorted(ranks) for ranks in zip(*plan.topology.instances(plan.topology.last_stage), strict=True)]
     loss_groups = [groups.get(ranks, "loss_modality") for ranks in ends if len(ranks) > 1]
     summed = {ranks: groups.get(ranks, "gradients") for ranks in gradients}
     instances: dict[tuple[int, ...], TensorGroup] = {}
@@ -87,8 +87,8 @@ def make_groups(
         group = groups.get(ranks, "layers") if len(ranks) > 1 else None
         return None if group is None else instances.setdefault(ranks, TensorGroup(group))
 
-    for stage in plan.members:
-        for ranks in plan.instances(stage):
+    for stage in plan.topology.members:
+        for ranks in plan.topology.instances(stage):
             shared(ranks)
     for name in layout.modalities:
         size = layout.sizes(name)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -23,6 +24,7 @@ from lightning_mm5d.config.modality import Modality, PipelineTemplate
 from lightning_mm5d.partition.balance import balance
 from lightning_mm5d.partition.costs import Unit, step_costs, units
 from lightning_mm5d.partition.find import Encoder, Found, find, position
+from lightning_mm5d.schedule.stage_key import StageKey
 
 
 @dataclass(frozen=True)
@@ -34,9 +36,10 @@ class StageCut:
     first: int
     last: int
 
-    @property
-    def name(self) -> str:
-        return f"{self.modality}.{self.index}"
+    @cached_property
+    def name(self) -> StageKey:
+        """Key of the stage."""
+        return StageKey(self.modality, self.index)
 
 
 @dataclass(frozen=True)
@@ -56,8 +59,8 @@ class Partition:
     encoders: dict[str, Encoder]
     layers: dict[str, str | None]
     stages: dict[str, tuple[StageCut, ...]]
-    owners: dict[str, tuple[str, ...]]
-    units: dict[str, tuple[Unit, ...]]
+    owners: dict[str, tuple[StageKey, ...]]
+    units: dict[StageKey, tuple[Unit, ...]]
 
 
 def partition(root: nn.Module, modalities: Mapping[str, Modality]) -> Partition:
@@ -73,7 +76,7 @@ def partition(root: nn.Module, modalities: Mapping[str, Modality]) -> Partition:
     rows = units(root, found)
     trainable = frozenset(name for name, p in root.named_parameters(remove_duplicate=False) if p.requires_grad)
     sizes: dict[str, list[int]] = {}
-    named: dict[str, str] = {}
+    named: dict[str, StageKey] = {}
     for name, modality in modalities.items():
         template, count = modality.pipeline_template, len(rows[name]) - 2
         if template is None:
@@ -85,7 +88,7 @@ def partition(root: nn.Module, modalities: Mapping[str, Modality]) -> Partition:
             sizes[name] = _from_offsets(name, template.offsets, count)
         elif template.stages is not None and isinstance(template.stages[0], list):
             sizes[name], extra = _from_names(root, name, template.stages, found.layers[name], count)
-            named |= {module: f"{name}.{stage}" for module, stage in extra.items()}
+            named |= {module: StageKey(name, stage) for module, stage in extra.items()}
         else:
             sizes[name] = _from_sizes(name, template, count)
     stages: dict[str, tuple[StageCut, ...]] = {}
@@ -212,18 +215,18 @@ def _held(
     found: Found,
     rows: Mapping[str, Sequence[Unit]],
     stages: Mapping[str, tuple[StageCut, ...]],
-    named: Mapping[str, str],
-) -> dict[str, tuple[Unit, ...]]:
+    named: Mapping[str, StageKey],
+) -> dict[StageKey, tuple[Unit, ...]]:
     """The units of each stage; what a template names is in the stage that it says, before its layers or after them."""
     costs: dict[str, float] = {}
     for unit in (unit for row in rows.values() for unit in row):
         costs |= {full: max(cost, costs.get(full, 0.0)) for full, cost in unit.costs.items()}
     moved = {full: path for full in costs if (path := _nearest_above(full, named)) is not None}
-    extra: dict[tuple[str, bool], dict[str, float]] = {}
+    extra: dict[tuple[StageKey, bool], dict[str, float]] = {}
     for full, path in moved.items():
-        before, _ = position(root, path, found.layers[named[path].rpartition(".")[0]] or "")
+        before, _ = position(root, path, found.layers[named[path].modality] or "")
         extra.setdefault((named[path], before), {})[full] = costs[full]
-    held: dict[str, tuple[Unit, ...]] = {}
+    held: dict[StageKey, tuple[Unit, ...]] = {}
     for name, cuts in stages.items():
         left = [_without(unit, moved) for unit in rows[name]] if moved else rows[name]
         for cut in cuts:
@@ -238,18 +241,18 @@ def _held(
     return held
 
 
-def _nearest_above(full: str, paths: Mapping[str, str]) -> str | None:
+def _nearest_above(full: str, paths: Mapping[str, object]) -> str | None:
     """The longest of `paths` that `full` is in."""
     above = (full.rsplit(".", cut)[0] for cut in range(full.count(".") + 1))
     return next((path for path in above if path in paths), None)
 
 
-def _without(unit: Unit, names: Mapping[str, str]) -> Unit:
+def _without(unit: Unit, names: Mapping[str, object]) -> Unit:
     return Unit.of({full: cost for full, cost in unit.costs.items() if full not in names}, unit.recomputed)
 
 
-def _owners(root: nn.Module, held: Mapping[str, Sequence[Unit]]) -> dict[str, tuple[str, ...]]:
-    users: dict[str, dict[str, None]] = {}
+def _owners(root: nn.Module, held: Mapping[StageKey, Sequence[Unit]]) -> dict[str, tuple[StageKey, ...]]:
+    users: dict[str, dict[StageKey, None]] = {}
     for stage, row in held.items():
         for full in (full for unit in row for full in unit.costs):
             users.setdefault(full, {})[stage] = None
@@ -260,7 +263,7 @@ def _owners(root: nn.Module, held: Mapping[str, Sequence[Unit]]) -> dict[str, tu
             *root.named_buffers(remove_duplicate=False),
         )
     }
-    shared: dict[int, set[str]] = {}
+    shared: dict[int, set[StageKey]] = {}
     for full, key in ids.items():
         shared.setdefault(key, set()).update(users[full])
     order = {stage: index for index, stage in enumerate(held)}

@@ -39,4 +39,4 @@ def ranks(outcome: Outcome) -> str:
 
 def num_stages(graph: Graph, modality: str) -> int:
     """Return how many stages of a modality a graph has."""
-    return sum(stage.rpartition(".")[0] == modality for stage in graph.stages)
+    return sum(stage.modality == modality for stage in graph.stages)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_mm5d.schedule import Kind, Simulation, Span
+from lightning_mm5d.schedule.stage_key import StageKey
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,18 +44,18 @@ def draw(
     title: str | None = None,
     transparent: bool = False,
 ) -> None:
-    """Draws a row per worker: a hue per modality, forwards light, backwards dark, idle time grey.
+    """Draws a row per rank: a hue per modality, forwards light, backwards dark, idle time grey.
 
     Of backwards in halves the input gradient is dark and the weight gradient of middling shade.
 
-    Boxes hold the microbatch's id where a row's longest fits, as in ``3``; where a worker has several stages of a
+    Boxes hold the microbatch's id where a row's longest fits, as in ``3``; where a rank has several stages of a
     modality it is followed by which of them, as in ``3.1``. The column on the right is the bubble, the share of idle
     time.
 
     Args:
         simulation: what to draw; a stage's modality is what stands before the dot in its name.
         path: the picture; its suffix (``.png``, ``.svg``, ``.pdf``) is its format.
-        names: labels of workers; by default the worker's number and its stages.
+        names: labels of ranks; by default the rank's number and its stages.
         title: a line above the chart.
         transparent: leave out the white background.
 
@@ -68,20 +69,20 @@ def draw(
             "lightning_mm5d.planner.drawing.draw: matplotlib cannot be imported. It draws the "
             "pictures. Install it with: pip install 'lightning_mm5d[plot]'."
         ) from error
-    workers = sorted(simulation.busy)
+    ranks = sorted(simulation.busy)
     legend = _legend_columns(simulation)
     depth = max(map(len, legend), default=1)
-    figure = Figure(figsize=(_WIDTH, 1.2 + _LINE * depth + _ROW * len(workers)), layout="constrained")
+    figure = Figure(figsize=(_WIDTH, 1.2 + _LINE * depth + _ROW * len(ranks)), layout="constrained")
     axes = figure.add_subplot()
     if title:
         figure.suptitle(title, x=0.008, ha="left", fontsize=13, color=_INK)
-    labels = {worker: _label(simulation, worker) for worker in workers} | dict(names or {})
-    _frame(axes, simulation, [labels[worker] for worker in workers])
+    labels = {rank: _label(simulation, rank) for rank in ranks} | dict(names or {})
+    _frame(axes, simulation, [labels[rank] for rank in ranks])
     _legend(axes, legend)
     figure.draw_without_rendering()  # settles the layout, so that widths in points are known
     points_per_unit = axes.get_window_extent().width * 72 / figure.dpi / (simulation.makespan or 1.0)
-    for row, worker in enumerate(workers):
-        spans = [span for span in simulation.spans if span.worker == worker]
+    for row, rank in enumerate(ranks):
+        spans = [span for span in simulation.spans if span.rank == rank]
         _bars(axes, simulation, spans, row, points_per_unit)
     figure.savefig(path, dpi=160, transparent=transparent)
 
@@ -89,18 +90,18 @@ def draw(
 def chrome_trace(simulation: Simulation, path: str | PathLike[str], *, names: Mapping[int, str] | None = None) -> None:
     """Writes the simulation as JSON in the Trace Event Format, which Perfetto and chrome://tracing open.
 
-    A thread per worker; the unit of the costs is taken as seconds. `names` are labels of workers, as in `draw`.
+    A thread per rank; the unit of the costs is taken as seconds. `names` are labels of ranks, as in `draw`.
     """
-    labels = {worker: _label(simulation, worker) for worker in simulation.busy} | dict(names or {})
+    labels = {rank: _label(simulation, rank) for rank in simulation.busy} | dict(names or {})
     events: list[dict[str, Any]] = [
         {
             "name": "thread_name",
             "ph": "M",
             "pid": 0,
-            "tid": worker,
-            "args": {"name": labels[worker]},
+            "tid": rank,
+            "args": {"name": labels[rank]},
         }
-        for worker in sorted(simulation.busy)
+        for rank in sorted(simulation.busy)
     ]
     for span in simulation.spans:
         action = span.action
@@ -110,7 +111,7 @@ def chrome_trace(simulation: Simulation, path: str | PathLike[str], *, names: Ma
                 "cat": _WORDS[action.kind],
                 "ph": "X",
                 "pid": 0,
-                "tid": span.worker,
+                "tid": span.rank,
                 "ts": span.start * 1e6,
                 "dur": (span.end - span.start) * 1e6,
                 "args": {"stage": action.stage, "microbatch": action.microbatch},
@@ -156,7 +157,7 @@ def _frame(axes: Axes, simulation: Simulation, labels: list[str]) -> None:
     axes.tick_params(axis="x", labelsize=8.5, colors=_MUTED)
     axes.set_xlabel("time", fontsize=9, color=_MUTED)
     axes.spines[:].set_visible(False)
-    idle = [f"{simulation.bubble[worker]:.0%}" for worker in sorted(simulation.busy)]
+    idle = [f"{simulation.bubble[rank]:.0%}" for rank in sorted(simulation.busy)]
     right = axes.secondary_yaxis("right")
     right.set_yticks(range(len(idle)), idle, fontsize=9, color=_INK)
     right.tick_params(axis="y", length=0)
@@ -217,14 +218,14 @@ def _legend(axes: Axes, columns: list[list[tuple[str, str]]]) -> None:
 
 
 def _chunks(spans: list[Span]) -> dict[str, str]:
-    """For each stage of a worker ``.0``, ``.1`` and so on where it has several of the modality, else nothing."""
-    stages: dict[str, set[str]] = {}
+    """For each stage of a rank ``.0``, ``.1`` and so on where it has several of the modality, else nothing."""
+    stages: dict[str, set[StageKey]] = {}
     for span in spans:
         stages.setdefault(_modality(span), set()).add(span.action.stage)
     return {
         stage: f".{number}" if len(several) > 1 else ""
         for several in stages.values()
-        for number, stage in enumerate(sorted(several, key=lambda stage: int(stage.rpartition(".")[2])))
+        for number, stage in enumerate(sorted(several, key=lambda stage: stage.number))
     }
 
 
@@ -238,9 +239,9 @@ def _colours(simulation: Simulation) -> dict[tuple[str, Kind], str]:
 
 
 def _modality(span: Span) -> str:
-    return span.action.stage.partition(".")[0]
+    return span.action.stage.modality
 
 
-def _label(simulation: Simulation, worker: int) -> str:
-    stages = dict.fromkeys(span.action.stage for span in simulation.spans if span.worker == worker)
-    return f"{worker}  {', '.join(stages)}"
+def _label(simulation: Simulation, rank: int) -> str:
+    stages = dict.fromkeys(span.action.stage for span in simulation.spans if span.rank == rank)
+    return f"{rank}  {', '.join(stages)}"

@@ -14,6 +14,7 @@ from torch import nn
 from lightning_mm5d.layout.layout import Layout, Place
 from lightning_mm5d.partition import StageCut
 from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.schedule.stage_key import StageKey
 
 
 class Holding(NamedTuple):
@@ -38,7 +39,7 @@ def holdings(plan: Plan, module: nn.Module) -> list[Holding]:
     """Return what each place holds, by rank and then by modality; a rank with several modalities has several places."""
     found = []
     for place in sorted(plan.layout.places, key=lambda place: place.rank):  # stable: modalities keep their order
-        cuts = plan.cuts_at(place.modality, place.pp)
+        cuts = plan.topology.cuts_at(place.modality, place.pp)
         held = _parameters(module, plan, [cut.name for cut in cuts])
         layers = tuple(layer for cut in cuts for layer in _layers(plan, module, cut))
         counts = {name: _elements(plan, name, p, place.tp) for name, p in held.items()}
@@ -104,8 +105,8 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 def _cuts(plan: Plan) -> Iterable[tuple[str, str]]:
     for name, encoder in plan.partition.encoders.items():
-        source = plan.stage_of[plan.partition.stages[name][-1].name]
-        targets = [_title(plan, stage) for stage, names in plan.consumes.items() if name in names]
+        source = plan.topology.stage_of[plan.partition.stages[name][-1].name]
+        targets = [_title(plan, stage) for stage, names in plan.topology.consumes.items() if name in names]
         where = " and ".join(cut.name for cut in encoder.boundaries)
         to = f"sends to {', '.join(targets)}" if targets else f"runs inside {_title(plan, source)}, sends nothing"
         yield name, f"cut at {where}, {to}"
@@ -117,18 +118,20 @@ def _copies(plan: Plan, module: nn.Module) -> Iterable[tuple[str, str]]:
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     for alike in names.values():
-        stages = dict.fromkeys(plan.stage_of[owner] for owner in plan.partition.owners[alike[0]])
+        stages = dict.fromkeys(plan.topology.stage_of[owner] for owner in plan.partition.owners[alike[0]])
         if len(stages) > 1:
             yield "copies", f"{' = '.join(alike)} in {', '.join(_title(plan, stage) for stage in stages)}, kept equal"
 
 
 def _stages(plan: Plan, module: nn.Module) -> str:
     rows = []
-    for stage, members in plan.members.items():
+    for stage, members in plan.topology.members.items():
         held = _parameters(module, plan, members)
-        targets = [_title(plan, target) for source, target in plan.edges if source == stage]
+        targets = [_title(plan, target) for source, target in plan.topology.edges if source == stage]
         total, trained = (sum(p.numel() for p in held.values() if p.requires_grad >= flag) for flag in (False, True))
-        rows.append((_title(plan, stage), _span(plan.ranks_of(stage)), total, trained, ", ".join(targets) or "-"))
+        rows.append(
+            (_title(plan, stage), _span(plan.topology.ranks_of(stage)), total, trained, ", ".join(targets) or "-")
+        )
     return table(("stage", "ranks", "parameters", "trainable", "feeds"), rows)
 
 
@@ -162,8 +165,8 @@ def _layers(plan: Plan, module: nn.Module, cut: StageCut) -> tuple[str, ...]:
     return tuple(f"{path}.{key}" for key in keys[cut.first : cut.last])
 
 
-def _title(plan: Plan, stage: str) -> str:
-    return "+".join(plan.members[stage])
+def _title(plan: Plan, stage: StageKey) -> str:
+    return "+".join(plan.topology.members[stage])
 
 
 def _span(numbers: Iterable[int]) -> str:

@@ -173,7 +173,7 @@ def propose(
     steps = []
     for one in (proposed, plan):
         costed = replace(one, modalities=_costed(one, rows)) if costs else one
-        graph = costed.whole_graph(schedule, num_microbatches, module)
+        graph = costed.graphs.whole_graph(schedule, num_microbatches, module)
         outcome = compare(graph, [schedule])[0]
         steps.append(Step(costed, outcome, num_microbatches * one.layout.num_replicas))
     return Proposal(replace(found, modalities=dict(steps[0].plan.modalities)), *steps)
@@ -192,7 +192,9 @@ def _timed(plan: Plan, module: nn.Module, durations: Mapping[str, float | Sequen
                 rows[name] = _scaled(rows[name], told)
         elif cost is not None:
             cuts = plan.partition.stages[name]
-            each = [cost if isinstance(cost, int | float) else cost[plan.pp_of(name, cut.index)] for cut in cuts]
+            each = [
+                cost if isinstance(cost, int | float) else cost[plan.topology.pp_of(name, cut.index)] for cut in cuts
+            ]
             parts = [
                 _scaled(rows[name][_span(cut, cuts)], duration / modality.pp_chunks)
                 for cut, duration in zip(cuts, each, strict=True)
@@ -220,7 +222,7 @@ def _costed(plan: Plan, rows: Mapping[str, Sequence[Unit]]) -> dict[str, Modalit
     for name, modality in plan.modalities.items():
         cuts = plan.partition.stages[name]
         durations = [
-            sum(unit.forward for cut in plan.cuts_at(name, pp) for unit in rows[name][_span(cut, cuts)])
+            sum(unit.forward for cut in plan.topology.cuts_at(name, pp) for unit in rows[name][_span(cut, cuts)])
             for pp in range(plan.layout.sizes(name).pp)
         ]
         cost = [float(f"{duration or moment:.6g}") for duration in durations]
@@ -248,7 +250,7 @@ def _holds(plan: Plan, rank: int) -> str:
     """What a rank runs: ``vision 5, language 0-4``."""
     found = []
     for place in plan.layout.places_of(rank):
-        for cut in plan.cuts_at(place.modality, place.pp):
+        for cut in plan.topology.cuts_at(place.modality, place.pp):
             layers = {0: "", 1: f" {cut.first}"}.get(cut.last - cut.first, f" {cut.first}-{cut.last - 1}")
             found.append(f"{place.modality}{layers}")
     return ", ".join(found)

@@ -24,6 +24,7 @@ from lightning_mm5d.partition.costs import Unit, step_costs
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.planner.placements import Placement, Space
 from lightning_mm5d.schedule import Graph, Schedule, build, lower_bound, simulate
+from lightning_mm5d.schedule.stage_key import StageKey
 
 _JUDGED = 48  # placements of which a schedule is looked at
 _SAME = 1e-9  # makespans that differ by less than this share are equal
@@ -172,7 +173,7 @@ def _graph(
         for name, modality in _written(modalities, placement, loss_modality).items()
     }
     stages: dict[str, tuple[StageCut, ...]] = {}
-    units: dict[str, tuple[Unit, ...]] = {}
+    units: dict[StageKey, tuple[Unit, ...]] = {}
     for name, sizes in placement.sizes.items():
         ends = [0, *accumulate(sizes)]
         stages[name] = tuple(StageCut(name, index, *span) for index, span in enumerate(pairwise(ends)))
@@ -190,4 +191,4 @@ def _graph(
     num_ranks = sum(modality.own_ranks_per_replica for modality in placed.values())
     layout = Layout.build(placed, world_size=num_ranks, loss_modality=loss_modality)
     plan = Plan(layout, partition, placed, dict.fromkeys(partition.owners, 1))
-    return plan.graph(range(layout.num_replicas), num_microbatches, frozenset(partition.owners))
+    return plan.graphs.graph(range(layout.num_replicas), num_microbatches, frozenset(partition.owners))

@@ -54,4 +54,4 @@ def sketch(
     }
     plan = Plan(layout, partition, costed, dict.fromkeys(partition.owners, 1), v_shaped=v_shaped)
     trained = frozenset(cut.name for cut in cuts if cut.modality not in frozen)
-    return plan.graph(range(layout.num_replicas), num_microbatches, trained)
+    return plan.graphs.graph(range(layout.num_replicas), num_microbatches, trained)

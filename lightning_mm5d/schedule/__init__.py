@@ -15,7 +15,7 @@ from lightning_mm5d.schedule.builders import (
     is_table,
     loaded,
     place,
-    worker_of,
+    pp_rank_of,
 )
 from lightning_mm5d.schedule.custom import from_csv, to_csv
 from lightning_mm5d.schedule.graph import Graph, Node
@@ -53,8 +53,8 @@ __all__ = [
     "measured",
     "name_of",
     "place",
+    "pp_rank_of",
     "simulate",
     "to_csv",
     "validate",
-    "worker_of",
 ]

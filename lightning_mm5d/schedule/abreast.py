@@ -1,7 +1,7 @@
-"""Lets instances of a stage on one worker run side by side.
+"""Lets instances of a stage on one rank run side by side.
 
-A worker may be several ranks that share the layers of one stage and have an instance each of another (an encoder beside
-a language model with tensor parallelism). To a builder such a worker does one thing after the other, so it would put
+A rank may be several ranks that share the layers of one stage and have an instance each of another (an encoder beside
+a language model with tensor parallelism). To a builder such a rank does one thing after the other, so it would put
 what the language model does with the first microbatch between the encoder's first and second forward, and while one
 rank encodes the others would wait. Here forwards of as many microbatches as there are instances move together, to the
 first of them, and backwards to the last.
@@ -24,7 +24,7 @@ def abreast(schedule: Schedule, graph: Graph, instances: Mapping[str, int], *, f
     Args:
         schedule: valid for `graph`.
         graph: the stages.
-        instances: how many instances of a stage run side by side on each of its workers; others run one.
+        instances: how many instances of a stage run side by side on each of its ranks; others run one.
         forward_only: whether it has no backwards.
     """
     blocks: dict[tuple[str, int], list[int]] = {}
@@ -33,7 +33,7 @@ def abreast(schedule: Schedule, graph: Graph, instances: Mapping[str, int], *, f
         for first in range(0, len(node.microbatches), width):
             block = [*node.microbatches[first : first + width]]
             blocks |= {(node.stage, microbatch): block for microbatch in block}
-    moved = {worker: list(_moved(actions, blocks)) for worker, actions in schedule.items()}
+    moved = {rank: list(_moved(actions, blocks)) for rank, actions in schedule.items()}
     try:
         validate(moved, graph, forward_only=forward_only)
     except ScheduleError:

@@ -1,9 +1,9 @@
-"""What a worker does, one step at a time: the alphabet in which schedules are written.
+"""What a rank does, one step at a time: the alphabet in which schedules are written.
 
 A schedule is plain data, so that the same lists can be executed, validated and simulated. Messages are
-implied by the graph's edges: after a forward a worker sends to the successors' instances of that microbatch,
+implied by the graph's edges: after a forward a rank sends to the successors' instances of that microbatch,
 after a backward or its input-gradient half to those predecessors that run backwards, in both cases where they are
-on another worker. The weight-gradient half sends nothing, so it may wait (Qi et al. 2023, arXiv:2401.10241).
+on another rank. The weight-gradient half sends nothing, so it may wait (Qi et al. 2023, arXiv:2401.10241).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from lightning_mm5d.schedule.graph import Graph
+from lightning_mm5d.schedule.stage_key import StageKey
 
 
 class Kind(Enum):
@@ -28,8 +29,11 @@ class Action:
     """One microbatch (its global id) through one stage, in one of the ways of `Kind`."""
 
     kind: Kind
-    stage: str
+    stage: StageKey
     microbatch: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stage", StageKey.parse(self.stage))  # a user's own schedule may write strings
 
     def __str__(self) -> str:
         return f"{self.kind.value}({self.stage}, {self.microbatch})"
@@ -51,11 +55,11 @@ class Action:
 
 
 Schedule = dict[int, list[Action]]
-"""For each worker the actions that it runs, in order."""
+"""For each rank the actions that it runs, in order."""
 
 
 def dependencies(action: Action, graph: Graph) -> list[Action]:
-    """What must have ended before ``action`` may start, whichever worker runs it, as `Action.provides` names it."""
+    """What must have ended before ``action`` may start, whichever rank runs it, as `Action.provides` names it."""
     stage, m = action.stage, action.microbatch
     if action.kind is Kind.F:
         return [Action(Kind.F, src, m) for src in graph.predecessors(stage)]

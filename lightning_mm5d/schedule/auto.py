@@ -2,7 +2,7 @@
 
 It plays the named schedules' rules, then their mixtures, then climbs by changing one stage's limit at a time. How many
 rules are played depends on the number of actions only, never on a clock: all ranks must find the same schedule. For
-16 workers and 32 microbatches that is about half a second. It stops early at the lower bound.
+16 ranks and 32 microbatches that is about half a second. It stops early at the lower bound.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def auto(graph: Graph, max_activations: int | Mapping[int, int] | None = None) -
 
     Args:
         graph: the stages; their placement stays.
-        max_activations: the most activations that a worker may hold, for all or by worker (those that are not named
-            have no bound). By default what the fullest worker holds under the hungriest named schedule but
+        max_activations: the most activations that a rank may hold, for all or by rank (those that are not named
+            have no bound). By default what the fullest rank holds under the hungriest named schedule but
             ``gpipe``.
 
     Raises:
@@ -88,7 +88,7 @@ class _Search:
         if max_activations is None:
             max_activations = max((max(played.held.values()) for _, played in named), default=0)
         if not isinstance(max_activations, Mapping):
-            max_activations = dict.fromkeys(graph.workers, max_activations)
+            max_activations = dict.fromkeys(graph.ranks, max_activations)
         self.bound = max_activations
         for rules, played in named:
             self._offer(rules, played)
@@ -106,10 +106,10 @@ class _Search:
     def answer(self) -> Played:
         if self.best is None:
             assert self.frugal is not None
-            worker = next(w for w, held in self.frugal.held.items() if held > self.bound.get(w, held))
+            rank = next(w for w, held in self.frugal.held.items() if held > self.bound.get(w, held))
             raise ScheduleError(
-                f"schedule auto: max_activations is {self.bound[worker]} on worker {worker}, but no schedule was found "
-                f"that holds fewer than {self.frugal.held[worker]} there. Allow that many, or use fewer stages."
+                f"schedule auto: max_activations is {self.bound[rank]} on rank {rank}, but no schedule was found "
+                f"that holds fewer than {self.frugal.held[rank]} there. Allow that many, or use fewer stages."
             )
         return self.best[1]
 
@@ -171,7 +171,7 @@ class _Search:
         return True
 
     def _excess(self, played: Played) -> int:
-        return max((held - self.bound.get(worker, held) for worker, held in played.held.items()), default=0)
+        return max((held - self.bound.get(rank, held) for rank, held in played.held.items()), default=0)
 
     def _done(self) -> bool:
         return self.plays_left <= 0 or (self.best is not None and self.best[1].makespan <= self.enough)

@@ -1,6 +1,6 @@
 """How short a schedule of a graph can be at best: what no order of actions gets below.
 
-Every worker is a machine whose jobs become ready no earlier than the shortest way to them allows, and leave a way to
+Every rank is a machine whose jobs become ready no earlier than the shortest way to them allows, and leave a way to
 go behind them. So the jobs that are ready late, or have far to go, bound the makespan together (the one-machine bound,
 Carlier 1982). Limits on activations are not part of it: where few are allowed nothing may reach the bound.
 """
@@ -13,6 +13,7 @@ from graphlib import TopologicalSorter
 from itertools import accumulate
 
 from lightning_mm5d.schedule.graph import Graph, Node
+from lightning_mm5d.schedule.stage_key import StageKey
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ def lower_bound(graph: Graph) -> float:
     """A makespan that no schedule of ``graph`` goes below, in the unit of its costs; messages take no time."""
     jobs = _all_jobs(graph)
     bound = 0.0
-    for worker in graph.workers:
-        mine = [each for index, node in enumerate(graph.nodes) if node.worker == worker for each in jobs[index]]
+    for rank in graph.ranks:
+        mine = [each for index, node in enumerate(graph.nodes) if node.rank == rank for each in jobs[index]]
         sides = [(each.duration, each.heads, each.tails) for each in mine if each.heads]
         bound = max(bound, _latest(sides), _latest([(duration, tails, heads) for duration, heads, tails in sides]))
     return bound
@@ -67,7 +68,7 @@ def _all_jobs(graph: Graph) -> list[tuple[_Jobs, _Jobs, _Jobs]]:
     order = [*TopologicalSorter({stage: graph.predecessors(stage) for stage in graph.stages}).static_order()]
     nodes = [(node, *jobs[number[node]]) for stage in order for node in graph.instances(stage)]
 
-    def others(node: Node, stages: Iterable[str], kind: int) -> Iterator[list[tuple[_Jobs, int]]]:
+    def others(node: Node, stages: Iterable[StageKey], kind: int) -> Iterator[list[tuple[_Jobs, int]]]:
         """By stage, the jobs of the instances that ``node`` shares microbatches with, and how many."""
         for stage in stages:
             shared: dict[Node, int] = {}

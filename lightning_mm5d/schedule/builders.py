@@ -1,8 +1,8 @@
-"""Builds schedules by name, from a table or from a function: which worker runs which action when.
+"""Builds schedules by name, from a table or from a function: which rank runs which action when.
 
 Each name stands for one or more sets of rules for the greedy scheduler; the set that gives the shortest schedule is
 taken. The placement of stages comes with the graph: ``interleaved`` wants chunks that lie round after round, ``zbv``
-two that lie in a V (see `place`); on one chunk a worker they are ``1f1b`` and ``zero_bubble``.
+two that lie in a V (see `place`); on one chunk a rank they are ``1f1b`` and ``zero_bubble``.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ def build(
     Args:
         schedule: one of `SCHEDULES`; the path of a table that ends in ``.csv``, or its text (see `custom`); or a
             function that makes one.
-        graph: the stages, with costs, which decide on the order where workers have a choice.
+        graph: the stages, with costs, which decide on the order where ranks have a choice.
         forward_only: leave out backwards, for validation and prediction. All named schedules are then the same.
-        max_activations: for ``auto``, the most activations that a worker may hold, for all or by worker.
+        max_activations: for ``auto``, the most activations that a rank may hold, for all or by rank.
 
     Returns:
-        For every worker of the graph its actions in order.
+        For every rank of the graph its actions in order.
 
     Raises:
         ConfigError: for a name that is not known.
@@ -83,21 +83,21 @@ def is_table(schedule: object) -> bool:
     return isinstance(schedule, str) and re.search(r"\.csv$|^\s*\d+\s*,|\n", schedule) is not None
 
 
-def place(schedule: str, stages: int, workers: int) -> list[int]:
-    """Which worker, from 0, runs which stage of a modality: in a V for ``zbv``, else round after round.
+def place(schedule: str, stages: int, ranks: int) -> list[int]:
+    """Which rank, from 0, runs which stage of a modality: in a V for ``zbv``, else round after round.
 
     Args:
         schedule: one of `SCHEDULES`.
         stages: of the modality, all chunks.
-        workers: that it has.
+        ranks: that it has.
     """
-    return [worker_of(stage, workers, v_shaped=schedule == "zbv") for stage in range(stages)]
+    return [pp_rank_of(stage, ranks, v_shaped=schedule == "zbv") for stage in range(stages)]
 
 
-def worker_of(stage: int, workers: int, *, v_shaped: bool) -> int:
-    """Which worker, from 0, runs stage number `stage` of a modality that has so many workers."""
-    turn, place = divmod(stage, workers)
-    return workers - 1 - place if v_shaped and turn % 2 else place
+def pp_rank_of(stage: int, ranks: int, *, v_shaped: bool) -> int:
+    """Which rank, from 0, runs stage number `stage` of a modality that has so many ranks."""
+    turn, place = divmod(stage, ranks)
+    return ranks - 1 - place if v_shaped and turn % 2 else place
 
 
 def loaded(schedule: AnySchedule) -> AnySchedule:
@@ -122,4 +122,4 @@ def _table(schedule: str) -> str:
 def _part(schedule: Schedule, forward_only: bool) -> Schedule:
     if not forward_only:
         return schedule
-    return {worker: [action for action in actions if action.kind is Kind.F] for worker, actions in schedule.items()}
+    return {rank: [action for action in actions if action.kind is Kind.F] for rank, actions in schedule.items()}

@@ -1,14 +1,14 @@
 """A user's own schedule: as a table of actions, or made by a function of the graph.
 
-A table is CSV text. Each row begins with a worker, then come its actions in order::
+A table is CSV text. Each row begins with a rank, then come its actions in order::
 
-    worker
+    rank
     0, F0, F1, F2, I0, F3, W0, ...
     1, F0, B0, F1, B1, ...
 
 An action is the kind (F forward, B whole backward, I input-gradient half, W weight-gradient half), the microbatch's
-global id and, where the worker has several stages, a dot and the chunk: ``F3.1`` is the forward of microbatch 3
-through the second of the worker's stages in the order of the pipeline (`Graph.stages_of`). Rows of one worker continue
+global id and, where the rank has several stages, a dot and the chunk: ``F3.1`` is the forward of microbatch 3
+through the second of the rank's stages in the order of the pipeline (`Graph.stages_of`). Rows of one rank continue
 each other, so a row may hold one action only. Empty cells and lines, a first line of headings and what stands
 behind ``#`` are skipped. `to_csv` writes a schedule in this form.
 
@@ -37,7 +37,7 @@ def from_csv(text: str, graph: Graph) -> Schedule:
     Raises:
         ScheduleError: for what cannot be read, with its line, and for what `validate` refuses.
     """
-    schedule: Schedule = {worker: [] for worker in graph.workers}
+    schedule: Schedule = {rank: [] for rank in graph.ranks}
     rows = 0
     for number, line in enumerate(text.splitlines(), start=1):
         cells = [cell.strip() for cell in line.partition("#")[0].split(",")]
@@ -48,11 +48,11 @@ def from_csv(text: str, graph: Graph) -> Schedule:
             continue
         if not cells[0].isdigit() or int(cells[0]) not in schedule:
             raise ScheduleError(
-                f"schedule, line {number}: got {cells[0]!r} as the worker. A row begins with the number of a worker of "
-                f"the graph. Use one of {', '.join(map(str, graph.workers))}."
+                f"schedule, line {number}: got {cells[0]!r} as the rank. A row begins with the number of a rank of "
+                f"the graph. Use one of {', '.join(map(str, graph.ranks))}."
             )
-        worker = int(cells[0])
-        schedule[worker] += [_parse(cell, worker, graph, number) for cell in cells[1:] if cell]
+        rank = int(cells[0])
+        schedule[rank] += [_parse(cell, rank, graph, number) for cell in cells[1:] if cell]
     validate(schedule, graph)
     return schedule
 
@@ -60,8 +60,8 @@ def from_csv(text: str, graph: Graph) -> Schedule:
 def to_csv(schedule: Schedule, graph: Graph) -> str:
     """Writes a schedule as a table that `from_csv` reads."""
     return "".join(
-        ",".join([str(worker), *(label(action, worker, graph) for action in schedule[worker])]) + "\n"
-        for worker in sorted(schedule)
+        ",".join([str(rank), *(label(action, rank, graph) for action in schedule[rank])]) + "\n"
+        for rank in sorted(schedule)
     )
 
 
@@ -76,19 +76,19 @@ def from_function(make: Callable[[Graph], Schedule], graph: Graph) -> Schedule:
     return schedule
 
 
-def label(action: Action, worker: int, graph: Graph) -> str:
-    """An action in the table's form: ``F3``, or ``F3.1`` where ``worker`` has several stages."""
-    mine = graph.stages_of(worker)
+def label(action: Action, rank: int, graph: Graph) -> str:
+    """An action in the table's form: ``F3``, or ``F3.1`` where ``rank`` has several stages."""
+    mine = graph.stages_of(rank)
     chunk = f".{mine.index(action.stage)}" if len(mine) > 1 else ""
     return f"{action.kind.value}{action.microbatch}{chunk}"
 
 
-def _parse(cell: str, worker: int, graph: Graph, line: int) -> Action:
-    match, mine = _ACTION.fullmatch(cell), graph.stages_of(worker)
+def _parse(cell: str, rank: int, graph: Graph, line: int) -> Action:
+    match, mine = _ACTION.fullmatch(cell), graph.stages_of(rank)
     if match is None or (match[3] is None and len(mine) > 1) or int(match[3] or 0) >= len(mine):
         example = f"F0.{len(mine) - 1}" if len(mine) > 1 else "F0"
         raise ScheduleError(
-            f"schedule, line {line}: got {cell!r}. An action of worker {worker}, which has "
+            f"schedule, line {line}: got {cell!r}. An action of rank {rank}, which has "
             f"{', '.join(mine)}, is F, B, I or W, a microbatch"
             + (f" and a chunk from 0 to {len(mine) - 1}" if len(mine) > 1 else "")
             + f". Write for instance {example}."

@@ -19,14 +19,16 @@ from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 
+from lightning_mm5d.schedule.stage_key import StageKey
+
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """One instance of a stage on one worker.
+    """One instance of a stage on one rank.
 
     Args:
         stage: key of the stage, ``"<modality>.<index>"``, for instance ``"vision.0"``.
-        worker: the rank that runs it. Several stages may share a worker.
+        rank: the rank that runs it. Several stages may share a rank.
         microbatches: global ids of the microbatches that it works on, in order. An instance that serves
             several loss replicas should interleave theirs, or one replica waits for the other.
         forward_cost: duration of a forward in any unit, the same in the whole graph.
@@ -36,13 +38,16 @@ class Node:
         replica: number of this instance among those of its stage; a label only.
     """
 
-    stage: str
-    worker: int
+    stage: StageKey
+    rank: int
     microbatches: tuple[int, ...]
     forward_cost: float = 1.0
     backward_cost: float = 2.0
     weight_cost: float | None = None
     replica: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stage", StageKey.parse(self.stage))
 
 
 @dataclass(frozen=True)
@@ -59,22 +64,24 @@ class Graph:
     """
 
     nodes: tuple[Node, ...]
-    edges: tuple[tuple[str, str], ...]
+    edges: tuple[tuple[StageKey, StageKey], ...]
 
     def __post_init__(self) -> None:
+        edges = tuple((StageKey.parse(source), StageKey.parse(target)) for source, target in self.edges)
+        object.__setattr__(self, "edges", edges)
         self._check_nodes()
         self._check_edges()
         self._check_microbatches()
 
     @cached_property
-    def stages(self) -> tuple[str, ...]:
+    def stages(self) -> tuple[StageKey, ...]:
         """All stages, in the order in which the nodes name them."""
         return tuple(dict.fromkeys(node.stage for node in self.nodes))
 
     @cached_property
-    def workers(self) -> tuple[int, ...]:
-        """All workers, ascending."""
-        return tuple(sorted({node.worker for node in self.nodes}))
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks, ascending."""
+        return tuple(sorted({node.rank for node in self.nodes}))
 
     @cached_property
     def microbatches(self) -> tuple[int, ...]:
@@ -88,27 +95,27 @@ class Graph:
             level[m] = 1 + max((level[earlier] for earlier in before[m]), default=-1)
         return tuple(sorted(level, key=lambda m: (level[m], m)))
 
-    def instances(self, stage: str) -> tuple[Node, ...]:
+    def instances(self, stage: StageKey) -> tuple[Node, ...]:
         """All nodes of ``stage``, in the order in which they were given."""
         return self._instances[stage]
 
-    def node_of(self, stage: str, microbatch: int) -> Node:
+    def node_of(self, stage: StageKey, microbatch: int) -> Node:
         """The instance of ``stage`` that works on ``microbatch``."""
         return self._node_of[stage, microbatch]
 
-    def predecessors(self, stage: str) -> tuple[str, ...]:
+    def predecessors(self, stage: StageKey) -> tuple[StageKey, ...]:
         """The stages that feed ``stage``, in the order of the edges."""
         return self._predecessors[stage]
 
-    def successors(self, stage: str) -> tuple[str, ...]:
+    def successors(self, stage: StageKey) -> tuple[StageKey, ...]:
         """The stages that ``stage`` feeds, in the order of the edges."""
         return self._successors[stage]
 
-    def distance_to_end(self, stage: str) -> int:
+    def distance_to_end(self, stage: StageKey) -> int:
         """Number of edges on the longest path from ``stage`` to a stage that feeds none."""
         return self._distances[stage]
 
-    def has_backward(self, stage: str) -> bool:
+    def has_backward(self, stage: StageKey) -> bool:
         """Whether ``stage`` runs backwards, that is, whether anything at or before it is trained."""
         return self._instances[stage][0].backward_cost > 0
 
@@ -123,39 +130,39 @@ class Graph:
         """Whether ``node``'s backward has two halves, both of which take time."""
         return 0 < self.weight_cost(node) < node.backward_cost
 
-    def stages_of(self, worker: int) -> tuple[str, ...]:
-        """The stages on ``worker`` in the order of the pipeline; a stage's place in it is its chunk's number."""
-        return self._stages_of[worker]
+    def stages_of(self, rank: int) -> tuple[StageKey, ...]:
+        """The stages on ``rank`` in the order of the pipeline; a stage's place in it is its chunk's number."""
+        return self._stages_of[rank]
 
     @cached_property
-    def _stages_of(self) -> dict[int, tuple[str, ...]]:
-        mine: dict[int, list[str]] = {worker: [] for worker in self.workers}
+    def _stages_of(self) -> dict[int, tuple[StageKey, ...]]:
+        mine: dict[int, list[StageKey]] = {rank: [] for rank in self.ranks}
         for node in self.nodes:
-            mine[node.worker].append(node.stage)
+            mine[node.rank].append(node.stage)
         return {
-            worker: tuple(sorted(stages, key=lambda stage: (-self._distances[stage], stage)))
-            for worker, stages in mine.items()
+            rank: tuple(sorted(stages, key=lambda stage: (-self._distances[stage], stage)))
+            for rank, stages in mine.items()
         }
 
     @cached_property
-    def _instances(self) -> dict[str, tuple[Node, ...]]:
+    def _instances(self) -> dict[StageKey, tuple[Node, ...]]:
         return {stage: tuple(node for node in self.nodes if node.stage == stage) for stage in self.stages}
 
     @cached_property
-    def _node_of(self) -> dict[tuple[str, int], Node]:
+    def _node_of(self) -> dict[tuple[StageKey, int], Node]:
         return {(node.stage, m): node for node in self.nodes for m in node.microbatches}
 
     @cached_property
-    def _predecessors(self) -> dict[str, tuple[str, ...]]:
+    def _predecessors(self) -> dict[StageKey, tuple[StageKey, ...]]:
         return {stage: tuple(src for src, dst in self.edges if dst == stage) for stage in self.stages}
 
     @cached_property
-    def _successors(self) -> dict[str, tuple[str, ...]]:
+    def _successors(self) -> dict[StageKey, tuple[StageKey, ...]]:
         return {stage: tuple(dst for src, dst in self.edges if src == stage) for stage in self.stages}
 
     @cached_property
-    def _distances(self) -> dict[str, int]:
-        distances: dict[str, int] = {}
+    def _distances(self) -> dict[StageKey, int]:
+        distances: dict[StageKey, int] = {}
         for stage in TopologicalSorter(self._successors).static_order():
             distances[stage] = 1 + max((distances[dst] for dst in self._successors[stage]), default=-1)
         return distances
@@ -165,18 +172,18 @@ class Graph:
             for name, cost in (("forward_cost", node.forward_cost), ("backward_cost", node.backward_cost)):
                 if not (math.isfinite(cost) and cost >= 0):
                     raise ValueError(
-                        f"{node.stage} on worker {node.worker}: {name} is {cost}. "
+                        f"{node.stage} on rank {node.rank}: {name} is {cost}. "
                         "A cost is a finite number that is not negative. Use 1.0 where it is not known."
                     )
             if node.weight_cost is not None and not 0 <= node.weight_cost <= node.backward_cost:
                 raise ValueError(
-                    f"{node.stage} on worker {node.worker}: weight_cost is {node.weight_cost}. It is a part of "
+                    f"{node.stage} on rank {node.rank}: weight_cost is {node.weight_cost}. It is a part of "
                     f"backward_cost, which is {node.backward_cost}. Use a number from 0 to that, or None."
                 )
-        for (stage, worker), count in Counter((node.stage, node.worker) for node in self.nodes).items():
+        for (stage, rank), count in Counter((node.stage, node.rank) for node in self.nodes).items():
             if count > 1:
                 raise ValueError(
-                    f"{stage}: worker {worker} has {count} instances of it. A worker has at most one "
+                    f"{stage}: rank {rank} has {count} instances of it. A rank has at most one "
                     "instance of a stage. Put their microbatches into one."
                 )
         for stage, instances in self._instances.items():

@@ -1,11 +1,11 @@
 """The greedy list scheduler that all schedules come from, and the rules by which they differ.
 
-It plays the pipeline through in simulated time; a worker that gets free takes the best action that is ready. Rules
+It plays the pipeline through in simulated time; a rank that gets free takes the best action that is ready. Rules
 say what is split, what is held back and what comes first.
 
-No schedule of it can deadlock, whatever shares a worker and whatever is held back. Instances run microbatches in one
+No schedule of it can deadlock, whatever shares a rank and whatever is held back. Instances run microbatches in one
 common order. So something of the front, the first microbatch whose gradients have not come through, is always ready.
-An instance's limit never holds it back, since nothing earlier is in flight; a worker's limit lets it pass, once no
+An instance's limit never holds it back, since nothing earlier is in flight; a rank's limit lets it pass, once no
 weight gradient is left there that could free an activation. All ties are broken by names and numbers: ranks that
 build from equal graphs get equal schedules.
 """
@@ -22,6 +22,7 @@ from typing import NamedTuple
 from lightning_mm5d.schedule.actions import Action, Kind, Schedule
 from lightning_mm5d.schedule.graph import Graph
 from lightning_mm5d.schedule.simulate import simulate
+from lightning_mm5d.schedule.stage_key import StageKey
 
 _SAME_TIME = 1e-9
 """Ends that are closer than this share of the time are one, or rounding would decide on the order."""
@@ -29,17 +30,17 @@ _SAME_TIME = 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """What a worker may start, and what it starts first.
+    """What a rank may start, and what it starts first.
 
     Args:
         in_flight: by stage, the most microbatches per instance between the start of the forward and the end of the
             (input-gradient) backward; stages that are not named have no limit.
-        held: by worker, the most activations, from the start of the forward until nothing more needs them. The front
-            may pass, so a worker of several stages can hold one more for each of them.
+        held: by rank, the most activations, from the start of the forward until nothing more needs them. The front
+            may pass, so a rank of several stages can hold one more for each of them.
         split: run input- and weight-gradient halves where both take time, the latter when nothing else is ready.
         eager: forwards come before gradients, else the other way round.
-        flush: no gradients before the worker's last forward; not with limits, which would wait for gradients.
-        groups: by stage, how many microbatches pass before the worker's next chunk has its turn; by default 1.
+        flush: no gradients before the rank's last forward; not with limits, which would wait for gradients.
+        groups: by stage, how many microbatches pass before the rank's next chunk has its turn; by default 1.
         patience: how long a weight gradient waits for a gradient to arrive, as a share of its own time.
         lazy: whole backwards that pass no gradient on come last too, since nobody waits for them.
         stretch: how many times as long as they are input and weight gradients are taken to be; another rhythm, that
@@ -51,7 +52,7 @@ class Rules:
     split: bool = False
     eager: bool = False
     flush: bool = False
-    groups: Mapping[str, int] = field(default_factory=dict)
+    groups: Mapping[StageKey, int] = field(default_factory=dict)
     patience: float = 0.0
     lazy: bool = False
     stretch: tuple[float, float] = (1.0, 1.0)
@@ -63,7 +64,7 @@ class Rules:
 
 
 class Played(NamedTuple):
-    """What came of playing rules: the schedule, its makespan, and the most activations that a worker held."""
+    """What came of playing rules: the schedule, its makespan, and the most activations that a rank held."""
 
     schedule: Schedule
     makespan: float
@@ -81,7 +82,7 @@ class Pipeline:
     def __init__(self, graph: Graph, *, forward_only: bool = False) -> None:
         self.graph = graph
         self.microbatches = graph.microbatches
-        self.nodes = sorted(graph.nodes, key=lambda node: (node.stage, node.worker))
+        self.nodes = sorted(graph.nodes, key=lambda node: (node.stage, node.rank))
         self.stages = sorted(graph.stages)
         number = {stage: index for index, stage in enumerate(self.stages)}
         position = {m: index for index, m in enumerate(self.microbatches)}
@@ -92,12 +93,12 @@ class Pipeline:
         self.predecessors = [[number[src] for src in graph.predecessors(stage)] for stage in self.stages]
         self.passes_to = [[src for src in sources if self.backward[src]] for sources in self.predecessors]
         self.distances = [graph.distance_to_end(stage) for stage in self.stages]
-        self.home = [[0] * len(self.microbatches) for _ in self.stages]  # stage, position -> worker
-        self.at: dict[int, list[int]] = {worker: [] for worker in graph.workers}
+        self.home = [[0] * len(self.microbatches) for _ in self.stages]  # stage, position -> rank
+        self.at: dict[int, list[int]] = {rank: [] for rank in graph.ranks}
         for index, node in enumerate(self.nodes):
-            self.at[node.worker].append(index)
+            self.at[node.rank].append(index)
             for p in self.orders[index]:
-                self.home[self.stage_of[index]][p] = node.worker
+                self.home[self.stage_of[index]][p] = node.rank
         self.weights = [graph.weight_cost(node) for node in self.nodes]
         self.splits = [graph.splits(node) for node in self.nodes]
 
@@ -127,34 +128,34 @@ class _Run:
         self.late = [rules.lazy and not pipeline.passes_to[stage] for stage in pipeline.stage_of]
         self.held = dict.fromkeys(pipeline.at, 0)
         self.peak = dict(self.held)
-        self.limit = {worker: rules.held.get(worker, math.inf) for worker in pipeline.at}
+        self.limit = {rank: rules.held.get(rank, math.inf) for rank in pipeline.at}
         self.forwards_left = {w: sum(len(pipeline.orders[i]) for i in mine) for w, mine in pipeline.at.items()}
         self.unfinished = [len(pipeline.stages) + sum(pipeline.backward)] * count
         self.front = 0
         self.waived = False
-        self.running: list[tuple[float, int, Kind, int, int]] = []  # a heap of (end, worker, kind, node, position)
+        self.running: list[tuple[float, int, Kind, int, int]] = []  # a heap of (end, rank, kind, node, position)
 
     def play(self) -> Played:
         pipeline = self.pipeline
-        schedule: Schedule = {worker: [] for worker in pipeline.at}
+        schedule: Schedule = {rank: [] for rank in pipeline.at}
         free, woken, now = set(pipeline.at), set(pipeline.at), 0.0
         while True:
-            for worker in sorted(woken & free):
-                choice = self._choose(worker, now)
+            for rank in sorted(woken & free):
+                choice = self._choose(rank, now)
                 if choice is not None:
                     kind, index, p = choice
                     node = pipeline.nodes[index]
-                    schedule[worker].append(Action(kind, node.stage, pipeline.microbatches[p]))
-                    heapq.heappush(self.running, (now + self._start(kind, index, p), worker, kind, index, p))
-                    free.remove(worker)
+                    schedule[rank].append(Action(kind, node.stage, pipeline.microbatches[p]))
+                    heapq.heappush(self.running, (now + self._start(kind, index, p), rank, kind, index, p))
+                    free.remove(rank)
             if not self.running:
                 break
             woken, front = set(), self.front
             latest = self.running[0][0] * (1 + _SAME_TIME)
             while self.running and self.running[0][0] <= latest:
-                now, worker, kind, index, p = heapq.heappop(self.running)
-                free.add(worker)
-                woken.add(worker)
+                now, rank, kind, index, p = heapq.heappop(self.running)
+                free.add(rank)
+                woken.add(rank)
                 self._end(kind, index, p, woken)
             if self.front != front or self.rules.patience:
                 woken |= free
@@ -163,19 +164,19 @@ class _Run:
             now = simulate(schedule, pipeline.graph).makespan
         return Played(schedule, now, self.peak)
 
-    def _choose(self, worker: int, now: float) -> tuple[Kind, int, int] | None:
+    def _choose(self, rank: int, now: float) -> tuple[Kind, int, int] | None:
         """What comes first of all that is ready; weight gradients last."""
         pipeline, rules = self.pipeline, self.rules
         best: tuple[int, ...] | None = None
         chosen: tuple[Kind, int, int] | None = None
         due: tuple[int, int, Kind] | None = None
-        for index in pipeline.at[worker]:
+        for index in pipeline.at[rank]:
             stage, order = pipeline.stage_of[index], pipeline.orders[index]
             forwards, backwards = self.forwards[index], self.backwards[index]
             held_back = False
             if pipeline.backward[stage]:
                 held_back = forwards - backwards >= self.in_flight[index]
-                if forwards > backwards and not (rules.flush and self.forwards_left[worker]):
+                if forwards > backwards and not (rules.flush and self.forwards_left[rank]):
                     p = order[backwards]
                     if self.missing_backward[stage][p]:
                         pass
@@ -190,7 +191,7 @@ class _Run:
                     due = (self.pending[index][0], index, Kind.W)
             if forwards < len(order) and not held_back:
                 p = order[forwards]
-                if not self.missing_forward[stage][p] and self._may_hold(worker, stage, p):
+                if not self.missing_forward[stage][p] and self._may_hold(rank, stage, p):
                     key = (
                         0 if rules.eager else 2,
                         forwards // self.groups[index],
@@ -200,14 +201,14 @@ class _Run:
                     )
                     if best is None or key < best:
                         best, chosen = key, (Kind.F, index, p)
-        if chosen is None and due is not None and not self._worth_waiting(worker, due[1], now):
+        if chosen is None and due is not None and not self._worth_waiting(rank, due[1], now):
             return due[2], due[1], due[0]
         return chosen
 
-    def _may_hold(self, worker: int, stage: int, p: int) -> bool:
-        if not self.pipeline.backward[stage] or self.held[worker] < self.limit[worker]:
+    def _may_hold(self, rank: int, stage: int, p: int) -> bool:
+        if not self.pipeline.backward[stage] or self.held[rank] < self.limit[rank]:
             return True
-        if p != self.front or any(self._is_due(index) for index in self.pipeline.at[worker]):
+        if p != self.front or any(self._is_due(index) for index in self.pipeline.at[rank]):
             return False
         self.waived = True
         return True
@@ -219,15 +220,15 @@ class _Run:
             return not self.missing_backward[self.pipeline.stage_of[index]][p]
         return bool(self.pending[index])
 
-    def _worth_waiting(self, worker: int, index: int, now: float) -> bool:
-        """Whether a gradient arrives for ``worker`` soon enough to let a weight gradient of ``index`` wait."""
+    def _worth_waiting(self, rank: int, index: int, now: float) -> bool:
+        """Whether a gradient arrives for ``rank`` soon enough to let a weight gradient of ``index`` wait."""
         if not self.rules.patience:
             return False
         pipeline, until = self.pipeline, now + self.rules.patience * self.pipeline.weights[index]
         for end, _, kind, source, p in self.running:
             if end < until and kind in (Kind.B, Kind.I):
                 for stage in pipeline.passes_to[pipeline.stage_of[source]]:
-                    if pipeline.home[stage][p] == worker and self.missing_backward[stage][p] == 1:
+                    if pipeline.home[stage][p] == rank and self.missing_backward[stage][p] == 1:
                         return True
         return False
 
@@ -236,9 +237,9 @@ class _Run:
         node = self.pipeline.nodes[index]
         if kind is Kind.F:
             self.forwards[index] += 1
-            self.forwards_left[node.worker] -= 1
-            self.held[node.worker] += self.pipeline.backward[self.pipeline.stage_of[index]]
-            self.peak[node.worker] = max(self.peak[node.worker], self.held[node.worker])
+            self.forwards_left[node.rank] -= 1
+            self.held[node.rank] += self.pipeline.backward[self.pipeline.stage_of[index]]
+            self.peak[node.rank] = max(self.peak[node.rank], self.held[node.rank])
             return node.forward_cost
         if kind is Kind.W:
             self.pending[index].popleft()
@@ -248,7 +249,7 @@ class _Run:
         return whole * self.rules.stretch[0]
 
     def _end(self, kind: Kind, index: int, p: int, woken: set[int]) -> None:
-        """Counts an action as ended and adds the workers to ``woken`` that waited for it."""
+        """Counts an action as ended and adds the ranks to ``woken`` that waited for it."""
         pipeline, stage = self.pipeline, self.pipeline.stage_of[index]
         if kind is Kind.F:
             self.missing_backward[stage][p] -= 1
@@ -264,7 +265,7 @@ class _Run:
         if kind is Kind.I:
             self.pending[index].append(p)
         elif kind is not Kind.F:
-            self.held[pipeline.nodes[index].worker] -= 1
+            self.held[pipeline.nodes[index].rank] -= 1
         if kind is not Kind.W:
             self.unfinished[p] -= 1
             while self.front < len(self.unfinished) and not self.unfinished[self.front]:
@@ -275,6 +276,6 @@ class _Run:
             count = len(node.microbatches)
             backwards = count if self.pipeline.backward[self.pipeline.stage_of[index]] else 0
             assert (self.forwards[index], self.backwards[index]) == (count, backwards), (
-                f"{node.stage} on worker {node.worker} stopped after {self.forwards[index]} forwards and "
+                f"{node.stage} on rank {node.rank} stopped after {self.forwards[index]} forwards and "
                 f"{self.backwards[index]} backwards of {count} microbatches: nothing can run any more"
             )

@@ -1,6 +1,6 @@
-"""The schedules with whole backwards and one chunk a worker: ``gpipe`` and ``1f1b``.
+"""The schedules with whole backwards and one chunk a rank: ``gpipe`` and ``1f1b``.
 
-``gpipe`` holds back gradients until the worker has run all its forwards (Huang et al. 2019, arXiv:1811.06965):
+``gpipe`` holds back gradients until the rank has run all its forwards (Huang et al. 2019, arXiv:1811.06965):
 activations of all microbatches at once, for the simplest order.
 
 ``1f1b`` runs gradients first, and holds back forwards of a stage that has as many microbatches in flight as there are
@@ -15,6 +15,7 @@ import math
 
 from lightning_mm5d.schedule.graph import Graph
 from lightning_mm5d.schedule.greedy import Rules
+from lightning_mm5d.schedule.stage_key import StageKey
 
 
 def gpipe(graph: Graph) -> list[Rules]:
@@ -40,7 +41,7 @@ def in_flight_limits(graph: Graph) -> dict[str, int]:
     }
 
 
-def per_instance(graph: Graph, stage: str, count: int) -> int:
+def per_instance(graph: Graph, stage: StageKey, count: int) -> int:
     """``count`` microbatches of each loss replica, as the number that each instance of ``stage`` has of them."""
     ends = [end for end in graph.stages if not graph.successors(end)]
     loss_modality = max(len(graph.instances(end)) for end in ends)

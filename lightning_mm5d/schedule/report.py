@@ -51,15 +51,15 @@ class Outcome:
         ``F0``, ``B0``, ``I0``, ``W0``, with ``.chunk`` where a rank has several stages.
         """
         ranks = []
-        for worker in self.graph.workers:
-            stages = self.graph.stages_of(worker)
+        for rank in self.graph.ranks:
+            stages = self.graph.stages_of(rank)
             ranks.append(
                 {
-                    "rank": worker,
-                    "modality": "+".join(dict.fromkeys(stage.rpartition(".")[0] for stage in stages)),
-                    "stage": int(stages[0].rpartition(".")[2]),
-                    "peak_activations": self.simulation.peak_activations[worker],
-                    "actions": [label(action, worker, self.graph) for action in self.actions[worker]],
+                    "rank": rank,
+                    "modality": "+".join(dict.fromkeys(stage.modality for stage in stages)),
+                    "stage": stages[0].number,
+                    "peak_activations": self.simulation.peak_activations[rank],
+                    "actions": [label(action, rank, self.graph) for action in self.actions[rank]],
                 }
             )
         makespan = self.simulation.makespan

@@ -1,4 +1,4 @@
-"""Plays a schedule in simulated time: when each action runs, how long workers idle, what they must hold.
+"""Plays a schedule in simulated time: when each action runs, how long ranks idle, what they must hold.
 
 The same lists that ranks execute are played, so a plan can be judged, and drawn, without a machine. It
 refuses schedules that deadlock.
@@ -16,9 +16,9 @@ from lightning_mm5d.schedule.validate import execution_order
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One action of one worker, from ``start`` to ``end`` in the unit of the graph's costs."""
+    """One action of one rank, from ``start`` to ``end`` in the unit of the graph's costs."""
 
-    worker: int
+    rank: int
     action: Action
     start: float
     end: float
@@ -29,11 +29,11 @@ class Simulation:
     """What came of a simulation; times are in the unit of the graph's costs.
 
     Args:
-        spans: all actions, by start and then by worker.
+        spans: all actions, by start and then by rank.
         makespan: when the last action ends.
-        busy: for each worker the time in which it computes.
-        bubble: for each worker the share of the makespan in which it idles, between 0 and 1.
-        peak_activations: for each worker the most microbatches, summed over its stages, that are at one time
+        busy: for each rank the time in which it computes.
+        bubble: for each rank the share of the makespan in which it idles, between 0 and 1.
+        peak_activations: for each rank the most microbatches, summed over its stages, that are at one time
             between the start of their forward and the end of their backward (of its weight-gradient half, where
             it is split); those without backward are not held.
     """
@@ -48,13 +48,13 @@ class Simulation:
 def simulate(
     schedule: Schedule, graph: Graph, *, transfer_cost: float | Callable[[str, str], float] = 0.0
 ) -> Simulation:
-    """Plays ``schedule``: an action starts once its worker is free and all that it needs has arrived.
+    """Plays ``schedule``: an action starts once its rank is free and all that it needs has arrived.
 
     Args:
-        schedule: for each worker its actions in order.
+        schedule: for each rank its actions in order.
         graph: its stages, with costs.
-        transfer_cost: how long a message between two workers is on its way, for all or as a function of the
-            sending and the receiving stage (for gradients the later stage sends). It keeps neither worker
+        transfer_cost: how long a message between two ranks is on its way, for all or as a function of the
+            sending and the receiving stage (for gradients the later stage sends). It keeps neither rank
             busy, and messages do not slow each other.
 
     Raises:
@@ -63,42 +63,42 @@ def simulate(
     spans: dict[Action, Span] = {}
     free = dict.fromkeys(schedule, 0.0)
     busy = dict.fromkeys(schedule, 0.0)
-    for worker, action in execution_order(schedule, graph):
-        start = free[worker]
+    for rank, action in execution_order(schedule, graph):
+        start = free[rank]
         for needed in dependencies(action, graph):
             arrival = spans[needed].end
-            if spans[needed].worker != worker:
+            if spans[needed].rank != rank:
                 arrival += transfer_cost(needed.stage, action.stage) if callable(transfer_cost) else transfer_cost
             start = max(start, arrival)
         duration = cost(action, graph)
-        free[worker] = start + duration
-        busy[worker] += duration
-        spans[action.provides] = Span(worker, action, start, free[worker])
+        free[rank] = start + duration
+        busy[rank] += duration
+        spans[action.provides] = Span(rank, action, start, free[rank])
     return _summary(spans.values(), schedule, busy)
 
 
 def measured(spans: Iterable[Span]) -> Simulation:
-    """The same summary of what was measured: the first span begins at 0, and what workers wait for is idle time."""
-    found = sorted(spans, key=lambda span: (span.worker, span.start))
+    """The same summary of what was measured: the first span begins at 0, and what ranks wait for is idle time."""
+    found = sorted(spans, key=lambda span: (span.rank, span.start))
     first = min((span.start for span in found), default=0.0)
     found = [replace(span, start=span.start - first, end=span.end - first) for span in found]
-    schedule: Schedule = {span.worker: [] for span in found}
+    schedule: Schedule = {span.rank: [] for span in found}
     busy = dict.fromkeys(schedule, 0.0)
     for span in found:
-        schedule[span.worker].append(span.action)
-        busy[span.worker] += span.end - span.start
+        schedule[span.rank].append(span.action)
+        busy[span.rank] += span.end - span.start
     return _summary(found, schedule, busy)
 
 
 def _summary(spans: Iterable[Span], schedule: Schedule, busy: dict[int, float]) -> Simulation:
-    ordered = tuple(sorted(spans, key=lambda span: (span.start, span.worker, span.end)))
+    ordered = tuple(sorted(spans, key=lambda span: (span.start, span.rank, span.end)))
     makespan = max((span.end for span in ordered), default=0.0)
     return Simulation(
         spans=ordered,
         makespan=makespan,
         busy=busy,
-        bubble={worker: 1 - time / makespan if makespan else 0.0 for worker, time in busy.items()},
-        peak_activations={worker: _peak(actions) for worker, actions in schedule.items()},
+        bubble={rank: 1 - time / makespan if makespan else 0.0 for rank, time in busy.items()},
+        peak_activations={rank: _peak(actions) for rank, actions in schedule.items()},
     )
 
 

@@ -1,13 +1,13 @@
 """``zero_bubble`` and ``zbv``: backwards in halves, so that weight gradients fill the bubbles.
 
 Only the input-gradient half is waited for elsewhere. The weight-gradient half runs where nothing else is ready, or
-where the worker may hold no more activations. On a chain with a stage a worker that is ZB-H1 (Qi et al. 2023,
-arXiv:2401.10241): no worker holds more than the first one under ``1f1b``, and workers idle for (P - 1)(f + i - w)
+where the rank may hold no more activations. On a chain with a stage a rank that is ZB-H1 (Qi et al. 2023,
+arXiv:2401.10241): no rank holds more than the first one under ``1f1b``, and ranks idle for (P - 1)(f + i - w)
 where w is at most i, instead of (P - 1)(f + i + w).
 
-``zbv`` is the same on a graph whose chunks lie in a V: stage k of 2P on worker min(k, 2P - 1 - k) (Qi et al. 2024,
-arXiv:2405.15362). The worker that ends the forward of a microbatch is the one that began it, so that activations even
-out, and with f = i = w workers idle for the (P - 1) f of the first forwards only, f that of a chunk.
+``zbv`` is the same on a graph whose chunks lie in a V: stage k of 2P on rank min(k, 2P - 1 - k) (Qi et al. 2024,
+arXiv:2405.15362). The rank that ends the forward of a microbatch is the one that began it, so that activations even
+out, and with f = i = w ranks idle for the (P - 1) f of the first forwards only, f that of a chunk.
 
 Stages that pass no gradient on, and those of which nothing is trained, run their backwards whole.
 """
@@ -42,15 +42,15 @@ def zero_bubble(graph: Graph) -> list[Rules]:
 
 
 def held_limits(graph: Graph) -> dict[int, int]:
-    """For each worker the activations that it may hold.
+    """For each rank the activations that it may hold.
 
-    As many as the pipeline is deep, times the loss replicas that the worker serves, as the first stage does under
-    ``1f1b``; or what fills the pipeline behind all chunks of the worker, where that is more.
+    As many as the pipeline is deep, times the loss replicas that the rank serves, as the first stage does under
+    ``1f1b``; or what fills the pipeline behind all chunks of the rank, where that is more.
     """
     depth = 1 + max((graph.distance_to_end(stage) for stage in graph.stages), default=0)
     found = {}
-    for worker in graph.workers:
-        firsts = [mine[0] for mine in chunks(graph, worker)]
+    for rank in graph.ranks:
+        firsts = [mine[0] for mine in chunks(graph, rank)]
         deep = max((per_instance(graph, stage, depth) for stage in firsts), default=0)
-        found[worker] = max(deep, warm_up(graph, worker))
+        found[rank] = max(deep, warm_up(graph, rank))
     return found

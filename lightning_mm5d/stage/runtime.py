@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lightning_mm5d.context_parallel.hooks.apply import ContextParallel
 from lightning_mm5d.partition import Partition
+from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.sharded.collectives import TensorGroup, dry_run
 from lightning_mm5d.sharded.tensor import Group, Sharded
 from lightning_mm5d.source.order import used_fields
@@ -261,7 +262,9 @@ class Runtime:
             )
 
 
-def views(partition: Partition, names: Mapping[str, Sequence[str]], consumes: Mapping[str, frozenset[str]]) -> dict:
+def views(
+    partition: Partition, names: Mapping[StageKey, Sequence[StageKey]], consumes: Mapping[StageKey, frozenset[str]]
+) -> dict[StageKey, StageView]:
     """Return a `StageView` for each stage.
 
     Args:

@@ -57,13 +57,13 @@ def write_timeline(
     spans = _gathered(recorder, ran, rank, wire)
     if rank != 0:
         return
-    graph = plan.graph(range(plan.layout.num_replicas), num_microbatches, trainable)
+    graph = plan.graphs.graph(range(plan.layout.num_replicas), num_microbatches, trainable)
     seen = measured(spans)
     both = _side_by_side(seen, simulate(ran, _costed(graph, seen)))
     names = {
-        2 * worker + which: f"{worker}  {label}"
-        for worker in ran
-        for which, label in enumerate((", ".join(plan.stages_of(worker)), "simulated"))
+        2 * rank + which: f"{rank}  {label}"
+        for rank in ran
+        for which, label in enumerate((", ".join(plan.topology.stages_of(rank)), "simulated"))
     }
     try:
         (chrome_trace if path.endswith(".json") else draw)(both, path, names=names)
@@ -76,9 +76,9 @@ def _ran(plan: Plan, schedule: str | Callable[[Graph], Schedule], count: int, tr
     built: dict[tuple[int, ...], Schedule] = {}
     ran: Schedule = {}
     for rank in range(plan.layout.size):
-        replicas = plan.component(rank)
+        replicas = plan.topology.component(rank)
         if replicas not in built:
-            built[replicas] = plan.schedule(schedule, count, trainable, rank=rank)[1]
+            built[replicas] = plan.graphs.schedule(schedule, count, trainable, rank=rank)[1]
         ran[rank] = built[replicas][rank]
     return ran
 
@@ -93,8 +93,8 @@ def _gathered(recorder: Recorder, ran: Schedule, rank: int, wire: torch.device) 
     every = [torch.empty_like(own) for _ in ran]
     dist.all_gather(every, own)
     return [
-        Span(worker, action, *moments)
-        for (worker, actions), table in zip(ran.items(), every, strict=True)
+        Span(rank, action, *moments)
+        for (rank, actions), table in zip(ran.items(), every, strict=True)
         for action, moments in zip(actions, table.tolist(), strict=False)  # rows behind the last action are padding
     ]
 
@@ -103,15 +103,15 @@ def _costed(graph: Graph, seen: Simulation) -> Graph:
     """The graph with the median times of what was measured as its costs."""
     found: dict[tuple[str, int, Kind], list[float]] = {}
     for span in seen.spans:
-        found.setdefault((span.action.stage, span.worker, span.action.kind), []).append(span.end - span.start)
+        found.setdefault((span.action.stage, span.rank, span.action.kind), []).append(span.end - span.start)
     times = {key: statistics.median(values) for key, values in found.items()}
 
-    def of(stage: str, worker: int, kind: Kind) -> float:
-        return max(times.get((stage, worker, kind), 0.0), 0.0)
+    def of(stage: str, rank: int, kind: Kind) -> float:
+        return max(times.get((stage, rank, kind), 0.0), 0.0)
 
     nodes = []
     for node in graph.nodes:
-        key = node.stage, node.worker
+        key = node.stage, node.rank
         weight = of(*key, Kind.W)
         whole = max(of(*key, Kind.B), of(*key, Kind.I) + weight, _MOMENT) if graph.has_backward(node.stage) else 0.0
         nodes.append(replace(node, forward_cost=of(*key, Kind.F), backward_cost=whole, weight_cost=weight))
@@ -119,19 +119,17 @@ def _costed(graph: Graph, seen: Simulation) -> Graph:
 
 
 def _side_by_side(seen: Simulation, simulated: Simulation) -> Simulation:
-    """Both in one, worker ``w`` as ``2 * w`` for what was measured and as ``2 * w + 1`` for what was simulated."""
+    """Both in one, rank ``w`` as ``2 * w`` for what was measured and as ``2 * w + 1`` for what was simulated."""
     parts = (seen, simulated)
-    spans = [replace(span, worker=2 * span.worker + which) for which, part in enumerate(parts) for span in part.spans]
+    spans = [replace(span, rank=2 * span.rank + which) for which, part in enumerate(parts) for span in part.spans]
     makespan = max(part.makespan for part in parts)
-    busy = {2 * worker + which: time for which, part in enumerate(parts) for worker, time in part.busy.items()}
+    busy = {2 * rank + which: time for which, part in enumerate(parts) for rank, time in part.busy.items()}
     return Simulation(
-        spans=tuple(sorted(spans, key=lambda span: (span.start, span.worker))),
+        spans=tuple(sorted(spans, key=lambda span: (span.start, span.rank))),
         makespan=makespan,
         busy=busy,
-        bubble={2 * worker + which: share for which, part in enumerate(parts) for worker, share in part.bubble.items()},
+        bubble={2 * rank + which: share for which, part in enumerate(parts) for rank, share in part.bubble.items()},
         peak_activations={
-            2 * worker + which: peak
-            for which, part in enumerate(parts)
-            for worker, peak in part.peak_activations.items()
+            2 * rank + which: peak for which, part in enumerate(parts) for rank, peak in part.peak_activations.items()
         },
     )

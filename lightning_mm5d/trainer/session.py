@@ -92,7 +92,7 @@ class Session:
     ) -> None:
         self.plan = plan
         weighs = loss_weight != "samples" or callable(getattr(module, "loss_weight", None))
-        is_whole = plan.is_whole and num_microbatches == 1
+        is_whole = plan.topology.is_whole and num_microbatches == 1
         self.is_plain = is_whole and not (weighs and plan.layout.num_replicas > 1)
         self._module, self._rank, self._device = module, rank, device
         self._unsynced, self._seed = False, seed
@@ -147,12 +147,12 @@ class Session:
 
     def _cut(self, schedule: str | Callable[[Graph], Schedule], num_microbatches: int) -> None:
         plan, module = self.plan, self._module
-        own = plan.stages_of(self._rank)
-        held = {key: plan.holds_any[key] for key in own}
+        own = plan.topology.stages_of(self._rank)
+        held = {key: plan.ownership.holds_any[key] for key in own}
         local = frozenset().union(*held.values())
         names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
         drop_parameters(module, [name for name in names if name not in local], self._device)
-        every = views(plan.partition, plan.members, plan.consumes)
+        every = views(plan.partition, plan.topology.members, plan.topology.consumes)
         self._views = {key: every[key] for key in own}
         self._tensor: TensorParallel | None = None
         if self._in.tensor:
@@ -170,14 +170,14 @@ class Session:
             context=self._context,
         )
         self.transport: Transport | None = None
-        if plan.edges or self._in.sharing:
+        if plan.topology.edges or self._in.sharing:
             self._runtime.install()
         for name, modality in plan.modalities.items():
             layers = plan.partition.layers[name]
             if modality.sequence_parallel and name in self._in.tensor and name not in self._context and layers:
                 assert self._tensor is not None
                 self._tensor.divide_sequences(module.get_submodule(layers), name)
-        if plan.edges:
+        if plan.topology.edges:
             assert self._in.ascending is not None and self._in.descending is not None  # noqa: PT018
             self.transport = Transport(self._in.ascending, self._in.descending, self._device, self._rank)
         self._engine = Engine(
@@ -204,7 +204,7 @@ class Session:
             averaged = {
                 id(parameter)
                 for parameter_name, parameter in self._module.named_parameters(remove_duplicate=False)
-                if parameter_name in held and self.plan.degree_of(parameter_name, self._rank) == degree
+                if parameter_name in held and self.plan.ownership.degree_of(parameter_name, self._rank) == degree
             }
             found[name] = ContextParallel(
                 name,
@@ -226,7 +226,7 @@ class Session:
             if not is_placeholder(parameter):
                 held[name] = parameter
         self.gradients = make_gradients(plan, self._rank, held, self._in.gradients)
-        last = plan.instances(plan.last_stage)
+        last = plan.topology.instances(plan.topology.last_stage)
         is_last = any(self._rank in ranks for ranks in last)
         self._sources = tuple(ranks[0] for ranks in last)
         self._metrics = MetricSync(
@@ -260,7 +260,7 @@ class Session:
             loss_weight=loss_weight,
             seed=None if alone else self._seed,
         )
-        stages = ["+".join(plan.stages_of(rank)) for rank in range(layout.size)]
+        stages = ["+".join(plan.topology.stages_of(rank)) for rank in range(layout.size)]
         self.figures = DeviceFigures(self._engine, self.transport, stages, self._device)
 
     # --- optimizers and gradients ---
@@ -400,7 +400,7 @@ class Session:
             vars(self._clipper).pop("clip_grad_by_norm", None)
         self.figures.detach()
         if gather:
-            if self.plan.edges or self.plan.division.shards:
+            if self.plan.topology.edges or self.plan.division.shards:
                 restore_whole(self._module, self.plan, self._rank, targets)
             dist.barrier()
             if self._timeline is not None and self._engine.recorder is not None:

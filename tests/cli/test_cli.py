@@ -22,7 +22,7 @@ from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.planner.inspect import warnings
 from zoo.handwritten import FlatModule
 
-DIGITS = Path(__file__).parents[1] / "examples" / "digits"
+DIGITS = Path(__file__).parents[2] / "examples" / "digits"
 KEYS = ["rank", "node", "modality", "dp", "pp", "cp", "tp", "layers", "parameters"]
 VISION = {"module": "encoder"}
 

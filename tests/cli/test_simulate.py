@@ -17,7 +17,7 @@ from lightning_mm5d.cli.main import main
 from lightning_mm5d.schedule import SCHEDULES, build, to_csv
 from schedule.graphs import chain
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 DIGITS = EXAMPLES / "digits"
 PAPER = {"audio": {}, "vision": {"pp_size": 2}, "language": {"pp_size": 3}}  # six ranks
 FLAT = "zoo.handwritten.FlatModule"  # one encoder; a decoder of four layers

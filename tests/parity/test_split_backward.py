@@ -112,13 +112,13 @@ def test_a_frozen_encoder_leaves_halves_where_a_gradient_is_passed_on() -> None:
 def one_after_another(graph: Graph) -> Schedule:
     """All forwards, then all input gradients, then all weight gradients, last microbatch first."""
     schedule: Schedule = {}
-    for worker in graph.workers:
+    for rank in graph.ranks:
         actions: list[Action] = []
         for kind in (Kind.F, Kind.I, Kind.W):
-            for stage in graph.stages_of(worker):
+            for stage in graph.stages_of(rank):
                 order = graph.microbatches if kind is not Kind.W else tuple(reversed(graph.microbatches))
                 actions += [Action(kind, stage, m) for m in order]
-        schedule[worker] = actions
+        schedule[rank] = actions
     return schedule
 
 
@@ -135,7 +135,7 @@ def test_a_table_of_the_users_is_run(tmp_path: Any) -> None:
     plan.parallel_devices, plan.cluster_environment = [torch.device("cpu")] * world, LightningEnvironment()
     plan.cluster_environment.set_world_size(world)
     module = build_module("llava", "none")
-    graph = plan.plan(module).whole_graph("1f1b", M, module)
+    graph = plan.plan(module).graphs.whole_graph("1f1b", M, module)
     table = tmp_path / "schedule.csv"
     table.write_text(to_csv(build_schedule("zero_bubble", graph), graph))
     assert any(assert_parity("llava", "none", str(table)))

@@ -27,7 +27,7 @@ def plan(module: nn.Module, world: int, **modalities: Modality) -> Plan:
 
 def graph(module: nn.Module, world: int, **modalities: Modality) -> Graph:
     made = plan(module, world, **modalities)
-    return made.graph(range(made.layout.num_replicas), 2, names_of(module))
+    return made.graphs.graph(range(made.layout.num_replicas), 2, names_of(module))
 
 
 def costs(found: Graph) -> dict[str, tuple[float, float, float | None]]:

@@ -60,7 +60,7 @@ def test_what_the_search_predicts_is_what_a_run_of_the_proposal_is_simulated_to_
     (tmp_path / "config.yaml").write_text("modalities: modalities.yaml")
     pasted = auto_cli(read, args=[f"--config={tmp_path / 'config.yaml'}"])
     assert pasted == found.found.modalities
-    makespan = planned(module, pasted, 4).simulate("1f1b", COUNT, module).makespan
+    makespan = planned(module, pasted, 4).graphs.simulate("1f1b", COUNT, module).makespan
     assert makespan == pytest.approx(found.proposed.outcome.simulation.makespan)
     # costs that are written down have six digits
     assert makespan == pytest.approx(found.found.makespan, rel=1e-5)

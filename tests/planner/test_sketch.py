@@ -21,7 +21,7 @@ def _costs(graph: Graph) -> dict[str, tuple[float, float, float]]:
 
 def test_a_case_is_the_graph_that_papers_draw() -> None:
     graph = _graph(6, vision=Modality(pp_size=2), audio=Modality(), language=Modality(pp_size=3))
-    assert graph.workers == (0, 1, 2, 3, 4, 5)
+    assert graph.ranks == (0, 1, 2, 3, 4, 5)
     assert sorted(graph.predecessors("language.0")) == ["audio.0", "vision.1"]
     costs = _costs(graph)
     assert costs["vision.0"] == (1.0, 2.0, 2.0)
@@ -44,7 +44,7 @@ def test_chunks_lie_in_a_v_where_they_are_told_to() -> None:
     modalities = {"language": Modality(pp_size=2, pp_chunks=2, cost=[2.0, 3.0])}
     layout = Layout.build(modalities, world_size=2, loss_modality="language")
     graph = sketch(layout, modalities, 2, v_shaped=True)
-    assert [(node.worker, node.forward_cost) for node in graph.nodes] == [(0, 1.0), (1, 1.5), (1, 1.5), (0, 1.0)]
+    assert [(node.rank, node.forward_cost) for node in graph.nodes] == [(0, 1.0), (1, 1.5), (1, 1.5), (0, 1.0)]
 
 
 def test_frozen_modalities_run_input_gradients_where_something_before_them_is_trained() -> None:
@@ -58,7 +58,7 @@ def test_frozen_modalities_run_input_gradients_where_something_before_them_is_tr
 
 def test_an_encoder_with_more_replicas_takes_turns() -> None:
     graph = _graph(4, vision=Modality(dp_size=2), language=Modality(dp_size=1, pp_size=2))
-    assert {node.worker: node.microbatches for node in graph.instances("vision.0")} == {0: (0, 2), 1: (1, 3)}
+    assert {node.rank: node.microbatches for node in graph.instances("vision.0")} == {0: (0, 2), 1: (1, 3)}
     assert [node.microbatches for node in graph.instances("language.1")] == [(0, 1, 2, 3)]
 
 
@@ -71,5 +71,5 @@ def test_encoders_feed_the_stages_that_they_are_told_to(feeds: object, targets: 
 def test_modalities_in_one_stage_take_turns_on_its_rank() -> None:
     graph = _graph(1, vision=Modality(colocate_with="language", cost=0.5), language=Modality(cost=2.0))
     ((stage, costs),) = _costs(graph).items()
-    assert (graph.workers, stage) == ((0,), next(iter(graph.stages)))
+    assert (graph.ranks, stage) == ((0,), next(iter(graph.stages)))
     assert costs == (2.5, 5.0, 5.0)

@@ -1,4 +1,4 @@
-"""Pictures and traces of a simulation: vision (worker 0, frozen) -> language (workers 1 and 2)."""
+"""Pictures and traces of a simulation: vision (rank 0, frozen) -> language (ranks 1 and 2)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from schedule.graphs import chain, chunked, tree
 def simulation() -> Simulation:
     stages = {"vision.0": 0.0, "language.0": 2.0, "language.1": 2.0}
     nodes = [
-        Node(stage=stage, worker=worker, microbatches=(0, 1, 2), backward_cost=cost)
-        for worker, (stage, cost) in enumerate(stages.items())
+        Node(stage=stage, rank=rank, microbatches=(0, 1, 2), backward_cost=cost)
+        for rank, (stage, cost) in enumerate(stages.items())
     ]
     graph = Graph(tuple(nodes), (("vision.0", "language.0"), ("language.0", "language.1")))
     return simulate(build("1f1b", graph), graph)
@@ -59,7 +59,7 @@ def test_boxes_say_which_of_several_stages_they_are(tmp_path: Path) -> None:
     graph = chunked(3, 2, 4, schedule="zbv")
     draw(simulate(build("zbv", graph), graph), tmp_path / "plan.svg")
     texts = _texts(tmp_path / "plan.svg").split()
-    # forwards, input and weight gradients of both stages of each of three workers
+    # forwards, input and weight gradients of both stages of each of three ranks
     assert all(texts.count(f"{m}.{chunk}") == 9 for m in range(4) for chunk in range(2))
 
 
@@ -75,7 +75,7 @@ def test_legend_names_each_colour_once_however_many_there_are(tmp_path: Path) ->
 
 
 def test_boxes_too_narrow_for_a_number_stay_empty(tmp_path: Path) -> None:
-    nodes = (Node(stage="language.0", worker=0, microbatches=tuple(range(1000, 1400))),)
+    nodes = (Node(stage="language.0", rank=0, microbatches=tuple(range(1000, 1400))),)
     graph = Graph(nodes, ())
     draw(simulate(build("1f1b", graph), graph), tmp_path / "dense.svg")
     assert "1399" not in _texts(tmp_path / "dense.svg")

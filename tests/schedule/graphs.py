@@ -17,11 +17,11 @@ def links(modality: str, depth: int) -> list[tuple[str, str]]:
 
 
 def chain(depth: int, microbatches: int, *, forward_cost: float = 1.0, backward_cost: float = 2.0) -> Graph:
-    """``language.0`` to ``language.<depth - 1>``, a worker each."""
+    """``language.0`` to ``language.<depth - 1>``, a rank each."""
     nodes = [
         Node(
             stage=f"language.{i}",
-            worker=i,
+            rank=i,
             microbatches=tuple(range(microbatches)),
             forward_cost=forward_cost,
             backward_cost=backward_cost,
@@ -32,26 +32,26 @@ def chain(depth: int, microbatches: int, *, forward_cost: float = 1.0, backward_
 
 
 def chunked(
-    workers: int,
+    ranks: int,
     chunks: int,
     microbatches: int,
     *,
     schedule: str = "interleaved",
     times: tuple[float, float, float] = (1.0, 1.0, 1.0),
 ) -> Graph:
-    """A chain of ``workers * chunks`` stages placed for ``schedule``; times of a chunk's forward, I and W."""
-    depth = workers * chunks
+    """A chain of ``ranks * chunks`` stages placed for ``schedule``; times of a chunk's forward, I and W."""
+    depth = ranks * chunks
     forward, inputs, weights = times
     nodes = [
         Node(
             stage=f"language.{i}",
-            worker=worker,
+            rank=rank,
             microbatches=tuple(range(microbatches)),
             forward_cost=forward,
             backward_cost=inputs + weights,
             weight_cost=weights,
         )
-        for i, worker in enumerate(place(schedule, depth, workers))
+        for i, rank in enumerate(place(schedule, depth, ranks))
     ]
     return Graph(tuple(nodes), tuple(links("language", depth)))
 
@@ -65,7 +65,7 @@ def case(microbatches: int, *, schedule: str = "1f1b", frozen: Collection[str] =
 
 
 def tree(microbatches: int, *, frozen: tuple[str, ...] = (), **depths: int) -> Graph:
-    """Modalities of the given depths, all feeding the last one; a worker per stage, in order."""
+    """Modalities of the given depths, all feeding the last one; a rank per stage, in order."""
     *encoders, loss_modality = depths
     stages = [f"{modality}.{i}" for modality, depth in depths.items() for i in range(depth)]
     edges = [edge for modality, depth in depths.items() for edge in links(modality, depth)]
@@ -73,11 +73,11 @@ def tree(microbatches: int, *, frozen: tuple[str, ...] = (), **depths: int) -> G
     nodes = [
         Node(
             stage=stage,
-            worker=worker,
+            rank=rank,
             microbatches=tuple(range(microbatches)),
             backward_cost=0.0 if stage.partition(".")[0] in frozen else 2.0,
         )
-        for worker, stage in enumerate(stages)
+        for rank, stage in enumerate(stages)
     ]
     return Graph(tuple(nodes), tuple(edges))
 
@@ -88,7 +88,7 @@ def interleaved(replicas: int, each: int) -> tuple[int, ...]:
 
 
 def random_graph(rng: Random) -> Graph:
-    """Random encoders and depths, skip edges, costs, frozen encoders, replica counts and shared workers."""
+    """Random encoders and depths, skip edges, costs, frozen encoders, replica counts and shared ranks."""
     depths = {f"encoder{i}": rng.randint(1, 3) for i in range(rng.randint(0, 3))}
     depths["language"] = rng.randint(1, 4)
     frozen = {modality for modality in depths if modality != "language" and rng.random() < 0.3}
@@ -108,11 +108,11 @@ def random_graph(rng: Random) -> Graph:
                 mine = order[replica::replicas]
                 if modality == "language":
                     mine = tuple(m for m in order if m // each == replica)
-                taken = {node.worker for node in nodes if node.stage == stage}
+                taken = {node.rank for node in nodes if node.stage == stage}
                 nodes.append(
                     Node(
                         stage=stage,
-                        worker=rng.choice([worker for worker in range(16) if worker not in taken]),
+                        rank=rng.choice([rank for rank in range(16) if rank not in taken]),
                         microbatches=mine,
                         forward_cost=forward_cost,
                         backward_cost=0.0 if modality in frozen else rng.choice([0.5, 1.0, 2.0]),

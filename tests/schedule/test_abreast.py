@@ -1,4 +1,4 @@
-"""Instances of a stage on one worker act side by side."""
+"""Instances of a stage on one rank act side by side."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ COUNT = 4
 
 
 def graph(*, encoder_before: bool = False) -> Graph:
-    """An encoder of two instances on the ranks of worker 0, where the language model runs too."""
+    """An encoder of two instances on the ranks of rank 0, where the language model runs too."""
 
-    def node(stage: str, worker: int) -> Node:
+    def node(stage: str, rank: int) -> Node:
         return Node(
             stage=stage,
-            worker=worker,
+            rank=rank,
             microbatches=tuple(range(COUNT)),
             forward_cost=1.0,
             backward_cost=2.0,

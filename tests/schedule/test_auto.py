@@ -58,7 +58,7 @@ def test_more_memory_never_makes_it_longer() -> None:
 
 
 def test_a_bound_that_nothing_keeps_is_refused_with_what_would_do() -> None:
-    with pytest.raises(ScheduleError, match=r"max_activations is 1 on worker 0, .*fewer than 2 there"):
+    with pytest.raises(ScheduleError, match=r"max_activations is 1 on rank 0, .*fewer than 2 there"):
         build("auto", chunked(2, 2, 4), max_activations=1)
 
 

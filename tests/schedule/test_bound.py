@@ -21,7 +21,7 @@ def test_no_schedule_of_a_random_graph_is_shorter(seed: int) -> None:
 
 
 def test_a_worker_that_waits_for_its_second_chunk_bounds_the_makespan() -> None:
-    """Workers 0 to 3 in a V; a head makes worker 0's second chunk the longest, and it comes 7 forwards late."""
+    """Ranks 0 to 3 in a V; a head makes rank 0's second chunk the longest, and it comes 7 forwards late."""
     graph = chunked(4, 2, 4, schedule="zbv", times=(0.5, 0.5, 0.5))
     *others, last = graph.nodes
     headed = replace(last, forward_cost=0.8, backward_cost=1.6, weight_cost=0.8)
@@ -32,31 +32,31 @@ def test_a_worker_that_waits_for_its_second_chunk_bounds_the_makespan() -> None:
 
 
 def test_a_slow_stage_in_front_sets_the_pace_behind_it() -> None:
-    """``slow`` on worker 0, ``fast`` on worker 1, forward only: the last microbatch is there after 5 * 3."""
+    """``slow`` on rank 0, ``fast`` on rank 1, forward only: the last microbatch is there after 5 * 3."""
     nodes = [
-        Node(stage=stage, worker=worker, microbatches=tuple(range(5)), forward_cost=cost, backward_cost=0.0)
-        for worker, (stage, cost) in enumerate([("slow", 3.0), ("fast", 1.0)])
+        Node(stage=stage, rank=rank, microbatches=tuple(range(5)), forward_cost=cost, backward_cost=0.0)
+        for rank, (stage, cost) in enumerate([("slow.0", 3.0), ("fast.0", 1.0)])
     ]
-    assert lower_bound(Graph(tuple(nodes), (("slow", "fast"),))) == 5 * 3 + 1
+    assert lower_bound(Graph(tuple(nodes), (("slow.0", "fast.0"),))) == 5 * 3 + 1
 
 
 def test_replicas_of_an_encoder_deliver_side_by_side() -> None:
-    """Two replicas of an encoder on workers 0 and 1, the language model on worker 2: the sixth comes after three."""
+    """Two replicas of an encoder on ranks 0 and 1, the language model on rank 2: the sixth comes after three."""
     nodes = [
         Node(
-            stage="encoder",
-            worker=worker,
-            microbatches=tuple(range(worker, 6, 2)),
+            stage="encoder.0",
+            rank=rank,
+            microbatches=tuple(range(rank, 6, 2)),
             forward_cost=4.0,
             backward_cost=0.0,
-            replica=worker,
+            replica=rank,
         )
-        for worker in range(2)
+        for rank in range(2)
     ]
     language = Node(
-        stage="language", worker=2, microbatches=tuple(range(6)), forward_cost=1.0, backward_cost=1.0, weight_cost=0.0
+        stage="language.0", rank=2, microbatches=tuple(range(6)), forward_cost=1.0, backward_cost=1.0, weight_cost=0.0
     )
-    graph = Graph((*nodes, language), (("encoder", "language"),))
+    graph = Graph((*nodes, language), (("encoder.0", "language.0"),))
     assert lower_bound(graph) == 3 * 4 + 2 * (1 + 1)  # the last two arrive together
     assert simulate(build("auto", graph), graph).makespan == lower_bound(graph)
 
@@ -75,7 +75,7 @@ def test_frozen_stages_leave_the_way_back_out(stages: int) -> None:
     nodes = [
         Node(
             stage=f"language.{index}",
-            worker=index,
+            rank=index,
             microbatches=(0, 1),
             backward_cost=2.0 if index == stages - 1 else 0.0,
         )

@@ -32,8 +32,8 @@ from .graphs import chain, interleaved, random_graph, tree
 
 
 def _warm_ups(schedule: Schedule) -> list[int]:
-    """For each worker the number of forwards before the first backward."""
-    kinds = [[action.kind for action in schedule[worker]] for worker in sorted(schedule)]
+    """For each rank the number of forwards before the first backward."""
+    kinds = [[action.kind for action in schedule[rank]] for rank in sorted(schedule)]
     return [worker_kinds.index(Kind.B) for worker_kinds in kinds]
 
 
@@ -61,7 +61,7 @@ def test_after_the_warm_up_forwards_and_backwards_alternate() -> None:
 
 def test_gpipe_runs_all_forwards_of_a_worker_first() -> None:
     colocated = Graph(
-        tuple(Node(stage=f"language.{i}", worker=i % 2, microbatches=(0, 1, 2)) for i in range(4)),
+        tuple(Node(stage=f"language.{i}", rank=i % 2, microbatches=(0, 1, 2)) for i in range(4)),
         chain(4, 1).edges,
     )
     assert _warm_ups(build("gpipe", colocated)) == [6, 6]
@@ -107,14 +107,14 @@ def test_frozen_encoder_runs_ahead_and_never_backward() -> None:
 
 
 def test_limits_scale_with_the_terminal_replicas_that_an_instance_serves() -> None:
-    """vision: a worker for both language replicas; audio: 4 workers; language: 2 replicas of 2 stages."""
+    """vision: a rank for both language replicas; audio: 4 ranks; language: 2 replicas of 2 stages."""
     order = interleaved(2, 8)
-    nodes = [Node(stage="vision.0", worker=0, microbatches=order)]
-    nodes += [Node(stage="audio.0", worker=1 + r, microbatches=order[r::4], replica=r) for r in range(4)]
+    nodes = [Node(stage="vision.0", rank=0, microbatches=order)]
+    nodes += [Node(stage="audio.0", rank=1 + r, microbatches=order[r::4], replica=r) for r in range(4)]
     nodes += [
         Node(
             stage=f"language.{i}",
-            worker=5 + 2 * r + i,
+            rank=5 + 2 * r + i,
             microbatches=tuple(range(8 * r, 8 * r + 8)),
             replica=r,
         )
@@ -130,12 +130,12 @@ def test_limits_scale_with_the_terminal_replicas_that_an_instance_serves() -> No
 
 
 def test_shared_encoder_keeps_its_replicas_as_busy_as_an_own_one() -> None:
-    """vision: worker 0, twice as fast, for both replicas; language: 2 replicas of 2 stages."""
-    nodes = [Node(stage="vision.0", worker=0, microbatches=interleaved(2, 8), forward_cost=0.5, backward_cost=1)]
+    """vision: rank 0, twice as fast, for both replicas; language: 2 replicas of 2 stages."""
+    nodes = [Node(stage="vision.0", rank=0, microbatches=interleaved(2, 8), forward_cost=0.5, backward_cost=1)]
     nodes += [
         Node(
             stage=f"language.{i}",
-            worker=1 + 2 * r + i,
+            rank=1 + 2 * r + i,
             microbatches=tuple(range(8 * r, 8 * r + 8)),
             replica=r,
         )
@@ -162,10 +162,10 @@ def test_schedules_of_random_graphs_validate(name: str, seed: int) -> None:
 def test_held_activations_of_random_graphs_stay_within_the_limit_plus_one_for_each_stage(seed: int) -> None:
     graph = random_graph(Random(seed))
     peaks = {name: simulate(build(name, graph), graph).peak_activations for name in ("zero_bubble", "zbv")}
-    for worker, limit in held_limits(graph).items():
-        stages = len(graph.stages_of(worker))
+    for rank, limit in held_limits(graph).items():
+        stages = len(graph.stages_of(rank))
         bound = limit if stages == 1 else limit + stages
-        assert all(peak[worker] <= bound for peak in peaks.values())
+        assert all(peak[rank] <= bound for peak in peaks.values())
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -225,10 +225,10 @@ def test_unknown_schedule_is_refused_with_the_nearest_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "workers"), [("interleaved", [0, 1, 2, 0, 1, 2]), ("zbv", [0, 1, 2, 2, 1, 0]), ("1f1b", [0, 1, 2] * 2)]
+    ("schedule", "ranks"), [("interleaved", [0, 1, 2, 0, 1, 2]), ("zbv", [0, 1, 2, 2, 1, 0]), ("1f1b", [0, 1, 2] * 2)]
 )
-def test_stages_are_placed_round_after_round_or_in_a_v(schedule: str, workers: list[int]) -> None:
-    assert place(schedule, 6, 3) == workers
+def test_stages_are_placed_round_after_round_or_in_a_v(schedule: str, ranks: list[int]) -> None:
+    assert place(schedule, 6, 3) == ranks
 
 
 def test_nothing_here_imports_torch() -> None:

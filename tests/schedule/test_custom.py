@@ -22,7 +22,7 @@ from lightning_mm5d.schedule import (
 from .graphs import chain, chunked, random_graph
 
 _TABLE = """\
-worker, actions
+rank, actions
 0, F0, F1, B0, B1  # the first stage
 1, F0, I0
 1, F1, I1, W0, W1,,
@@ -52,10 +52,10 @@ def test_chunks_are_counted_along_the_pipeline() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0,F0,X0\n1,F0,B0\n", r"line 1: got 'X0'.*worker 0, which has language\.0, is F, B, I or W.*instance F0\."),
-        ("\n7,F0\n", r"line 2: got 'worker|got '7' as the worker.*Use one of 0, 1"),
+        ("0,F0,X0\n1,F0,B0\n", r"line 1: got 'X0'.*rank 0, which has language\.0, is F, B, I or W.*instance F0\."),
+        ("\n7,F0\n", r"line 2: got 'rank|got '7' as the rank.*Use one of 0, 1"),
         ("0,F0.1,B0\n", r"got 'F0\.1'"),
-        ("0,F0,B0\n1,F0\n", r"worker 1: B\(language\.1, 0\) is missing"),
+        ("0,F0,B0\n1,F0\n", r"rank 1: B\(language\.1, 0\) is missing"),
         ("0,F0,B0\n1,B0,F0\n", r"Deadlock"),
     ],
 )
@@ -87,5 +87,5 @@ def test_a_function_that_forgets_a_worker_is_refused() -> None:
     def forgetful(graph: Graph) -> Schedule:
         return {0: build("1f1b", graph)[0]}
 
-    with pytest.raises(ScheduleError, match=r"worker 1: F\(language\.1, 0\) is missing"):
+    with pytest.raises(ScheduleError, match=r"rank 1: F\(language\.1, 0\) is missing"):
         build(forgetful, chain(2, 2))

@@ -17,25 +17,25 @@ def test_neighbours_follow_the_edges() -> None:
 
 
 def test_distance_to_end_is_the_longest_path() -> None:
-    nodes = (*chain(3, 1).nodes, Node(stage="vision.0", worker=3, microbatches=(0,)))
+    nodes = (*chain(3, 1).nodes, Node(stage="vision.0", rank=3, microbatches=(0,)))
     edges = (*chain(3, 1).edges, ("vision.0", "language.0"), ("vision.0", "language.2"))
     graph = Graph(nodes, edges)
     assert [graph.distance_to_end(stage) for stage in graph.stages] == [2, 1, 0, 3]
 
 
 def test_node_of_finds_the_instance_that_works_on_a_microbatch() -> None:
-    halves = tuple(Node(stage="language.0", worker=r, microbatches=(2 * r, 2 * r + 1), replica=r) for r in (0, 1))
+    halves = tuple(Node(stage="language.0", rank=r, microbatches=(2 * r, 2 * r + 1), replica=r) for r in (0, 1))
     graph = Graph(halves, ())
-    assert [graph.node_of("language.0", m).worker for m in range(4)] == [0, 0, 1, 1]
+    assert [graph.node_of("language.0", m).rank for m in range(4)] == [0, 0, 1, 1]
     assert graph.instances("language.0") == halves
 
 
 def test_microbatches_come_in_the_order_that_all_instances_keep() -> None:
     graph = Graph(
         (
-            Node(stage="vision.0", worker=0, microbatches=(2, 0, 3, 1)),
-            Node(stage="language.0", worker=1, microbatches=(0, 1)),
-            Node(stage="language.0", worker=2, microbatches=(2, 3), replica=1),
+            Node(stage="vision.0", rank=0, microbatches=(2, 0, 3, 1)),
+            Node(stage="language.0", rank=1, microbatches=(0, 1)),
+            Node(stage="language.0", rank=2, microbatches=(2, 3), replica=1),
         ),
         (("vision.0", "language.0"),),
     )
@@ -50,7 +50,7 @@ def test_weight_gradients_take_half_where_a_gradient_is_passed_on_and_all_where_
 
 
 def test_a_frozen_stage_that_passes_gradients_on_runs_its_backward_whole() -> None:
-    frozen = Node(stage="b.0", worker=1, microbatches=(0,), backward_cost=1.0, weight_cost=0.0)
+    frozen = Node(stage="b.0", rank=1, microbatches=(0,), backward_cost=1.0, weight_cost=0.0)
     graph = Graph((_node("a.0", 0, 0), frozen), (("a.0", "b.0"),))
     assert not graph.splits(frozen)
 
@@ -62,13 +62,13 @@ def test_stages_of_a_worker_come_in_the_order_of_the_pipeline() -> None:
 
 
 def test_refuses_a_weight_cost_beyond_the_backward_cost() -> None:
-    node = Node(stage="a.0", worker=0, microbatches=(0,), backward_cost=1.0, weight_cost=1.5)
+    node = Node(stage="a.0", rank=0, microbatches=(0,), backward_cost=1.0, weight_cost=1.5)
     with pytest.raises(ValueError, match=r"weight_cost is 1\.5.*backward_cost, which is 1\.0"):
         Graph((node,), ())
 
 
-def _node(stage: str, worker: int, *microbatches: int, backward_cost: float = 2.0) -> Node:
-    return Node(stage=stage, worker=worker, microbatches=microbatches, backward_cost=backward_cost)
+def _node(stage: str, rank: int, *microbatches: int, backward_cost: float = 2.0) -> Node:
+    return Node(stage=stage, rank=rank, microbatches=microbatches, backward_cost=backward_cost)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def _node(stage: str, worker: int, *microbatches: int, backward_cost: float = 2.
         ([_node("a.0", 0, 0), _node("a.0", 1, 0)], [], r"2 of its instances work on microbatch 0"),
         ([_node("a.0", 0, 0), _node("b.0", 1, 0, 1)], [], r"a\.0: 0 of its instances work on microbatch 1"),
         ([_node("a.0", 0, 0, 0)], [], r"a\.0: 2 of its instances work on microbatch 0"),
-        ([_node("a.0", 0, 0), _node("a.0", 0, 1)], [], r"worker 0 has 2 instances"),
+        ([_node("a.0", 0, 0), _node("a.0", 0, 1)], [], r"rank 0 has 2 instances"),
         ([_node("a.0", 0, 0, 1), _node("b.0", 1, 1, 0)], [], r"put the microbatches \[.*\] in a circle"),
         (
             [_node("a.0", 0, 0), _node("b.0", 1, 0, backward_cost=0)],

@@ -17,7 +17,7 @@ from .graphs import chain, random_graph
 def test_every_mixture_of_rules_can_be_executed(seed: int) -> None:
     graph = random_graph(Random(seed))
     pipeline = Pipeline(graph)
-    held = dict.fromkeys(graph.workers, 3)
+    held = dict.fromkeys(graph.ranks, 3)
     for split, eager, lazy, patience in product((True, False), (True, False), (True, False), (0.0, 0.5)):
         rules = Rules(held=held, split=split, eager=eager, lazy=lazy, patience=patience, stretch=(1.2, 1.4))
         played = pipeline.play(rules)

@@ -11,23 +11,21 @@ from .graphs import case, chain, chunked
 
 
 @pytest.mark.parametrize("times", [(1.0, 1.0, 1.0), (2.0, 1.5, 0.5)])
-@pytest.mark.parametrize(
-    ("workers", "chunks", "microbatches"), [(2, 2, 4), (4, 2, 8), (4, 3, 16), (8, 2, 32), (4, 4, 8)]
-)
+@pytest.mark.parametrize(("ranks", "chunks", "microbatches"), [(2, 2, 4), (4, 2, 8), (4, 3, 16), (8, 2, 32), (4, 4, 8)])
 def test_chain_reaches_the_known_bubble(
-    workers: int, chunks: int, microbatches: int, times: tuple[float, float, float]
+    ranks: int, chunks: int, microbatches: int, times: tuple[float, float, float]
 ) -> None:
-    graph = chunked(workers, chunks, microbatches, times=times)
+    graph = chunked(ranks, chunks, microbatches, times=times)
     work = chunks * microbatches * sum(times)
-    assert simulate(build("interleaved", graph), graph).makespan == pytest.approx(work + (workers - 1) * sum(times))
+    assert simulate(build("interleaved", graph), graph).makespan == pytest.approx(work + (ranks - 1) * sum(times))
 
 
-@pytest.mark.parametrize(("workers", "chunks"), [(4, 2), (4, 3)])
-def test_warm_up_is_megatrons(workers: int, chunks: int) -> None:
-    schedule = build("interleaved", chunked(workers, chunks, 4 * workers))
-    for rank in range(workers):
+@pytest.mark.parametrize(("ranks", "chunks"), [(4, 2), (4, 3)])
+def test_warm_up_is_megatrons(ranks: int, chunks: int) -> None:
+    schedule = build("interleaved", chunked(ranks, chunks, 4 * ranks))
+    for rank in range(ranks):
         first_backward = [action.kind for action in schedule[rank]].index(Kind.B)
-        assert first_backward == 2 * (workers - rank - 1) + (chunks - 1) * workers + 1
+        assert first_backward == 2 * (ranks - rank - 1) + (chunks - 1) * ranks + 1
 
 
 def test_chunks_take_turns_of_as_many_microbatches_as_there_are_workers() -> None:

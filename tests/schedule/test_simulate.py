@@ -44,7 +44,7 @@ def test_gradients_arrive_after_the_input_half_and_activations_stay_until_the_we
 def test_bubble_of_a_chain_is_the_textbook_share() -> None:
     graph = chain(4, 12)
     bubble = simulate(build("1f1b", graph), graph).bubble
-    assert bubble == {worker: pytest.approx(3 / (12 + 3)) for worker in range(4)}
+    assert bubble == {rank: pytest.approx(3 / (12 + 3)) for rank in range(4)}
 
 
 def test_messages_delay_their_receiver_only() -> None:
@@ -82,5 +82,5 @@ def test_no_microbatches_take_no_time() -> None:
 def test_deadlock_is_refused() -> None:
     graph = Graph(chain(1, 1).nodes, ())
     backward_first = [Action(Kind.B, "language.0", 0), Action(Kind.F, "language.0", 0)]
-    with pytest.raises(ScheduleError, match="Deadlock: worker 0 at B"):
+    with pytest.raises(ScheduleError, match="Deadlock: rank 0 at B"):
         simulate({0: backward_first}, graph)

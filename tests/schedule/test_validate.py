@@ -67,23 +67,23 @@ def _overtake_backward(schedule: Schedule) -> None:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (_drop, r"worker 0: B\(language\.0, 1\) is missing"),
-        (_double, r"worker 1: F\(language\.1, 0\) appears 2 times"),
-        (_move, r"worker 0: B\(language\.1, 1\) belongs to worker 1"),
-        (_invent, r"worker 0: F\(language\.0, 7\) has no place"),
-        (_backward_first, r"Deadlock: .*worker 1 at B\(language\.1, 0\) waits for F\(language\.1, 0\)"),
+        (_drop, r"rank 0: B\(language\.0, 1\) is missing"),
+        (_double, r"rank 1: F\(language\.1, 0\) appears 2 times"),
+        (_move, r"rank 0: B\(language\.1, 1\) belongs to rank 1"),
+        (_invent, r"rank 0: F\(language\.0, 7\) has no place"),
+        (_backward_first, r"Deadlock: .*rank 1 at B\(language\.1, 0\) waits for F\(language\.1, 0\)"),
         (
             _circular,
-            r"worker 0 at B\(language\.0, 0\) waits for B\(language\.1, 0\); "
-            r"worker 1 at F\(language\.1, 1\) waits for F\(language\.0, 1\)",
+            r"rank 0 at B\(language\.0, 0\) waits for B\(language\.1, 0\); "
+            r"rank 1 at F\(language\.1, 1\) waits for F\(language\.0, 1\)",
         ),
         (
             _overtake_forward,
-            r"F from language\.0 on worker 0 to language\.1 on worker 1: .*\[0, 1\].*\[1, 0\]",
+            r"F from language\.0 on rank 0 to language\.1 on rank 1: .*\[0, 1\].*\[1, 0\]",
         ),
         (
             _overtake_backward,
-            r"B from language\.1 on worker 1 to language\.0 on worker 0: .*\[1, 0\].*\[0, 1\]",
+            r"B from language\.1 on rank 1 to language\.0 on rank 0: .*\[1, 0\].*\[0, 1\]",
         ),
     ],
 )
@@ -121,8 +121,8 @@ def test_forward_only_refuses_backwards() -> None:
 
 
 def test_order_is_free_between_stages_of_one_worker() -> None:
-    """language.0 and language.1 share worker 0: nothing is sent, so nothing can overtake."""
-    nodes = tuple(Node(stage=f"language.{i}", worker=0, microbatches=(0, 1)) for i in range(2))
+    """language.0 and language.1 share rank 0: nothing is sent, so nothing can overtake."""
+    nodes = tuple(Node(stage=f"language.{i}", rank=0, microbatches=(0, 1)) for i in range(2))
     graph = Graph(nodes, (("language.0", "language.1"),))
     actions = [_f(0, 0), _f(0, 1), _f(1, 1), _f(1, 0), _b(1, 0), _b(1, 1), _b(0, 1), _b(0, 0)]
     validate({0: actions}, graph)
@@ -155,7 +155,7 @@ def test_a_backward_may_run_in_halves_for_some_microbatches_and_whole_for_others
         ([_f(0, 0), *_halves(0, 0), _b(0, 0)], r"B\(language\.0, 0\) appears beside I\(language\.0, 0\) and W"),
         ([_f(0, 0), _halves(0, 0)[0]], r"W\(language\.0, 0\) is missing"),
         ([_f(0, 0), _halves(0, 0)[1]], r"I\(language\.0, 0\) is missing"),
-        ([_f(0, 0), *reversed(_halves(0, 0))], r"Deadlock: worker 0 at W\(language\.0, 0\) waits for B"),
+        ([_f(0, 0), *reversed(_halves(0, 0))], r"Deadlock: rank 0 at W\(language\.0, 0\) waits for B"),
     ],
 )
 def test_refuses_halves_that_are_alone_doubled_or_in_the_wrong_order(actions: list[Action], message: str) -> None:
@@ -168,7 +168,7 @@ def test_weight_gradients_may_run_in_any_order_but_input_gradients_may_not() -> 
     (i0, w0), (i1, w1) = _halves(1, 0), _halves(1, 1)
     first = [_f(0, 0), _f(0, 1), _b(0, 0), _b(0, 1)]
     validate({0: first, 1: [_f(1, 0), _f(1, 1), i0, i1, w1, w0]}, graph)
-    with pytest.raises(ScheduleError, match=r"B from language\.1 on worker 1 to language\.0"):
+    with pytest.raises(ScheduleError, match=r"B from language\.1 on rank 1 to language\.0"):
         validate({0: first, 1: [_f(1, 0), _f(1, 1), i1, i0, w1, w0]}, graph)
 
 

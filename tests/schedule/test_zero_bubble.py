@@ -14,27 +14,27 @@ _SIZES = [(2, 4), (4, 8), (4, 24), (8, 16), (8, 64), (16, 32)]
 
 
 @pytest.mark.parametrize("times", _TIMES)
-@pytest.mark.parametrize(("workers", "microbatches"), _SIZES)
+@pytest.mark.parametrize(("ranks", "microbatches"), _SIZES)
 def test_bubble_of_a_chain_is_at_most_1_05_of_the_theoretical_one(
-    workers: int, microbatches: int, times: tuple[float, float, float]
+    ranks: int, microbatches: int, times: tuple[float, float, float]
 ) -> None:
-    graph = chunked(workers, 1, microbatches, times=times)
+    graph = chunked(ranks, 1, microbatches, times=times)
     schedule = build("zero_bubble", graph)
     validate(schedule, graph)
     makespan = simulate(schedule, graph).makespan
     forward, inputs, weights = times
     work = microbatches * sum(times)
-    idle = (workers - 1) * max(forward + inputs - weights, forward)
+    idle = (ranks - 1) * max(forward + inputs - weights, forward)
     assert 1 - work / makespan <= 1.05 * idle / (work + idle)
 
 
-@pytest.mark.parametrize(("workers", "microbatches"), _SIZES)
-def test_v_with_equal_times_idles_for_the_first_forwards_only(workers: int, microbatches: int) -> None:
-    graph = chunked(workers, 2, microbatches, schedule="zbv")
+@pytest.mark.parametrize(("ranks", "microbatches"), _SIZES)
+def test_v_with_equal_times_idles_for_the_first_forwards_only(ranks: int, microbatches: int) -> None:
+    graph = chunked(ranks, 2, microbatches, schedule="zbv")
     schedule = build("zbv", graph)
     validate(schedule, graph)
     makespan = simulate(schedule, graph).makespan
-    work, idle = 2 * microbatches * 3, workers - 1
+    work, idle = 2 * microbatches * 3, ranks - 1
     assert 1 - work / makespan <= 1.05 * idle / (work + idle)
 
 
@@ -45,11 +45,11 @@ def test_v_idles_less_than_one_chunk_does(times: tuple[float, float, float]) -> 
     assert simulate(build("zbv", two), two).makespan < simulate(build("zero_bubble", one), one).makespan
 
 
-@pytest.mark.parametrize(("workers", "microbatches"), _SIZES)
-def test_no_worker_holds_more_than_the_first_one_under_1f1b(workers: int, microbatches: int) -> None:
-    one, two = chunked(workers, 1, microbatches), chunked(workers, 2, microbatches, schedule="zbv")
+@pytest.mark.parametrize(("ranks", "microbatches"), _SIZES)
+def test_no_worker_holds_more_than_the_first_one_under_1f1b(ranks: int, microbatches: int) -> None:
+    one, two = chunked(ranks, 1, microbatches), chunked(ranks, 2, microbatches, schedule="zbv")
     first = simulate(build("1f1b", one), one).peak_activations[0]
-    assert held_limits(one) == dict.fromkeys(range(workers), workers)
+    assert held_limits(one) == dict.fromkeys(range(ranks), ranks)
     assert max(simulate(build("zero_bubble", one), one).peak_activations.values()) <= first
     assert max(simulate(build("zbv", two), two).peak_activations.values()) <= 2 * first  # chunks are half as large
 
@@ -65,6 +65,6 @@ def test_only_stages_that_train_and_pass_gradients_on_run_halves() -> None:
     graph = case(6, frozen=("audio", "language"), **modalities)
     schedule = build("zero_bubble", graph)
     validate(schedule, graph)
-    kinds = {worker: {action.kind for action in actions} for worker, actions in schedule.items()}
+    kinds = {rank: {action.kind for action in actions} for rank, actions in schedule.items()}
     whole, halves = {Kind.F, Kind.B}, {Kind.F, Kind.I, Kind.W}
     assert kinds == {0: {Kind.F}, 1: whole, 2: halves, 3: whole, 4: whole}

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_mm5d import Modality
 from lightning_mm5d.gradients.gradients import Rows, Summed, counted_of, make_gradients, sum_groups, sums_of
+from lightning_mm5d.plan.ownership import Ownership
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.shards import Segment, Shard
 from lightning_mm5d.tensor_parallel.resolve import Division
@@ -36,10 +37,10 @@ LAYOUTS: dict[str, tuple[int, int, int, dict[str, int]]] = {
 def made_up(plan: Plan, module: L.LightningModule, name: str, rank: int) -> Tensor:
     """The gradient of `name` on `rank` before the sum, of its part; what is whole is alike within a replica."""
     shape, shard = [*module.get_parameter(name).shape], plan.division.shards.get(name)
-    replica = min(min(one) for stage in plan.members for one in plan.instances(stage) if rank in one)
+    replica = min(min(one) for stage in plan.topology.members for one in plan.topology.instances(stage) if rank in one)
     alike = shard is None and name not in plan.division.shared
     if shard is not None:
-        shape[shard.dim] = shard.lengths[plan.part_of(name, rank)]
+        shape[shard.dim] = shard.lengths[plan.ownership.part_of(name, rank)]
     generator = torch.Generator().manual_seed(1000 * (replica if alike else rank) + list(plan.sizes).index(name))
     return torch.randn(shape, dtype=torch.float64, generator=generator)
 
@@ -47,8 +48,8 @@ def made_up(plan: Plan, module: L.LightningModule, name: str, rank: int) -> Tens
 def expected_sum(plan: Plan, module: L.LightningModule, name: str) -> Tensor:
     """The whole gradient: each element is summed over the instances that have it, or over the ranks that share it."""
     whole, shard = torch.zeros_like(module.get_parameter(name)), plan.division.shards.get(name)
-    stages = dict.fromkeys(plan.stage_of[owner] for owner in plan.partition.owners[name])
-    for ranks in (ranks for stage in stages for ranks in plan.instances(stage)):
+    stages = dict.fromkeys(plan.topology.stage_of[owner] for owner in plan.partition.owners[name])
+    for ranks in (ranks for stage in stages for ranks in plan.topology.instances(stage)):
         for index, rank in enumerate(ranks):
             grad = made_up(plan, module, name, rank)
             if shard is not None:
@@ -89,7 +90,7 @@ def test_sums_and_norms_are_those_of_one_process(layout: str) -> None:
         torch.testing.assert_close(torch.stack(found), torch.stack(norms), rtol=1e-12, atol=0)
         for name, grad in grads.items():
             shard = plan.division.shards.get(name)
-            expected = wholes[name] if shard is None else shard.cut(wholes[name], plan.part_of(name, rank))
+            expected = wholes[name] if shard is None else shard.cut(wholes[name], plan.ownership.part_of(name, rank))
             torch.testing.assert_close(grad, expected, rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
             seen.add(name)
     assert seen == set(wholes)
@@ -272,7 +273,7 @@ def test_every_sum_has_a_group(layout: str) -> None:
 
 def test_parameters_of_one_kind_are_planned_once() -> None:
     _, plan = model_plan(4, 4, 1, tp_size=2, dp_size=2)
-    with patch.object(Plan, "holders", autospec=True, side_effect=Plan.holders) as holders:
+    with patch.object(Ownership, "holders", autospec=True, side_effect=Ownership.holders) as holders:
         sum_groups(plan)
         sums_of(plan, 0)
     kinds = 4  # fused by rows, by columns, output projections, tables; the norms and biases are whole

@@ -173,7 +173,7 @@ def main(folder: Path) -> None:
 def script(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], int]:
     """What the process that called `fit` reports, and how many processes ran the script."""
     folder = tmp_path_factory.mktemp("script")
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     set_by_others = ("LOCAL_RANK", "WORLD_SIZE", "PL_GLOBAL_SEED")
     clean = {key: value for key, value in os.environ.items() if key not in set_by_others}
     log = folder / "log"

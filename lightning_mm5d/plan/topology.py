@@ -1,0 +1,152 @@
+"""Which rank runs which stages, and which stage feeds which: a layout and a partition put together.
+
+Modalities that share all their ranks and have one stage each run as one stage; nothing crosses between them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from lightning_mm5d.config.modality import Modality
+from lightning_mm5d.layout import Layout
+from lightning_mm5d.partition import Partition, StageCut
+from lightning_mm5d.schedule import pp_rank_of
+from lightning_mm5d.schedule.stage_key import StageKey
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The stages, their ranks and their edges.
+
+    Args:
+        layout: which rank is where.
+        partition: what is cut where.
+        modalities: the configuration.
+        v_shaped: whether model chunks go down the ranks and up again (``zbv``) instead of round and round.
+    """
+
+    layout: Layout
+    partition: Partition
+    modalities: Mapping[str, Modality]
+    v_shaped: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank has all of the module, unsharded."""
+        return len(self.members) == 1 and len(self.instances(self.last_stage)[0]) == 1
+
+    @cached_property
+    def members(self) -> dict[StageKey, tuple[StageKey, ...]]:
+        """For each stage, the stages of the partition that run as this one."""
+        found: dict[StageKey, list[StageKey]] = {}
+        for name, cuts in self.partition.stages.items():
+            owner = next(
+                other for other in self.layout.modalities if other == name or self.layout.same_ranks(other, name)
+            )
+            for cut in cuts:
+                found.setdefault(StageKey(owner, cut.index), []).append(cut.name)
+        return {key: tuple(names) for key, names in found.items()}
+
+    @cached_property
+    def stage_of(self) -> dict[StageKey, StageKey]:
+        """The stage that runs each stage of the partition."""
+        return {member: key for key, members in self.members.items() for member in members}
+
+    @cached_property
+    def last_stage(self) -> StageKey:
+        """The stage that computes the loss."""
+        return self.stage_of[self.partition.stages[self.partition.loss_modality][-1].name]
+
+    @cached_property
+    def consumes(self) -> dict[StageKey, frozenset[str]]:
+        """For each stage, the encoders whose results it is sent."""
+        found: dict[StageKey, set[str]] = {}
+        loss_modality = [cut.name for cut in self.partition.stages[self.partition.loss_modality]]
+        for name, encoder in self.partition.encoders.items():
+            feeds: Literal["first", "all"] | list[int] = self.modalities[name].feeds
+            if feeds == "first":
+                targets = [loss_modality[-1] if encoder.used_late else loss_modality[0]]
+            else:
+                targets = loss_modality if feeds == "all" else [loss_modality[index] for index in feeds]
+            for target in targets:
+                if self.stage_of[target] != self.stage_of[self.partition.stages[name][-1].name]:
+                    found.setdefault(self.stage_of[target], set()).add(name)
+        return {key: frozenset(names) for key, names in found.items()}
+
+    @cached_property
+    def edges(self) -> tuple[tuple[StageKey, StageKey], ...]:
+        """Who feeds whom."""
+        found: list[tuple[StageKey, StageKey]] = []
+        for cuts in self.partition.stages.values():
+            keys = [self.stage_of[cut.name] for cut in cuts]
+            found += itertools.pairwise(keys)
+        for target, names in self.consumes.items():
+            found += [(self.stage_of[self.partition.stages[name][-1].name], target) for name in names]
+        return tuple(sorted(set(found)))
+
+    def ranks_of(self, stage: StageKey) -> tuple[int, ...]:
+        """The ranks of a stage: of its instances, one after the other."""
+        return tuple(rank for ranks in self.instances(stage) for rank in ranks)
+
+    def instances(self, stage: StageKey) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each instance of a stage, by replica; those of one share its layers and act alike.
+
+        Tensor parallel ranks run fastest among them, then context parallel ones.
+        """
+        pp = self.pp_of(stage.modality, stage.number)
+        replicas = range(self.layout.sizes(stage.modality).dp)
+        return tuple(self.layout.ranks_of(stage.modality, pp=pp, dp=dp) for dp in replicas)
+
+    @cached_property
+    def lead_of_rank(self) -> dict[int, int]:
+        """For each rank, the rank that stands for it in a schedule: the first of those that act in one order.
+
+        Ranks that share the layers of a stage act in one order; so do colocated modalities whose groups overlap.
+        """
+        found = {rank: rank for rank in range(self.layout.size)}
+        for ranks in (ranks for stage in self.members for ranks in self.instances(stage) if len(ranks) > 1):
+            joined = {found[rank] for rank in ranks}
+            found = {rank: min(joined) if lead in joined else lead for rank, lead in found.items()}
+        return found
+
+    def ranks_at(self, stage: StageKey, replica: int, index: int) -> tuple[int, ...]:
+        """The ranks that run a stage on a microbatch.
+
+        Args:
+            stage: its key.
+            replica: of the loss modality.
+            index: of the microbatch in that replica's batch.
+        """
+        return self.instances(stage)[self.layout.instance_of(stage.modality, replica, index)]
+
+    def pp_of(self, modality: str, index: int) -> int:
+        """The pipeline rank of a stage: in turn, or there and back where the schedule is V-shaped."""
+        return pp_rank_of(index, self.layout.sizes(modality).pp, v_shaped=self.v_shaped)
+
+    def cuts_at(self, modality: str, pp: int) -> tuple[StageCut, ...]:
+        """The stages of a modality on one of its pipeline ranks."""
+        return tuple(cut for cut in self.partition.stages[modality] if self.pp_of(modality, cut.index) == pp)
+
+    def stages_of(self, rank: int) -> tuple[StageKey, ...]:
+        """The stages of one rank."""
+        return tuple(key for key in self.members if rank in self.ranks_of(key))
+
+    def component(self, rank: int) -> tuple[int, ...]:
+        """The replicas whose microbatches `rank` depends on, directly or through encoders that serve several."""
+        found = set(self.layout.replicas_of_rank(rank))
+        while True:
+            more = {
+                share.replica
+                for name in self.layout.modalities
+                for dp in range(self.layout.sizes(name).dp)
+                for served in [self.layout.serves(name, dp)]
+                if found.intersection(share.replica for share in served)
+                for share in served
+            }
+            if more <= found:
+                return tuple(sorted(found))
+            found |= more
