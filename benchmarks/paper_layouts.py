@@ -210,16 +210,16 @@ def ours(model: Model, ranks: Ranks) -> Iterator[Placed]:
                 name: replace(_pipeline(cut(model.rows[name], depth, model.trained, False)), colocate_with=language)
                 for name, depth in zip(encoders, several, strict=True)
             }
-    for layout, guests in layouts.items():
-        own = ranks.stages - sum(modality.own_ranks_per_replica for modality in guests.values())
+    for layout, colocated in layouts.items():
+        own = ranks.stages - sum(modality.own_ranks_per_replica for modality in colocated.values())
         for chunks, v_shaped in [*((chunks, False) for chunks in _CHUNKS), (2, True)]:
             if own * chunks > len(row) - 2 or (own == 1 and chunks > 1):
                 continue
             sizes = cut(row, own * chunks, model.trained, _any_trained(model, encoders, model.trained))
             if layout == "search" and chunks == 1:
-                modalities = {**guests, language: found[language]}
+                modalities = {**colocated, language: found[language]}
             else:
-                modalities = {**guests, language: replace(_pipeline(sizes), pp_size=own, pp_chunks=chunks)}
+                modalities = {**colocated, language: replace(_pipeline(sizes), pp_size=own, pp_chunks=chunks)}
             plan = plan_of(model, modalities, ranks, v_shaped=v_shaped)
             yield placed(f"{layout}, {'V' if v_shaped else chunks}", model, plan, ranks)
 

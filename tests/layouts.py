@@ -28,19 +28,19 @@ def numbers(text: str) -> list[int]:
 
 
 def random_modalities(rng: random.Random) -> dict[str, Modality]:
-    """One host or more, any of them with replicas left unset, and sometimes guests; may be impossible."""
+    """One owner or more, some with replicas left unset, and sometimes colocated modalities; may be impossible."""
 
     def sizes() -> dict[str, int]:
         return {"tp_size": rng.choice([1, 2, 3, 4]), "cp_size": rng.choice([1, 2]), "pp_size": rng.choice([1, 2, 3])}
 
-    hosts = [f"host{index}" for index in range(rng.randrange(1, 4))]
-    made = {name: Modality(dp_size=rng.choice([None, None, 1, 2, 4]), **sizes()) for name in hosts}
+    owners = [f"owner{index}" for index in range(rng.randrange(1, 4))]
+    made = {name: Modality(dp_size=rng.choice([None, None, 1, 2, 4]), **sizes()) for name in owners}
     if rng.random() < 0.5:
-        made["guest"] = Modality(colocate_with=rng.choice(hosts), **sizes())
+        made["colocated"] = Modality(colocate_with=rng.choice(owners), **sizes())
     if rng.random() < 0.5:
-        host = rng.choice(hosts)
-        shared = f"{host}.{rng.randrange(made[host].stages)}"
-        made["neighbour"] = replace(made[host], pp_size=rng.choice([1, 2, 3]), colocate_with=shared)
+        owner = rng.choice(owners)
+        shared = f"{owner}.{rng.randrange(made[owner].stages)}"
+        made["neighbour"] = replace(made[owner], pp_size=rng.choice([1, 2, 3]), colocate_with=shared)
     names = rng.sample(list(made), len(made))
     loss_modality = rng.choice(names)
     return {

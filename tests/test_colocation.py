@@ -22,7 +22,7 @@ def refusal(modalities: dict[str, Modality]) -> ConfigError:
 
 
 @pytest.mark.parametrize(
-    ("hosts", "field", "fix"),
+    ("owners", "field", "fix"),
     [
         ({"vision": "vision", "language": None}, "vision", "Use 'language'"),
         ({"vision": "langage", "language": None}, "vision", "Use 'language'"),
@@ -39,15 +39,15 @@ def refusal(modalities: dict[str, Modality]) -> ConfigError:
         ({"vision": "audio", "audio": "x", "language": None}, "vision", "Leave it unset for 'audio'"),
     ],
 )
-def test_refuses_colocation_with_nothing_itself_or_a_chain(hosts: Any, field: str, fix: str) -> None:
-    error = refusal({name: Modality(colocate_with=host) for name, host in hosts.items()})
+def test_refuses_colocation_with_nothing_itself_or_a_chain(owners: Any, field: str, fix: str) -> None:
+    error = refusal({name: Modality(colocate_with=owner) for name, owner in owners.items()})
     assert error.field == f"modalities.{field}.colocate_with"
     assert fix in error.fix
 
 
 def test_a_pipeline_rank_of_another_modality_may_be_shared() -> None:
     modality = Modality(pp_size=3, tp_size=2, colocate_with="language.1")
-    assert modality.host == ("language", 1)
+    assert modality.owner == ("language", 1)
     assert (modality.ranks_per_replica, modality.own_ranks_per_replica) == (6, 4)
     assert Modality(colocate_with="language").own_ranks_per_replica == 0
     assert Modality(pp_size=3).own_ranks_per_replica == 3
@@ -55,7 +55,7 @@ def test_a_pipeline_rank_of_another_modality_may_be_shared() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hosts", "fix"),
+    ("owners", "fix"),
     [
         ({"vision": "langage.0", "language": None}, "Use 'language'"),
         ({"vision": "vision.0", "language": None}, "Use 'language'"),
@@ -66,39 +66,39 @@ def test_a_pipeline_rank_of_another_modality_may_be_shared() -> None:
         ({"vision": "language.0", "language": "vision.0"}, "Leave it unset for 'language'"),
     ],
 )
-def test_refuses_pipeline_ranks_that_are_not_there_or_are_shared_already(hosts: Any, fix: str) -> None:
-    error = refusal({name: Modality(pp_size=2, colocate_with=host) for name, host in hosts.items()})
+def test_refuses_pipeline_ranks_that_are_not_there_or_are_shared_already(owners: Any, fix: str) -> None:
+    error = refusal({name: Modality(pp_size=2, colocate_with=owner) for name, owner in owners.items()})
     assert error.field == "modalities.vision.colocate_with"
     assert fix in error.fix
 
 
 @pytest.mark.parametrize("size", ["tp_size", "cp_size", "dp_size"])
-def test_refuses_a_guest_of_a_pipeline_rank_that_is_divided_unlike_it(size: str) -> None:
-    guest = Modality(**{size: 4}, colocate_with="language.0")
-    error = refusal({"vision": guest, "language": Modality(**{size: 2})})
+def test_refuses_colocation_with_a_pipeline_rank_of_other_sizes(size: str) -> None:
+    colocated = Modality(**{size: 4}, colocate_with="language.0")
+    error = refusal({"vision": colocated, "language": Modality(**{size: 2})})
     assert (error.field, error.got) == (f"modalities.vision.{size}", 4)
     assert error.fix == f"Use {size}=2, or leave colocate_with unset"
 
 
-def test_a_guest_of_a_pipeline_rank_may_leave_its_replicas_unset() -> None:
+def test_a_modality_colocated_with_a_pipeline_rank_may_leave_its_replicas_unset() -> None:
     run({"vision": Modality(colocate_with="language.0"), "language": Modality(dp_size=2)})
     run({"vision": Modality(dp_size=2, colocate_with="language.0"), "language": Modality()})
 
 
-def test_refuses_colocated_sizes_that_do_not_divide_the_hosts_ranks() -> None:
-    guest = Modality(tp_size=5, colocate_with="language")
-    error = refusal({"vision": guest, "language": Modality(dp_size=4, tp_size=2)})
+def test_refuses_colocated_sizes_that_do_not_divide_the_owners_ranks() -> None:
+    colocated = Modality(tp_size=5, colocate_with="language")
+    error = refusal({"vision": colocated, "language": Modality(dp_size=4, tp_size=2)})
     assert error.field == "modalities.vision"
     assert "8 ranks of 'language'" in error.rule
     assert error.fix == "A product of 4 or 8 would fit"
 
 
-def test_refuses_a_colocated_dp_size_that_does_not_fill_the_hosts_ranks() -> None:
-    guest = Modality(dp_size=3, tp_size=2, colocate_with="language")
-    error = refusal({"vision": guest, "language": Modality(dp_size=4, tp_size=2)})
+def test_refuses_a_colocated_dp_size_that_does_not_fill_the_owners_ranks() -> None:
+    colocated = Modality(dp_size=3, tp_size=2, colocate_with="language")
+    error = refusal({"vision": colocated, "language": Modality(dp_size=4, tp_size=2)})
     assert (error.field, error.got) == ("modalities.vision.dp_size", 3)
     assert "dp_size=4" in error.fix
 
 
-def test_colocated_replicas_fill_the_hosts_ranks() -> None:
+def test_colocated_replicas_fill_the_owners_ranks() -> None:
     assert colocated_dp("vision", Modality(tp_size=2, cp_size=2, colocate_with="language"), 12) == 3

@@ -319,7 +319,7 @@ def _needed(modalities: Mapping[str, Modality]) -> int:
     """Ranks of a world in which every modality that does not say otherwise has one replica."""
 
     def replicas(name: str) -> int:
-        host = modalities[name].host
-        return modalities[name if host is None else host.modality].dp_size or 1
+        owner = modalities[name].owner
+        return modalities[name if owner is None else owner.modality].dp_size or 1
 
     return sum(replicas(name) * modality.own_ranks_per_replica for name, modality in modalities.items())

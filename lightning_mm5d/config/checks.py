@@ -203,41 +203,41 @@ def _check_feeds(name: str, modalities: Mapping[str, Modality], loss_modality: s
 
 def _check_colocation(name: str, modalities: Mapping[str, Modality]) -> None:
     modality = modalities[name]
-    field, host = f"modalities.{name}.colocate_with", modality.host
-    if host is None:
+    field, owner = f"modalities.{name}.colocate_with", modality.owner
+    if owner is None:
         return
     others = [other for other in modalities if other != name]
-    if host.modality not in others:
+    if owner.modality not in others:
         rule = "It names another modality, or one of its pipeline ranks as in 'language.0'"
-        fix = _did_you_mean(host.modality, others) if others else "Leave it unset"
+        fix = _did_you_mean(owner.modality, others) if others else "Leave it unset"
         raise ConfigError(field, modality.colocate_with, rule, fix)
-    chain = [host]
-    while len(chain) <= len(modalities) and (further := modalities[chain[-1].modality].host) is not None:
+    chain = [owner]
+    while len(chain) <= len(modalities) and (further := modalities[chain[-1].modality].owner) is not None:
         chain.append(further)
         if further.modality not in modalities:
             break
     if len(chain) > 1:
-        rule = f"{host.modality!r} is itself colocated" + (" and has no ranks of its own" if host.pp is None else "")
+        rule = f"{owner.modality!r} is itself colocated" + (" and has no ranks of its own" if owner.pp is None else "")
         ends = len(chain) <= len(modalities) and chain[-1].modality in others
-        fix = f"Use colocate_with={str(chain[-1])!r}" if ends else f"Leave it unset for {host.modality!r}"
+        fix = f"Use colocate_with={str(chain[-1])!r}" if ends else f"Leave it unset for {owner.modality!r}"
         raise ConfigError(field, modality.colocate_with, rule, fix)
-    if host.pp is not None:
-        _check_shared_stage(name, modality, host.modality, host.pp, modalities[host.modality])
+    if owner.pp is not None:
+        _check_shared_stage(name, modality, owner.modality, owner.pp, modalities[owner.modality])
         return
-    dp_size = modalities[host.modality].dp_size
+    dp_size = modalities[owner.modality].dp_size
     if dp_size is not None:
-        colocated_dp(name, modality, dp_size * modalities[host.modality].ranks_per_replica)
+        colocated_dp(name, modality, dp_size * modalities[owner.modality].ranks_per_replica)
 
 
-def _check_shared_stage(name: str, modality: Modality, host: str, pp: int, shared: Modality) -> None:
+def _check_shared_stage(name: str, modality: Modality, owner: str, pp: int, shared: Modality) -> None:
     if pp >= shared.stages:
-        rule = f"{host!r} has the pipeline ranks 0 to {shared.stages - 1}"
-        fix = f"The nearest is '{host}.{shared.stages - 1}'"
+        rule = f"{owner!r} has the pipeline ranks 0 to {shared.stages - 1}"
+        fix = f"The nearest is '{owner}.{shared.stages - 1}'"
         raise ConfigError(f"modalities.{name}.colocate_with", modality.colocate_with, rule, fix)
     for size in ("dp_size", "tp_size", "cp_size"):
         own, others = getattr(modality, size), getattr(shared, size)
         if own != others and (size != "dp_size" or None not in (own, others)):
-            rule = f"Its last stage shares the ranks of '{host}.{pp}', so {size} is that of {host!r}, {others}"
+            rule = f"Its last stage shares the ranks of '{owner}.{pp}', so {size} is that of {owner!r}, {others}"
             fix = f"Use {size}={others}, or leave colocate_with unset"
             raise ConfigError(f"modalities.{name}.{size}", own, rule, fix)
 

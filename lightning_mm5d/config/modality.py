@@ -33,7 +33,7 @@ class PipelineTemplate:
         return len((self.offsets if self.stages is None else self.stages) or ())
 
 
-class Host(NamedTuple):
+class Owner(NamedTuple):
     """Whose ranks a modality shares: all of another modality's, or those of one of its pipeline ranks."""
 
     modality: str
@@ -110,19 +110,19 @@ class Modality:
         return self.stages * self.cp_size * self.tp_size
 
     @property
-    def host(self) -> Host | None:
+    def owner(self) -> Owner | None:
         """What `colocate_with` names."""
         if self.colocate_with is None:
             return None
         name, dot, pp = str(self.colocate_with).rpartition(".")
-        return Host(name, int(pp)) if dot and pp.isdecimal() else Host(self.colocate_with, None)
+        return Owner(name, int(pp)) if dot and pp.isdecimal() else Owner(self.colocate_with, None)
 
     @property
     def own_ranks_per_replica(self) -> int:
-        """Of `ranks_per_replica`, those that it does not share with a host."""
-        if self.host is None:
+        """Of `ranks_per_replica`, those that it does not share with another."""
+        if self.owner is None:
             return self.ranks_per_replica
-        return 0 if self.host.pp is None else (self.stages - 1) * self.cp_size * self.tp_size
+        return 0 if self.owner.pp is None else (self.stages - 1) * self.cp_size * self.tp_size
 
 
 def for_schedule(modalities: Mapping[str, Modality], schedule: object, loss_modality: str) -> dict[str, Modality]:
@@ -139,29 +139,29 @@ def for_schedule(modalities: Mapping[str, Modality], schedule: object, loss_moda
     return found
 
 
-def colocated_dp(name: str, modality: Modality, host_ranks: int) -> int:
-    """Replicas of a colocated modality: they fill the ranks of its host exactly.
+def colocated_dp(name: str, modality: Modality, owner_ranks: int) -> int:
+    """Replicas of a colocated modality: they fill the ranks of its owner exactly.
 
     Args:
         name: the modality's name, for the error.
         modality: the modality, with `colocate_with` set.
-        host_ranks: number of ranks of the modality that it shares.
+        owner_ranks: number of ranks of the modality that it shares.
 
     Raises:
         ConfigError: when a replica does not divide these ranks, or `dp_size` says another number.
     """
-    per_replica, host = modality.ranks_per_replica, modality.colocate_with
-    if host_ranks % per_replica:
+    per_replica, owner = modality.ranks_per_replica, modality.colocate_with
+    if owner_ranks % per_replica:
         raise ConfigError(
             f"modalities.{name}",
             {"pp_size": modality.stages, "cp_size": modality.cp_size, "tp_size": modality.tp_size},
-            f"pp_size * cp_size * tp_size = {per_replica} must divide the {host_ranks} ranks of {host!r}, "
+            f"pp_size * cp_size * tp_size = {per_replica} must divide the {owner_ranks} ranks of {owner!r}, "
             "with which it is colocated",
-            f"A product of {one_of(nearest(per_replica, lambda n: host_ranks % n == 0))} would fit",
+            f"A product of {one_of(nearest(per_replica, lambda n: owner_ranks % n == 0))} would fit",
         )
-    dp = host_ranks // per_replica
+    dp = owner_ranks // per_replica
     if modality.dp_size not in (None, dp):
-        rule = f"It shares the {host_ranks} ranks of {host!r} and takes {per_replica} for each replica"
+        rule = f"It shares the {owner_ranks} ranks of {owner!r} and takes {per_replica} for each replica"
         fix = f"Use dp_size={dp}, or leave it unset"
         raise ConfigError(f"modalities.{name}.dp_size", modality.dp_size, rule, fix)
     return dp

@@ -3,7 +3,7 @@
 Modalities take consecutive blocks of *slots* in the order of the configuration; within a modality tensor
 parallel runs fastest, then context, then data, and pipeline slowest: ``arange(n).view(pp, dp, cp, tp)``. A
 placement then maps slots to ranks so that the axes that talk most stay inside a node. A colocated modality
-takes the slots of its host and divides them by its own sizes; one that shares a pipeline rank has a block of its
+takes the slots of its owner and divides them by its own sizes; one that shares a pipeline rank has a block of its
 own for its earlier stages, and for its last one takes the slots of that rank.
 
 The *replicas* are those of the loss modality, whose last stage computes the loss; an encoder has k times
@@ -230,21 +230,21 @@ def _positions(size: Sizes) -> Iterator[tuple[int, ...]]:
 def _slots(
     modalities: Mapping[str, Modality], axes: Mapping[str, Sizes]
 ) -> tuple[dict[str, range], dict[str, Sequence[int]]]:
-    """Consecutive slots that modalities have to themselves, and all slots of each: own ones, then those of its host."""
+    """The block of own slots of each modality, and all its slots: own ones, then those of its owner."""
     blocks, first = {}, 0
     for name, modality in modalities.items():
         if modality.own_ranks_per_replica:
             blocks[name] = range(first, first := first + axes[name].dp * modality.own_ranks_per_replica)
     slots: dict[str, Sequence[int]] = {}
     for name, modality in modalities.items():
-        if modality.host is None:
+        if modality.owner is None:
             slots[name] = blocks[name]
-        elif modality.host.pp is None:
-            slots[name] = blocks[modality.host.modality]
+        elif modality.owner.pp is None:
+            slots[name] = blocks[modality.owner.modality]
         else:
             stage = math.prod(axes[name]) // axes[name].pp
-            first = modality.host.pp * stage
-            slots[name] = [*blocks.get(name, ()), *blocks[modality.host.modality][first : first + stage]]
+            first = modality.owner.pp * stage
+            slots[name] = [*blocks.get(name, ()), *blocks[modality.owner.modality][first : first + stage]]
     return blocks, slots
 
 
@@ -262,8 +262,8 @@ def _pack(
     """
     units = {}
     for name in blocks:
-        guests = [axes[n] for n, m in modalities.items() if name in (n, m.colocate_with)]
-        wide, narrow = math.lcm(*(g.cp * g.tp for g in guests)), math.lcm(*(g.tp for g in guests))
+        sharing = [axes[n] for n, m in modalities.items() if name in (n, m.colocate_with)]
+        wide, narrow = math.lcm(*(g.cp * g.tp for g in sharing)), math.lcm(*(g.tp for g in sharing))
         units[name] = next((unit for unit in (wide, narrow) if unit <= per_node), 1)
     order = [0] * world_size
     used = list(range(0, world_size, per_node))  # first free rank of each node

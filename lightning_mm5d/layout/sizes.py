@@ -1,8 +1,8 @@
 """How long each modality's axes are: solves for the replicas that the configuration leaves open.
 
-Every unset `dp_size` gets the same value, the one that fills the world exactly; guests follow their hosts. A guest of
-all ranks of its host divides them by its own sizes; one that shares a pipeline rank has as many replicas as its host,
-and brings along the ranks of its earlier stages.
+Every unset `dp_size` gets the same value, the one that fills the world exactly. A colocated modality follows its owner:
+where it shares all ranks, it divides them by its own sizes; where it shares a pipeline rank, it has as many replicas as
+its owner, and ranks of its own for its earlier stages.
 
 It refuses sizes that do not fill the world, and replicas that do not pair up. It expects modalities that passed
 `checks.check`.
@@ -39,12 +39,12 @@ def solve(modalities: Mapping[str, Modality], world_size: int, loss_modality: st
     Raises:
         ConfigError: when the sizes do not fill the world or do not pair up; it names the nearest worlds that fit.
     """
-    owners = {name: m.own_ranks_per_replica for name, m in modalities.items() if m.own_ranks_per_replica}
-    given = {name: _host(modalities, name).dp_size for name in owners}
-    fixed = sum(dp * owners[name] for name, dp in given.items() if dp is not None)
-    free = sum(owners[name] for name, dp in given.items() if dp is None)
+    own_ranks = {name: m.own_ranks_per_replica for name, m in modalities.items() if m.own_ranks_per_replica}
+    given = {name: _owner(modalities, name).dp_size for name in own_ranks}
+    fixed = sum(dp * own_ranks[name] for name, dp in given.items() if dp is not None)
+    free = sum(own_ranks[name] for name, dp in given.items() if dp is None)
     needs = " + ".join(
-        f"{name}: {own} * {'dp_size' if given[name] is None else given[name]}" for name, own in owners.items()
+        f"{name}: {own} * {'dp_size' if given[name] is None else given[name]}" for name, own in own_ranks.items()
     )
     if not free:
         axes = _axes(modalities, 1, loss_modality)
@@ -64,26 +64,26 @@ def solve(modalities: Mapping[str, Modality], world_size: int, loss_modality: st
     if not fits:  # what is wrong is no matter of the size of the world
         return _axes(modalities, max(common, 1), loss_modality)
     fix = f"Nearest that fit: {one_of(fits)} ranks"
-    if len(owners) > 1 and world_size < fixed + free:
+    if len(own_ranks) > 1 and world_size < fixed + free:
         fix += ", or let modalities share ranks with colocate_with"
     raise ConfigError(problem.field, problem.got, problem.rule, fix)
 
 
-def _host(modalities: Mapping[str, Modality], name: str) -> Modality:
+def _owner(modalities: Mapping[str, Modality], name: str) -> Modality:
     """The modality itself, or the one whose ranks it shares."""
-    host = modalities[name].host
-    return modalities[name if host is None else host.modality]
+    owner = modalities[name].owner
+    return modalities[name if owner is None else owner.modality]
 
 
 def _fits(modalities: Mapping[str, Modality], common: int, loss_modality: str) -> bool:
     """Whether `_axes` would succeed, without the cost of its advice."""
     replicas = {}
     for name, modality in modalities.items():
-        host = _host(modalities, name)
-        replicas[name], rest = host.dp_size or common, 0
-        if modality.host is not None and modality.host.pp is None:
-            replicas[name], rest = divmod(replicas[name] * host.ranks_per_replica, modality.ranks_per_replica)
-        if rest or (host is not modality and modality.dp_size not in (None, replicas[name])):
+        owner = _owner(modalities, name)
+        replicas[name], rest = owner.dp_size or common, 0
+        if modality.owner is not None and modality.owner.pp is None:
+            replicas[name], rest = divmod(replicas[name] * owner.ranks_per_replica, modality.ranks_per_replica)
+        if rest or (owner is not modality and modality.dp_size not in (None, replicas[name])):
             return False
     return all(_pair(dp, replicas[loss_modality]) for dp in replicas.values())
 
@@ -93,24 +93,24 @@ def _axes(modalities: Mapping[str, Modality], common: int, loss_modality: str) -
     axes: dict[str, Sizes] = {}
     owned: dict[str, int] = {}
     for name, modality in modalities.items():
-        host = _host(modalities, name)
-        dp = host.dp_size or common
-        owned[name] = dp * host.ranks_per_replica
-        if modality.host is not None and modality.host.pp is None:
+        owner = _owner(modalities, name)
+        dp = owner.dp_size or common
+        owned[name] = dp * owner.ranks_per_replica
+        if modality.owner is not None and modality.owner.pp is None:
             dp = colocated_dp(name, modality, owned[name])
-        elif modality.dp_size not in (None, dp) and host is not modality:
-            rule = f"Its last stage shares the ranks of '{modality.host}', of which there are {dp} replicas"
+        elif modality.dp_size not in (None, dp) and owner is not modality:
+            rule = f"Its last stage shares the ranks of '{modality.owner}', of which there are {dp} replicas"
             fix = f"Use dp_size={dp}, or leave it unset"
             raise ConfigError(f"modalities.{name}.dp_size", modality.dp_size, rule, fix)
         axes[name] = Sizes(dp, modality.stages, modality.cp_size, modality.tp_size)
     for name, modality in modalities.items():
-        if modality.host is not None and modality.host.pp is not None:
-            continue  # it has the replicas of its host, which is checked itself
-        # of a host and its guest, the guest is the one whose sizes can change alone
-        guest, other = (
+        if modality.owner is not None and modality.owner.pp is not None:
+            continue  # it has the replicas of its owner, which is checked itself
+        # of an owner and a colocated modality, only the colocated one's sizes can change alone
+        colocated, other = (
             (loss_modality, name) if modalities[loss_modality].colocate_with == name else (name, loss_modality)
         )
-        _check_pairs(guest, modalities[guest], axes[guest].dp, owned[guest], other, axes[other].dp)
+        _check_pairs(colocated, modalities[colocated], axes[colocated].dp, owned[colocated], other, axes[other].dp)
     return axes
 
 

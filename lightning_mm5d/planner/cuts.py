@@ -4,12 +4,11 @@ The boundary between two modalities need not be one between two ranks: an encode
 model's first ones may share a rank. Then none of them can be balanced alone, since what one leaves to the shared rank
 is what the other must make room for.
 
-The largest load is found by bisection over whole numbers. Whether a bound can be kept is told by filling up: a guest
-fills its own ranks from its first layer on, the host fills its ranks from its last layer back, and what is left over of
-both is the least that the shared rank can have. (Bisection for one row: S. H. Bokhari, *Partitioning problems in
-parallel, pipelined, and distributed computing*, 1988.)
-
-It refuses nothing: whoever calls it has checked that there is a layer for every part.
+The largest load is found by bisection over whole numbers. A bound can be kept if filling up keeps it: a colocated row
+fills its own ranks from its first layer on, the owner fills its ranks from its last layer back, and the layers left
+over from both are the least that the shared rank can have. (Bisection for one row: S. H. Bokhari, *Partitioning
+problems in parallel, pipelined, and distributed computing*, 1988.) Callers make sure that there is a layer for every
+part.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ class Division(NamedTuple):
     """Who gets what.
 
     Attributes:
-        loads: of all ranks: those of the host, the shared one first, then each guest's own.
-        host: layers of each of the host's parts.
-        guests: layers of each guest's parts, the last of which shares the host's first rank.
+        loads: of all ranks: those of the owner, the shared one first, then the own ones of each colocated row.
+        owner: layers of each of the owner's parts.
+        colocated: layers of each colocated row's parts, the last of which shares the owner's first rank.
     """
 
     loads: tuple[int, ...]
-    host: tuple[int, ...]
-    guests: tuple[tuple[int, ...], ...]
+    owner: tuple[int, ...]
+    colocated: tuple[tuple[int, ...], ...]
 
     @property
     def busiest(self) -> int:
@@ -50,16 +49,16 @@ class Group:
     """A row and those that end on its first rank.
 
     Args:
-        host: the row.
+        owner: the row.
         parts: ranks that it is divided over.
-        guests: for each further row, its sums and how many ranks it has to itself before the shared one.
-        beside: for each of the host's ranks, the load that it has in any case, not rising from rank to rank; none by
+        colocated: for each further row, its sums and how many ranks it has to itself before the shared one.
+        beside: for each of the owner's ranks, the load that it has in any case, not rising from rank to rank; none by
             default. (Were it to rise, filling up could leave a large layer to a rank that has no room for it.)
     """
 
-    host: Sums
+    owner: Sums
     parts: int
-    guests: tuple[tuple[Sums, int], ...] = ()
+    colocated: tuple[tuple[Sums, int], ...] = ()
     beside: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -68,25 +67,25 @@ class Group:
     @property
     def total(self) -> int:
         """All loads together."""
-        return self.host[-1] + sum(sums[-1] for sums, _ in self.guests) + sum(self.beside)
+        return self.owner[-1] + sum(sums[-1] for sums, _ in self.colocated) + sum(self.beside)
 
     @property
     def ranks(self) -> int:
         """Number of ranks, shared and own."""
-        return self.parts + sum(own for _, own in self.guests)
+        return self.parts + sum(own for _, own in self.colocated)
 
     def within(self, bound: int) -> Division | None:
         """Return a division whose loads are at most `bound`; None where there is none."""
         beside = self.beside or (0,) * self.parts
-        stops = [len(self.host) - 1]
+        stops = [len(self.owner) - 1]
         for part in range(self.parts - 1, 0, -1):
-            start = max(bisect_left(self.host, self.host[stops[0]] - bound + beside[part]), part)
+            start = max(bisect_left(self.owner, self.owner[stops[0]] - bound + beside[part]), part)
             if start >= stops[0]:
                 return None
             stops.insert(0, start)
-        shared = self.host[stops[0]] + beside[0]
-        guests: list[list[int]] = []
-        for sums, own in self.guests:
+        shared = self.owner[stops[0]] + beside[0]
+        colocated: list[list[int]] = []
+        for sums, own in self.colocated:
             ends = [0]
             for left in range(own, 0, -1):
                 end = min(bisect_right(sums, sums[ends[-1]] + bound) - 1, len(sums) - 1 - left)
@@ -94,8 +93,8 @@ class Group:
                     return None
                 ends.append(end)
             shared += sums[-1] - sums[ends[-1]]
-            guests.append([*ends, len(sums) - 1])
-        return self._division([0, *stops], guests) if shared <= bound else None
+            colocated.append([*ends, len(sums) - 1])
+        return self._division([0, *stops], colocated) if shared <= bound else None
 
     def divide(self, limit: int | None = None) -> Division | None:
         """Return a division with the smallest largest load; None where that is above `limit`."""
@@ -118,24 +117,24 @@ class Group:
 
         Filling up leaves the last rank of a row with the rest.
         """
-        first = division.host[0]
-        guests = []
-        for (sums, _), sizes in zip(self.guests, division.guests, strict=True):
+        first = division.owner[0]
+        colocated = []
+        for (sums, _), sizes in zip(self.colocated, division.colocated, strict=True):
             upto = sum(sizes[:-1])
-            guests.append([0, *accumulate([*_even(sums, 0, upto, len(sizes) - 1), sizes[-1]])])
-        host = [0, *accumulate([first, *_even(self.host, first, len(self.host) - 1, self.parts - 1)])]
-        found = self._division(host, guests)
+            colocated.append([0, *accumulate([*_even(sums, 0, upto, len(sizes) - 1), sizes[-1]])])
+        owner = [0, *accumulate([first, *_even(self.owner, first, len(self.owner) - 1, self.parts - 1)])]
+        found = self._division(owner, colocated)
         return found if found.busiest <= division.busiest else division
 
-    def _division(self, host: Sequence[int], guests: Sequence[Sequence[int]]) -> Division:
+    def _division(self, owner: Sequence[int], colocated: Sequence[Sequence[int]]) -> Division:
         """Where each row's parts begin and end, as a division."""
         beside = self.beside or (0,) * self.parts
-        loads = [self.host[b] - self.host[a] + more for (a, b), more in zip(pairwise(host), beside, strict=True)]
-        for (sums, _), ends in zip(self.guests, guests, strict=True):
+        loads = [self.owner[b] - self.owner[a] + more for (a, b), more in zip(pairwise(owner), beside, strict=True)]
+        for (sums, _), ends in zip(self.colocated, colocated, strict=True):
             *own, shared = (sums[b] - sums[a] for a, b in pairwise(ends))
             loads[0] += shared
             loads += own
-        sizes = [tuple(b - a for a, b in pairwise(ends)) for ends in (host, *guests)]
+        sizes = [tuple(b - a for a, b in pairwise(ends)) for ends in (owner, *colocated)]
         return Division(tuple(loads), sizes[0], tuple(sizes[1:]))
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, product
 
-from lightning_mm5d.config.modality import Host, Modality
+from lightning_mm5d.config.modality import Modality, Owner
 from lightning_mm5d.planner.cuts import Division, Group, Sums, fewest
 
 _BITS = 50  # of the sum of all costs, when they are made whole numbers
@@ -27,20 +27,20 @@ class Placement:
     """Where each modality runs and how its layers are divided.
 
     Attributes:
-        hosts: where each encoder is a guest; None for ranks of its own.
+        owners: whose ranks each encoder shares; None for ranks of its own.
         sizes: layers of each modality's stages, in order.
         loads: work of each rank in a step, as whole numbers.
     """
 
-    hosts: Mapping[str, Host | None]
+    owners: Mapping[str, Owner | None]
     sizes: Mapping[str, tuple[int, ...]]
     loads: tuple[int, ...]
 
     @cached_property
     def shared(self) -> int:
-        """How many stages of guests share a rank with their host, each replica counted."""
-        guests = (host for host in self.hosts.values() if host is not None)
-        return sum(len(self.sizes[host.modality]) if host.pp is None else 1 for host in guests)
+        """How many stages of colocated encoders share a rank with their owner, each replica counted."""
+        colocated = (owner for owner in self.owners.values() if owner is not None)
+        return sum(len(self.sizes[owner.modality]) if owner.pp is None else 1 for owner in colocated)
 
     @cached_property
     def order(self) -> tuple[int, int, int]:
@@ -84,7 +84,7 @@ class Space:
         self._kinds = {name: (modality.tp_size, modality.cp_size) for name, modality in modalities.items()}
         self._widths = {name: math.prod(kind) for name, kind in self._kinds.items()}
         self._encoders = [name for name in modalities if name != loss_modality]
-        self._num_ranks, self._terminal, self._num_microbatches = num_ranks, loss_modality, num_microbatches
+        self._num_ranks, self._loss_modality, self._num_microbatches = num_ranks, loss_modality, num_microbatches
         self._limit = 0
         self._alone: dict[tuple[str, int, tuple[str, ...]], Division] = {}
 
@@ -97,7 +97,7 @@ class Space:
         """Whether there is a placement on so many ranks."""
         self._limit = self._everything
         within = num_ranks <= self.most_ranks
-        return within and any(True for hosts in self._ways() for _ in self._counts(hosts, num_ranks))
+        return within and any(True for owners in self._ways() for _ in self._counts(owners, num_ranks))
 
     def best(self, count: int) -> list[Placement]:
         """Return the `count` placements that come first by their `order`."""
@@ -107,9 +107,9 @@ class Space:
     def _within(self, limit: int, count: int) -> list[Placement]:
         kept: list[tuple[tuple[int, int, int], int, Placement]] = []
         self._limit = limit
-        for hosts in self._ways():
-            for ranks in self._counts(hosts, self._num_ranks):
-                placement = self._placed(hosts, ranks)
+        for owners in self._ways():
+            for ranks in self._counts(owners, self._num_ranks):
+                placement = self._placed(owners, ranks)
                 if placement is None:
                     continue
                 self.seen += 1
@@ -129,69 +129,71 @@ class Space:
             low, high = (low, middle) if needed <= self._num_ranks else (middle + 1, high)
         return low
 
-    def _ways(self) -> Iterator[dict[str, Host | None]]:
-        """Every assignment of hosts to encoders; a host has ranks of its own."""
-        options: list[list[Host | None]] = []
+    def _ways(self) -> Iterator[dict[str, Owner | None]]:
+        """Every assignment of owners to encoders; an owner has ranks of its own."""
+        options: list[list[Owner | None]] = []
         for name in self._encoders:
             alike = [other for other in self._kinds if other != name and self._kinds[other] == self._kinds[name]]
-            options.append([None, *(Host(other, 0) for other in alike)])
-            if self._terminal in alike:
-                options[-1].append(Host(self._terminal, None))
+            options.append([None, *(Owner(other, 0) for other in alike)])
+            if self._loss_modality in alike:
+                options[-1].append(Owner(self._loss_modality, None))
         for choice in product(*options):
-            hosts = dict(zip(self._encoders, choice, strict=True))
-            if all(host is None or hosts.get(host.modality) is None for host in choice):
-                yield hosts
+            owners = dict(zip(self._encoders, choice, strict=True))
+            if all(owner is None or owners.get(owner.modality) is None for owner in choice):
+                yield owners
 
-    def _counts(self, hosts: Mapping[str, Host | None], num_ranks: int) -> Iterator[dict[str, int]]:
+    def _counts(self, owners: Mapping[str, Owner | None], num_ranks: int) -> Iterator[dict[str, int]]:
         """All numbers of own stages that fill the ranks; encoders that run whole on another one's rank have none."""
         spans: dict[str, tuple[int, int]] = {}
-        for name, host in hosts.items():
-            if host is None:
+        for name, owner in owners.items():
+            if owner is None:
                 least = fewest(self._sums[name], self._limit)
                 spans[name] = (least or self._layers[name] + 1, self._layers[name])
-            elif host == Host(self._terminal, 0):
+            elif owner == Owner(self._loss_modality, 0):
                 spans[name] = (0, self._layers[name] - 1)
         # on one rank of the loss modality a replica on each is the same as the last stage on the first
-        several = Host(self._terminal, None) in hosts.values()
-        spans[self._terminal] = (1 + several, self._layers[self._terminal])
+        several = Owner(self._loss_modality, None) in owners.values()
+        spans[self._loss_modality] = (1 + several, self._layers[self._loss_modality])
         for counts in _fillings([(*span, self._widths[name]) for name, span in spans.items()], num_ranks):
             yield dict(zip(spans, counts, strict=True))
 
-    def _placed(self, hosts: Mapping[str, Host | None], ranks: Mapping[str, int]) -> Placement | None:
+    def _placed(self, owners: Mapping[str, Owner | None], ranks: Mapping[str, int]) -> Placement | None:
         """The best division of one way with its ranks counted; None where its largest load is above the limit."""
         sizes: dict[str, tuple[int, ...]] = {name: (layers,) for name, layers in self._layers.items()}
         loads: list[int] = []
-        for name in (*(name for name, host in hosts.items() if host is None), self._terminal):
-            guests = tuple(guest for guest, host in hosts.items() if host == Host(name, 0))
-            if name == self._terminal:
-                division = self._with_terminal(hosts, guests, ranks)
-            elif ranks[name] == 1 and name != next(each for each in self._encoders if each in (name, *guests)):
-                return None  # the same placement as the one where the first of them is the host
+        for name in (*(name for name, owner in owners.items() if owner is None), self._loss_modality):
+            colocated = tuple(encoder for encoder, owner in owners.items() if owner == Owner(name, 0))
+            if name == self._loss_modality:
+                division = self._with_loss(owners, colocated, ranks)
+            elif ranks[name] == 1 and name != next(each for each in self._encoders if each in (name, *colocated)):
+                return None  # the same placement as the one where the first of them is the owner
             else:
-                division = self._apart_from_terminal(name, ranks[name], guests)
+                division = self._apart_from_loss(name, ranks[name], colocated)
             if division is None:
                 return None
-            sizes |= {name: division.host, **dict(zip(guests, division.guests, strict=True))}
+            sizes |= {name: division.owner, **dict(zip(colocated, division.colocated, strict=True))}
             loads += division.loads
-        return Placement(hosts, sizes, tuple(loads))
+        return Placement(owners, sizes, tuple(loads))
 
-    def _apart_from_terminal(self, name: str, parts: int, guests: tuple[str, ...]) -> Division | None:
-        key = (name, parts, guests)
+    def _apart_from_loss(self, name: str, parts: int, colocated: tuple[str, ...]) -> Division | None:
+        key = (name, parts, colocated)
         if key not in self._alone:
-            group = Group(self._sums[name], parts, tuple((self._sums[guest], 0) for guest in guests))
+            group = Group(self._sums[name], parts, tuple((self._sums[encoder], 0) for encoder in colocated))
             division = group.divide()
             assert division is not None
             self._alone[key] = group.evened(division)
         return self._alone[key] if self._alone[key].busiest <= self._limit else None
 
-    def _with_terminal(
-        self, hosts: Mapping[str, Host | None], guests: tuple[str, ...], ranks: Mapping[str, int]
+    def _with_loss(
+        self, owners: Mapping[str, Owner | None], colocated: tuple[str, ...], ranks: Mapping[str, int]
     ) -> Division | None:
-        parts, count = ranks[self._terminal], self._num_microbatches
-        everywhere = [name for name, host in hosts.items() if host == Host(self._terminal, None)]
+        parts, count = ranks[self._loss_modality], self._num_microbatches
+        everywhere = [name for name, owner in owners.items() if owner == Owner(self._loss_modality, None)]
         each = sum(self._sums[name][-1] // count for name in everywhere)
         beside = tuple(each * len(range(part, count, parts)) for part in range(parts))
-        group = Group(self._sums[self._terminal], parts, tuple((self._sums[g], ranks[g]) for g in guests), beside)
+        group = Group(
+            self._sums[self._loss_modality], parts, tuple((self._sums[g], ranks[g]) for g in colocated), beside
+        )
         division = group.divide(self._limit)
         return division and group.evened(division)
 

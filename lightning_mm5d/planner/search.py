@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from lightning_mm5d.config.errors import ConfigError, nearest, one_of
-from lightning_mm5d.config.modality import Host, Modality, PipelineTemplate
+from lightning_mm5d.config.modality import Modality, Owner, PipelineTemplate
 from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.partition import Encoder, Partition, StageCut
 from lightning_mm5d.partition.costs import Unit, step_costs
@@ -141,16 +141,16 @@ def _written(modalities: Mapping[str, Modality], placement: Placement, loss_moda
     """The placement as configuration."""
     found = {}
     for name, modality in modalities.items():
-        sizes, host = placement.sizes[name], placement.hosts.get(name)
-        if host is not None and len(sizes) == len(placement.sizes[host.modality]) == 1:
-            host = Host(host.modality, None)  # the same, in a word
+        sizes, owner = placement.sizes[name], placement.owners.get(name)
+        if owner is not None and len(sizes) == len(placement.sizes[owner.modality]) == 1:
+            owner = Owner(owner.modality, None)  # the same, in a word
         found[name] = replace(
             modality,
             dp_size=modality.dp_size if name == loss_modality else None,
             pp_size=len(sizes) if len(sizes) > 1 else None,
             pipeline_template=PipelineTemplate(stages=list(sizes)) if len(sizes) > 1 else None,
             pp_chunks=1,
-            colocate_with=None if host is None else str(host),
+            colocate_with=None if owner is None else str(owner),
             cost=None,
         )
     return found

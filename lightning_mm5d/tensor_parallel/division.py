@@ -55,7 +55,7 @@ def _check_shared(partition: Partition, modalities: Mapping[str, Modality]) -> N
         for size in ("tp_size", "cp_size"):
             degrees = {user: getattr(modalities[user], size) for user in users}
             unlike = [user for user in users if degrees[user] != degrees[users[0]]]
-            if unlike and any(modalities[user].host is not None for user in users):
+            if unlike and any(modalities[user].owner is not None for user in users):
                 raise ConfigError(
                     f"modalities.{unlike[0]}.{size}",
                     degrees[unlike[0]],

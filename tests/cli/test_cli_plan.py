@@ -56,7 +56,7 @@ def test_it_shows_both_layouts_every_rank_and_what_to_paste(plan: Plan) -> None:
 
 
 def test_what_it_writes_is_read_as_the_modalities_and_takes_as_long_as_it_says(plan: Plan, tmp_path: Path) -> None:
-    """The configuration has chunks, offsets and a guest, of which the proposal has none or others."""
+    """The configuration has chunks, offsets and a colocated modality, of which the proposal has none or others."""
     written = tmp_path / "modalities.yaml"
     before = {
         "vision": {"colocate_with": "audio"},

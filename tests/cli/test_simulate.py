@@ -208,8 +208,8 @@ def test_replicas_feeds_and_shared_ranks_are_those_of_a_run(simulate: Simulate) 
 
 def test_ranks_are_as_many_as_the_sizes_need_or_as_said(simulate: Simulate) -> None:
     assert len(simulate.json(case({"vision": {"dp_size": 2}, "language": {"pp_size": 2}}))["1f1b"]["ranks"]) == 4
-    guest = {"vision": {"pp_size": 2, "colocate_with": "language.0"}, "language": {"pp_size": 2, "dp_size": 2}}
-    assert len(simulate.json(case(guest))["1f1b"]["ranks"]) == 6
+    colocated = {"vision": {"pp_size": 2, "colocate_with": "language.0"}, "language": {"pp_size": 2, "dp_size": 2}}
+    assert len(simulate.json(case(colocated))["1f1b"]["ranks"]) == 6
     whole = {"trainer": {"strategy": case(), "devices": 6, "num_nodes": 2}, "seed_everything": 1}
     entry = simulate.json(whole)["1f1b"]
     assert len(entry["ranks"]) == 12

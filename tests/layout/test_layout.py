@@ -58,7 +58,7 @@ def test_modalities_take_consecutive_blocks_in_the_order_of_the_configuration() 
     assert layout.places_of(8) == (Place(rank=8, node=0, modality="audio", dp=0, pp=0, cp=0, tp=0),)
 
 
-def test_colocated_modalities_divide_the_hosts_ranks_by_their_own_sizes() -> None:
+def test_colocated_modalities_divide_the_owners_ranks_by_their_own_sizes() -> None:
     """language and vision: ranks 0-3."""
     layout = build(4, vision=Modality(colocate_with="language"), language=Modality(tp_size=2, pp_size=2))
     assert layout.sizes("vision") == Sizes(dp=4, pp=1, cp=1, tp=1)
@@ -66,14 +66,14 @@ def test_colocated_modalities_divide_the_hosts_ranks_by_their_own_sizes() -> Non
     assert [p.modality for p in layout.places_of(3)] == ["vision", "language"]
 
 
-def test_the_terminal_may_be_the_guest() -> None:
+def test_the_loss_modality_may_be_colocated() -> None:
     """vision: ranks 0-3; language: the same."""
     layout = build(4, vision=Modality(), language=Modality(pp_size=2, colocate_with="vision"))
     assert layout.num_replicas == 2
     assert layout.serves("vision", 3) == (Share(replica=1, start=1, step=2),)
 
 
-def test_the_last_stage_of_a_guest_runs_on_a_pipeline_rank_of_its_host() -> None:
+def test_the_last_stage_of_a_colocated_modality_runs_on_a_pipeline_rank_of_its_owner() -> None:
     """vision: ranks 0-1 and 4-5; audio: ranks 2-3 and 6-7; language: ranks 4-5, 6-7."""
     vision, audio = Modality(pp_size=2, colocate_with="language.0"), Modality(pp_size=2, colocate_with="language.1")
     layout = build(8, vision=vision, audio=audio, language=Modality(pp_size=2))
@@ -85,23 +85,23 @@ def test_the_last_stage_of_a_guest_runs_on_a_pipeline_rank_of_its_host() -> None
     assert layout.replica_ranks(1) == (1, 3, 5, 7)
 
 
-def test_guests_of_one_pipeline_rank_share_it_and_may_run_as_one() -> None:
+def test_modalities_colocated_with_one_pipeline_rank_share_it_and_may_run_as_one() -> None:
     """vision, audio and language.0: rank 0; language.1: rank 1."""
-    guest = Modality(colocate_with="language.0")
-    layout = build(2, vision=guest, audio=guest, language=Modality(pp_size=2))
+    colocated = Modality(colocate_with="language.0")
+    layout = build(2, vision=colocated, audio=colocated, language=Modality(pp_size=2))
     assert [p.modality for p in layout.places_of(0)] == ["vision", "audio", "language"]
     assert layout.same_ranks("vision", "audio")
     assert not layout.same_ranks("vision", "language")
 
 
-def test_a_guest_of_the_only_pipeline_rank_runs_as_one_with_its_host() -> None:
+def test_a_modality_colocated_with_the_only_pipeline_rank_runs_as_one_with_its_owner() -> None:
     """vision and language: ranks 0-1."""
     layout = build(2, vision=Modality(colocate_with="language.0"), language=Modality())
     assert layout.sizes("vision").dp == 2
     assert layout.same_ranks("vision", "language")
 
 
-def test_an_encoder_may_host_another_one_and_the_terminal() -> None:
+def test_an_encoder_may_own_the_ranks_of_another_one_and_of_the_loss_modality() -> None:
     """vision: ranks 0-1; audio and the language model's second stage: rank 1; its first: rank 2."""
     audio, language = Modality(colocate_with="vision.1"), Modality(pp_size=2, colocate_with="vision.1")
     layout = build(3, vision=Modality(pp_size=2), audio=audio, language=language)
@@ -233,7 +233,7 @@ def test_tensor_parallel_groups_stay_whole_where_context_parallel_blocks_are_lar
     assert layout.ranks_of("language") == tuple(range(8))
 
 
-def test_guests_blocks_are_packed_with_their_hosts() -> None:
+def test_colocated_blocks_are_packed_with_their_owners() -> None:
     """nodes of 4; audio: ranks 4-5; vision and language: ranks 0-3."""
     vision, language = Modality(dp_size=2, tp_size=2), Modality(tp_size=4, colocate_with="vision")
     layout = build(6, per_node=4, audio=Modality(dp_size=2), vision=vision, language=language)
@@ -242,7 +242,7 @@ def test_guests_blocks_are_packed_with_their_hosts() -> None:
     assert layout.ranks_of("audio") == (4, 5)
 
 
-def test_own_ranks_of_a_guest_are_packed_like_others() -> None:
+def test_own_ranks_of_a_colocated_modality_are_packed_like_others() -> None:
     """nodes of 4; vision: ranks 0-2 and 8-10; language: ranks 4-6 and 8-10; audio: ranks 3, 7, 11."""
     vision = Modality(dp_size=1, pp_size=2, colocate_with="language.1", tp_size=3)
     layout = build(12, per_node=4, audio=Modality(dp_size=3), vision=vision, language=Modality(tp_size=3, pp_size=2))

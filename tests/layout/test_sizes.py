@@ -40,8 +40,8 @@ def test_a_world_that_is_too_small_names_the_smallest_and_colocation() -> None:
 
 def test_one_rank_holds_everything_when_colocated() -> None:
     """vision, audio, language: rank 0."""
-    guest = Modality(colocate_with="language")
-    layout = build(1, vision=guest, audio=guest, language=Modality())
+    colocated = Modality(colocate_with="language")
+    layout = build(1, vision=colocated, audio=colocated, language=Modality())
     assert [p.modality for p in layout.places_of(0)] == ["vision", "audio", "language"]
 
 
@@ -64,29 +64,29 @@ def test_inferred_replicas_that_do_not_pair_up_name_the_worlds_that_do() -> None
     assert error.fix == "Nearest that fit: 6 or 8 ranks"
 
 
-def test_a_guest_that_does_not_pair_up_is_told_a_product() -> None:
+def test_a_colocated_modality_that_does_not_pair_up_is_told_a_product() -> None:
     """12 ranks: vision 3 replicas of 4, language 2 of 6."""
-    guest = Modality(tp_size=4, colocate_with="language")
-    error = refusal(12, vision=guest, language=Modality(dp_size=2, tp_size=6))
+    colocated = Modality(tp_size=4, colocate_with="language")
+    error = refusal(12, vision=colocated, language=Modality(dp_size=2, tp_size=6))
     assert error.field == "modalities.vision.dp_size"
     assert error.fix == "A product pp_size * cp_size * tp_size of 3 or 6 would fit"
 
 
-def test_a_terminal_that_is_the_guest_is_the_one_to_change() -> None:
-    guest = Modality(tp_size=3, colocate_with="vision")
-    error = refusal(12, vision=Modality(dp_size=6, tp_size=2), language=guest)
+def test_a_loss_modality_that_is_colocated_is_the_one_to_change() -> None:
+    colocated = Modality(tp_size=3, colocate_with="vision")
+    error = refusal(12, vision=Modality(dp_size=6, tp_size=2), language=colocated)
     assert error.field == "modalities.language.dp_size"
     assert error.fix == "A product pp_size * cp_size * tp_size of 2 or 4 would fit"
 
 
-def test_guests_that_no_world_can_hold_are_refused_by_their_sizes() -> None:
-    guest = Modality(tp_size=2, dp_size=3, colocate_with="language")
-    error = refusal(4, vision=guest, language=Modality(dp_size=2, tp_size=2), audio=Modality())
+def test_colocated_modalities_that_no_world_can_hold_are_refused_by_their_sizes() -> None:
+    colocated = Modality(tp_size=2, dp_size=3, colocate_with="language")
+    error = refusal(4, vision=colocated, language=Modality(dp_size=2, tp_size=2), audio=Modality())
     assert error.field == "modalities.vision.dp_size"
     assert "dp_size=2" in error.fix
 
 
-def test_guests_with_unset_hosts_get_the_worlds_that_divide() -> None:
+def test_colocated_modalities_with_unset_owners_get_the_worlds_that_divide() -> None:
     error = refusal(4, vision=Modality(tp_size=3, colocate_with="language"), language=Modality())
     assert error.field == "modalities.vision"
     assert error.fix == "Nearest that fit: 3 or 6 ranks"
@@ -109,31 +109,31 @@ def test_the_worlds_that_an_error_names_do_fit() -> None:
                     Layout.build(modalities, world_size=other, loss_modality="language")
 
 
-# ------------------------------------------------------------------ guests of a pipeline rank
+# ------------------------------------------------------------------ colocated with a pipeline rank
 
 
-def test_only_own_ranks_of_a_guest_count() -> None:
+def test_only_own_ranks_of_a_colocated_modality_count() -> None:
     """vision: ranks 0-3 and 4-5; language: ranks 4-9; audio: those of language's last stage."""
     vision = Modality(pp_size=3, colocate_with="language.0")
     layout = build(10, vision=vision, language=Modality(pp_size=3), audio=Modality(colocate_with="language.2"))
     assert [layout.sizes(name).dp for name in layout.modalities] == [2, 2, 2]
 
 
-def test_a_world_beside_own_ranks_of_a_guest_names_what_fits() -> None:
+def test_a_world_beside_own_ranks_of_a_colocated_modality_names_what_fits() -> None:
     vision = Modality(pp_size=3, colocate_with="language.0")
     error = refusal(8, vision=vision, language=Modality(pp_size=3))
     assert error.rule == "The modalities (vision: 2 * dp_size + language: 3 * dp_size) fill a multiple of 5 ranks"
     assert error.fix == "Nearest that fit: 5 or 10 ranks"
 
 
-def test_a_guest_takes_the_replicas_of_its_host_where_these_are_given() -> None:
+def test_a_colocated_modality_takes_the_replicas_of_its_owner_where_these_are_given() -> None:
     vision = Modality(pp_size=2, colocate_with="audio.0")
     layout = build(7, vision=vision, audio=Modality(dp_size=2), language=Modality(pp_size=3))
     assert layout.sizes("vision").dp == 2
     assert refusal(8, vision=vision, audio=Modality(dp_size=2), language=Modality(dp_size=2)).fix == "Use 6 ranks"
 
 
-def test_refuses_other_replicas_than_those_of_the_host() -> None:
+def test_refuses_other_replicas_than_those_of_the_owner() -> None:
     vision = Modality(dp_size=2, pp_size=2, colocate_with="language.0")
     error = refusal(9, vision=vision, language=Modality(pp_size=2))
     assert (error.field, error.got) == ("modalities.vision.dp_size", 2)
@@ -141,7 +141,7 @@ def test_refuses_other_replicas_than_those_of_the_host() -> None:
     assert build(6, vision=vision, language=Modality(pp_size=2)).sizes("language").dp == 2
 
 
-def test_a_host_that_does_not_pair_up_is_named_instead_of_its_guest() -> None:
+def test_an_owner_that_does_not_pair_up_is_named_instead_of_the_colocated_modality() -> None:
     vision = Modality(colocate_with="audio.0")
     error = refusal(7, vision=vision, audio=Modality(dp_size=3), language=Modality(dp_size=4))
     assert error.field == "modalities.audio.dp_size"

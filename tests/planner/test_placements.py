@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations, pairwise, product
 from random import Random
 
-from lightning_mm5d.config.modality import Host, Modality
+from lightning_mm5d.config.modality import Modality, Owner
 from lightning_mm5d.planner.placements import Placement, Space
 
 ROWS = {"vision": [1.0] * 6, "audio": [0.5] * 4, "language": [1.0] * 12}
@@ -23,12 +23,12 @@ def cuts(costs: Sequence[float], parts: int) -> list[list[float]]:
 
 
 def smallest(costs: Mapping[str, Sequence[float]], num_ranks: int, count: int) -> float:
-    """The smallest largest load of a step, by trying all hosts, numbers of ranks and cuts."""
+    """The smallest largest load of a step, by trying all owners, numbers of ranks and cuts."""
     encoders = [name for name in costs if name != "language"]
     best = float("inf")
-    for hosts in product(*([None, "first", "all", *encoders] for _ in encoders)):
-        where = dict(zip(encoders, hosts, strict=True))
-        if any(host in encoders and (host == name or where[host] is not None) for name, host in where.items()):
+    for owners in product(*([None, "first", "all", *encoders] for _ in encoders)):
+        where = dict(zip(encoders, owners, strict=True))
+        if any(owner in encoders and (owner == name or where[owner] is not None) for name, owner in where.items()):
             continue
         moving = [name for name in encoders if where[name] in (None, "first")]
         for numbers in product(range(num_ranks + 1), repeat=len(moving)):
@@ -44,12 +44,12 @@ def smallest(costs: Mapping[str, Sequence[float]], num_ranks: int, count: int) -
                     ranks[name] = [load * count for load in loads]
                     if where[name] == "first":
                         ranks["language"][0] += ranks[name].pop()
-                for name, host in where.items():
-                    if host == "all":
+                for name, owner in where.items():
+                    if owner == "all":
                         for part in range(parts):
                             ranks["language"][part] += sum(costs[name]) * len(range(part, count, parts))
-                    elif host in encoders:
-                        ranks[host][0] += sum(costs[name]) * count
+                    elif owner in encoders:
+                        ranks[owner][0] += sum(costs[name]) * count
                 best = min(best, max(load for loads in ranks.values() for load in loads))
     return best
 
@@ -76,20 +76,20 @@ def test_every_placement_fills_the_ranks_and_holds_every_layer_once() -> None:
             assert {name: sum(sizes) for name, sizes in placement.sizes.items()} == {
                 name: len(row) for name, row in ROWS.items()
             }
-            for host in placement.hosts.values():
-                assert host is None or placement.hosts.get(host.modality) is None
+            for owner in placement.owners.values():
+                assert owner is None or placement.owners.get(owner.modality) is None
 
 
 def test_no_placement_is_there_twice() -> None:
     def key(placement: Placement) -> tuple[object, ...]:
-        return tuple(placement.hosts.items()), tuple(placement.sizes.items())
+        return tuple(placement.owners.items()), tuple(placement.sizes.items())
 
     found = space(ROWS | {"vision": [1.0] * 2}, 4).best(1000)
     assert len({key(placement) for placement in found}) == len(found)
     alone = [p for p in found if len(p.sizes["vision"]) == len(p.sizes["audio"]) == 1]
-    # the first of two encoders on a rank is the host
-    assert {p.hosts["audio"] for p in alone if p.hosts["vision"] is None} >= {Host("vision", 0)}
-    assert Host("audio", 0) not in {p.hosts["vision"] for p in alone}
+    # the first of two encoders on a rank is the owner
+    assert {p.owners["audio"] for p in alone if p.owners["vision"] is None} >= {Owner("vision", 0)}
+    assert Owner("audio", 0) not in {p.owners["vision"] for p in alone}
 
 
 def test_a_limited_number_of_placements_are_the_first_of_all() -> None:
@@ -101,7 +101,7 @@ def test_replicas_on_every_rank_share_the_microbatches() -> None:
     """language: two ranks; a replica of the encoder on each, which takes three and two of five microbatches."""
     costs = {"vision": [4.0], "language": [2.0, 2.0]}
     searched = space(costs, 2, count=5)
-    everywhere = next(p for p in searched.best(10) if p.hosts["vision"] == Host("language", None))
+    everywhere = next(p for p in searched.best(10) if p.owners["vision"] == Owner("language", None))
     assert [load / searched.scale for load in everywhere.loads] == [22.0, 18.0]
     assert everywhere.shared == 2
 
@@ -111,8 +111,8 @@ def test_modalities_that_are_divided_unlike_share_nothing() -> None:
     found = space(ROWS, 7, vision=Modality(tp_size=2)).best(1000)
     assert found
     for placement in found:
-        assert placement.hosts["vision"] is None
-        assert placement.hosts["audio"] != Host("vision", 0)
+        assert placement.owners["vision"] is None
+        assert placement.owners["audio"] != Owner("vision", 0)
         assert len(placement.sizes["vision"]) * 2 <= 6
     assert {len(p.sizes["vision"]) for p in found} >= {1, 2}
 
