@@ -2,9 +2,9 @@
 
 A step has four phases. (1) Every channel is told how many payloads will come, so that receiving goes on beside the
 computation. (2) The actions of this rank run: a forward runs the user's step as one stage on one microbatch and keeps
-its graph; a backward takes the gradients of what it sent and passes on those of what it received, and where it runs in
-halves puts weight gradients off until their own action. (3) What is still being sent leaves. (4) The results of the
-last stage are returned.
+its graph; a backward takes the gradients of what it sent and passes on those of what it received; a split backward
+leaves weight gradients to an action of their own. (3) What is still being sent leaves. (4) The results of the last
+stage are returned.
 
 Nothing waits for a peer but the receipt of a payload that is needed now. It knows nothing of Lightning.
 
@@ -79,7 +79,7 @@ class _Prepared(NamedTuple):
     graph: Graph
     actions: list[Action]
     arrivals: Counter[Bridge]
-    in_halves: frozenset[StageKey]
+    split_stages: frozenset[StageKey]
 
 
 class Engine:
@@ -135,7 +135,7 @@ class Engine:
         """
         start, waited = time.perf_counter(), self._transport.waited if self._transport else 0.0
         count = max(len(parts) for parts in step.microbatches.values())
-        graph, actions, arrivals, in_halves = self._prepared(count, trainable, step.loss is None)
+        graph, actions, arrivals, split_stages = self._prepared(count, trainable, step.loss is None)
         for bridge, number in arrivals.items():
             bridge.expect(number)
         flights: dict[tuple[StageKey, int], _Flight] = {}
@@ -148,7 +148,7 @@ class Engine:
             for action in actions:
                 stage, key = action.stage, (action.stage, action.microbatch)
                 if action.kind is Kind.F:
-                    deferred = Deferred() if stage in in_halves else None
+                    deferred = Deferred() if stage in split_stages else None
                     with metrics.discarded() if discards and not self._views[stage].is_last else nullcontext():
                         flight = self._forward(step, graph, stage, *divmod(action.microbatch, count), deferred)
                     if step.loss is not None and graph.has_backward(stage):
@@ -193,8 +193,8 @@ class Engine:
                 else:
                     others = graph.successors(action.stage)
                     arrivals.update(self._bridge(action.stage, other, place, back=True) for other in others)
-            halves = frozenset(action.stage for action in actions if action.kind is Kind.I)
-            self._built[key] = _Prepared(graph, actions, arrivals, halves)
+            split_stages = frozenset(action.stage for action in actions if action.kind is Kind.I)
+            self._built[key] = _Prepared(graph, actions, arrivals, split_stages)
         return self._built[key]
 
     def _starts(self) -> None:

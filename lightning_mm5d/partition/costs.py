@@ -95,9 +95,9 @@ def stage_costs(units: Iterable[Unit], trainable: frozenset[str], passes_on: boo
     Returns:
         ``(forward_cost, backward_cost, weight_cost)`` of a `Node`. In backward a unit with something trained at or
         before it costs its forward once for input gradients, once more where it is recomputed, and the matrices that
-        are trained in it for theirs. The latter are the weight's part, and all of it is where the stage passes no
-        gradient on, because nobody waits for it. A stage that recomputes has no weight's part: its backward runs
-        whole, since each half would have to recompute.
+        are trained in it for theirs. The latter are `weight_cost`. Where the stage passes no gradient on, all of
+        the backward is, because no stage waits for it. In a stage that recomputes, `weight_cost` is 0: its backward
+        is never split, since both parts would recompute.
     """
     units = list(units)
     forward = sum(unit.forward for unit in units)

@@ -46,7 +46,7 @@ def draw(
 ) -> None:
     """Draws a row per rank: a hue per modality, forwards light, backwards dark, idle time grey.
 
-    Of backwards in halves the input gradient is dark and the weight gradient of middling shade.
+    Of split backwards the input gradient is dark and the weight gradient has a medium shade.
 
     Boxes hold the microbatch's id where a row's longest fits, as in ``3``; where a rank has several stages of a
     modality it is followed by which of them, as in ``3.1``. The column on the right is the bubble, the share of idle

@@ -9,7 +9,7 @@ from lightning_mm5d.schedule.actions import Action, Kind, Schedule, cost, depend
 from lightning_mm5d.schedule.bound import lower_bound
 from lightning_mm5d.schedule.builders import (
     SCHEDULES,
-    WHOLE_BACKWARDS,
+    UNSPLIT_SCHEDULES,
     AnySchedule,
     build,
     is_table,
@@ -27,7 +27,7 @@ from lightning_mm5d.schedule.zero_bubble import held_limits
 
 __all__ = [
     "SCHEDULES",
-    "WHOLE_BACKWARDS",
+    "UNSPLIT_SCHEDULES",
     "Action",
     "AnySchedule",
     "Graph",

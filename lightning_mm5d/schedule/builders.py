@@ -34,8 +34,8 @@ AnySchedule = str | Callable[[Graph], Schedule]
 """What a user may say: a name, a table, or a function of the graph."""
 SCHEDULES = (*_RULES, "auto")
 """The names that `build` knows."""
-WHOLE_BACKWARDS = ("gpipe", "1f1b", "interleaved")
-"""Of these, the schedules that never split a backward."""
+UNSPLIT_SCHEDULES = ("gpipe", "1f1b", "interleaved")
+"""The named schedules that never split a backward."""
 
 
 def build(

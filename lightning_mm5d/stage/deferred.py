@@ -1,13 +1,13 @@
-"""Puts off the weight gradients of linear layers, so that a backward can pass gradients on first.
+"""Splits a backward: input gradients (dgrad) first, weight gradients (wgrad) of linear layers later.
 
-A schedule that runs backwards in halves needs a first half that computes input gradients only, and a second one that
-nobody waits for. Cutting the autograd graph in two would keep all of it until the second half. So linear layers, whose
-weight gradients are nearly all of that half's work, compute their input gradient alone in the first half and keep what
-the weight gradient takes: their input and the gradient of their output. Everything else is freed by the first half, as
-by any backward (as in the `WeightGradStore` of Qi et al. 2023, arXiv:2401.10241).
+The stage before waits for input gradients only, so a schedule may run weight gradients when the rank has nothing else
+to do. Cutting the autograd graph in two would keep all of it until the weight gradients. Linear layers have nearly all
+of them: they compute their input gradient alone and keep their input and the gradient of their output for later. The
+input-gradient pass frees everything else, as any backward does (the `WeightGradStore` of Qi et al. 2023,
+arXiv:2401.10241).
 
 Parameters of other modules (norms, embeddings, convolutions, experts in one tensor), and weights with hooks, get their
-gradients in the first half: right, but not put off.
+gradients in the input-gradient pass: correct, but not deferred.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from lightning_mm5d.engine.run_groups import make_groups
 from lightning_mm5d.engine.transport import Transport
 from lightning_mm5d.gradients.gradients import make_gradients, sum_groups
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.schedule import WHOLE_BACKWARDS, Graph, Schedule
+from lightning_mm5d.schedule import UNSPLIT_SCHEDULES, Graph, Schedule
 from lightning_mm5d.stage import Runtime, drop_parameters, is_placeholder, views
 from lightning_mm5d.tensor_parallel.apply import TensorParallel
 from lightning_mm5d.trainer.device import DeviceFigures
@@ -164,7 +164,7 @@ class Session:
             module,
             plan.partition,
             {self._views[key]: held[key] for key in own},
-            defers=schedule not in WHOLE_BACKWARDS,
+            defers=schedule not in UNSPLIT_SCHEDULES,
             tensor=self._tensor,
             sharing=self._in.sharing,
             context=self._context,

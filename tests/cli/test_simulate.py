@@ -159,7 +159,7 @@ def test_only_the_two_schedules_of_chunks_cut_the_language_model_further(simulat
     assert all("F0.2" in entry["ranks"][5]["actions"] for entry in given.values())
 
 
-def test_halves_of_backwards_are_named_i_and_w(simulate: Simulate) -> None:
+def test_split_backwards_are_named_i_and_w(simulate: Simulate) -> None:
     actions = simulate.json(case(microbatches=2))["zero_bubble"]["ranks"][5]["actions"]
     assert sorted(actions) == ["F0", "F1", "I0", "I1", "W0", "W1"]
 

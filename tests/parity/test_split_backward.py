@@ -1,4 +1,4 @@
-"""Backwards in halves give what one process gives, and the weight-gradient half is what computes weight gradients.
+"""Split backwards give what one process gives, and the weight-gradient action computes the weight gradients.
 
 vision: rank 0; language: ranks 1-2 (two chunks a rank under zbv), or a language model alone on ranks 0-1.
 """
@@ -104,7 +104,7 @@ def test_families_with_all_trainable_equal_one_process(name: str, schedule: str)
 
 
 @pytest.mark.usefixtures("float64")
-def test_a_frozen_encoder_leaves_halves_where_a_gradient_is_passed_on() -> None:
+def test_with_a_frozen_encoder_backwards_are_split_where_a_gradient_is_passed_on() -> None:
     *_, last = assert_parity("llava", "encoder", "zero_bubble")
     assert last > 0
 
@@ -142,7 +142,7 @@ def test_a_table_of_the_users_is_run(tmp_path: Any) -> None:
 
 
 @pytest.mark.usefixtures("float64")
-def test_accumulation_and_clipping_go_with_halves() -> None:
+def test_accumulation_and_clipping_work_with_split_backwards() -> None:
     assert_parity("llava", "none", "zbv", accumulate_grad_batches=2, gradient_clip_val=0.05)
 
 

@@ -171,7 +171,7 @@ def test_recomputed_units_run_their_forward_again_where_they_have_a_backward() -
     row = (Unit(2.0, {"a": 2.0}, True), Unit(4.0, {"b": 4.0}, True))
     assert stage_costs(row, frozenset("b"), False) == (6.0, 12.0, 12.0)
     assert stage_costs(row, frozenset(), False) == (6.0, 0.0, 0.0)
-    # a split backward would recompute in each half
+    # both parts of a split backward would recompute
     assert stage_costs(row, frozenset("ab"), True) == (6.0, 18.0, 0.0)
 
 

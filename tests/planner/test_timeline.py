@@ -109,7 +109,7 @@ def test_trace_has_every_action_on_its_workers_thread(simulation: Simulation, tm
     assert last["args"] == {"stage": "language.0", "microbatch": 2}
 
 
-def test_halves_of_backwards_are_named_in_picture_and_trace(tmp_path: Path) -> None:
+def test_split_backwards_are_named_in_picture_and_trace(tmp_path: Path) -> None:
     graph = chain(3, 4)
     simulation = simulate(build("zero_bubble", graph), graph)
     draw(simulation, tmp_path / "plan.svg")

@@ -1,4 +1,4 @@
-"""Weight gradients that are put off: what the first half computes, what it frees, and that nothing is lost."""
+"""Deferred weight gradients: what the input-gradient pass computes and frees, and that no gradient is lost."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def gradients(block: Block) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("kind", [nn.Linear, Conv1D])
-def test_both_halves_together_give_the_gradients_of_a_whole_backward(kind: type[nn.Module]) -> None:
+def test_split_backward_gives_the_gradients_of_a_full_backward(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
     block = Block(kind).double()
     x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
@@ -108,7 +108,7 @@ def test_a_weight_that_is_computed_from_others_is_not_put_off() -> None:
 
 
 def test_a_weight_with_hooks_is_not_put_off() -> None:
-    """Also fails should torch keep hooks under another name: the first half would call them without a gradient."""
+    """Also fails should torch keep hooks under another name: the input-gradient pass would call them without a gradient."""
     block = Block(nn.Linear)
     block.due, seen = Deferred(), []
     block.up.weight.register_hook(lambda gradient: seen.append(gradient.shape))
