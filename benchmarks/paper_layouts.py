@@ -111,8 +111,8 @@ def placed(name: str, model: Model, plan: Plan, ranks: Ranks) -> Placed:
     """A plan's stages with true costs, and the bytes of its fullest rank."""
     held = dict.fromkeys(range(ranks.stages), 0.0)
     for key in model.sizes:
-        for rank in plan.ownership.owners(key):
-            held[rank] += _bytes(model, key, len(plan.ownership.owners(key)) * ranks.replicas)
+        for rank in plan.ownership.ranks_holding(key):
+            held[rank] += _bytes(model, key, len(plan.ownership.ranks_holding(key)) * ranks.replicas)
     graph = plan.graphs.graph(range(plan.layout.num_replicas), ranks.microbatches, model.trained)
     return Placed(name, graph, max(held.values()) / ranks.width)
 

@@ -138,7 +138,7 @@ def measure(
         module, clock = Sleepers({name: layers for name, (layers, _) in towers.items()}), Clock()
         samples = TensorDataset(torch.randn(STEPS * MICROBATCHES, TOKENS, WIDTH))
         fit(module, DataLoader(samples, batch_size=MICROBATCHES), strategy, world, clock)
-        graph = strategy.plan(module).graphs.whole_graph(schedule, MICROBATCHES, module)
+        graph = strategy.plan(module).graphs.full_graph(schedule, MICROBATCHES, module)
         # the first steps are left out: a rank sleeps as often in each step
         slept = tuple(statistics.mean(times[len(times) * WARMUP // STEPS :]) for times in SLEPT.values())
         return clock.starts, slept, graph

@@ -160,7 +160,7 @@ class MultimodalStrategy(ParallelStrategy):
         if type(module).configure_model.__module__.startswith("lightning."):
             plan = self.plan(module)
             check_module(module, plan, self.num_microbatches, self.schedule)
-            check_timeline(self._timeline, is_plain=plan.topology.is_whole and self.num_microbatches == 1)
+            check_timeline(self._timeline, is_plain=plan.topology.is_replicated and self.num_microbatches == 1)
         # else there is no model to look at before `configure_model`
         if self.microbatching == "split" and not callable(getattr(module, "split_batch", None)):
             check_batches(data, self.num_microbatches)

@@ -97,7 +97,7 @@ def load_optimizer(optimizer: Optimizer, whole: Mapping[str, Any], root: nn.Modu
             shard = None if name is None else plan.division.shards.get(name)
             if name is None or shard is None or index not in state or not _is_part(parameter, shard):
                 continue
-            shape, part = _whole_shape(parameter.shape, shard), plan.ownership.part_of(name, rank)
+            shape, part = _whole_shape(parameter.shape, shard), plan.ownership.shard_index(name, rank)
             state[index] = {
                 key: shard.cut(value, part) if isinstance(value, Tensor) and value.shape == shape else value
                 for key, value in state[index].items()
@@ -194,7 +194,7 @@ def load_module(root: nn.Module, state: Mapping[str, Any], strict: bool, plan: P
                 f"has {tuple(state[name].shape)}, the model {tuple(shape)}"
             )
         if shard is not None and name not in remote and _is_part(value, shard):
-            own[name] = shard.cut(state[name], plan.ownership.part_of(name, rank))
+            own[name] = shard.cut(state[name], plan.ownership.shard_index(name, rank))
     found = root.load_state_dict(own, strict=False)
     missing += [name for name in found.missing_keys if name not in remote]
     if strict and (missing or found.unexpected_keys):
@@ -292,8 +292,8 @@ def _senders(plan: Plan, name: str | None, shard: Shard | None) -> list[tuple[in
     """The parts that make up a tensor, with the ranks that send them; rank 0 has what has no name."""
     if name is None:
         return [(0, 0)]
-    keepers = plan.ownership.keepers(name)
-    return [(0, keepers[0])] if shard is None else [(part, keepers[part]) for part in _distinct(shard)]
+    primary = plan.ownership.primary_ranks(name)
+    return [(0, primary[0])] if shard is None else [(part, primary[part]) for part in _distinct(shard)]
 
 
 @cache

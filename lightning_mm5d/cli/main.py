@@ -284,7 +284,7 @@ def _graph(job: Job, schedule: AnySchedule, frozen: frozenset[str]) -> Graph:
     except ConfigError:
         placed.modalities = dict(written)
         plan = placed.plan(module)
-    return plan.graphs.whole_graph(schedule, strategy.num_microbatches, module)
+    return plan.graphs.full_graph(schedule, strategy.num_microbatches, module)
 
 
 def _simulated(job: Job, outcomes: Sequence[Outcome], chosen: Outcome) -> str:

@@ -187,13 +187,13 @@ def sum_groups(plan: Plan) -> list[tuple[int, ...]]:
             continue
         seen.add(kind)
         if name in plan.division.shared:
-            found[plan.ownership.owners(name)] = None
+            found[plan.ownership.ranks_holding(name)] = None
         elif name in plan.division.shards:
-            shard, holders = plan.division.shards[name], plan.ownership.holders(name)
+            shard, holders = plan.division.shards[name], plan.ownership.ranks_by_shard(name)
             for index in range(len(holders)):
                 found |= dict.fromkeys(_with(holders, segment) for segment in shard.segments(index))
         else:
-            found |= dict.fromkeys(plan.ownership.holders(name))
+            found |= dict.fromkeys(plan.ownership.ranks_by_shard(name))
     return [ranks for ranks in found if len(ranks) > 1]
 
 
@@ -234,19 +234,19 @@ def _with(holders: Sequence[Sequence[int]], segment: Segment) -> tuple[int, ...]
 
 
 def _sums(plan: Plan, name: str, rank: int) -> Iterator[Summed]:
-    owners = plan.ownership.owners(name)
+    owners = plan.ownership.ranks_holding(name)
     if rank not in owners:
         return
-    weight = plan.ownership.weight_of(name, rank)
+    weight = plan.ownership.gradient_weight(name, rank)
     if name in plan.division.shared:
         yield Summed(owners, None, weight)
         return
-    holders, shard = plan.ownership.holders(name), plan.division.shards.get(name)
+    holders, shard = plan.ownership.ranks_by_shard(name), plan.division.shards.get(name)
     if shard is None:
         yield Summed(next(ranks for ranks in holders if rank in ranks), None, weight)
         return
     held: dict[tuple[int, ...], list[Segment]] = {}
-    for segment in shard.segments(plan.ownership.part_of(name, rank)):
+    for segment in shard.segments(plan.ownership.shard_index(name, rank)):
         held.setdefault(_with(holders, segment), []).append(segment)
     for ranks, segments in held.items():
         yield Summed(ranks, Rows(shard.dim, tuple(segments)) if len(held) > 1 else None, weight)
@@ -254,13 +254,13 @@ def _sums(plan: Plan, name: str, rank: int) -> Iterator[Summed]:
 
 def _counts(plan: Plan, name: str, rank: int) -> Iterator[Rows | None]:
     """What `rank` counts of a parameter, if anything: of rows that several ranks hold, the first counts them."""
-    keepers, shard = plan.ownership.keepers(name), plan.division.shards.get(name)
-    if rank not in keepers:
+    primary, shard = plan.ownership.primary_ranks(name), plan.division.shards.get(name)
+    if rank not in primary:
         return
     if shard is None:
         yield None
         return
-    index = keepers.index(rank)
+    index = primary.index(rank)
     held = shard.segments(index)
     own = tuple(segment for segment in held if segment.sharers[0] == index)
     if own:

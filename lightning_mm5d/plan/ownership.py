@@ -1,4 +1,8 @@
-"""Which ranks hold which parameter, which part of it, and how their gradients add up."""
+"""Says which ranks hold which parameter, which shard of it, and how their gradients add up.
+
+Examples in this file are of a parameter that one stage uses, with ``tp_size=2, cp_size=2`` and one replica on ranks 0
+to 3: tensor parallel ranks run fastest, so ranks 0 and 2 have tensor parallel index 0, ranks 1 and 3 have index 1.
+"""
 
 from __future__ import annotations
 
@@ -13,71 +17,71 @@ from lightning_mm5d.tensor_parallel.resolve import Division
 
 @dataclass(frozen=True)
 class Ownership:
-    """Who owns which parameter.
+    """Which ranks own which parameter.
 
     Args:
         topology: the stages.
         sizes: elements of every parameter by name.
-        division: what tensor parallelism makes of the layers.
+        division: which parameters tensor parallelism shards, and how.
     """
 
     topology: Topology
     sizes: Mapping[str, int]
     division: Division = field(default_factory=Division)
 
-    def holds(self, stage: StageKey) -> frozenset[str]:
-        """The names of the parameters that a stage uses."""
-        members = set(self.topology.members[stage])
-        return frozenset(name for name in self.sizes if members.intersection(self.topology.partition.owners[name]))
-
     @cached_property
-    def holds_any(self) -> dict[StageKey, frozenset[str]]:
-        """`holds` of every stage."""
-        return {key: self.holds(key) for key in self.topology.members}
+    def parameters(self) -> dict[StageKey, frozenset[str]]:
+        """For each stage, the names of the parameters that it uses."""
+        owners = self.topology.partition.owners
+        return {
+            key: frozenset(name for name in self.sizes if not set(members).isdisjoint(owners[name]))
+            for key, members in self.topology.members.items()
+        }
 
-    def owners(self, name: str) -> tuple[int, ...]:
-        """The ranks that hold a parameter, or a part of it, ascending."""
-        return tuple(sorted({rank for ranks, _ in self._instances_with(name) for rank in ranks}))
+    def ranks_holding(self, name: str) -> tuple[int, ...]:
+        """Return the ranks that hold a parameter, or a shard of it, ascending: ``(0, 1, 2, 3)``."""
+        return tuple(sorted({rank for ranks, _ in self._instances(name) for rank in ranks}))
 
-    def holders(self, name: str) -> tuple[tuple[int, ...], ...]:
-        """The ranks that hold each part of a parameter, in the order of the parts, ascending.
+    def ranks_by_shard(self, name: str) -> tuple[tuple[int, ...], ...]:
+        """Return for each tensor parallel index the ranks of that index: ``((0, 2), (1, 3))``.
 
-        What is whole everywhere is one part for each tensor parallel index, since ranks of one index have gradients
-        that the others have too; it is a single part where modalities of unlike degrees share it.
+        A full parameter has one tuple per index too, because all indices have the same gradient. Where modalities
+        with different tensor parallel degrees share a parameter, there is one tuple of all ranks.
         """
-        instances = self._instances_with(name)
-        if len({parts for _, parts in instances}) > 1:
-            return (self.owners(name),)
-        parts = instances[0][1]
+        instances = self._instances(name)
+        if len({tp for _, tp in instances}) > 1:
+            return (self.ranks_holding(name),)
+        tp = instances[0][1]
         return tuple(
-            tuple(sorted({rank for ranks, _ in instances for rank in ranks[index::parts]})) for index in range(parts)
+            tuple(sorted({rank for ranks, _ in instances for rank in ranks[index::tp]})) for index in range(tp)
         )
 
-    def weight_of(self, name: str, rank: int) -> float:
-        """What the gradient of a parameter on `rank` counts in the sum over one tuple of `holders`.
+    def gradient_weight(self, name: str, rank: int) -> float:
+        """Return the factor of `rank`'s gradient in the sum over a tuple of `ranks_by_shard`: ``0.5``.
 
-        Context parallel ranks have gradients of which the mean counts (see `context_parallel.sequence`), and where
-        modalities of unlike tensor parallel degrees share a parameter, each of its ranks has the whole gradient.
+        Context parallel ranks count with their mean (see `sharded.sequence`), so the factor is one over their degree.
+        Where tensor parallel degrees differ, each of the instance's ranks has the full gradient: one over their number.
         """
-        instances = self._instances_with(name)
-        ranks, parts = next(one for one in instances if rank in one[0])
-        return (1.0 if len({parts for _, parts in instances}) > 1 else parts) / len(ranks)
+        instances = self._instances(name)
+        ranks, tp = next(one for one in instances if rank in one[0])
+        return (1.0 if len({tp for _, tp in instances}) > 1 else tp) / len(ranks)
 
-    def degree_of(self, name: str, rank: int) -> int:
-        """The context parallel degree of the ranks among which the mean of a parameter's gradient counts.
+    def cp_degree(self, name: str, rank: int) -> int:
+        """Return the context parallel degree of the stages on `rank` that use a parameter: ``2``.
 
-        It is 0 where they are of unlike degrees, or no such parameter is known.
+        It is 0 where their degrees differ, and for a parameter that the partition does not know.
         """
         if name not in self.topology.partition.owners:
             return 0
-        found = {len(ranks) // parts for ranks, parts in self._instances_with(name) if rank in ranks}
+        found = {len(ranks) // tp for ranks, tp in self._instances(name) if rank in ranks}
         return found.pop() if len(found) == 1 else 0
 
-    def keepers(self, name: str) -> tuple[int, ...]:
-        """The ranks that stand for a parameter or buffer: one, or one for each part of what is divided.
+    def primary_ranks(self, name: str) -> tuple[int, ...]:
+        """Return the ranks whose copy of a parameter or buffer is saved and counted in norms.
 
-        They are those of the first replica of the first stage that uses it. A buffer that every stage computes is kept
-        by the last. One that came after the plan was made (pruning adds some) belongs with the others of its module.
+        A full one has one such rank, ``(0,)``; a sharded one has one for each shard, ``(0, 1)``. They run the first
+        replica of the first stage that uses it; of the last stage for a buffer that every stage computes. A parameter
+        that was added after planning (pruning adds some) belongs with the others of its module.
         """
         owners = self.topology.partition.owners
         prefix = f"{name.rpartition('.')[0]}."
@@ -85,26 +89,25 @@ class Ownership:
         if known is None:
             return self.topology.instances(self.topology.last_stage)[0][:1]
         owner = owners[known][0]
-        if name not in self.sizes and not self._stays(name):
+        if name not in self.sizes and not self._is_of_one_stage(name):
             owner = self.topology.partition.stages[owner.modality][-1].name
         stage = self.topology.stage_of[owner]
-        return self.topology.instances(stage)[0][: self._parts(stage) if name in self.division.shards else 1]
+        return self.topology.instances(stage)[0][: self._tp_degree(stage) if name in self.division.shards else 1]
 
-    def part_of(self, name: str, rank: int) -> int:
-        """Which part of a divided parameter a rank that holds one has."""
-        return next(ranks.index(rank) % parts for ranks, parts in self._instances_with(name) if rank in ranks)
+    def shard_index(self, name: str, rank: int) -> int:
+        """Return which shard of a sharded parameter `rank` holds: ``1`` for rank 3."""
+        return next(ranks.index(rank) % tp for ranks, tp in self._instances(name) if rank in ranks)
 
-    def _instances_with(self, name: str) -> list[tuple[tuple[int, ...], int]]:
-        """The ranks of each instance of the stages that use a parameter, and how many parts it has there."""
+    def _instances(self, name: str) -> list[tuple[tuple[int, ...], int]]:
+        """The ranks and the tensor parallel degree of each instance of the stages that use a parameter."""
         keys = dict.fromkeys(self.topology.stage_of[owner] for owner in self.topology.partition.owners[name])
-        return [(ranks, self._parts(key)) for key in keys for ranks in self.topology.instances(key)]
+        return [(ranks, self._tp_degree(key)) for key in keys for ranks in self.topology.instances(key)]
 
-    def _parts(self, stage: StageKey) -> int:
-        """Tensor parallel degree of a stage; it runs fastest among the ranks of an instance."""
+    def _tp_degree(self, stage: StageKey) -> int:
         return self.topology.layout.sizes(stage.modality).tp
 
-    def _stays(self, buffer: str) -> bool:
-        """Whether only the owner of a buffer runs the module that it is in; else the last stage has come furthest."""
+    def _is_of_one_stage(self, buffer: str) -> bool:
+        """Whether only the owner of a buffer runs its module; of other buffers the last stage has the newest value."""
         path = buffer.rpartition(".")[0]
         in_layers = any(
             layers and buffer.startswith(f"{layers}.") for layers in self.topology.partition.layers.values()

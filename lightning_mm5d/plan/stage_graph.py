@@ -38,7 +38,7 @@ class StageGraphs:
         Args:
             trainable: names of the parameters that require a gradient.
         """
-        here = {key: not self.ownership.holds_any[key].isdisjoint(trainable) for key in self.topology.members}
+        here = {key: not self.ownership.parameters[key].isdisjoint(trainable) for key in self.topology.members}
         before = dict.fromkeys(self.topology.members, False)
         for _ in self.topology.members:
             for source, target in self.topology.edges:
@@ -82,7 +82,7 @@ class StageGraphs:
             count: microbatches per replica, M.
             module: the module, for what is trainable.
         """
-        graph = self.whole_graph(schedule, count, module)
+        graph = self.full_graph(schedule, count, module)
         return simulate(self.built(schedule, graph), graph)
 
     def schedule(
@@ -107,7 +107,9 @@ class StageGraphs:
         """
         own = callable(schedule) or schedule not in SCHEDULES
         replicas = (
-            range(self.topology.layout.num_replicas) if own and not forward_only else self.topology.component(rank)
+            range(self.topology.layout.num_replicas)
+            if own and not forward_only
+            else self.topology.connected_replicas(rank)
         )
         graph = self.graph(replicas, count, trainable)
         # forwards run in the order of their microbatches whatever the schedule is
@@ -126,7 +128,7 @@ class StageGraphs:
             return made
         return abreast(made, graph, widths, forward_only=forward_only)
 
-    def whole_graph(self, schedule: object, count: int, module: nn.Module) -> Graph:
+    def full_graph(self, schedule: object, count: int, module: nn.Module) -> Graph:
         """Return the graph of stages of all replicas, placed as `schedule` wants it; arguments as in `simulate`."""
         named = module.named_parameters(remove_duplicate=False)
         trainable = frozenset(name for name, parameter in named if parameter.requires_grad)

@@ -35,8 +35,8 @@ class Topology:
     v_shaped: bool = False
 
     @property
-    def is_whole(self) -> bool:
-        """Whether every rank has all of the module, unsharded."""
+    def is_replicated(self) -> bool:
+        """Whether every rank has the full module: one stage, unsharded."""
         return len(self.members) == 1 and len(self.instances(self.last_stage)[0]) == 1
 
     @cached_property
@@ -135,8 +135,11 @@ class Topology:
         """The stages of one rank."""
         return tuple(key for key in self.members if rank in self.ranks_of(key))
 
-    def component(self, rank: int) -> tuple[int, ...]:
-        """The replicas whose microbatches `rank` depends on, directly or through encoders that serve several."""
+    def connected_replicas(self, rank: int) -> tuple[int, ...]:
+        """Return the replicas that `rank` depends on, directly or through encoders that serve several, ascending.
+
+        With two replicas of the language model and one encoder for both, it is ``(0, 1)`` for every rank.
+        """
         found = set(self.layout.replicas_of_rank(rank))
         while True:
             more = {

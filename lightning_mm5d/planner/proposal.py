@@ -173,7 +173,7 @@ def propose(
     steps = []
     for one in (proposed, plan):
         costed = replace(one, modalities=_costed(one, rows)) if costs else one
-        graph = costed.graphs.whole_graph(schedule, num_microbatches, module)
+        graph = costed.graphs.full_graph(schedule, num_microbatches, module)
         outcome = compare(graph, [schedule])[0]
         steps.append(Step(costed, outcome, num_microbatches * one.layout.num_replicas))
     return Proposal(replace(found, modalities=dict(steps[0].plan.modalities)), *steps)

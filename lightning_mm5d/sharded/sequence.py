@@ -7,8 +7,8 @@ ranks divide these among themselves (``sequence_parallel``), each of them holds 
 value has R times the gradient that it would have in one process, R being the context parallel degree. So the gradient
 of a parameter that worked on parts is R times what this rank's tokens say, that of a parameter that worked on whole
 values is the true one, and for both, and for what is used either way, the *mean* over the R ranks is the true gradient:
-that is how gradients are reduced (`Plan.weight_of`), once a step. Where a whole value becomes parts or parts become a
-whole, the factor is put in or taken out.
+that is how gradients are reduced (`Ownership.gradient_weight`), once a step. Where a whole value becomes parts or parts
+become a whole, the factor is put in or taken out.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def _ran(plan: Plan, schedule: str | Callable[[Graph], Schedule], count: int, tr
     built: dict[tuple[int, ...], Schedule] = {}
     ran: Schedule = {}
     for rank in range(plan.layout.size):
-        replicas = plan.topology.component(rank)
+        replicas = plan.topology.connected_replicas(rank)
         if replicas not in built:
             built[replicas] = plan.graphs.schedule(schedule, count, trainable, rank=rank)[1]
         ran[rank] = built[replicas][rank]

@@ -92,7 +92,7 @@ class Session:
     ) -> None:
         self.plan = plan
         weighs = loss_weight != "samples" or callable(getattr(module, "loss_weight", None))
-        is_whole = plan.topology.is_whole and num_microbatches == 1
+        is_whole = plan.topology.is_replicated and num_microbatches == 1
         self.is_plain = is_whole and not (weighs and plan.layout.num_replicas > 1)
         self._module, self._rank, self._device = module, rank, device
         self._unsynced, self._seed = False, seed
@@ -148,7 +148,7 @@ class Session:
     def _cut(self, schedule: str | Callable[[Graph], Schedule], num_microbatches: int) -> None:
         plan, module = self.plan, self._module
         own = plan.topology.stages_of(self._rank)
-        held = {key: plan.ownership.holds_any[key] for key in own}
+        held = {key: plan.ownership.parameters[key] for key in own}
         local = frozenset().union(*held.values())
         names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
         drop_parameters(module, [name for name in names if name not in local], self._device)
@@ -204,7 +204,7 @@ class Session:
             averaged = {
                 id(parameter)
                 for parameter_name, parameter in self._module.named_parameters(remove_duplicate=False)
-                if parameter_name in held and self.plan.ownership.degree_of(parameter_name, self._rank) == degree
+                if parameter_name in held and self.plan.ownership.cp_degree(parameter_name, self._rank) == degree
             }
             found[name] = ContextParallel(
                 name,

@@ -78,8 +78,8 @@ def check_module(
         ScheduleError: the schedule is not one of the stages of this module.
     """
     if callable(schedule) or is_table(schedule):
-        build(schedule, plan.graphs.whole_graph(schedule, num_microbatches, module))
-    if not module.automatic_optimization and (not plan.topology.is_whole or num_microbatches > 1):
+        build(schedule, plan.graphs.full_graph(schedule, num_microbatches, module))
+    if not module.automatic_optimization and (not plan.topology.is_replicated or num_microbatches > 1):
         raise ConfigError(
             "automatic_optimization",
             False,
@@ -138,7 +138,7 @@ def check_callbacks(callbacks: Sequence[pl.Callback], plan: Plan) -> None:
             `ModelPruning` with tensor parallelism.
     """
     for callback in callbacks:
-        if isinstance(callback, WeightAveraging) and not plan.topology.is_whole:
+        if isinstance(callback, WeightAveraging) and not plan.topology.is_replicated:
             raise ConfigError(
                 "callbacks",
                 type(callback).__name__,

@@ -91,7 +91,7 @@ def test_it_says_where_the_configured_layout_is_as_good(plan: Plan, tmp_path: Pa
 
 def test_refuses_what_it_cannot_search(plan: Plan, tmp_path: Path) -> None:
     strategy, module, *_ = load([CONFIG], None, [])
-    graph = strategy.plan(module).graphs.whole_graph("1f1b", 4, module)
+    graph = strategy.plan(module).graphs.full_graph("1f1b", 4, module)
     table = tmp_path / "mine.csv"
     table.write_text(to_csv(build("1f1b", graph), graph))
     assert "is for one layout" in plan.refusal(f"--trainer.strategy.init_args.schedule={table}")

@@ -135,7 +135,7 @@ def test_a_table_of_the_users_is_run(tmp_path: Any) -> None:
     plan.parallel_devices, plan.cluster_environment = [torch.device("cpu")] * world, LightningEnvironment()
     plan.cluster_environment.set_world_size(world)
     module = build_module("llava", "none")
-    graph = plan.plan(module).graphs.whole_graph("1f1b", M, module)
+    graph = plan.plan(module).graphs.full_graph("1f1b", M, module)
     table = tmp_path / "schedule.csv"
     table.write_text(to_csv(build_schedule("zero_bubble", graph), graph))
     assert any(assert_parity("llava", "none", str(table)))

@@ -108,7 +108,7 @@ def test_a_weight_that_is_computed_from_others_is_not_put_off() -> None:
 
 
 def test_a_weight_with_hooks_is_not_put_off() -> None:
-    """Also fails should torch keep hooks under another name: the input-gradient pass would call them without a gradient."""
+    """Also fails should torch keep hooks under another name: the input-gradient pass would call them with None."""
     block = Block(nn.Linear)
     block.due, seen = Deferred(), []
     block.up.weight.register_hook(lambda gradient: seen.append(gradient.shape))

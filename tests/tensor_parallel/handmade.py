@@ -106,20 +106,22 @@ def model_plan(world: int, query: int, key_value: int, **fields: int) -> tuple[M
 def cut(plan: Plan, module: L.LightningModule, rank: int) -> None:
     """Leave in `module` what `rank` holds."""
     tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-    here = {name for name, _ in tensors if rank in plan.ownership.owners(name)}
+    here = {name for name, _ in tensors if rank in plan.ownership.ranks_holding(name)}
     drop_parameters(module, [name for name in plan.sizes if name not in here], torch.device("cpu"))
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if name in here and name in plan.division.shards:
-            tensor.data = plan.division.shards[name].cut(tensor.data, plan.ownership.part_of(name, rank))
+            tensor.data = plan.division.shards[name].cut(tensor.data, plan.ownership.shard_index(name, rank))
 
 
 def held_by(plan: Plan, module: L.LightningModule, rank: int) -> dict[str, nn.Parameter]:
     """What `rank` holds of the parameters, as new ones, each once."""
     held = {}
     for name, parameter in module.named_parameters():
-        if rank in plan.ownership.owners(name):
+        if rank in plan.ownership.ranks_holding(name):
             shard = plan.division.shards.get(name)
-            part = parameter.data if shard is None else shard.cut(parameter.data, plan.ownership.part_of(name, rank))
+            part = (
+                parameter.data if shard is None else shard.cut(parameter.data, plan.ownership.shard_index(name, rank))
+            )
             held[name] = nn.Parameter(part)
     return held
 

@@ -89,8 +89,8 @@ def _train(rank: int, run: Compared, world: int) -> tuple[list[float], list[Stat
         batches = [part for batch in batches for part in case.split(batch, run.replicas)]
     recorder = fit(module, batches, chosen, world, **{**options, "use_distributed_sampler": run.replicas > 1})
     plan = chosen.plan(run.build())
-    shards = {key: shard for key, shard in plan.division.shards.items() if rank in plan.ownership.owners(key)}
-    held = {key: (shard, plan.ownership.part_of(key, rank)) for key, shard in shards.items()}
+    shards = {key: shard for key, shard in plan.division.shards.items() if rank in plan.ownership.ranks_holding(key)}
+    held = {key: (shard, plan.ownership.shard_index(key, rank)) for key, shard in shards.items()}
     return recorder.losses, recorder.gradients, module.state_dict(), held
 
 

@@ -40,7 +40,7 @@ def made_up(plan: Plan, module: L.LightningModule, name: str, rank: int) -> Tens
     replica = min(min(one) for stage in plan.topology.members for one in plan.topology.instances(stage) if rank in one)
     alike = shard is None and name not in plan.division.shared
     if shard is not None:
-        shape[shard.dim] = shard.lengths[plan.ownership.part_of(name, rank)]
+        shape[shard.dim] = shard.lengths[plan.ownership.shard_index(name, rank)]
     generator = torch.Generator().manual_seed(1000 * (replica if alike else rank) + list(plan.sizes).index(name))
     return torch.randn(shape, dtype=torch.float64, generator=generator)
 
@@ -90,7 +90,9 @@ def test_sums_and_norms_are_those_of_one_process(layout: str) -> None:
         torch.testing.assert_close(torch.stack(found), torch.stack(norms), rtol=1e-12, atol=0)
         for name, grad in grads.items():
             shard = plan.division.shards.get(name)
-            expected = wholes[name] if shard is None else shard.cut(wholes[name], plan.ownership.part_of(name, rank))
+            expected = (
+                wholes[name] if shard is None else shard.cut(wholes[name], plan.ownership.shard_index(name, rank))
+            )
             torch.testing.assert_close(grad, expected, rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
             seen.add(name)
     assert seen == set(wholes)
@@ -273,7 +275,7 @@ def test_every_sum_has_a_group(layout: str) -> None:
 
 def test_parameters_of_one_kind_are_planned_once() -> None:
     _, plan = model_plan(4, 4, 1, tp_size=2, dp_size=2)
-    with patch.object(Ownership, "holders", autospec=True, side_effect=Ownership.holders) as holders:
+    with patch.object(Ownership, "ranks_by_shard", autospec=True, side_effect=Ownership.ranks_by_shard) as holders:
         sum_groups(plan)
         sums_of(plan, 0)
     kinds = 4  # fused by rows, by columns, output projections, tables; the norms and biases are whole

@@ -52,7 +52,7 @@ def step(module: Model, optimizer: Optimizer, seed: int, plan: Plan | None = Non
         whole = Model(*sizes_of(module)).get_parameter(name)
         grad = torch.randn(whole.shape, dtype=whole.dtype, generator=torch.Generator().manual_seed(seed))
         if plan is not None and name in plan.division.shards:
-            grad = plan.division.shards[name].cut(grad, plan.ownership.part_of(name, rank))
+            grad = plan.division.shards[name].cut(grad, plan.ownership.shard_index(name, rank))
         parameter.grad = grad
     optimizer.step()
 
@@ -103,7 +103,9 @@ def loaded(rank: int, plan: Plan, module: Model, state: dict[str, Tensor]) -> An
     connect(rank, plan)
     cut(plan, module, rank)
     load_module(module, state, True, plan, rank)
-    return {name: value.clone() for name, value in module.state_dict().items() if rank in plan.ownership.owners(name)}
+    return {
+        name: value.clone() for name, value in module.state_dict().items() if rank in plan.ownership.ranks_holding(name)
+    }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -115,7 +117,7 @@ def test_each_rank_takes_its_part_of_a_file(layout: str) -> None:
         assert found
         for name, value in found.items():
             shard = plan.division.shards.get(name)
-            expected = state[name] if shard is None else shard.cut(state[name], plan.ownership.part_of(name, rank))
+            expected = state[name] if shard is None else shard.cut(state[name], plan.ownership.shard_index(name, rank))
             assert torch.equal(value, expected), name
 
 
@@ -136,7 +138,7 @@ def test_all_ranks_refuse_another_shape(name: str) -> None:
     state = copied(module.state_dict())
     state[name] = state[name][: len(state[name]) // 2]
     holders = (
-        plan.ownership.owners(name) if name.endswith("slopes") else range(4)
+        plan.ownership.ranks_holding(name) if name.endswith("slopes") else range(4)
     )  # a buffer is whole where it is not used
     errors = run_ranks(4, refused, plan, module, state, limit=60)
     for rank in holders:
