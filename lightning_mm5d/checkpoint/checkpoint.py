@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_mm5d.engine.exchange import recv_tree, send_tree
+from lightning_mm5d.engine.codec import receive_tree, send_tree
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.shards import Shard
 from lightning_mm5d.stage.remote import Placeholder, give_memory, is_placeholder
@@ -65,7 +65,7 @@ def collect_optimizer(
                 if keeper != 0 and rank == keeper:
                     send_tree(found, 0, device)
                 elif keeper != 0 and rank == 0:
-                    found = recv_tree(keeper, device)
+                    found = receive_tree(keeper, device)
                 if rank == 0 and found:
                     parts[part] = found
             if parts:

@@ -32,9 +32,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_mm5d.engine import wire
-from lightning_mm5d.engine.transport import Transport
-from lightning_mm5d.engine.wire import Channel
+from lightning_mm5d.engine import codec
+from lightning_mm5d.engine.transport import Channel, Transport
 
 WHOLE_BYTES = 1024  # a tensor of fewer bytes is not divided
 
@@ -171,7 +170,7 @@ class Bridge:
     def _gather(self, columns: list[tuple[Tensor, ...]], length: int) -> Tensor:
         """Return the bytes of all targets, of which each has at most `length`, padded to that."""
         device = columns[0][0].device
-        mine = [wire.bytes_of(piece) for column in columns for piece in column]
+        mine = [codec.bytes_of(piece) for column in columns for piece in column]
         padding = mine[0].new_zeros(length - sum(piece.numel() for piece in mine))
         # as in the transport, gloo gets host memory
         part = torch.cat([*mine, padding]).to(device if dist.get_backend(self._group) == "nccl" else "cpu")

@@ -16,51 +16,24 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_mm5d.data.microbatch import Microbatch
 from lightning_mm5d.engine.bridge import Bridge
 from lightning_mm5d.engine.recorder import Recorder
 from lightning_mm5d.engine.rng import kept_random_state, seed_all, seed_of, seed_torch
+from lightning_mm5d.engine.step import Step
 from lightning_mm5d.engine.transport import Transport
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Action, Graph, Kind, Schedule, is_table
 from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.stage import Deferred, Payload, Run, Runtime, StageError, StageView
-from lightning_mm5d.trainer.metrics import MetricSync
-
-
-@dataclass
-class Step:
-    """What one step is to do, and the results of the last stage.
-
-    Attributes:
-        run: calls the user's step on one microbatch's batch.
-        microbatches: by replica that this rank serves.
-        structure: key of the way that the step takes through the model.
-        number: of the step, for random state; None leaves it alone.
-        context: entered around each run.
-        begin: called before each run with the microbatch and its index.
-        loss: for training: takes the user's result and the index, returns the scaled loss and what to keep of the
-            result; None for evaluation.
-        results: of the last stage, by index.
-    """
-
-    run: Callable[[Any], Any]
-    microbatches: Mapping[int, list[Microbatch]]
-    structure: Callable[[Any], Any]
-    number: tuple[int, ...] | None
-    context: Callable[[], AbstractContextManager[Any]]
-    begin: Callable[[Microbatch, int], None]
-    loss: Callable[[Any, int], tuple[Tensor, Any]] | None = None
-    results: dict[int, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -125,33 +98,32 @@ class Engine:
         self._built: dict[Any, _Prepared] = {}
         self._checked = False
 
-    def execute(self, step: Step, trainable: frozenset[str], metrics: MetricSync) -> None:
-        """Run all microbatches of a step; results of the last stage go into ``step.results``.
+    def execute(self, step: Step, trainable: frozenset[str]) -> None:
+        """Run all microbatches of a step; results of the last stage go to ``step.finish``.
 
         Args:
             step: what to run.
             trainable: names of the parameters that require a gradient; empty for evaluation.
-            metrics: the module's metrics, which count only what the last stage computes.
         """
         start, waited = time.perf_counter(), self._transport.waited if self._transport else 0.0
         count = max(len(parts) for parts in step.microbatches.values())
-        graph, actions, arrivals, split_stages = self._prepared(count, trainable, step.loss is None)
+        graph, actions, arrivals, split_stages = self._prepared(count, trainable, not step.trains)
         for bridge, number in arrivals.items():
             bridge.expect(number)
         flights: dict[tuple[StageKey, int], _Flight] = {}
         due: dict[tuple[StageKey, int], Deferred] = {}
-        recorder = self.recorder if step.loss is not None and count == self._num_microbatches else None
+        recorder = self.recorder if step.trains and count == self._num_microbatches else None
         if recorder is not None:
             recorder.begin(trainable)
         discards = len(self._views) > 1 and any(view.is_last for view in self._views.values())
-        with kept_random_state(self._device) if step.number is not None else nullcontext():
+        with kept_random_state(self._device) if step.random_key is not None else nullcontext():
             for action in actions:
                 stage, key = action.stage, (action.stage, action.microbatch)
                 if action.kind is Kind.F:
                     deferred = Deferred() if stage in split_stages else None
-                    with metrics.discarded() if discards and not self._views[stage].is_last else nullcontext():
+                    with step.uncounted() if discards and not self._views[stage].is_last else nullcontext():
                         flight = self._forward(step, graph, stage, *divmod(action.microbatch, count), deferred)
-                    if step.loss is not None and graph.has_backward(stage):
+                    if step.trains and graph.has_backward(stage):
                         flights[key] = flight
                     del flight
                 elif action.kind is Kind.W:
@@ -237,21 +209,19 @@ class Engine:
         self._starts()
         part = step.microbatches[replica][index]
         reseed = None
-        if step.number is not None:
-            seed_all(seed_of(*step.number, index, replica), self._device)
-            reseed = partial(seed_torch, seed_of(*step.number, index, replica, stage), self._device)
-        training = step.loss is not None and graph.has_backward(stage)
+        if step.random_key is not None:
+            seed_all(seed_of(*step.random_key, index, replica), self._device)
+            reseed = partial(seed_torch, seed_of(*step.random_key, index, replica, stage), self._device)
+        training = step.trains and graph.has_backward(stage)
         loss = None
         with torch.set_grad_enabled(training):
             run = Run(self._runtime, view, payloads, step.structure(part.batch), reseed, deferred)
-            step.begin(part, index)
             with step.context():
-                result = run.execute(lambda: step.run(part.batch))
+                result = run.execute(lambda: step.run(part, index))
             if view.is_last:
-                if step.loss is not None:
-                    loss, result = step.loss(result, index)
+                loss = step.finish(result, index)
+                if loss is not None:
                     self._check(loss, stage)
-                step.results[index] = result
             sent = [self._send(run, stage, other, place) for other in graph.successors(stage)]
         received = [
             (self._bridge(other, stage, place, back=True), *_with_grads(payload))

@@ -36,18 +36,18 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_mm5d.engine import wire
-from lightning_mm5d.engine.wire import Channel
+from lightning_mm5d.engine import codec
 
-HEADER_SLOTS = 256  # headers that both ends of a link remember
+# Each further message costs 0.12 ms on gloo, which takes messages that are shorter than their buffer. On NCCL, where
+# a message is as long as its buffer, the first one holds the control words only.
+FIRST_BYTES = 256 * 1024
 
 _Body = Callable[[int, SimpleQueue[Any]], None]  # what a thread does: for a peer, with its inbox
 
@@ -58,6 +58,26 @@ class TransportError(RuntimeError):
     def __init__(self, message: str, rank: int | None = None) -> None:
         self.rank = rank
         super().__init__(message)
+
+
+@dataclass(frozen=True)
+class Channel:
+    """A directed first-in-first-out queue of payloads between two stages.
+
+    Args:
+        direction: what it carries; part of the name only, it does not choose the way.
+        src_rank: global rank that sends.
+        dst_rank: global rank that receives; may equal ``src_rank``, then nothing touches the network.
+        name: unique for this direction and pair of ranks, for instance ``"vision.0->language.0"``.
+    """
+
+    direction: Literal["activations", "gradients"]
+    src_rank: int
+    dst_rank: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.direction})"
 
 
 @dataclass(frozen=True)
@@ -93,9 +113,9 @@ class Transport:
         # gloo moves host memory only; what lives elsewhere is staged
         is_nccl = dist.get_backend(ascending) == "nccl"
         self._wire = device if is_nccl else torch.device("cpu")
-        self._room = wire.CONTROL_BYTES if is_nccl else wire.FIRST_BYTES
+        self._room = codec.CONTROL_BYTES if is_nccl else FIRST_BYTES
         self._rank = rank
-        self._known: defaultdict[int, dict[str, int]] = defaultdict(dict)  # per receiver: header -> slot
+        self._known: defaultdict[int, codec.SentHeaders] = defaultdict(codec.SentHeaders)  # by receiver
         self._inboxes: dict[tuple[str, int], SimpleQueue[Any]] = {}
         self._threads: list[threading.Thread] = []
         # everything below is shared with the threads, under this condition
@@ -141,10 +161,11 @@ class Transport:
         if channel.dst_rank == self._rank:
             self._deliver(channel, _Payload(json.loads(json.dumps(meta)), leaves))
             return
-        header = wire.describe(channel, meta, leaves)
-        parts = [wire.bytes_of(leaf.to(self._wire)) for leaf in leaves if leaf.numel()]
+        header = codec.describe([channel.direction, channel.name, meta], leaves)
+        parts = [codec.bytes_of(leaf.to(self._wire)) for leaf in leaves if leaf.numel()]
         size = sum(part.numel() for part in parts)
-        messages = self._messages(channel.dst_rank, header, parts)
+        slot, text = self._known[channel.dst_rank].slot(header)
+        messages = codec.messages(slot, text, parts, self._room, self._wire)
         group = self._group(channel.src_rank, channel.dst_rank)
         try:
             requests = [dist.isend(message, channel.dst_rank, group) for message in messages]
@@ -213,16 +234,6 @@ class Transport:
 
     # --- sending end ---
 
-    def _messages(self, dst: int, header: str, parts: list[Tensor]) -> list[Tensor]:
-        """What a payload of `parts` is sent as; the header is in it where the receiver does not know it."""
-        known = self._known[dst]
-        text = b""
-        if header not in known:
-            text = header.encode()
-            # the oldest header gives up its slot; the receiver sees the same order and overwrites it
-            known[header] = len(known) if len(known) < HEADER_SLOTS else known.pop(next(iter(known)))
-        return wire.messages(known[header], text, parts, self._room, self._wire)
-
     def _complete(self, dst: int, inbox: SimpleQueue[Any]) -> None:
         """Body of a sender thread: hold what is on its way until it has left."""
         while (sent := inbox.get()) is not None:
@@ -243,7 +254,7 @@ class Transport:
 
     def _receive(self, src: int, inbox: SimpleQueue[Any]) -> None:
         """Body of a receiver thread: as many payloads as were expected, into their channels' queues."""
-        headers: dict[int, wire.Header] = {}
+        headers: dict[int, codec.Header] = {}
         first = torch.empty(self._room, dtype=torch.uint8, device=self._wire)
         names: dict[str, None] = {}
         while (item := inbox.get()) is not None:
@@ -256,12 +267,14 @@ class Transport:
                     self._fail(src, f"receiving {', '.join(names)}", error)
                     return
 
-    def _receive_one(self, src: int, first: Tensor, headers: dict[int, wire.Header]) -> tuple[Channel, _Payload]:
+    def _receive_one(self, src: int, first: Tensor, headers: dict[int, codec.Header]) -> tuple[Channel, _Payload]:
         def fill(*buffers: Tensor) -> None:
             self._fill(src, buffers)
 
-        header, leaves = wire.receive(fill, first, headers, partial(wire.Header.parse, src=src, dst=self._rank))
-        return header.channel, _Payload(header.meta, [leaf.to(self._device) for leaf in leaves], self._mark())
+        header, leaves = codec.receive(fill, first, headers)
+        direction, name, meta = header.meta
+        payload = _Payload(meta, [leaf.to(self._device) for leaf in leaves], self._mark())
+        return Channel(direction, src, self._rank, name), payload
 
     def _fill(self, src: int, buffers: Sequence[Tensor]) -> None:
         group = self._group(src, self._rank)

@@ -8,7 +8,7 @@ missing. Phases:
    recorded;
 2. merge: `LogCapture.merge`, over the microbatches, into what one call with the whole batch would have
    logged;
-3. share: `LogExchange.broadcast`, from the rank that ran the whole step to the ranks of its replica group;
+3. share: within the `StepResult`, from the rank where the step ends to the ranks of its replica;
 4. replay: `replay` calls the real ``module.log`` on every rank, which validates and stores as ever.
 
 What a merged value is, by `reduce_fx`: ``mean`` weighs each microbatch by the call's `batch_size`, or else
@@ -28,7 +28,6 @@ metric object that is no attribute of the module.
 
 from __future__ import annotations
 
-import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,7 +36,6 @@ from numbers import Number
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -208,98 +206,6 @@ class LogCapture:
                 "make it an attribute of the LightningModule (a list of metrics: torch.nn.ModuleList)",
             )
         return path
-
-
-class LogExchange:
-    """Shares merged logs within a replica group; one object for the whole run, as it remembers headers.
-
-    Args:
-        src: global rank that ran the whole step.
-        group: the replica group; ``None`` without torch.distributed.
-        device: where the group communicates.
-    """
-
-    MAX_HEADERS = 256
-    """headers kept before both ends start again; one a set of keys"""
-
-    def __init__(self, *, src: int, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        self._src, self._group, self._device = src, group, device
-        self._is_alone = group is None or dist.get_world_size(group) == 1
-        self._headers: list[str] = []
-
-    def broadcast(self, merged: Sequence[MergedLog] | None) -> list[MergedLog]:
-        """What rank `src` passes, on every rank of the group; what others pass is not read.
-
-        Collective, unless the group is one rank. Phases:
-
-        1. three int64: the header's number, its bytes (0 if it is known), the length of the body;
-        2. the header, if it is new, as JSON in UTF-8;
-        3. the body, float64, if it is not empty.
-        """
-        if self._is_alone:
-            assert merged is not None
-            return list(merged)
-        if dist.get_rank() == self._src:
-            assert merged is not None
-            self._send(*pack(merged, self._device))
-            return list(merged)
-        return self._receive()
-
-    def _send(self, header: str, body: Tensor) -> None:
-        is_new = header not in self._headers
-        text = header.encode() if is_new else b""
-        number = len(self._headers) % self.MAX_HEADERS if is_new else self._headers.index(header)
-        self._transfer(torch.tensor([number, len(text), len(body)]).to(self._device))
-        if is_new:
-            self._remember(number, header)
-            self._transfer(torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._device))
-        if len(body):
-            self._transfer(body)
-
-    def _receive(self) -> list[MergedLog]:
-        control = self._transfer(torch.empty(3, dtype=torch.int64, device=self._device))
-        number, header_bytes, length = control.tolist()
-        if header_bytes:
-            text = self._transfer(torch.empty(header_bytes, dtype=torch.uint8, device=self._device))
-            self._remember(number, bytes(text.tolist()).decode())
-        body = torch.empty(length, dtype=torch.float64, device=self._device)
-        return unpack(self._headers[number], self._transfer(body) if length else body)
-
-    def _remember(self, number: int, header: str) -> None:
-        if number == 0:  # the first one, or the memory was full: both ends start again
-            self._headers.clear()
-        self._headers.append(header)
-
-    def _transfer(self, tensor: Tensor) -> Tensor:
-        dist.broadcast(tensor, src=self._src, group=self._group)
-        return tensor
-
-
-def pack(merged: Sequence[MergedLog], device: torch.device) -> tuple[str, Tensor]:
-    """JSON header and float64 body ``[N values, N batch sizes]`` on `device`, for N logs; see `unpack`."""
-    header = [{**asdict(log.options), "dtype": None if log.value is None else str(log.value.dtype)} for log in merged]
-    zero = torch.zeros((), dtype=torch.float64, device=device)
-    values = [zero if log.value is None else log.value.to(device, torch.float64) for log in merged]
-    sizes = torch.tensor([log.batch_size for log in merged], dtype=torch.float64, device=device)
-    return json.dumps(header), torch.cat([torch.stack(values), sizes]) if merged else sizes
-
-
-def unpack(header: str, body: Tensor) -> list[MergedLog]:
-    """The inverse of `pack`; values stay on the body's device."""
-    entries = json.loads(header)
-    values, sizes = body[: len(entries)], body[len(entries) :].tolist()
-    logs = []
-    for entry, value, size in zip(entries, values, sizes, strict=True):
-        name = entry.pop("dtype")
-        dtype = {"torch.float32": torch.float32, "torch.float64": torch.float64}.get(name)
-        logs.append(
-            MergedLog(
-                options=LogOptions(**entry),
-                value=value.to(dtype) if dtype else None,
-                batch_size=int(size),
-            )
-        )
-    return logs
 
 
 def replay(module: LightningModule, merged: Sequence[MergedLog]) -> None:

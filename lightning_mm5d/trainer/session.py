@@ -36,9 +36,9 @@ from lightning_mm5d.schedule import UNSPLIT_SCHEDULES, Graph, Schedule
 from lightning_mm5d.stage import Runtime, drop_parameters, is_placeholder, views
 from lightning_mm5d.tensor_parallel.apply import TensorParallel
 from lightning_mm5d.trainer.device import DeviceFigures
-from lightning_mm5d.trainer.logs import LogExchange
 from lightning_mm5d.trainer.measured_timeline import write_timeline
 from lightning_mm5d.trainer.metrics import MetricSync
+from lightning_mm5d.trainer.step_result import ResultChannel
 from lightning_mm5d.trainer.steps import Replica, Steps
 
 # by name, because they come from many packages
@@ -239,8 +239,7 @@ class Session:
             number: Replica(
                 src=last[number][0],
                 ends_here=self._rank in last[number],
-                group=self._in.replicas[number],
-                exchange=LogExchange(src=last[number][0], group=self._in.replicas[number], device=wire),
+                results=ResultChannel(src=last[number][0], group=self._in.replicas[number], device=wire),
             )
             for number in layout.replicas_of_rank(self._rank)
             if not self.is_plain

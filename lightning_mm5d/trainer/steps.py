@@ -1,9 +1,12 @@
-"""One Lightning step as a pipeline step: the batch split, the user's step run as a schedule, its results put together.
+"""One Lightning step as a pipeline step: split the batch, run the schedule, merge and share the results.
 
-Phases of a step, on every rank: (1) split the batch of each replica that this rank serves into microbatches;
-(2) execute the schedule, with what the step logs captured; (3) merge results and logs of the microbatches where the
-step ran to its end; (4) share them within each replica; (5) log them, on every rank, and return what one process
-would have returned.
+Phases of a step, on every rank:
+
+1. Split the batch of each replica that this rank serves into microbatches, and weigh them.
+2. Execute the schedule; calls of ``self.log`` are captured.
+3. Merge results and logs over microbatches, on the ranks where the step ends.
+4. Share them within each replica.
+5. Log them on every rank, and return what one process would have returned.
 
 It knows the LightningModule and nothing of the trainer. It refuses training steps without a loss and batches that are
 too small to be split.
@@ -13,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -25,20 +27,18 @@ from lightning_mm5d.data.grouping import LoaderBatches
 from lightning_mm5d.data.loader import split_replicas
 from lightning_mm5d.data.microbatch import Microbatch, batch_samples, merge, split
 from lightning_mm5d.data.packed_images import PackedTokens, describe
-from lightning_mm5d.engine.engine import Engine, Step
-from lightning_mm5d.engine.exchange import broadcast_tree
+from lightning_mm5d.engine.engine import Engine
 from lightning_mm5d.gradients.gradients import Gradients, published
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.stage.payload import map_tensors, unsharded
-from lightning_mm5d.trainer.logs import LogCapture, LogExchange, LogOptions, MergedLog, replay
+from lightning_mm5d.trainer.logs import LogCapture, replay
 from lightning_mm5d.trainer.metrics import MetricSync
+from lightning_mm5d.trainer.step_result import ResultChannel, StepResult, Weights
+from lightning_mm5d.trainer.user_step import Context, TrainingStep, UserStep
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
-_LOSS = "loss of the step"
-_OUTPUTS = "outputs of the step"
-Context = Callable[[], AbstractContextManager[Any]]
+Parts = Mapping[int, list[Microbatch]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,16 +46,14 @@ class Replica:
     """One replica of the loss modality, among the ranks that work for it.
 
     Attributes:
-        src: the rank where its step runs to its end; the first of several that share the last stage.
+        src: the rank where its step ends; the first of several that share the last stage.
         ends_here: whether this rank is one of these.
-        group: all its ranks.
-        exchange: shares logs within them.
+        results: shares results among all its ranks.
     """
 
     src: int
     ends_here: bool
-    group: dist.ProcessGroup | None
-    exchange: LogExchange
+    results: ResultChannel
 
 
 def microbatches(module: LightningModule, batch: Any, count: int, packed: PackedTokens) -> list[Microbatch]:
@@ -87,7 +85,7 @@ class Steps:
         metrics: the module's metrics, which must not communicate inside a schedule.
         rank: global rank.
         device: where results are.
-        loss_group: the ranks where steps run to their end; None where there is one.
+        loss_group: the ranks where steps end; None where there is one.
         num_microbatches: M.
         loss_weight: whether microbatches weigh as many samples or as many label tokens as they hold.
         seed: for random state, the same on all ranks; None leaves it alone.
@@ -111,13 +109,12 @@ class Steps:
     ) -> None:
         self._module, self._plan, self._engine, self._gradients = module, plan, engine, gradients
         self._replicas, self._metrics, self._rank, self._device = replicas, metrics, rank, device
-        self._terminal_group, self._num_microbatches = loss_group, num_microbatches
+        self._loss_group, self._num_microbatches = loss_group, num_microbatches
         self._loss_weight, self._seed = loss_weight, seed
         self._capture = LogCapture(module)
         self._packed = describe(module)
         self._own = next((number for number, replica in replicas.items() if replica.ends_here), None)
-        named = module.named_parameters(remove_duplicate=False)
-        self._named = [(name, parameter) for name, parameter in named]
+        self._named = list(module.named_parameters(remove_duplicate=False))
         self._trainable: tuple[tuple[bool, ...], frozenset[str]] = ((), frozenset())
 
     def trainable(self) -> frozenset[str]:
@@ -131,7 +128,7 @@ class Steps:
     def train(
         self,
         batch: Any,
-        rest: Sequence[Any],
+        arguments: Sequence[Any],
         context: Context,
         scale: Callable[[Tensor], Tensor],
         number: tuple[int, ...],
@@ -140,46 +137,33 @@ class Steps:
 
         Args:
             batch: as the dataloader gave it.
-            rest: the other arguments of the step.
+            arguments: of the step, after the batch.
             context: entered around each microbatch's forward.
             scale: multiplies a loss as the precision plugin does before backward.
             number: of the step, for random state.
         """
-        parts = self._split(batch, rest)
-        weights = self._weights(parts)
-        losses: dict[int, Tensor] = {}
-
-        def loss_of(result: Any, index: int) -> tuple[Tensor, Any]:
-            loss = result.get("loss") if isinstance(result, Mapping) else result
-            if not isinstance(loss, Tensor):
-                raise ConfigError(
-                    "training_step",
-                    type(loss).__name__,
-                    "every rank needs a loss to run the same number of steps",
-                    "Return a tensor, or a dict with a tensor under 'loss'; multiply by zero what is to be skipped",
-                )
-            losses[index] = loss.detach()
-            share = weights[index] / weights["total"]
-            kept = {k: _detached(v) for k, v in result.items() if k != "loss"} if isinstance(result, Mapping) else None
-            return scale(loss * share), kept
-
-        kept_gradients = self._gradients.take()
-        step = self._step("training_step", parts, rest, context, number, weights)
-        step.loss = loss_of
+        parts = self._split(batch, arguments)
+        step = TrainingStep(
+            self._module,
+            "training_step",
+            arguments,
+            parts,
+            self._weights(parts),
+            scale=scale,
+            **self._options(context, number),
+        )
+        older = self._gradients.take()
         try:
-            self._run(step)
+            self._run(step, self.trainable())
         finally:
             fresh = self._gradients.take()
-            self._gradients.put(kept_gradients)
-        merged: list[MergedLog] | None = None
-        outputs = None
+            self._gradients.put(older)
+        merged = None
         if self._own is not None:
-            whole = torch.stack([losses[index].double() * weights[index] for index in losses]).sum()
-            loss = (whole / sum(weights[index] for index in losses)).to(losses[0].dtype)
-            outputs = self._merged(step, parts)
-            merged = self._logs(parts, weights, loss, outputs is not None)
-        loss_value, outputs = self._shared(merged, outputs)
-        assert loss_value is not None
+            loss = step.weights.mean([step.losses[index] for index in sorted(step.losses)])
+            merged = self._merged(step, loss)
+        result = self._shared(merged)
+        assert result.loss is not None
         factor = 1.0 / scale(torch.ones((), device=self._device))
 
         def publish(gradient: Tensor) -> None:
@@ -187,35 +171,36 @@ class Steps:
             self._gradients.add(fresh, 1.0 if value.is_cpu and float(value) == 1.0 else value)
             fresh[:] = [None] * len(fresh)
 
-        result = published(loss_value.to(self._device), publish)
-        return {**outputs, "loss": result} if isinstance(outputs, Mapping) else result
+        loss = published(result.loss.to(self._device), publish)
+        return {**result.outputs, "loss": loss} if isinstance(result.outputs, Mapping) else loss
 
-    def evaluate(self, name: str, batch: Any, rest: Sequence[Any], context: Context, number: tuple[int, ...]) -> Any:
-        """Run one of the other steps; return what it would have returned for the whole batch, on every rank.
+    def evaluate(
+        self, name: str, batch: Any, arguments: Sequence[Any], context: Context, number: tuple[int, ...]
+    ) -> Any:
+        """Run one of the other steps; return what it would have returned for the full batch, on every rank.
 
         Args:
             name: of the LightningModule's method.
             batch: as the dataloader gave it.
-            rest: the other arguments of the step.
+            arguments: of the step, after the batch.
             context: entered around each microbatch's forward.
             number: of the step, for random state.
         """
-        parts = self._split(batch, rest)
+        parts = self._split(batch, arguments)
         weights = self._weights(parts)
-        step = self._step(name, parts, rest, context, number, weights)
-        self._run(step)
-        outputs, merged = None, None
-        if self._own is not None:
-            outputs = self._merged(step, parts)
-            merged = self._logs(parts, weights, None, outputs is not None)
-        return self._shared(merged, outputs)[1]
+        step = UserStep(self._module, name, arguments, parts, weights, **self._options(context, number))
+        self._run(step, frozenset())
+        return self._shared(None if self._own is None else self._merged(step, None)).outputs
 
-    def _split(self, batch: Any, rest: Sequence[Any]) -> dict[int, list[Microbatch]]:
+    # --- phase 1 ---
+
+    def _split(self, batch: Any, arguments: Sequence[Any]) -> dict[int, list[Microbatch]]:
         batches = split_replicas(batch, len(self._replicas))
-        parts = {}
+        parts: dict[int, list[Microbatch]] = {}
         for number, one in zip(self._replicas, batches, strict=True):
-            parts[number] = [] if one is None else self._split_one(one)
-        if self._module.training and rest and rest[0] == 0:
+            found = [] if one is None else microbatches(self._module, one, self._num_microbatches, self._packed)
+            parts[number] = found
+        if self._module.training and arguments and arguments[0] == 0:
             for found in parts.values():
                 if 0 < len(found) < self._num_microbatches:
                     samples = sum(part.samples for part in found)
@@ -227,28 +212,23 @@ class Steps:
                     )
         return parts
 
-    def _split_one(self, batch: Any) -> list[Microbatch]:
-        return microbatches(self._module, batch, self._num_microbatches, self._packed)
-
-    def _weights(self, parts: Mapping[int, list[Microbatch]]) -> dict[Any, float]:
-        """Weight of each microbatch of this rank's own replica, and their total over all replicas."""
+    def _weights(self, parts: Parts) -> Weights:
+        """Weigh the microbatches of this rank's own replica; a sum over all replicas gives the total."""
         if self._own is None:
-            return {"total": 1.0}
-        own = parts[self._own]
+            return Weights()
         override = getattr(self._module, "loss_weight", None)
         if callable(override):
-            weights = [float(override(part.batch)) for part in own]
+            own = tuple(float(override(part.batch)) for part in parts[self._own])
         elif self._loss_weight == "tokens":
-            weights = [float(self._label_tokens(part.batch)) for part in own]
+            own = tuple(float(self._label_tokens(part.batch)) for part in parts[self._own])
         else:
-            weights = [float(part.samples) for part in own]
-        replicas = self._plan.layout.num_replicas
-        if self._loss_weight == "samples" and not callable(override):
-            return {**dict(enumerate(weights)), "total": sum(weights) * replicas}
-        total = torch.tensor([sum(weights)], dtype=torch.float64, device=self._device)
-        if self._terminal_group is not None:
-            dist.all_reduce(total, group=self._terminal_group)
-        return {**dict(enumerate(weights)), "total": float(total)}
+            own = tuple(float(part.samples) for part in parts[self._own])
+            if not callable(override):
+                return Weights(own, sum(own) * self._plan.layout.num_replicas)
+        total = torch.tensor([sum(own)], dtype=torch.float64, device=self._device)
+        if self._loss_group is not None:
+            dist.all_reduce(total, group=self._loss_group)
+        return Weights(own, float(total))
 
     def _label_tokens(self, batch: Any) -> int:
         labels = batch.get("labels") if isinstance(batch, Mapping) else None
@@ -263,86 +243,38 @@ class Steps:
         shifts = not any(getattr(config, "is_encoder_decoder", False) for config in configs)
         return int((labels[..., 1:] if shifts and labels.dim() > 1 else labels).ne(-100).sum())
 
-    def _step(
-        self,
-        name: str,
-        parts: Mapping[int, list[Microbatch]],
-        rest: Sequence[Any],
-        context: Context,
-        number: tuple[int, ...],
-        weights: Mapping[Any, float],
-    ) -> Step:
-        method = getattr(self._module, name)
+    # --- phase 2 ---
 
-        def begin(part: Microbatch, index: int) -> None:
-            self._capture.begin_microbatch(index, weights.get(index, part.samples))
+    def _options(self, context: Context, number: tuple[int, ...]) -> dict[str, Any]:
+        key = None if self._seed is None else (self._seed, *number)
+        return {"context": context, "capture": self._capture, "metrics": self._metrics, "random_key": key}
 
-        return Step(
-            run=lambda batch: unsharded(method(batch, *rest)),
-            microbatches=parts,
-            structure=lambda batch: (name, self._module.training, _structure(batch)),
-            number=None if self._seed is None else (self._seed, *number),
-            context=context,
-            begin=begin,
-        )
-
-    def _run(self, step: Step) -> None:
+    def _run(self, step: UserStep, trainable: frozenset[str]) -> None:
         with self._capture.capture(), self._metrics.local():
-            self._engine.execute(step, self.trainable() if step.loss is not None else frozenset(), self._metrics)
+            self._engine.execute(step, trainable)
 
-    def _merged(self, step: Step, parts: Mapping[int, list[Microbatch]]) -> Any:
+    # --- phases 3 to 5 ---
+
+    def _merged(self, step: UserStep, loss: Tensor | None) -> StepResult:
+        """Merge this replica's results and logs over its microbatches."""
         assert self._own is not None
+        samples = [part.samples for part in step.microbatches[self._own]]
         results = [step.results[index] for index in sorted(step.results)]
-        if all(result is None for result in results):
-            return None
-        return merge([_detached(result) for result in results], [part.samples for part in parts[self._own]])
-
-    def _logs(
-        self, parts: Mapping[int, list[Microbatch]], weights: Mapping[Any, float], loss: Tensor | None, more: bool
-    ) -> list[MergedLog]:
-        assert self._own is not None
-        samples = sum(part.samples for part in parts[self._own])
-        weight = sum(value for key, value in weights.items() if key != "total")
+        outputs = None if all(result is None for result in results) else merge(results, samples)
+        weight = sum(step.weights.own)
         logs = [
-            dataclasses.replace(log, batch_size=samples if log.batch_size == weight else log.batch_size)
+            dataclasses.replace(log, batch_size=sum(samples) if log.batch_size == weight else log.batch_size)
             for log in self._capture.merge()
         ]
-        # the loss travels with the logs: one message less
-        first = [MergedLog(options=LogOptions(name=_LOSS), value=loss, batch_size=samples)] if loss is not None else []
-        return [*first, *([MergedLog(options=LogOptions(name=_OUTPUTS), value=None, batch_size=0)] * more), *logs]
+        return StepResult(loss, outputs, logs)
 
-    def _shared(self, merged: list[MergedLog] | None, outputs: Any) -> tuple[Tensor | None, Any]:
-        """Share and replay the logs; return this rank's loss and outputs."""
-        loss: Tensor | None = None
-        found: dict[int, Any] = {}
+    def _shared(self, merged: StepResult | None) -> StepResult:
+        """Share results within each replica that this rank serves; log and return those that it shows."""
         shown = self._own if self._own is not None else next(iter(self._replicas))
-        repeated: list[MergedLog] = []
+        found: dict[int, StepResult] = {}
         for number, replica in self._replicas.items():
-            own = number == self._own and replica.src == self._rank
-            logs = replica.exchange.broadcast(merged if own else None)
-            if any(log.options.name == _OUTPUTS for log in logs):
-                found[number] = broadcast_tree(outputs if own else None, replica.src, replica.group, self._device)
-            if number == shown:
-                loss = next((log.value for log in logs if log.options.name == _LOSS), None)
-                repeated = [log for log in logs if log.options.name not in (_LOSS, _OUTPUTS)]
-        # behind the loop: with sync_dist it is collective over all ranks, and others wait for the next replica's logs
-        replay(self._module, repeated)
-        return loss, found.get(shown)
-
-
-def _detached(tree: Any) -> Any:
-    try:
-        return map_tensors(tree, Tensor.detach)
-    except ValueError:  # objects of the user's own stay as they are, and on this rank
-        return tree
-
-
-def _structure(batch: Any) -> Any:
-    """A key that is equal for batches which take the same way through the model, whatever their sizes."""
-    if isinstance(batch, Tensor):
-        return batch.dim(), batch.dtype
-    if isinstance(batch, Mapping):
-        return tuple((key, _structure(value)) for key, value in batch.items())
-    if isinstance(batch, (list, tuple)):
-        return tuple(_structure(value) for value in batch)
-    return type(batch)
+            is_source = number == self._own and replica.src == self._rank
+            found[number] = replica.results.share(merged if is_source else None)
+        # only now: with sync_dist a log is collective over all ranks, and others wait for the next replica's result
+        replay(self._module, found[shown].logs)
+        return found[shown]

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_mm5d.engine.codec import HEADER_SLOTS, PACK_BYTES
 from lightning_mm5d.engine.groups import Groups
-from lightning_mm5d.engine.transport import HEADER_SLOTS, Channel, Transport, TransportError
-from lightning_mm5d.engine.wire import FIRST_BYTES, PACK_BYTES
+from lightning_mm5d.engine.transport import FIRST_BYTES, Channel, Transport, TransportError
 
 CONTEXT = multiprocessing.get_context("forkserver")
 activations = partial(Channel, "activations", name="vision.0->language.0")  # of (source rank, receiving rank)

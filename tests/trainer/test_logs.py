@@ -1,21 +1,13 @@
-"""Captured logs: what is recorded, what microbatches merge into, what travels, and what Lightning then stores."""
+"""Captured logs: what is recorded, what microbatches merge into, and what Lightning then stores."""
 
 from __future__ import annotations
 
-import multiprocessing
-import pickle
-import time
-import traceback
 import warnings
-from datetime import timedelta
-from multiprocessing import forkserver
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
@@ -25,15 +17,10 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassRecall
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.trainer.logs import (
     LogCapture,
-    LogExchange,
     LogOptions,
     MergedLog,
-    pack,
     replay,
-    unpack,
 )
-
-LIMIT_S = 60.0  # wall clock of the launch; a deadlock ends here
 
 
 class Classifier(pl.LightningModule):
@@ -96,7 +83,7 @@ class InMicrobatches(SingleDeviceStrategy):
                 capture.begin_microbatch(index, len(part[0]))
                 loss = getattr(module, step)(part, batch_idx)
                 losses.append(None if loss is None else loss * len(part[0]) / len(x))
-        replay(module, LogExchange(src=0, group=None, device=self.root_device).broadcast(capture.merge()))
+        replay(module, capture.merge())
         return None if losses[0] is None else torch.stack(losses).sum()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -304,24 +291,6 @@ def test_a_key_logged_twice_in_one_step_stays_two_calls() -> None:
     assert [log.value.item() for log in capture.merge() if log.value is not None] == [1.5, 10.5]
 
 
-# --- what travels ---
-
-
-def sample_logs() -> list[MergedLog]:
-    options = LogOptions(name="loss", prog_bar=True, on_step=True, sync_dist=True, reduce_fx="max")
-    metric = LogOptions(name="metric", metric_attribute="nested.sum")
-    return [
-        MergedLog(options=options, value=torch.tensor(0.1), batch_size=3),
-        MergedLog(options=metric, value=None, batch_size=4),
-        MergedLog(options=metric, value=torch.tensor(0.1, dtype=torch.float64), batch_size=2**40 + 1),
-    ]
-
-
-def test_unpacking_gives_back_what_was_packed_bit_for_bit() -> None:
-    for logs in (sample_logs(), []):
-        assert unpack(*pack(logs, torch.device("cpu"))) == logs
-
-
 def test_replay_gives_the_local_metric_object_the_merged_step_value() -> None:
     module = Plain()
     metric = MergedLog(
@@ -334,65 +303,3 @@ def test_replay_gives_the_local_metric_object_the_merged_step_value() -> None:
     assert (name, kwargs["batch_size"]) == ("metric", 2)
     assert value is module.nested["sum"]
     assert value._forward_cache == 3.0
-
-
-def rank_main(rank: int, folder: str) -> None:
-    """Ranks 0-1: cut off before they log; rank 2: the loss_modality one."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=3,
-        timeout=timedelta(seconds=LIMIT_S / 2),
-    )
-    sent: list[int] = []
-    broadcast = dist.broadcast
-    dist.broadcast = lambda tensor, **kwargs: (sent.append(tensor.numel()), broadcast(tensor, **kwargs))[1]
-    try:
-        result: Any = exchange_steps(rank, sent)
-    except BaseException:
-        result = traceback.format_exc()
-    Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(result))
-    dist.broadcast = broadcast
-    dist.destroy_process_group()
-
-
-def exchange_steps(rank: int, sent: list[int]) -> dict[str, Any]:
-    """Steps that log nothing, samples, the same again, more new keys than are kept, and the samples once more."""
-    exchange = LogExchange(src=2, group=dist.group.WORLD, device=torch.device("cpu"))
-    exchange.MAX_HEADERS = 4
-    one = MergedLog(options=LogOptions(name="x"), value=torch.tensor(1.0), batch_size=1)
-    steps: list[list[MergedLog]] = [[], sample_logs(), sample_logs()]
-    new_keys = [[MergedLog(options=LogOptions(name=f"key_{i}"), value=one.value, batch_size=i)] for i in range(9)]
-    received, transfers = [], []
-    for logs in [*steps, *new_keys, sample_logs()]:
-        sent.clear()
-        received.append(exchange.broadcast(logs if rank == 2 else None))
-        transfers.append(len(sent))
-    return {"received": received, "transfers": transfers[:3]}
-
-
-def test_every_rank_gets_the_logs_of_the_source_and_headers_travel_once(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "lightning.pytorch"])
-    processes = [context.Process(target=rank_main, args=(rank, str(tmp_path))) for rank in range(3)]
-    for process in processes:
-        process.start()
-    deadline = time.monotonic() + LIMIT_S
-    for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-    hung = [rank for rank, process in enumerate(processes) if process.is_alive()]
-    for rank in hung:
-        processes[rank].kill()
-        processes[rank].join()
-    forkserver._forkserver._stop()
-    assert not hung, f"ranks {hung} did not end within {LIMIT_S} s"
-    results = [pickle.loads((tmp_path / f"{rank}.pickle").read_bytes()) for rank in range(3)]
-    assert not [result for result in results if isinstance(result, str)]
-    for result in results:
-        received = result["received"]
-        assert received[:3] == [[], sample_logs(), sample_logs()]
-        assert received[-1] == sample_logs()
-        assert [logs[0].options.name for logs in received[3:-1]] == [f"key_{i}" for i in range(9)]
-        assert result["transfers"] == [2, 3, 2]  # control and header; all; control and body

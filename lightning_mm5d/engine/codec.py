@@ -1,0 +1,211 @@
+"""The one wire format: a header in JSON that is sent once, and the bytes of tensors.
+
+Used between stages (`Transport`), within a group and from rank to rank (`TreeChannel`). Nothing is ever unpickled.
+Both ends compute from the same sizes which message holds what:
+
+1. The first message: two int64 (slot of the header; its bytes, 0 when the receiver knows the header), then the header
+   and as many tensors as there is room for.
+2. The header, where the first message had no room for it.
+3. The other tensors, in one message where they are small.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_mm5d.stage.payload import Packer, rebuild
+
+CONTROL_BYTES = 16
+PACK_BYTES = 64 * 1024  # smaller tensors that have no room in the first message share one
+HEADER_SLOTS = 256  # headers that both ends remember
+_TREE_ROOM = 4096  # bytes of a tree's first message, which has this length on every rank
+
+
+class Header(NamedTuple):
+    """The description that equal payloads share.
+
+    Attributes:
+        meta: the sender's JSON.
+        leaves: dtype and shape of each tensor.
+        sizes: bytes of each tensor that is not empty.
+    """
+
+    meta: Any
+    leaves: list[tuple[torch.dtype, tuple[int, ...]]]
+    sizes: list[int]
+
+    @classmethod
+    def parse(cls, text: str) -> Header:
+        """Read the JSON that `describe` wrote."""
+        meta, tensors = json.loads(text)
+        leaves = [(getattr(torch, dtype), tuple(shape)) for dtype, *shape in tensors]
+        sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in leaves if 0 not in shape]
+        return cls(meta, leaves, sizes)
+
+
+def describe(meta: Any, leaves: Sequence[Tensor]) -> str:
+    """Return the header of a payload as JSON.
+
+    Raises:
+        TypeError: when ``meta`` cannot be written as JSON.
+    """
+    return json.dumps([meta, [[str(leaf.dtype).removeprefix("torch."), *leaf.shape] for leaf in leaves]])
+
+
+class SentHeaders:
+    """The headers that a receiver knows, kept by the sender; the oldest gives up its slot."""
+
+    def __init__(self) -> None:
+        self._slots: dict[str, int] = {}
+
+    def slot(self, header: str) -> tuple[int, bytes]:
+        """Return the slot of `header`, and its text where the receiver does not know it yet."""
+        slots, text = self._slots, b""
+        if header not in slots:
+            text = header.encode()
+            slots[header] = len(slots) if len(slots) < HEADER_SLOTS else slots.pop(next(iter(slots)))
+        return slots[header], text
+
+
+class TreeChannel:
+    """Carries pytrees from one rank to others outside of a schedule, for instance the result of a step.
+
+    Every rank that takes part makes one and calls `send` or `receive` equally often; both wait.
+
+    Args:
+        move: sends one message ``[bytes]`` of uint8, or receives it into the tensor.
+        device: where messages live.
+    """
+
+    def __init__(self, move: Callable[[Tensor], Any], device: torch.device) -> None:
+        self._move, self._device = move, device
+        self._sent, self._received = SentHeaders(), dict[int, Header]()
+
+    @classmethod
+    def within(cls, group: dist.ProcessGroup | None, src: int, device: torch.device) -> TreeChannel:
+        """Return a channel from the global rank `src` to all ranks of its `group`."""
+        return cls(lambda message: dist.broadcast(message, src, group=group), device)
+
+    def send(self, tree: Any) -> None:
+        """Send `tree`: tensors and plain values in containers.
+
+        Raises:
+            ValueError: the tree holds another object.
+        """
+        packer = Packer()
+        description = packer.describe(tree)
+        leaves = [tensor.detach().to(self._device) for tensor in packer.tensors]
+        parts = [bytes_of(leaf) for leaf in leaves if leaf.numel()]
+        first, *others = messages(*self._sent.slot(describe(description, leaves)), parts, _TREE_ROOM, self._device)
+        padded = first.new_zeros(_TREE_ROOM)  # a broadcast has one length on all ranks
+        padded[: len(first)] = first
+        for message in (padded, *others):
+            self._move(message)
+
+    def receive(self) -> Any:
+        """Return the next tree; its tensors are on the channel's device."""
+
+        def fill(*buffers: Tensor) -> None:
+            for buffer in buffers:
+                self._move(buffer)
+
+        first = torch.empty(_TREE_ROOM, dtype=torch.uint8, device=self._device)
+        header, tensors = receive(fill, first, self._received)
+        return rebuild(header.meta, tensors)
+
+
+def send_tree(tree: Any, dst: int, device: torch.device) -> None:
+    """Send `tree` to the global rank `dst`, which calls `receive_tree`."""
+    TreeChannel(lambda message: dist.send(message, dst), device).send(tree)
+
+
+def receive_tree(src: int, device: torch.device) -> Any:
+    """Return the tree that the global rank `src` sends with `send_tree`."""
+    return TreeChannel(lambda message: dist.recv(message, src), device).receive()
+
+
+def messages(slot: int, text: bytes, parts: list[Tensor], room: int, device: torch.device) -> list[Tensor]:
+    """Return the messages of one payload, one-dimensional tensors of uint8.
+
+    Args:
+        slot: of the header.
+        text: the header where the receiver does not know it, else empty.
+        parts: bytes of the tensors that are not empty.
+        room: bytes of the first message's buffer.
+        device: where messages live.
+    """
+    first = [torch.tensor([slot, len(text)], device=device).view(torch.uint8)]
+    own: list[Tensor] = []
+    if text:
+        encoded = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+        (first if CONTROL_BYTES + len(text) <= room else own).append(encoded)
+    sizes = [part.numel() for part in parts]
+    riding = _riders(sizes, room - CONTROL_BYTES - len(text))
+    rest = parts[riding:]
+    if _packs(sizes[riding:]):
+        rest = [torch.cat(rest)]
+    first += parts[:riding]
+    return [torch.cat(first) if len(first) > 1 else first[0], *own, *rest]
+
+
+def receive(fill: Callable[..., None], first: Tensor, headers: dict[int, Header]) -> tuple[Header, list[Tensor]]:
+    """Receive one payload; return its header and its tensors.
+
+    Args:
+        fill: receives one message into each of the buffers that it is called with.
+        first: buffer for the first message ``[room]``, uint8; free again on return.
+        headers: known headers by slot; a new one is added.
+    """
+    room, device = first.numel(), first.device
+    fill(first)
+    slot, length = first[:CONTROL_BYTES].view(torch.int64).tolist()
+    start = CONTROL_BYTES + length
+    if length:
+        text = first[CONTROL_BYTES:start]
+        if start > room:
+            text = torch.empty(length, dtype=torch.uint8, device=device)
+            fill(text)
+        headers[slot] = Header.parse(bytes(text.tolist()).decode())
+    header = headers[slot]
+    riding = _riders(header.sizes, room - start)
+    parts = []
+    for size in header.sizes[:riding]:
+        parts.append(first[start : start + size].clone())
+        start += size
+    sizes = header.sizes[riding:]
+    if _packs(sizes):
+        packed = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        fill(packed)
+        parts += [piece.clone() for piece in packed.split(sizes)]
+    else:
+        rest = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+        fill(*rest)
+        parts += rest
+    filled = iter(parts)
+    return header, [
+        torch.empty(shape, dtype=dtype, device=device) if 0 in shape else next(filled).view(dtype).view(shape)
+        for dtype, shape in header.leaves
+    ]
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Return the tensor's memory as uint8 of one dim, a view where the tensor is contiguous."""
+    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
+def _riders(sizes: Sequence[int], room: int) -> int:
+    """Return how many of the first parts, of ``sizes`` bytes, travel in the first message."""
+    return sum(end <= room for end in accumulate(sizes))
+
+
+def _packs(sizes: Sequence[int]) -> bool:
+    """Return whether parts of ``sizes`` bytes travel as one message."""
+    return len(sizes) > 1 and sum(sizes) <= PACK_BYTES

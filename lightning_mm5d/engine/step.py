@@ -1,0 +1,40 @@
+"""What the engine needs to know of a step that it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from lightning_mm5d.data.microbatch import Microbatch
+
+
+class Step(Protocol):
+    """One step of the user's module, run once for every stage and microbatch of this rank.
+
+    Attributes:
+        microbatches: by the replicas that this rank serves.
+        random_key: what random state depends on, beside the microbatch; None leaves generators alone.
+        trains: whether backwards follow.
+    """
+
+    microbatches: Mapping[int, list[Microbatch]]
+    random_key: tuple[int, ...] | None
+    trains: bool
+
+    def structure(self, batch: Any) -> Hashable:
+        """Return a key that is equal for batches that take the same way through the model."""
+
+    def context(self) -> AbstractContextManager[Any]:
+        """Enter around each run: the precision of the forward."""
+
+    def run(self, microbatch: Microbatch, index: int) -> Any:
+        """Run the user's step on microbatch `index` of a replica; its result counts in the last stage only."""
+
+    def finish(self, result: Any, index: int) -> Tensor | None:
+        """Keep the last stage's result of a microbatch; return its scaled loss in training, else None."""
+
+    def uncounted(self) -> AbstractContextManager[Any]:
+        """Enter around a run whose metric updates must not count, because another stage's run counts them."""

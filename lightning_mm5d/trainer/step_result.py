@@ -1,0 +1,96 @@
+"""The result of one step and what its microbatches weigh."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_mm5d.engine.codec import TreeChannel
+from lightning_mm5d.trainer.logs import LogOptions, MergedLog
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weight of each microbatch in the mean over all microbatches of all replicas.
+
+    Attributes:
+        own: of this replica's microbatches, by index; empty on ranks where no step ends.
+        total: of the microbatches of all replicas.
+    """
+
+    own: tuple[float, ...] = ()
+    total: float = 1.0
+
+    def share(self, index: int) -> float:
+        """Return the factor of a microbatch's loss in the mean over all replicas."""
+        return self.own[index] / self.total
+
+    def mean(self, losses: Sequence[Tensor]) -> Tensor:
+        """Return the mean of this replica's losses, in their dtype."""
+        total = torch.stack([loss.double() * weight for loss, weight in zip(losses, self.own, strict=True)]).sum()
+        return (total / sum(self.own)).to(losses[0].dtype)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one process with the full batch would have returned and logged.
+
+    Attributes:
+        loss: mean over the replica's microbatches; None outside of training.
+        outputs: what the user's step returned beside it, merged over microbatches.
+        logs: merged calls of ``self.log``.
+    """
+
+    loss: Tensor | None = None
+    outputs: Any = None
+    logs: list[MergedLog] = field(default_factory=list)
+
+
+class ResultChannel:
+    """Shares results within one replica.
+
+    Args:
+        src: global rank where the step ends.
+        group: the replica's ranks; None without other ranks.
+        device: where messages live.
+    """
+
+    def __init__(self, *, src: int, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self._is_alone = group is None or dist.get_world_size(group) == 1
+        self._channel = None if self._is_alone else TreeChannel.within(group, src, device)
+        self._sends = self._is_alone or dist.get_rank() == src
+
+    def share(self, result: StepResult | None) -> StepResult:
+        """Return the result of the rank where the step ends, on every rank of the replica; collective.
+
+        Args:
+            result: read on that rank only.
+        """
+        if self._sends:
+            assert result is not None
+            if self._channel is not None:
+                self._channel.send(_to_tree(result))
+            return result
+        assert self._channel is not None
+        return _from_tree(self._channel.receive())
+
+
+def _to_tree(result: StepResult) -> Any:
+    # batch sizes are a tensor, because a header is sent again when plain values in it change
+    sizes = torch.tensor([log.batch_size for log in result.logs], dtype=torch.float64)
+    options = [asdict(log.options) for log in result.logs]
+    return [result.loss, result.outputs, options, [log.value for log in result.logs], sizes]
+
+
+def _from_tree(tree: Any) -> StepResult:
+    loss, outputs, options, values, sizes = tree
+    logs = [
+        MergedLog(options=LogOptions(**one), value=value, batch_size=size)
+        for one, value, size in zip(options, values, sizes.tolist(), strict=True)
+    ]
+    return StepResult(loss, outputs, logs)

@@ -1,0 +1,137 @@
+"""The user's step as the engine runs it: once for each stage and microbatch of this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.data.microbatch import Microbatch
+from lightning_mm5d.stage.payload import map_tensors, unsharded
+from lightning_mm5d.trainer.logs import LogCapture
+from lightning_mm5d.trainer.metrics import MetricSync
+from lightning_mm5d.trainer.step_result import Weights
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+class UserStep:
+    """A `Step` that evaluates: ``validation_step``, ``test_step`` or ``predict_step``.
+
+    Args:
+        module: the user's module.
+        name: of its method.
+        arguments: of the method, after the batch.
+        microbatches: by replica that this rank serves.
+        weights: of this replica's microbatches.
+        context: precision of the forward.
+        capture: records what the step logs.
+        metrics: the module's metrics.
+        random_key: what random state depends on; None leaves generators alone.
+
+    Attributes:
+        results: of the last stage, by index of the microbatch.
+    """
+
+    trains = False
+
+    def __init__(
+        self,
+        module: LightningModule,
+        name: str,
+        arguments: Sequence[Any],
+        microbatches: Mapping[int, list[Microbatch]],
+        weights: Weights,
+        *,
+        context: Context,
+        capture: LogCapture,
+        metrics: MetricSync,
+        random_key: tuple[int, ...] | None,
+    ) -> None:
+        self.microbatches, self.random_key, self.context = microbatches, random_key, context
+        self.weights, self.results = weights, dict[int, Any]()
+        self._module, self._name, self._arguments = module, name, arguments
+        self._capture, self._metrics = capture, metrics
+
+    def structure(self, batch: Any) -> Hashable:
+        """Return a key that is equal for batches of equal nesting, dtypes and numbers of dims, whatever their sizes."""
+        key: Hashable = (self._name, self._module.training, _structure(batch))
+        return key
+
+    def run(self, microbatch: Microbatch, index: int) -> Any:
+        """Call the user's method; return its result, with full tensors in place of sharded ones."""
+        weight = self.weights.own[index] if self.weights.own else microbatch.samples
+        self._capture.begin_microbatch(index, weight)
+        return unsharded(getattr(self._module, self._name)(microbatch.batch, *self._arguments))
+
+    def finish(self, result: Any, index: int) -> Tensor | None:
+        """Keep `result`."""
+        self.results[index] = detached(result)
+        return None
+
+    def uncounted(self) -> AbstractContextManager[Any]:
+        """Enter around a run whose metric updates are dropped."""
+        return self._metrics.discarded()
+
+
+class TrainingStep(UserStep):
+    """A `Step` that runs ``training_step``.
+
+    Args:
+        scale: multiplies a loss as the precision plugin does before backward.
+        args: as for `UserStep`.
+        kwargs: as for `UserStep`.
+
+    Attributes:
+        losses: of the last stage, by index of the microbatch, without a graph.
+    """
+
+    trains = True
+
+    def __init__(self, *args: Any, scale: Callable[[Tensor], Tensor], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.losses: dict[int, Tensor] = {}
+        self._scale = scale
+
+    def finish(self, result: Any, index: int) -> Tensor:
+        """Keep the loss and the other outputs; return the loss, scaled and weighted, for the backward.
+
+        Raises:
+            ConfigError: `result` holds no loss.
+        """
+        loss = result.get("loss") if isinstance(result, Mapping) else result
+        if not isinstance(loss, Tensor):
+            raise ConfigError(
+                "training_step",
+                type(loss).__name__,
+                "every rank needs a loss to run the same number of steps",
+                "Return a tensor, or a dict with a tensor under 'loss'; multiply the loss by zero to skip a batch",
+            )
+        self.losses[index] = loss.detach()
+        kept = {k: detached(v) for k, v in result.items() if k != "loss"} if isinstance(result, Mapping) else None
+        self.results[index] = kept
+        return self._scale(loss * self.weights.share(index))
+
+
+def detached(tree: Any) -> Any:
+    """Return `tree` with its tensors detached; a tree with objects of the user's own stays as it is."""
+    try:
+        return map_tensors(tree, Tensor.detach)
+    except ValueError:
+        return tree
+
+
+def _structure(batch: Any) -> Any:
+    if isinstance(batch, Tensor):
+        return batch.dim(), batch.dtype
+    if isinstance(batch, Mapping):
+        return tuple((key, _structure(value)) for key, value in batch.items())
+    if isinstance(batch, (list, tuple)):
+        return tuple(_structure(value) for value in batch)
+    return type(batch)
