@@ -234,8 +234,8 @@ class Engine:
         consumed = self._plan.topology.consumes.get(other, frozenset()) & frozenset(run.stage.cuts)
         modality, target = stage.modality, other.modality
         payload = run.payload(consumed, modality if modality == target else None)
-        meta = {**payload.meta, "parts": sorted(payload.parts)} if payload.parts else payload.meta
-        self._bridge(stage, other, place).send(meta, payload.tensors, payload.parts)
+        meta = {**payload.meta, "local": sorted(payload.local)} if payload.local else payload.meta
+        self._bridge(stage, other, place).send(meta, payload.tensors, payload.local)
         return self._bridge(stage, other, place, back=True), _with_grads(payload)[0]
 
     def _backward(self, flight: _Flight) -> Deferred | None:
@@ -254,10 +254,10 @@ class Engine:
                 outputs[key] = tensor
         if outputs:
             flight.run.backward(list(outputs.values()), list(gradients.values()))
-        for bridge, tensors, parts in flight.received:
+        for bridge, tensors, local in flight.received:
             missing = [index for index, tensor in enumerate(tensors) if tensor.grad is None]
             present = [index for index, tensor in enumerate(tensors) if tensor.grad is not None]
-            own = frozenset(place for place, index in enumerate(present) if index in parts)
+            own = frozenset(place for place, index in enumerate(present) if index in local)
             # copies: a parameter may have taken the same memory for its gradient, and later microbatches add to that
             bridge.send(missing, [tensors[index].grad.clone() for index in present], own)  # type: ignore[union-attr]
         return flight.run.deferred
@@ -293,11 +293,11 @@ class Engine:
 
 
 def _unpacked(meta: Any, tensors: list[Tensor]) -> Payload:
-    return Payload(meta, tensors, frozenset(meta.get("parts", ())))
+    return Payload(meta, tensors, frozenset(meta.get("local", ())))
 
 
 def _with_grads(payload: Payload) -> tuple[list[Tensor], frozenset[int]]:
-    """The tensors of a payload that carry a gradient, and which of these are parts."""
+    """The tensors of a payload that carry a gradient, and which of these are local."""
     wanted = [index for index, has in enumerate(payload.meta["grads"]) if has]
-    parts = frozenset(place for place, index in enumerate(wanted) if index in payload.parts)
-    return [payload.tensors[index] for index in wanted], parts
+    local = frozenset(place for place, index in enumerate(wanted) if index in payload.local)
+    return [payload.tensors[index] for index in wanted], local

@@ -1,10 +1,10 @@
 """Collectives of a tensor parallel group, each with the backward that tensor parallelism needs.
 
-A value is *replicated* (equal on all ranks, and so is its gradient), *divided* (each rank has a part along one dim) or
-*partial* (the ranks' values add up to it). What follows from that for gradients is written at each function; torch's
-own differentiable collectives have other backwards.
+A value is *replicated* (equal on all ranks, and so is its gradient), *sharded* (each rank has a shard along one dim) or
+*partial* (the ranks' values add up to it). Each function says what follows for gradients; torch's own differentiable
+collectives have other backwards.
 
-Parts may be of unequal lengths: shorter ones travel padded.
+Shards may be of unequal lengths: shorter ones travel padded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class TensorGroup:
         group: the process group.
         size: number of ranks.
         index: of this rank among them.
-        factor: a part of a divided value has the gradient that it has in the whole, once.
+        factor: 1, since a local tensor has the gradient of its entries of the full one.
         moved: bytes that this rank has sent in a ring: ``2 (n - 1) / n`` of what is summed, ``(n - 1) / n`` of what is
             gathered or summed and scattered.
         is_silent: whether collectives return values of the right shape without communicating; for runs on one rank
@@ -60,50 +60,50 @@ class TensorGroup:
             self.moved += 2 * result.nbytes * (self.size - 1) / self.size
         return result
 
-    def gather(self, part: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
-        """Return the parts of all ranks, one after the other along `dim`, where they are `lengths` long."""
-        longest, dim = max(lengths), dim % part.dim()
-        own = part.detach()
+    def gather(self, local: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
+        """Return the full tensor: the shards of all ranks in a row along `dim`, where they are `lengths` long."""
+        longest, dim = max(lengths), dim % local.dim()
+        own = local.detach()
         if lengths[self.index] < longest:
             shape = [*own.shape]
             shape[dim] = longest - lengths[self.index]
             own = torch.cat([own, own.new_zeros(shape)], dim)
-        parts = own.new_empty(self.size, *own.shape)
+        shards = own.new_empty(self.size, *own.shape)
         if not self.is_silent:
-            dist.all_gather_single(parts.flatten(0, 1), own.contiguous(), group=self.group)
-            self.moved += parts.nbytes * (self.size - 1) / self.size
+            dist.all_gather_single(shards.flatten(0, 1), own.contiguous(), group=self.group)
+            self.moved += shards.nbytes * (self.size - 1) / self.size
         if any(length != longest for length in lengths):
-            return torch.cat([one.narrow(dim, 0, length) for one, length in zip(parts, lengths, strict=True)], dim)
-        return _owned(parts.movedim(0, dim).flatten(dim, dim + 1))
+            return torch.cat([one.narrow(dim, 0, length) for one, length in zip(shards, lengths, strict=True)], dim)
+        return _owned(shards.movedim(0, dim).flatten(dim, dim + 1))
 
-    def sum_scattered(self, whole: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
-        """Return this rank's part along `dim` of the sum over ranks; the parts are `lengths` long."""
-        longest, dim = max(lengths), dim % whole.dim()
-        whole = whole.detach()
+    def sum_scattered(self, full: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
+        """Return this rank's shard along `dim` of the sum over ranks; the shards are `lengths` long."""
+        longest, dim = max(lengths), dim % full.dim()
+        full = full.detach()
         if any(length != longest for length in lengths):
-            shape = [self.size, *whole.shape]
+            shape = [self.size, *full.shape]
             shape[dim + 1] = longest
-            parts = whole.new_zeros(shape)
-            for one, piece, length in zip(parts, whole.split(list(lengths), dim), lengths, strict=True):
+            shards = full.new_zeros(shape)
+            for one, piece, length in zip(shards, full.split(list(lengths), dim), lengths, strict=True):
                 one.narrow(dim, 0, length).copy_(piece)
         else:
-            parts = whole.unflatten(dim, (self.size, longest)).movedim(dim, 0).contiguous()
-        part = parts.new_empty(parts.shape[1:])
+            shards = full.unflatten(dim, (self.size, longest)).movedim(dim, 0).contiguous()
+        local = shards.new_empty(shards.shape[1:])
         if not self.is_silent:
-            dist.reduce_scatter_single(part, parts.flatten(0, 1), group=self.group)
-            self.moved += parts.nbytes * (self.size - 1) / self.size
-        return _owned(part.narrow(dim, 0, lengths[self.index]).contiguous())
+            dist.reduce_scatter_single(local, shards.flatten(0, 1), group=self.group)
+            self.moved += shards.nbytes * (self.size - 1) / self.size
+        return _owned(local.narrow(dim, 0, lengths[self.index]).contiguous())
 
-    def part(self, whole: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
-        """Return this rank's part of a replicated tensor, a view."""
+    def local_of(self, full: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
+        """Return this rank's shard of a replicated tensor, a view."""
         start = sum(lengths[: self.index])
-        return whole.narrow(dim, start, lengths[self.index])
+        return full.narrow(dim, start, lengths[self.index])
 
-    def exchange(self, part: Tensor, source: int, before: Sequence[int], target: int, after: Sequence[int]) -> Tensor:
-        """Return the part along `target`, `after` long, of what is divided along `source`, `before` long."""
-        shape, pieces = [*part.shape], part.detach().split(list(after), target)
+    def exchange(self, local: Tensor, source: int, before: Sequence[int], target: int, after: Sequence[int]) -> Tensor:
+        """Return the shard along `target`, `after` long, of what is sharded along `source`, `before` long."""
+        shape, pieces = [*local.shape], local.detach().split(list(after), target)
         shape[target] = after[self.index]
-        unit = math.prod(size for dim, size in enumerate(shape) if dim != source % part.dim())
+        unit = math.prod(size for dim, size in enumerate(shape) if dim != source % local.dim())
         sent = torch.cat([piece.reshape(-1) for piece in pieces])
         counts = [unit * length for length in before]
         found = sent.new_empty(sum(counts))
@@ -116,7 +116,7 @@ class TensorGroup:
             rows.append(row.view(shape))
         return torch.cat(rows, source)
 
-    # what a divided tensor asks of its group, in autograd's graph
+    # --- what a `Sharded` asks of its group, in autograd's graph ---
 
     def copied(self, x: Tensor) -> Tensor:
         """`copy`."""
@@ -153,7 +153,7 @@ def dry_run(groups: Iterable[TensorGroup]) -> Iterator[None]:
 
 
 def copy(x: Tensor, group: TensorGroup) -> Tensor:
-    """Return the replicated `x` for work on divided weights; its gradients, which are partial, are summed."""
+    """Return the replicated `x` for work on sharded weights; its gradients, which are partial, are summed."""
     return _Copy.apply(x, group)
 
 
@@ -163,29 +163,29 @@ def reduce(x: Tensor, group: TensorGroup) -> Tensor:
 
 
 def gather(x: Tensor, dim: int, lengths: Sequence[int], group: TensorGroup) -> Tensor:
-    """Return the divided `x` whole and replicated, for work that all ranks do alike; each takes its part's gradient."""
+    """Return the sharded `x` in full, for work that all ranks repeat; each takes the gradient of its shard."""
     return _Gather.apply(x, dim, tuple(lengths), group, False)
 
 
 def gather_for_shards(x: Tensor, dim: int, lengths: Sequence[int], group: TensorGroup) -> Tensor:
-    """Return the divided `x` whole, for work on divided weights: its gradients, which are partial, are summed."""
+    """Return the sharded `x` in full, for work on sharded weights: its gradients, which are partial, are summed."""
     return _Gather.apply(x, dim, tuple(lengths), group, True)
 
 
 def scatter(x: Tensor, dim: int, lengths: Sequence[int], group: TensorGroup) -> Tensor:
-    """Return this rank's part of the replicated `x`; the gradient is that of all parts, gathered."""
+    """Return this rank's shard of the replicated `x`; the gradients of all shards are gathered."""
     return _Scatter.apply(x, dim, tuple(lengths), group, False)
 
 
 def reduce_scatter(x: Tensor, dim: int, lengths: Sequence[int], group: TensorGroup) -> Tensor:
-    """Return this rank's part of the sum of the partial `x`; the gradient is that of all parts, gathered."""
+    """Return this rank's shard of the sum of the partial `x`; the gradients of all shards are gathered."""
     return _Scatter.apply(x, dim, tuple(lengths), group, True)
 
 
 def exchange(
     x: Tensor, source: int, before: Sequence[int], target: int, after: Sequence[int], group: TensorGroup
 ) -> Tensor:
-    """Return this rank's part along `target` of the `x` that is divided along `source`; gradients go the way back."""
+    """Return this rank's shard along `target` of an `x` sharded along `source`; gradients go the way back."""
     return _Exchange.apply(x, (source, tuple(before)), (target, tuple(after)), group)
 
 
@@ -218,7 +218,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor | None, ...]:
-        take = ctx.group.sum_scattered if ctx.sums else ctx.group.part
+        take = ctx.group.sum_scattered if ctx.sums else ctx.group.local_of
         return take(gradient[0], ctx.dim, ctx.lengths), None, None, None, None
 
 
@@ -228,8 +228,8 @@ class _Scatter(torch.autograd.Function):
         ctx.dim, ctx.lengths, ctx.group = dim, lengths, group
         if sums:
             return group.sum_scattered(x, dim, lengths)
-        # a copy, never a view: it may be written to, and lets go of the whole
-        return group.part(x, dim, lengths).clone(memory_format=torch.contiguous_format)
+        # a copy, never a view: it may be written to, and lets go of the full tensor
+        return group.local_of(x, dim, lengths).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor | None, ...]:

@@ -1,9 +1,9 @@
 """Cross entropy of logits of which each rank of a tensor parallel group holds the columns of some classes.
 
 The logits of a language model are often the largest tensor of its step. As in Megatron-LM (Shoeybi et al. 2019,
-arXiv:1909.08053) no rank ever holds them whole: what the ranks tell each other is, for each row, the greatest logit,
-the sum of exponentials beneath it, and the logit of the target. These travel in one gather and are merged alike on
-all ranks, so that all have the same loss to the bit; the backward is local.
+arXiv:1909.08053) no rank ever holds the full tensor: for each row the ranks exchange the greatest logit, the sum of
+exponentials relative to it, and the logit of the target. These travel in one gather and are merged equally on all
+ranks, so that all have the same loss to the bit; the backward is local.
 
 N rows, C classes, R ranks; rank r holds C_r columns (any number, also none), one after the other in the order of ranks.
 
@@ -21,7 +21,7 @@ from lightning_mm5d.sharded.collectives import TensorGroup
 
 
 def cross_entropy(
-    part: Tensor,
+    local: Tensor,
     target: Tensor,
     *,
     start: int,
@@ -34,7 +34,7 @@ def cross_entropy(
     """Return the loss, replicated, with the meaning and the dtype of ``torch.nn.functional.cross_entropy``.
 
     Args:
-        part: logits of this rank's classes, ``[N, C_r]``.
+        local: logits of this rank's classes, ``[N, C_r]``.
         target: classes, counted over all ranks, ``[N]``, replicated.
         start: first class of this rank.
         classes: number of classes of all ranks, C.
@@ -50,9 +50,9 @@ def cross_entropy(
         ValueError: the shapes do not fit together, or the reduction or the smoothing is unknown to torch.
         IndexError: a target is no class (on a GPU an assertion on the device, as in torch).
     """
-    if part.dim() != 2 or target.shape != part.shape[:1]:
+    if local.dim() != 2 or target.shape != local.shape[:1]:
         raise ValueError(
-            f"Expected logits [N, C] and target [N], got {tuple(part.shape)} and {tuple(target.shape)} on this rank"
+            f"Expected logits [N, C] and target [N], got {tuple(local.shape)} and {tuple(target.shape)} on this rank"
         )
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"{reduction} is not a valid value for reduction")
@@ -60,9 +60,9 @@ def cross_entropy(
         raise ValueError(f"label_smoothing must be between 0.0 and 1.0. Got: {label_smoothing}")
     counts = target != ignore_index
     check_targets(target, counts, classes)
-    device = part.device.type
-    dtype = torch.float32 if torch.is_autocast_enabled(device) and part.dtype != torch.float64 else part.dtype
-    loss: Tensor = _CrossEntropy.apply(part, target, counts, start, classes, group, label_smoothing)
+    device = local.device.type
+    dtype = torch.float32 if torch.is_autocast_enabled(device) and local.dtype != torch.float64 else local.dtype
+    loss: Tensor = _CrossEntropy.apply(local, target, counts, start, classes, group, label_smoothing)
     if reduction == "mean":
         loss = loss.sum() / counts.sum()
     elif reduction == "sum":
@@ -71,7 +71,7 @@ def cross_entropy(
 
 
 def check_targets(target: Tensor, counts: Tensor, classes: int) -> None:
-    """Refuse targets that are no class, on all ranks alike.
+    """Refuse targets that are no class, on all ranks.
 
     Args:
         target: of all rows, ``[N]``.
@@ -94,7 +94,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        part: Tensor,
+        local: Tensor,
         target: Tensor,
         counts: Tensor,
         start: int,
@@ -102,9 +102,9 @@ class _CrossEntropy(torch.autograd.Function):
         group: TensorGroup,
         smoothing: float,
     ) -> Tensor:
-        rows, columns = part.shape
-        precise = torch.promote_types(part.dtype, torch.float32)
-        logits = part.to(precise)
+        rows, columns = local.shape
+        precise = torch.promote_types(local.dtype, torch.float32)
+        logits = local.to(precise)
         own = counts & (target >= start) & (target < start + columns)
         column = torch.where(own, target - start, 0).unsqueeze(1)
         empty = logits.new_zeros(rows)
@@ -116,15 +116,15 @@ class _CrossEntropy(torch.autograd.Function):
         merged = group.gather(told.unsqueeze(0), 0, [1] * group.size)  # [R, 3 or 4, N]
         tops, totals = merged[:, 0], merged[:, 1]
         highest = tops.amax(0)
-        whole = (totals * (tops - highest).exp()).sum(0)
-        losses = whole.log() + highest
+        total = (totals * (tops - highest).exp()).sum(0)
+        losses = total.log() + highest
         level = losses
         losses = losses - merged[:, 2].sum(0)
         if smoothing:
             losses = losses * (1 - smoothing) + (level - merged[:, 3].sum(0) / classes) * smoothing
         losses = losses.masked_fill_(~counts, 0.0)
-        softmax.mul_(((top - highest).exp() / whole).unsqueeze(1))
-        ctx.save_for_backward(softmax.to(part.dtype), column, own, counts)
+        softmax.mul_(((top - highest).exp() / total).unsqueeze(1))
+        ctx.save_for_backward(softmax.to(local.dtype), column, own, counts)
         ctx.smoothing, ctx.classes = smoothing, classes
         return losses
 

@@ -1,11 +1,11 @@
-"""What divided tensors do by themselves: for each function that works on parts, a rule that says how.
+"""Rules for functions of sharded tensors that need no full tensor.
 
-A rule takes the function and its arguments and returns a `Sharded`, what the function returns of a whole tensor, or
-NotImplemented where these arguments do not fit; then all parts are gathered. Rules for pointwise functions, for those
-along other dims than the divided one, for views and indices that leave it whole, for the cross entropy over divided
-classes, and for what is told of a tensor without computing.
+A rule takes the function and its arguments and returns a `Sharded`, what the function returns of a full tensor, or
+NotImplemented where these arguments do not fit; then the full tensors are gathered. There are rules for pointwise
+functions, for those along other dims than the sharded one, for views and indices that keep it, for the cross entropy
+over sharded classes, and for what is told of a tensor without computing.
 
-Importing it makes them known.
+Importing this module registers them.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch import Tensor
 
 from lightning_mm5d.sharded.autograd import (
     backward,
-    beside,
+    beside_local,
     gradients_of,
     kept_gradient,
-    of_part,
+    on_local,
     register_hook,
     requires_grad,
 )
@@ -51,15 +51,15 @@ def _pointwise(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
             break
     if one is None:
         return NotImplemented
-    division = one.division
+    sharding = one.sharding
     local: list[Any] = []
     for x in (*args, *kwargs.values()) if kwargs else args:
         if type(x) is Sharded:
-            if x.division is not division and x.division != division:
+            if x.sharding is not sharding and x.sharding != sharding:
                 return NotImplemented
-            x = x.part
+            x = x.local
         elif isinstance(x, Tensor):
-            x = beside(x, division)
+            x = beside_local(x, sharding)
             if x is None:
                 return NotImplemented
         local.append(x)
@@ -69,9 +69,9 @@ def _pointwise(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
         result = func(*local[: len(args)], **dict(zip(kwargs, local[len(args) :], strict=True)))
     else:
         return NotImplemented
-    if result is one.part:
+    if result is one.local:
         return one
-    return as_sharded(result, division) if isinstance(result, Tensor) else NotImplemented
+    return as_sharded(result, sharding) if isinstance(result, Tensor) else NotImplemented
 
 
 def _pointwise_in_place(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -81,22 +81,22 @@ def _pointwise_in_place(func: Callable[..., Any], args: Sequence[Any], kwargs: M
 def _same(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The first argument in another dtype or graph; the others are examples."""
     x = args[0]
-    result = of_part(func, args, kwargs)
+    result = on_local(func, args, kwargs)
     if type(x) is not Sharded or not isinstance(result, Tensor):
         return result
-    if result is x.part:
+    if result is x.local:
         return x
     # On another device the group may not be able to gather.
-    return as_sharded(result, x.division) if result.device == x.part.device else NotImplemented
+    return as_sharded(result, x.sharding) if result.device == x.local.device else NotImplemented
 
 
 def _like(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     x = args[0]
-    return func(x.part.detach().new_empty(()).expand(x.shape), *args[1:], **kwargs)
+    return func(x.local.detach().new_empty(()).expand(x.shape), *args[1:], **kwargs)
 
 
 def _along(position: int, empty: bool = True) -> Callable[..., Any]:
-    """Rule of functions along the dims that are argument `position`; `empty`: also of parts without entries."""
+    """Rule of functions along the dims that are argument `position`; `empty`: also of local tensors without entries."""
 
     def rule(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         x = args[0]
@@ -107,66 +107,66 @@ def _along(position: int, empty: bool = True) -> Callable[..., Any]:
             return NotImplemented
         if any(type(dim) is not int for dim in dims) or any(isinstance(other, Tensor) for other in others):
             return NotImplemented
-        part, division = x.part, x.division
-        dims = {dim if dim < 0 else dim - part.dim() for dim in dims}
-        if division.dim in dims or (0 in division.lengths and not empty):
+        local, sharding = x.local, x.sharding
+        dims = {dim if dim < 0 else dim - local.dim() for dim in dims}
+        if sharding.dim in dims or (0 in sharding.lengths and not empty):
             return NotImplemented
-        result = func(part, *args[1:], **kwargs)
+        result = func(local, *args[1:], **kwargs)
         if not isinstance(result, Tensor):
             return NotImplemented
-        removed = sum(dim > division.dim for dim in dims) if result.dim() < part.dim() else 0
-        return as_sharded(result, division._replace(dim=division.dim + removed))
+        removed = sum(dim > sharding.dim for dim in dims) if result.dim() < local.dim() else 0
+        return as_sharded(result, sharding._replace(dim=sharding.dim + removed))
 
     return rule
 
 
 def _weighted(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Rule of norms and products along dims behind the divided one; what else they take is replicated."""
+    """Rule of norms and products along dims after the sharded one; their other arguments are replicated."""
     x = args[0]
     if type(x) is not Sharded or len(args) < 2:
         return NotImplemented
-    dim, _, _, group = x.division
+    dim, _, _, group = x.sharding
     fits = args[1].dim() == 2 and dim < -1 if isinstance(args[1], Tensor) else len(args[1]) < -dim
-    local: list[Any] = [x.part]
+    local: list[Any] = [x.local]
     for other in (*args[1:], *kwargs.values()):
         if type(other) is Sharded or not fits:
             return NotImplemented
         needed = isinstance(other, Tensor) and other.requires_grad and torch.is_grad_enabled()
         local.append(group.copied(other) if needed else other)
     result = func(*local[: len(args)], **dict(zip(kwargs, local[len(args) :], strict=True)))
-    return as_sharded(result, x.division)
+    return as_sharded(result, x.sharding)
 
 
 def _dropout(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Each rank draws for its part, and all leave the default generators alike."""
+    """Each rank draws for its local tensor; the default generators stay equal on all ranks."""
     options = dict(zip(("p", "training", "inplace"), args[1:], strict=False)) | dict(kwargs)
     x, p = args[0], options.get("p", 0.5)
     if not options.get("training", True) or not 0 < p <= 1:
         return NotImplemented if not 0 <= p <= 1 else x
-    part, group = x.part, x.division.group
-    generator = torch.Generator(part.device)
+    local, group = x.local, x.sharding.group
+    generator = torch.Generator(local.device)
     generator.manual_seed(int(torch.randint(2**62, ())) + group.index)
-    kept = torch.empty(part.shape, dtype=torch.bool, device=part.device).bernoulli_(1 - p, generator=generator)
+    kept = torch.empty(local.shape, dtype=torch.bool, device=local.device).bernoulli_(1 - p, generator=generator)
     scale = 1 / (1 - p) if p < 1 else 0.0
     if options.get("inplace"):
-        part.mul_(kept).mul_(scale)
+        local.mul_(kept).mul_(scale)
         return x
-    return as_sharded(part * kept * scale, x.division)
+    return as_sharded(local * kept * scale, x.sharding)
 
 
 def _reshaped(x: Sharded, sizes: Sequence[Any]) -> Any:
     if not all(type(size) is int for size in sizes):
         return NotImplemented
-    part, division, shape, sizes = x.part, x.division, x.shape, [*sizes]
+    sharding, shape, sizes = x.sharding, x.shape, [*sizes]
     if -1 in sizes:
         known = -math.prod(sizes)
         sizes[sizes.index(-1)] = shape.numel() // known if known else 0
-    before = math.prod(shape[: division.dim])
+    before = math.prod(shape[: sharding.dim])
     for place, size in enumerate(sizes):
-        if size == division.size and math.prod(sizes[:place]) == before and math.prod(sizes) == shape.numel():
-            local = [*sizes]
-            local[place] = part.shape[division.dim]
-            return as_sharded(part.reshape(local), division._replace(dim=place - len(sizes)))
+        if size == sharding.size and math.prod(sizes[:place]) == before and math.prod(sizes) == shape.numel():
+            local_sizes = [*sizes]
+            local_sizes[place] = x.local.shape[sharding.dim]
+            return as_sharded(x.local.reshape(local_sizes), sharding._replace(dim=place - len(sizes)))
     return reshaped_sequences(x, sizes) if math.prod(sizes) == shape.numel() else NotImplemented
 
 
@@ -179,7 +179,7 @@ def _reshape(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
 def _view_as(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     x, other = args
     if x is other and not torch.is_grad_enabled():  # so autograd functions return an argument
-        return without_graph(x._held.detach(), x.division)
+        return without_graph(x._raw.detach(), x.sharding)
     return _reshaped(x, other.shape) if type(x) is Sharded else NotImplemented
 
 
@@ -191,22 +191,22 @@ def _flatten(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
 
 
 def _moved(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Rule of functions that add, take away or reorder dims; where the divided one goes, an example tells."""
+    """Rule of functions that add, remove or reorder dims; an example shows where the sharded one goes."""
     x = args[0]
-    division, sizes = x.division, [1 if size == 1 else 3 for size in x.shape]
-    sizes[division.dim] = 2
+    sharding, sizes = x.sharding, [1 if size == 1 else 3 for size in x.shape]
+    sizes[sharding.dim] = 2
     example = func(torch.empty(1).expand(sizes), *args[1:], **kwargs)
-    result = func(x.part, *args[1:], **kwargs)
-    if division.size == 1 or result.dim() != example.dim():
+    result = func(x.local, *args[1:], **kwargs)
+    if sharding.size == 1 or result.dim() != example.dim():
         return NotImplemented
-    return as_sharded(result, division._replace(dim=example.shape.index(2) - example.dim()))
+    return as_sharded(result, sharding._replace(dim=example.shape.index(2) - example.dim()))
 
 
 def _getitem(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     x, index = args
     if type(x) is not Sharded:
         return NotImplemented
-    part, division = x.part, x.division
+    local, sharding = x.local, x.sharding
     entries: list[Any] = [*index] if isinstance(index, tuple) else [index]
     takes = []  # how many dims each entry takes
     for entry in entries:
@@ -218,21 +218,21 @@ def _getitem(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
             takes.append(entry.dim() if entry.dtype == torch.bool else 1)
         else:
             return NotImplemented
-    place, at, dim = part.dim() + division.dim, 0, division.dim
+    place, at, dim = local.dim() + sharding.dim, 0, sharding.dim
     for i, (entry, taken) in enumerate(zip(entries, takes, strict=True)):
         if entry is Ellipsis:
-            taken = part.dim() - sum(takes)
-        elif at > place:  # dims behind the divided one
+            taken = local.dim() - sum(takes)
+        elif at > place:  # dims after the sharded one
             if isinstance(entry, Tensor):
                 return NotImplemented
             dim += (type(entry) is int) - (entry is None)
         elif at <= place < at + taken:
-            found = narrowed_sequence(division, entry)
+            found = narrowed_sequence(sharding, entry)
             if found is None:
                 return NotImplemented
-            division, entries[i] = found
+            sharding, entries[i] = found
         at += taken
-    return as_sharded(func(part, tuple(entries)), division._replace(dim=dim))
+    return as_sharded(func(local, tuple(entries)), sharding._replace(dim=dim))
 
 
 def _cross_entropy(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -241,7 +241,7 @@ def _cross_entropy(func: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
     logits, target = args[0], args[1]
     if type(logits) is not Sharded or type(target) is Sharded or logits.dim() != 2:
         return NotImplemented
-    if logits.division.dim == -2:
+    if logits.sharding.dim == -2:
         return cross_entropy_of_tokens(logits, target, options)
     if is_tokens(logits.group):
         return NotImplemented
@@ -249,10 +249,10 @@ def _cross_entropy(func: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
         return NotImplemented
     if any(options.pop(name, None) is not None for name in ("weight", "size_average", "reduce")):
         return NotImplemented
-    _, lengths, size, _ = logits.division
+    _, lengths, size, _ = logits.sharding
     group: TensorGroup = logits.group
     start = sum(lengths[: group.index])
-    return cross_entropy(logits.part, target, start=start, classes=size, group=group, **options)
+    return cross_entropy(logits.local, target, start=start, classes=size, group=group, **options)
 
 
 def _size(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -265,13 +265,13 @@ def _clone(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def _deepcopy(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    whole = args[0].full()
-    return whole.detach().requires_grad_(whole.requires_grad) if args[0].part.is_leaf else func(whole, *args[1:])
+    full = args[0].full()
+    return full.detach().requires_grad_(full.requires_grad) if args[0].local.is_leaf else func(full, *args[1:])
 
 
 def _repr(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    dim, lengths, _, group = args[0].division
-    return f"Sharded(dim={dim}, lengths={lengths}, part of rank {group.index}: {args[0].part!r})"
+    dim, lengths, _, group = args[0].sharding
+    return f"Sharded(dim={dim}, lengths={lengths}, local of rank {group.index}: {args[0].local!r})"
 
 
 _POINTWISE = """
@@ -287,7 +287,7 @@ _OPERATORS = """
     pow rpow ipow neg pos abs invert and rand or ror xor rxor eq ne lt le gt ge
 """
 _SAME = "float half bfloat16 double long int bool to type type_as contiguous detach requires_grad_ data"
-_OF_PART = """
+_ON_LOCAL = """
     dtype device layout requires_grad grad_fn is_leaf is_cuda is_cpu is_meta is_sparse is_nested is_quantized
     is_mps is_xpu names itemsize element_size is_floating_point is_complex is_signed is_inference get_device
     is_contiguous _version retain_grad retains_grad new_tensor new_empty new_zeros new_ones new_full
@@ -310,12 +310,12 @@ def _fill(rules: dict[Any, Callable[..., Any]]) -> None:
     add(_pointwise_in_place, " ".join(f"{name}_" for name in _POINTWISE.split()))
     add(_pointwise_in_place, " ".join(f"__{name}__" for name in _OPERATORS.split() if f"__{name}__" in WRITING))
     add(_same, _SAME)
-    add(of_part, _OF_PART)
+    add(on_local, _ON_LOCAL)
     rules[Tensor.requires_grad.__get__] = requires_grad  # type: ignore[attr-defined]
-    rules[Tensor.requires_grad.__set__] = of_part  # type: ignore[attr-defined]
+    rules[Tensor.requires_grad.__set__] = on_local  # type: ignore[attr-defined]
     add(_like, "empty_like zeros_like ones_like full_like rand_like randn_like")
     add(_along(1), "mean sum prod amax amin logsumexp argmax argmin all any softmax log_softmax cumsum")
-    add(_along(1, empty=False), "var std")  # they warn of parts without entries
+    add(_along(1, empty=False), "var std")  # they warn of tensors without entries
     add(_along(2), "norm vector_norm normalize")
     add(_weighted, "layer_norm rms_norm linear matmul __matmul__")
     add(_dropout, "dropout")
@@ -335,7 +335,7 @@ def _fill(rules: dict[Any, Callable[..., Any]]) -> None:
     rules[torch.autograd.backward] = backward
     add(lambda func, args, kwargs: args[0].shape, "shape")
     add(_size, "size")
-    add(lambda func, args, kwargs: args[0].part.dim(), "dim ndim ndimension")
+    add(lambda func, args, kwargs: args[0].local.dim(), "dim ndim ndimension")
     add(lambda func, args, kwargs: args[0].shape.numel(), "numel nelement")
     add(lambda func, args, kwargs: args[0].shape[0], "__len__")
 

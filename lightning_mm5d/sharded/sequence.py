@@ -1,14 +1,13 @@
-"""A sequence whose tokens lie on several ranks, as the division of a tensor that acts as the whole.
+"""A sequence whose tokens are sharded over ranks: the group of a `Sharded`.
 
 Each context parallel rank holds the tokens that a `TokenSplit` gives it, in ascending order; where tensor parallel
-ranks divide these among themselves (``sequence_parallel``), each of them holds a stretch of its rank's tokens.
+ranks shard these further (``sequence_parallel``), each of them holds a stretch of its context parallel rank's tokens.
 
-**Gradients.** A value outside of the layers is whole on all ranks, and so is its gradient. A rank's part of a divided
-value has R times the gradient that it would have in one process, R being the context parallel degree. So the gradient
-of a parameter that worked on parts is R times what this rank's tokens say, that of a parameter that worked on whole
-values is the true one, and for both, and for what is used either way, the *mean* over the R ranks is the true gradient:
-that is how gradients are reduced (`Ownership.gradient_weight`), once a step. Where a whole value becomes parts or parts
-become a whole, the factor is put in or taken out.
+**Gradients.** A value outside of the layers is full on all ranks, and so is its gradient. A local tensor has R times
+the gradient that it would have in one process, R being the context parallel degree. So a parameter that worked on
+local tensors gets R times the gradient of this rank's tokens, one that worked on full tensors gets the true gradient,
+and for both the *mean* over the R ranks is the true gradient: so gradients are reduced (`Ownership.gradient_weight`),
+once a step. The backward multiplies by R where a full tensor was gathered, and divides by R where one was scattered.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ from lightning_mm5d.sharded.token_split import TokenSplit
 
 @dataclass(eq=False)
 class Holders:
-    """Who holds the parts of sequences.
+    """The ranks that hold the tokens of sequences.
 
     Attributes:
-        ranks: those with parts: context parallel ranks, or with ``sequence_parallel`` the tensor parallel ranks of each
-            of them, which run fastest.
+        ranks: context parallel ranks, or with ``sequence_parallel`` the tensor parallel ranks of each of them, which
+            run fastest.
         degree: context parallel degree, R.
-        tensor: this rank's tensor parallel ranks, where they divide its tokens; else None.
-        averages: whether the gradient of a leaf is that of a parameter whose mean over ranks is taken in the end.
-        finer: those with `tensor`, where there are tensor parallel ranks and these are without.
-        coarser: those without, where these are with.
+        tensor: this rank's tensor parallel ranks, where they shard its tokens; else None.
+        averages: whether a leaf is a parameter whose gradient is averaged over ranks at the end of a step.
+        finer: the same with `tensor`, where there are tensor parallel ranks and `tensor` is None.
+        coarser: the same without `tensor`, where it is not None.
     """
 
     ranks: TensorGroup
@@ -49,11 +48,11 @@ class Holders:
 
 
 class ShardedSequence:
-    """A split of one dim over ranks; stands as ``group`` in the division of a `Sharded`.
+    """A split of one dim over ranks; stands as ``group`` in a `Sharding`.
 
     Args:
         split: the tokens of each of ``holders.ranks``.
-        holders: who they are.
+        holders: the ranks.
     """
 
     def __init__(self, split: TokenSplit, holders: Holders) -> None:
@@ -61,43 +60,43 @@ class ShardedSequence:
         self.factor = holders.degree
         self._views: dict[Any, ShardedSequence] = {}
         self.index, self.size = holders.ranks.index, holders.ranks.size
-        parts = split.ranges[self.index]
-        self._run = parts[0] if len(parts) == 1 else None  # tokens that are neighbours need no copy
+        own = split.ranges[self.index]
+        self._run = own[0] if len(own) == 1 else None  # tokens that are neighbours need no copy
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each rank."""
         return self.split.lengths
 
-    # --- what a divided tensor asks of its group ---
+    # --- what a `Sharded` asks of its group ---
 
-    def part(self, whole: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
-        """This rank's part of a whole tensor, perhaps a view."""
+    def local_of(self, full: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
+        """This rank's tokens of a full tensor, perhaps a view."""
         if self._run is not None:
-            return whole.narrow(dim, self._run[0], self._run[1] - self._run[0])
-        return whole.index_select(dim, self.split.indices(self.index, whole.device))
+            return full.narrow(dim, self._run[0], self._run[1] - self._run[0])
+        return full.index_select(dim, self.split.indices(self.index, full.device))
 
-    def gather(self, part: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
-        """The whole, in the order of tokens."""
-        found = self.holders.ranks.gather(part, dim, lengths)
-        return found if self._in_order else found.index_select(dim, self.split.order(part.device))
+    def gather(self, local: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
+        """The full tensor, in the order of tokens, outside of autograd's graph."""
+        found = self.holders.ranks.gather(local, dim, lengths)
+        return found if self._in_order else found.index_select(dim, self.split.order(local.device))
 
     def copied(self, x: Tensor) -> Tensor:
-        """What is whole on every rank, for work on parts."""
+        """The replicated `x` for work on local tensors."""
         if x.is_leaf and self.holders.averages(x):
             return x if self.holders.tensor is None else copy(x, self.holders.tensor)
         return _Copied.apply(x, self)
 
     def scattered(self, x: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
-        """This rank's part of a whole value; the gradient is that of all parts, gathered."""
+        """This rank's tokens of the replicated `x`; the gradients of all tokens are gathered."""
         return _Scattered.apply(x, dim, self)
 
     def gathered(self, x: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
-        """The whole, for work that all ranks do alike; each takes its part's gradient."""
+        """The full tensor, for work that all ranks repeat; each takes the gradient of its tokens."""
         return _Gathered.apply(x, dim, self)
 
     def total(self, x: Tensor) -> Tensor:
-        """The sum over ranks of what each computed of its part, whole on every rank."""
+        """The sum over ranks of what each computed of its tokens, replicated."""
         return _Total.apply(x, self)
 
     def merged(self, count: int) -> ShardedSequence:
@@ -105,9 +104,8 @@ class ShardedSequence:
         size = self.split.size
 
         def make() -> TokenSplit:
-            parts = self.split.ranges
             rows = range(count)
-            ranges = [[(row * size + a, row * size + b) for row in rows for a, b in part] for part in parts]
+            ranges = [[(row * size + a, row * size + b) for row in rows for a, b in own] for own in self.split.ranges]
             return TokenSplit.of(ranges, count * size)
 
         return self if count == 1 else self._view(("merged", count), make, self)
@@ -117,12 +115,12 @@ class ShardedSequence:
         return self if count == 1 else self._views.get(("of", count))
 
     def narrowed(self, start: int, stop: int) -> tuple[ShardedSequence, slice]:
-        """The tokens from `start` to `stop` alone, and where they are in this rank's part."""
+        """The tokens from `start` to `stop` alone, and the slice of this rank's tokens that they are."""
 
         def make() -> TokenSplit:
             ranges = [
-                [(max(a, start) - start, min(b, stop) - start) for a, b in part if max(a, start) < min(b, stop)]
-                for part in self.split.ranges
+                [(max(a, start) - start, min(b, stop) - start) for a, b in held if max(a, start) < min(b, stop)]
+                for held in self.split.ranges
             ]
             return TokenSplit.of(ranges, stop - start)
 
@@ -133,31 +131,30 @@ class ShardedSequence:
 
     def description(self) -> Any:
         """Plain values from which a peer makes the same sequence."""
-        return [self.split.size, [list(map(list, part)) for part in self.split.ranges]]
+        return [self.split.size, [list(map(list, held)) for held in self.split.ranges]]
 
-    # --- tensor parallel ranks that divide a context parallel rank's tokens ---
+    # --- tensor parallel ranks that shard a context parallel rank's tokens ---
 
-    def local(self, x: Sharded) -> Tensor:
+    def own_tokens(self, x: Sharded) -> Tensor:
         """This context parallel rank's tokens of `x`: plain, or a `Sharded` over its tensor parallel ranks."""
         tensor = self.holders.tensor
-        return x.part if tensor is None else from_local(x.part, x.sharded_dim, self.own_lengths, tensor)
+        return x.local if tensor is None else from_local(x.local, x.sharded_dim, self.own_lengths, tensor)
 
     def wrapped(self, x: Tensor, dim: int) -> Sharded:
-        """Undo `local`, for what was computed of it: divided along `dim`, which is negative."""
-        part = x.part if isinstance(x, Sharded) else x
-        return from_local(part, dim, self.lengths, self)
+        """Undo `own_tokens`, for what was computed of it: sharded along `dim`, which is negative."""
+        return from_local(x.local if isinstance(x, Sharded) else x, dim, self.lengths, self)
 
     @cached_property
     def finer(self) -> ShardedSequence:
-        """The same with each context parallel rank's tokens divided over its tensor parallel ranks."""
+        """The same with each context parallel rank's tokens sharded over its tensor parallel ranks."""
         finer = self.holders.finer
         if finer is None:
             return self
         return ShardedSequence(refined(self.split, finer.ranks.size // finer.degree), finer)
 
     @cached_property
-    def whole_of_rank(self) -> ShardedSequence:
-        """The same with each context parallel rank's tokens whole on its tensor parallel ranks."""
+    def coarser(self) -> ShardedSequence:
+        """The same with all of a context parallel rank's tokens on each of its tensor parallel ranks."""
         return self if self.holders.coarser is None else ShardedSequence(self.coarse, self.holders.coarser)
 
     @cached_property
@@ -166,9 +163,9 @@ class ShardedSequence:
         count = self.size // self.holders.degree
         if count == 1:
             return self.split
-        parts = self.split.ranges
-        rows = [parts[first : first + count] for first in range(0, len(parts), count)]
-        return TokenSplit.of([[piece for part in row for piece in part] for row in rows], self.split.size)
+        ranges = self.split.ranges
+        rows = [ranges[first : first + count] for first in range(0, len(ranges), count)]
+        return TokenSplit.of([[piece for held in row for piece in held] for row in rows], self.split.size)
 
     @property
     def own_size(self) -> int:
@@ -184,7 +181,7 @@ class ShardedSequence:
 
     @cached_property
     def _in_order(self) -> bool:
-        rows = [piece for part in self.split.ranges for piece in part]
+        rows = [piece for held in self.split.ranges for piece in held]
         return rows == sorted(rows)
 
     def _view(self, key: Any, make: Callable[[], TokenSplit], base: ShardedSequence | None = None) -> ShardedSequence:
@@ -196,14 +193,14 @@ class ShardedSequence:
         return self._views[key]
 
 
-def refined(split: TokenSplit, parts: int) -> TokenSplit:
-    """The split with each rank's tokens cut into `parts` stretches of tokens, whose lengths differ by at most one."""
-    if parts == 1:
+def refined(split: TokenSplit, count: int) -> TokenSplit:
+    """The split with each rank's tokens cut into `count` stretches, whose lengths differ by at most one."""
+    if count == 1:
         return split
     ranges: list[list[tuple[int, int]]] = []
-    for part, length in zip(split.ranges, split.lengths, strict=True):
-        wanted = [length // parts + (index < length % parts) for index in range(parts)]
-        pieces = list(part)
+    for held, length in zip(split.ranges, split.lengths, strict=True):
+        wanted = [length // count + (index < length % count) for index in range(count)]
+        pieces = list(held)
         for want in wanted:
             taken: list[tuple[int, int]] = []
             while want:
@@ -232,15 +229,15 @@ class _Scattered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, sequence: ShardedSequence) -> Tensor:
         ctx.dim, ctx.sequence = dim, sequence
-        part = sequence.part(x, dim, sequence.lengths)
-        # never a view: it may be written to, and lets go of the whole
-        return part.clone(memory_format=torch.contiguous_format) if part._is_view() else part
+        local = sequence.local_of(x, dim, sequence.lengths)
+        # never a view: it may be written to, and lets go of the full tensor
+        return local.clone(memory_format=torch.contiguous_format) if local._is_view() else local
 
     @staticmethod
     def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor | None, ...]:
         sequence = ctx.sequence
-        whole = sequence.gather(gradient[0], ctx.dim, sequence.lengths)
-        return whole / sequence.holders.degree, None, None
+        full = sequence.gather(gradient[0], ctx.dim, sequence.lengths)
+        return full / sequence.holders.degree, None, None
 
 
 class _Gathered(torch.autograd.Function):
@@ -252,7 +249,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor | None, ...]:
         sequence = ctx.sequence
-        return sequence.part(gradient[0], ctx.dim, sequence.lengths) * sequence.holders.degree, None, None
+        return sequence.local_of(gradient[0], ctx.dim, sequence.lengths) * sequence.holders.degree, None, None
 
 
 class _Total(torch.autograd.Function):

@@ -1,10 +1,8 @@
-"""What divided tensors do by themselves along the dim that is divided, where that is one of tokens.
+"""Functions along the sharded dim of tensors that are sharded by tokens.
 
-Tokens may lie anywhere (`context_parallel.sequence`), so a view of several sequences as one, a stretch of a sequence
-and a loss over tokens are again divided tensors. With the rules of `divided_rules` these carry a step from the last
-layer to its loss without any rank ever having the whole.
-
-It refuses nothing: where parts do not do, its functions say so.
+Tokens may lie on any rank (`ShardedSequence`), so a view of several sequences as one, a stretch of a sequence and a
+loss over tokens are again sharded tensors. With the rules of `operations` these carry a step from the last layer to its
+loss without any rank ever having the full tensor.
 """
 
 from __future__ import annotations
@@ -19,14 +17,14 @@ from torch.nn import functional as F
 
 from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.sharded.cross_entropy import check_targets
-from lightning_mm5d.sharded.tensor import Group, Parts, Sharded, as_sharded
+from lightning_mm5d.sharded.tensor import Group, Sharded, Sharding, as_sharded
 
 if TYPE_CHECKING:
     from lightning_mm5d.sharded.sequence import ShardedSequence as Tokens
 
 
 def is_tokens(group: Group) -> TypeGuard[Tokens]:
-    """Whether what holds the parts is a sequence split by tokens."""
+    """Whether a group holds a sequence split by tokens."""
     return not isinstance(group, TensorGroup)
 
 
@@ -38,9 +36,9 @@ def reshaped_sequences(x: Sharded, sizes: Sequence[int]) -> Any:
         sizes: the shape wanted, of as many elements, without -1.
 
     Returns:
-        A `Sharded`, or NotImplemented where parts do not do.
+        A `Sharded`, or NotImplemented where that needs the full tensor.
     """
-    part, (dim, _, size, group), shape = x.part, x.division, x.shape
+    local, (dim, _, size, group), shape = x.local, x.sharding, x.shape
     if not is_tokens(group):
         return NotImplemented
     place = len(shape) + dim
@@ -48,51 +46,52 @@ def reshaped_sequences(x: Sharded, sizes: Sequence[int]) -> Any:
         count = math.prod(shape[first:place])
         for at, wanted in enumerate(sizes):
             if wanted == count * size and math.prod(sizes[:at]) == math.prod(shape[:first]):
-                return _viewed(part, sizes, at, group.merged(count))
+                return _viewed(local, sizes, at, group.merged(count))
     for at in range(1, len(sizes)):
         for first in range(at):
             count = math.prod(sizes[first:at])
             if count * sizes[at] == size and math.prod(sizes[:first]) == math.prod(shape[:place]):
                 apart = group.unmerged(count)
                 if apart is not None:
-                    return _viewed(part, sizes, at, apart)
+                    return _viewed(local, sizes, at, apart)
     return NotImplemented
 
 
-def _viewed(part: Tensor, sizes: Sequence[int], at: int, group: Tokens) -> Sharded:
-    local = [*sizes]
-    local[at] = group.lengths[group.index]
-    return as_sharded(part.reshape(local), _parts(at - len(sizes), group))
+def _viewed(local: Tensor, sizes: Sequence[int], at: int, group: Tokens) -> Sharded:
+    local_sizes = [*sizes]
+    local_sizes[at] = group.lengths[group.index]
+    return as_sharded(local.reshape(local_sizes), _sharding(at - len(sizes), group))
 
 
-def narrowed_sequence(division: Parts, entry: Any) -> tuple[Parts, slice] | None:
-    """The division of what ``x[..., entry, ...]`` leaves of a divided dim, and the slice of the part.
+def narrowed_sequence(sharding: Sharding, entry: Any) -> tuple[Sharding, slice] | None:
+    """The sharding of ``x[..., entry, ...]``, `entry` being that of the sharded dim, and the slice of the local tensor.
 
-    None where parts do not do.
+    None where that needs the full tensor.
     """
     if not isinstance(entry, slice):
         return None
-    start, stop, step = entry.indices(division.size)
-    if (start, stop, step) == (0, division.size, 1):
-        return division, slice(None)
-    if not is_tokens(division.group) or step != 1 or stop <= start:
+    start, stop, step = entry.indices(sharding.size)
+    if (start, stop, step) == (0, sharding.size, 1):
+        return sharding, slice(None)
+    if not is_tokens(sharding.group) or step != 1 or stop <= start:
         return None
-    group, own = division.group.narrowed(start, stop)
-    return _parts(division.dim, group), own
+    group, own = sharding.group.narrowed(start, stop)
+    return _sharding(sharding.dim, group), own
 
 
 def cross_entropy_of_tokens(logits: Sharded, target: Tensor, options: Mapping[str, Any]) -> Any:
-    """The cross entropy of logits ``[N, C]`` of which each rank holds some rows; whole on every rank.
+    """The cross entropy of logits ``[N, C]`` of which each rank holds some rows; replicated.
 
     Args:
-        logits: divided along their rows.
+        logits: sharded along their rows.
         target: classes ``[N]`` or probabilities ``[N, C]`` of all rows.
         options: other arguments of ``torch.nn.functional.cross_entropy``.
 
     Returns:
-        The loss, or for ``reduction="none"`` the losses, divided; NotImplemented where parts do not do.
+        The loss, or for ``reduction="none"`` the losses, sharded; NotImplemented where that needs the
+            full tensor.
     """
-    group, options = logits.division.group, dict(options)
+    group, options = logits.sharding.group, dict(options)
     if not is_tokens(group) or target.shape[0] != logits.shape[0] or target.requires_grad:
         return NotImplemented
     if any(options.pop(name, None) is not None for name in ("size_average", "reduce")):
@@ -100,13 +99,13 @@ def cross_entropy_of_tokens(logits: Sharded, target: Tensor, options: Mapping[st
     reduction, weight = options.pop("reduction", "mean"), options.pop("weight", None)
     if reduction not in ("mean", "sum", "none") or (weight is not None and options.get("label_smoothing")):
         return NotImplemented
-    rows = group.part(target, 0, group.lengths)
+    rows = group.local_of(target, 0, group.lengths)
     ignored = options.get("ignore_index", -100)
     if target.dim() == 1:  # all of them, or one rank would fail while the others wait for it
         check_targets(target, target != ignored, logits.shape[1])
-    losses = F.cross_entropy(logits.part, rows, weight=weight, reduction="none", **options)
+    losses = F.cross_entropy(logits.local, rows, weight=weight, reduction="none", **options)
     if reduction == "none":
-        return as_sharded(losses, _parts(-1, group))
+        return as_sharded(losses, _sharding(-1, group))
     total = group.total(losses.sum())
     if reduction == "sum":
         return total
@@ -118,5 +117,5 @@ def cross_entropy_of_tokens(logits: Sharded, target: Tensor, options: Mapping[st
     return total / weight[torch.where(counts, target, 0)].mul(counts).sum()
 
 
-def _parts(dim: int, group: Tokens) -> Parts:
-    return Parts(dim, group.lengths, group.split.size, group)
+def _sharding(dim: int, group: Tokens) -> Sharding:
+    return Sharding(dim, group.lengths, group.split.size, group)

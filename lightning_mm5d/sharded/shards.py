@@ -1,10 +1,8 @@
-"""How one tensor is divided over the ranks of a tensor parallel group, and how its parts become whole again.
+"""Which index ranges of a parameter each rank of a tensor parallel group holds, and how they are cut and merged.
 
-Nothing has to divide: a shard is a list of index ranges along one dim, of any lengths, so vocabularies, widths and
-heads are dealt out unevenly where they must, fused projections are divided part by part, and ranks that need the same
-key and value heads hold the same ranges.
-
-It refuses nothing: its ranges are made by `even` and `heads_of`, or checked by who makes them.
+The ranges lie along one dim and have any lengths. So vocabularies, widths and heads may be assigned unevenly, each
+projection of a fused weight is sharded by itself, and ranks that need the same key and value heads hold the same
+ranges.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ class HeadRanges(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Part of a rank's shard: `length` rows from `start` on that the ranks at `sharers` hold alike."""
+    """Rows of a rank's shard: `length` of them from `start` on, which the ranks at `sharers` hold too."""
 
     start: int
     length: int
@@ -41,9 +39,9 @@ class Shard:
     """A tensor of which each rank of a group holds some index ranges along one dim.
 
     Args:
-        dim: what is divided.
-        size: length of that dim of the whole tensor.
-        ranges: per rank ``(start, stop)`` in the whole tensor, in the order in which the rank holds them.
+        dim: the sharded dim.
+        size: length of that dim of the full tensor.
+        ranges: per rank ``(start, stop)`` in the full tensor, in the order in which the rank holds them.
     """
 
     dim: int
@@ -55,28 +53,28 @@ class Shard:
         """Length of the dim on each rank."""
         return tuple(sum(stop - start for start, stop in held) for held in self.ranges)
 
-    def cut(self, whole: Tensor, rank: int) -> Tensor:
-        """Return a copy of what `rank` holds of `whole`."""
-        return torch.cat([whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges[rank]], self.dim)
+    def cut(self, full: Tensor, rank: int) -> Tensor:
+        """Return a copy of what `rank` holds of `full`."""
+        return torch.cat([full.narrow(self.dim, start, stop - start) for start, stop in self.ranges[rank]], self.dim)
 
-    def merge(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the whole tensor; `parts` has one for each rank."""
-        shape = [*parts[0].shape]
+    def merge(self, shards: Sequence[Tensor]) -> Tensor:
+        """Return the full tensor, given the local tensor of each rank."""
+        shape = [*shards[0].shape]
         shape[self.dim] = self.size
-        whole = parts[0].new_empty(shape)
-        for part, held in zip(parts, self.ranges, strict=True):
-            self.put(whole, part, held)
-        return whole
+        full = shards[0].new_empty(shape)
+        for local, held in zip(shards, self.ranges, strict=True):
+            self.put(full, local, held)
+        return full
 
-    def put(self, whole: Tensor, part: Tensor, held: Sequence[Range]) -> None:
-        """Write what one rank holds, its ranges `held`, to `whole`."""
+    def put(self, full: Tensor, local: Tensor, held: Sequence[Range]) -> None:
+        """Write the local tensor of the rank that holds the ranges `held` to `full`."""
         offset = 0
         for start, stop in held:
-            whole.narrow(self.dim, start, stop - start).copy_(part.narrow(self.dim, offset, stop - start))
+            full.narrow(self.dim, start, stop - start).copy_(local.narrow(self.dim, offset, stop - start))
             offset += stop - start
 
     def segments(self, rank: int) -> tuple[Segment, ...]:
-        """The parts of a rank's shard by who else holds them; neighbours with the same holders are one."""
+        """A rank's shard in segments of rows that the same ranks hold."""
         edges = sorted({edge for held in self.ranges for one in held for edge in one})
         found: list[Segment] = []
         offset = 0
@@ -103,10 +101,10 @@ def even(size: int, num_ranks: int) -> tuple[Range, ...]:
 
 
 def heads_of(query: int, key_value: int, num_ranks: int) -> tuple[HeadRanges, ...] | None:
-    """Divide attention heads over ranks, so that on each rank all key and value heads serve as many query heads.
+    """Assign attention heads to ranks, so that on each rank all key and value heads serve equally many query heads.
 
-    With as many key and value heads as ranks, or more, these are dealt out with the query heads that they serve. With
-    fewer, each goes to several ranks, which divide its query heads.
+    With as many key and value heads as ranks, or more, these are assigned with the query heads that they serve. With
+    fewer, each goes to several ranks, which share its query heads.
 
     Args:
         query: number of query heads, a multiple of `key_value`.
@@ -114,8 +112,8 @@ def heads_of(query: int, key_value: int, num_ranks: int) -> tuple[HeadRanges, ..
         num_ranks: of the group.
 
     Returns:
-        Per rank its heads; None where there are fewer query heads than ranks, or the ranks of a key and value head
-        are more than its query heads.
+        Per rank its heads; None where there are fewer query heads than ranks, or more ranks of a key and value head
+        than it has query heads.
     """
     groups = query // key_value
     if key_value >= num_ranks:
@@ -130,12 +128,12 @@ def heads_of(query: int, key_value: int, num_ranks: int) -> tuple[HeadRanges, ..
 
 
 def scaled(held: Range, width: int, offset: int = 0) -> Range:
-    """The rows of the units in `held`, each `width` rows, from `offset` on."""
+    """Return the range of rows of a range of units, each `width` rows, the first of which starts at `offset`."""
     return offset + held[0] * width, offset + held[1] * width
 
 
-def joined(parts: Iterable[Sequence[Range]], dim: int, size: int) -> Shard:
-    """A shard whose every rank holds one range of each of `parts`, ranges per rank; empty ones are left out."""
-    per_rank = zip(*parts, strict=True)
+def joined(projections: Iterable[Sequence[Range]], dim: int, size: int) -> Shard:
+    """Return the shard of a fused weight: each rank holds its range of each projection; empty ranges are left out."""
+    per_rank = zip(*projections, strict=True)
     ranges = tuple(tuple(one for one in held if one[0] < one[1]) or (held[0],) for held in per_rank)
     return Shard(dim, size, ranges)

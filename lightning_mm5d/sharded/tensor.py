@@ -1,16 +1,16 @@
-"""A tensor of which each rank of a group holds a part, and that acts as the whole.
+"""A tensor that is sharded along one dim over the ranks of a group, and that acts as the full tensor.
 
 The user's code and that of Hugging Face must see logits with the whole vocabulary and hidden states with the whole
-sequence, although each rank computed only a part. A `Sharded` answers for the whole and keeps working on the parts
-where that is right: pointwise operations, operations along other dims, views and indices that leave the divided dim
-whole, and the cross entropy over divided classes. Any other function gets the whole tensor, gathered when it asks.
+sequence, although each rank computed only a shard. A `Sharded` has the shape of the full tensor and computes on local
+tensors where that is right: pointwise operations, operations along other dims, views and indices that keep the sharded
+dim, and the cross entropy over sharded classes. Any other function gets the full tensor, which is gathered for it.
 
-All ranks of the group must do the same with it, because each gather is a collective. Values and gradients are those
-of the whole: where a replicated tensor meets parts, its gradient is summed or gathered.
+All ranks of the group must run the same functions on it, because each gather is a collective. Values and gradients
+equal those of the full tensor: where a replicated tensor meets local ones, its gradient is summed or gathered.
 
-It refuses writes that would go to a gathered copy (`ConfigError`), and kernels that would take the part for the whole.
-An autograd function of the user's is not asked whether it can work on parts: it needs `whole` tensors, unless it passes
-its arguments on, as those of checkpoints and of sharded data parallelism do.
+It refuses writes to a gathered copy, which would be lost, and kernels that would take the local tensor for the full
+one (`ConfigError`). An autograd function of the user's must be given full tensors, unless it passes its arguments on,
+as those of checkpoints and of sharded data parallelism do.
 """
 
 from __future__ import annotations
@@ -30,36 +30,43 @@ WRITING = {"__setitem__", "__set__", "__delete__"} | {
 
 
 class Group(Protocol):
-    """What holds the parts of divided tensors: a tensor parallel group, or a sequence split over ranks.
+    """The ranks over which a tensor is sharded: a tensor parallel group, or those that hold a sequence's tokens.
 
     Attributes:
-        index: of this rank among those that hold parts.
-        size: their number.
-        factor: how many times the gradient of the whole a part's gradient is.
+        index: of this rank in the group.
+        size: number of ranks.
+        factor: the gradient of a local tensor is this times the gradient of the same entries of the full tensor.
     """
 
     index: int
     size: int
     factor: int
 
-    def part(self, whole: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
-        """This rank's part of a whole tensor without a graph."""
+    def local_of(self, full: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
+        """This rank's shard of a full tensor, outside of autograd's graph."""
 
     def copied(self, x: Tensor) -> Tensor:
-        """The whole `x` for work on parts."""
+        """The full `x` for work on local tensors."""
 
     def scattered(self, x: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
-        """This rank's part of the whole `x`."""
+        """This rank's shard of the full `x`."""
 
     def gathered(self, x: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
-        """The whole of which `x` is this rank's part."""
+        """The full tensor of which `x` is this rank's shard."""
 
     def description(self) -> Any:
-        """JSON from which a peer finds its own."""
+        """JSON from which a peer finds its own group."""
 
 
-class Parts(NamedTuple):
-    """How a tensor is divided: along `dim`, which is negative, into `lengths`, which add up to `size`, over `group`."""
+class Sharding(NamedTuple):
+    """How a tensor is sharded.
+
+    Attributes:
+        dim: the sharded dim, negative.
+        lengths: of that dim on each rank.
+        size: of that dim in the full tensor, the sum of `lengths`.
+        group: the ranks.
+    """
 
     dim: int
     lengths: tuple[int, ...]
@@ -68,55 +75,56 @@ class Parts(NamedTuple):
 
 
 class Sharded(Tensor):
-    """See above; made by `from_local`.
+    """A tensor of which this rank has a shard; see the module. Made by `from_local`.
 
     Attributes:
-        rules: for each function that works on parts, how: ``rule(func, args, kwargs)``, NotImplemented where it cannot.
-        division: how it is divided.
+        rules: for each function that works on local tensors, how: ``rule(func, args, kwargs)``, which returns
+            NotImplemented for arguments that need the full tensor.
+        sharding: how it is sharded.
     """
 
     rules: ClassVar[dict[Any, Callable[..., Any]]] = {}
-    division: Parts
-    _part: Tensor | None  # none yet where autograd may still put the tensor itself into a graph
-    _held: Tensor  # the part's values, perhaps not in its graph
+    sharding: Sharding
+    _local: Tensor | None  # None where autograd may still put the `Sharded` itself into a graph
+    _raw: Tensor  # the local tensor, perhaps outside of its graph
 
     @property
-    def part(self) -> Tensor:
-        """This rank's part, a plain tensor in the same graph."""
-        if self._part is not None:
-            return self._part
+    def local(self) -> Tensor:
+        """This rank's shard: a plain tensor in the same graph."""
+        if self._local is not None:
+            return self._local
         if not torch.is_grad_enabled():
-            return self._held
+            return self._raw
         with torch._C.DisableTorchFunctionSubclass():
-            in_graph = self.requires_grad and not self._held.requires_grad  # that of a view is that of its base
-        self._part = _Part.apply(self) if in_graph else self._held
-        return self._part
+            in_graph = self.requires_grad and not self._raw.requires_grad  # that of a view is that of its base
+        self._local = _Local.apply(self) if in_graph else self._raw
+        return self._local
 
     def full(self) -> Tensor:
-        """The whole tensor, plain and replicated: a collective."""
-        dim, lengths, _, group = self.division
-        return group.gathered(self.part, dim, lengths)
+        """The full tensor, plain and replicated: a collective."""
+        dim, lengths, _, group = self.sharding
+        return group.gathered(self.local, dim, lengths)
 
     @property
     def sharded_dim(self) -> int:
-        """The dim that is divided, counted from the last (-1)."""
-        return self.division.dim
+        """The sharded dim, counted from the last (-1)."""
+        return self.sharding.dim
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Length of the dim on each rank."""
-        return self.division.lengths
+        """Length of the sharded dim on each rank."""
+        return self.sharding.lengths
 
     @property
     def group(self) -> Any:
-        """What holds the parts, a `Group`."""
-        return self.division.group
+        """The ranks, a `Group`."""
+        return self.sharding.group
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        """Of the whole."""
-        sizes = [*self._held.shape]
-        sizes[self.division.dim] = self.division.size
+        """Of the full tensor."""
+        sizes = [*self._raw.shape]
+        sizes[self.sharding.dim] = self.sharding.size
         return torch.Size(sizes)
 
     @classmethod
@@ -142,52 +150,60 @@ class Sharded(Tensor):
         # Only what bypasses torch functions comes here. Tensors that are saved for the backward are detached.
         x = args[0]
         if func is not torch.ops.aten.detach.default:
-            raise ConfigError(str(func), "a divided tensor", "A kernel would see one part", "Call it with `x.full()`")
-        return without_graph(func(x._held), x.division)
+            raise ConfigError(
+                str(func), "a sharded tensor", "A kernel would see this rank's shard alone", "Call it with `x.full()`"
+            )
+        return without_graph(x._raw, x.sharding)
 
 
-class _Part(torch.autograd.Function):
-    """The part of a `Sharded` that came out of an autograd function, and has its graph but no part in it."""
+class _Local(torch.autograd.Function):
+    """The local tensor of a `Sharded` that an autograd function returned, whose graph is not that of its values."""
 
     @staticmethod
     def forward(ctx: Any, x: Sharded) -> Tensor:
-        return x._held.detach()
+        return x._raw.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradient: Tensor) -> Tensor:
         return gradient[0]
 
 
-def from_local(part: Tensor, dim: int, lengths: Sequence[int], group: Group) -> Sharded:
-    """Return the tensor of which `part` is this rank's part.
+def from_local(local: Tensor, dim: int, lengths: Sequence[int], group: Group) -> Sharded:
+    """Return the sharded tensor of which `local` is this rank's shard.
 
     Args:
-        part: this rank's part, plain; gradients flow to it.
-        dim: what is divided.
-        lengths: of the dim on each rank.
+        local: this rank's shard, plain; gradients flow to it.
+        dim: the sharded dim.
+        lengths: of that dim on each rank.
         group: the ranks.
     """
-    dim = dim if dim < 0 else dim - part.dim()
-    assert part.shape[dim] == lengths[group.index], f"part {tuple(part.shape)}, dim {dim}, lengths {lengths}"
-    return as_sharded(part, Parts(dim, tuple(lengths), sum(lengths), group))
+    dim = dim if dim < 0 else dim - local.dim()
+    assert local.shape[dim] == lengths[group.index], f"local {tuple(local.shape)}, dim {dim}, lengths {lengths}"
+    return as_sharded(local, Sharding(dim, tuple(lengths), sum(lengths), group))
 
 
-def as_sharded(part: Tensor, division: Parts) -> Sharded:
-    result = part.as_subclass(Sharded)
-    result._part = part if torch.is_grad_enabled() else None
-    result._held = part
-    result.division = division
+def as_sharded(local: Tensor, sharding: Sharding) -> Sharded:
+    """Return `local` as a tensor with this sharding, without the checks of `from_local`."""
+    result = local.as_subclass(Sharded)
+    result._local = local if torch.is_grad_enabled() else None
+    result._raw = local
+    result.sharding = sharding
     return result
 
 
-def without_graph(part: Tensor, division: Parts) -> Sharded:
-    """For autograd to put into a graph."""
-    result = as_sharded(part, division)
-    result._part = None
+def without_graph(local: Tensor, sharding: Sharding) -> Sharded:
+    """Return `as_sharded` of a tensor that autograd has yet to put into a graph."""
+    result = as_sharded(local, sharding)
+    result._local = None
     return result
 
 
 def on_full(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call `func` with the full tensors of what is sharded among its arguments; each is gathered once.
+
+    Raises:
+        ConfigError: `func` writes to one of them.
+    """
     name = getattr(func, "__name__", "")
     written = [kwargs.get("out")]
     if (name.endswith("_") and not name.endswith("__")) or name in WRITING or kwargs.get("inplace"):
@@ -195,16 +211,16 @@ def on_full(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
     if any(isinstance(leaf, Sharded) for leaf in tree_leaves(written)):
         raise ConfigError(
             f"{name or func}",
-            "a tensor of which each rank holds a part",
-            "What is written would be lost, because it needs the whole tensor, which is a gathered copy",
-            "Write to `x.clone()`, which is whole on every rank",
+            "a sharded tensor",
+            "It needs the full tensor, which is a gathered copy, so that what it writes would be lost",
+            "Write to `x.clone()`, which is a full tensor on every rank",
         )
     found: dict[int, Tensor] = {}
 
-    def whole(x: Sharded) -> Tensor:
+    def full(x: Sharded) -> Tensor:
         if id(x) not in found:
             found[id(x)] = x.full()
         return found[id(x)]
 
-    args, kwargs = tree_map_only(Sharded, whole, (tuple(args), dict(kwargs)))
+    args, kwargs = tree_map_only(Sharded, full, (tuple(args), dict(kwargs)))
     return func(*args, **kwargs)

@@ -39,7 +39,7 @@ class TokenSplit:
     @staticmethod
     def of(ranges: Sequence[Sequence[Sequence[int]]], size: int) -> TokenSplit:
         """The split with these ranges: ascending per rank and without overlaps; empty and adjacent ones are fine."""
-        joined = tuple(_joined(part) for part in ranges)
+        joined = tuple(_joined(held) for held in ranges)
         with _making:
             found = _known.get((size, joined))
             if found is None:
@@ -61,18 +61,18 @@ class TokenSplit:
     @cached_property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each rank."""
-        return tuple(sum(end - start for start, end in part) for part in self.ranges)
+        return tuple(sum(end - start for start, end in held) for held in self.ranges)
 
     def indices(self, rank: int, device: torch.device | str = "cpu") -> Tensor:
         """int64 ``[S_rank]``: the tokens of a rank, ascending. Kept per device: do not write to it."""
         return self._keep(("indices", rank), device, lambda: _tokens(self.ranges[rank]))
 
     def order(self, device: torch.device | str = "cpu") -> Tensor:
-        """int64 ``[S]``: where each token is when the parts of all ranks stand in a row, so that
-        ``torch.cat(parts)[order]`` is the sequence. Kept per device: do not write to it."""
+        """int64 ``[S]``: where each token is when the tokens of all ranks stand in a row, so that
+        ``torch.cat(locals)[order]`` is the sequence. Kept per device: do not write to it."""
 
         def inverse() -> Tensor:
-            row = torch.cat([_tokens(part) for part in self.ranges])
+            row = torch.cat([_tokens(held) for held in self.ranges])
             return torch.empty_like(row).scatter_(0, row, torch.arange(self.size, device="cpu"))
 
         return self._keep("order", device, inverse)
@@ -85,16 +85,16 @@ class TokenSplit:
         return self._kept[where]
 
     def _check(self) -> None:
-        tokens = sorted(token_range for part in self.ranges for token_range in part)
+        tokens = sorted(token_range for held in self.ranges for token_range in held)
         ends = [0, *(end for _, end in tokens)]
         assert ends == [*(start for start, _ in tokens), self.size], (self.ranges, self.size)
         assert all(start < end for start, end in tokens), self.ranges
-        assert all(list(part) == sorted(part) for part in self.ranges), self.ranges
+        assert all(list(held) == sorted(held) for held in self.ranges), self.ranges
 
 
-def _joined(part: Sequence[Sequence[int]]) -> tuple[Range, ...]:
+def _joined(held: Sequence[Sequence[int]]) -> tuple[Range, ...]:
     joined: list[Range] = []
-    for start, end in part:
+    for start, end in held:
         if joined and joined[-1][1] == start:
             joined[-1] = (joined[-1][0], end)
         elif start < end:
@@ -102,9 +102,9 @@ def _joined(part: Sequence[Sequence[int]]) -> tuple[Range, ...]:
     return tuple(joined)
 
 
-def _tokens(part: Sequence[Range]) -> Tensor:
+def _tokens(held: Sequence[Range]) -> Tensor:
     """The tokens of ascending ranges, on CPU whatever the default device is."""
-    starts, ends = torch.tensor(part, dtype=torch.int64, device="cpu").view(-1, 2).unbind(1)
+    starts, ends = torch.tensor(held, dtype=torch.int64, device="cpu").view(-1, 2).unbind(1)
     lengths = ends - starts
     before = lengths.cumsum(0) - lengths
     return torch.arange(int(lengths.sum()), device="cpu") + (starts - before).repeat_interleave(lengths)

@@ -29,30 +29,30 @@ class Payload:
     Attributes:
         meta: JSON description; which tensors carry a gradient is part of it.
         tensors: the tensors that it refers to by position.
-        parts: positions of those that are this rank's part of a divided tensor; all others are equal on all ranks of
+        local: positions of those that are this rank's shard of a sharded tensor; all others are equal on all ranks of
             the stage.
     """
 
     meta: dict[str, Any]
     tensors: list[Tensor] = field(default_factory=list)
-    parts: frozenset[int] = frozenset()
+    local: frozenset[int] = frozenset()
 
 
 class Packer:
     """Collects trees into one list of distinct tensors.
 
     Args:
-        divides: whether divided tensors are taken apart: this rank's part stands for them.
+        keeps_sharded: whether sharded tensors stay so: the local one is in the list; else they are taken as tensors.
 
     Attributes:
         tensors: the list.
-        parts: positions of those that stand for a divided tensor.
+        local: positions of the local tensors of sharded ones.
     """
 
-    def __init__(self, *, divides: bool = False) -> None:
-        self._divides = divides
+    def __init__(self, *, keeps_sharded: bool = False) -> None:
+        self._keeps_sharded = keeps_sharded
         self.tensors: list[Tensor] = []
-        self.parts: set[int] = set()
+        self.local: set[int] = set()
         self._index: dict[int, int] = {}
         self._alive: list[Tensor] = []  # an id is taken again when its tensor is gone
 
@@ -69,8 +69,8 @@ class Packer:
         Raises:
             ValueError: it holds something that is neither a container, a tensor nor a plain value.
         """
-        if self._divides and isinstance(tree, Sharded):
-            return self._describe_part(tree)
+        if self._keeps_sharded and isinstance(tree, Sharded):
+            return self._describe_sharded(tree)
         if isinstance(tree, Tensor):
             return {"t": self.add(tree)}
         if tree is None or isinstance(tree, (bool, int, float, str)):
@@ -80,10 +80,10 @@ class Packer:
         if isinstance(tree, torch.dtype):
             return {"y": str(tree).removeprefix("torch.")}
         if is_dataclass(tree) and not isinstance(tree, type):
-            parts = (
+            entries = (
                 tree.items() if isinstance(tree, Mapping) else ((f.name, getattr(tree, f.name)) for f in fields(tree))
             )
-            return {"c": _class_name(tree), "d": [[key, self.describe(value)] for key, value in parts]}
+            return {"c": _class_name(tree), "d": [[key, self.describe(value)] for key, value in entries]}
         if isinstance(tree, tuple) and hasattr(tree, "_fields"):
             return {"c": _class_name(tree), "l": [self.describe(value) for value in tree]}
         if isinstance(tree, (list, tuple)):
@@ -95,17 +95,17 @@ class Packer:
             "dicts, lists, tuples and dataclasses of these can"
         )
 
-    def _describe_part(self, tensor: Sharded) -> Any:
+    def _describe_sharded(self, tensor: Sharded) -> Any:
         if id(tensor) not in self._index:
             self._alive.append(tensor)
-            self._index[id(tensor)] = self.add(tensor.part)
+            self._index[id(tensor)] = self.add(tensor.local)
         index = self._index[id(tensor)]
-        self.parts.add(index)
+        self.local.add(index)
         return {"t": index, "p": [tensor.sharded_dim, list(tensor.lengths), tensor.group.description()]}
 
 
 def rebuild(description: Any, tensors: list[Tensor], group: Callable[[Any], Group] | None = None) -> Any:
-    """Undo `Packer.describe`; `group` gives that of a divided tensor from its own description."""
+    """Undo `Packer.describe`; `group` gives that of a sharded tensor from its own description."""
     if not isinstance(description, dict):
         return description
     if "p" in description:
@@ -133,7 +133,7 @@ def map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
 
 
 def unsharded(tree: Any) -> Any:
-    """Return `tree` with the divided tensors in it whole; the very same object where there are none."""
+    """Return `tree` with the full tensors of the sharded ones in it; the very same object where there are none."""
     if isinstance(tree, Sharded):
         return tree.full()
     if not any(isinstance(tensor, Sharded) for _, tensor in tensors_in(tree)):
@@ -159,12 +159,12 @@ def arguments(args: tuple, kwargs: Mapping[str, Any]) -> Iterator[tuple[Path, An
     Of a dict that is an argument, whole entries: the other end's dict may not have them yet, in any shape.
     """
     for index, value in enumerate(args):
-        yield from _parts(value, (0, index))
+        yield from _entries(value, (0, index))
     for key, value in kwargs.items():
-        yield from _parts(value, (1, key))
+        yield from _entries(value, (1, key))
 
 
-def _parts(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+def _entries(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
     if isinstance(value, Tensor):
         yield path, value
     elif isinstance(value, Mapping):
@@ -173,7 +173,7 @@ def _parts(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
                 yield (*path, key), entry
     elif isinstance(value, (list, tuple)):
         for index, entry in enumerate(value):
-            yield from _parts(entry, (*path, index))
+            yield from _entries(entry, (*path, index))
 
 
 def put(tree: Any, path: Path, value: Any) -> Any:

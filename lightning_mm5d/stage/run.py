@@ -268,7 +268,7 @@ class Run:
             modalities: the encoders whose boundaries it consumes.
             calls_of: the modality that it continues, if any.
         """
-        packer = Packer(divides=True)
+        packer = Packer(keeps_sharded=True)
         boundaries = [
             # other modalities may be divided over other ranks
             [name, packer.describe(unsharded(self._runtime.wanted(name, result)))]
@@ -285,7 +285,7 @@ class Run:
         ]
         grads = [tensor.requires_grad for tensor in packer.tensors]
         meta = {"boundaries": boundaries, "calls": calls, "grads": grads}
-        return Payload(meta, packer.tensors, frozenset(packer.parts))
+        return Payload(meta, packer.tensors, frozenset(packer.local))
 
 
 def hidden_path(args: tuple, kwargs: Mapping[str, Any]) -> Path:

@@ -187,7 +187,7 @@ class TensorParallel:
             local, tokens = input, None
             if isinstance(input, Sharded) and is_tokens(input.group):
                 tokens = input.group
-                local = tokens.local(input)
+                local = tokens.own_tokens(input)
             entered = region.enter(local, training=False)
             region.forget()
             part = self.linear(module, entered, module.bias)
@@ -243,7 +243,7 @@ def _sequence_shard(x: Tensor, group: TensorGroup) -> Tensor:
 def _own_heads(value: Any, dim: int, lengths: tuple[int, ...], group: TensorGroup) -> Any:
     """This rank's heads of an argument; a `dim` below 0 has the heads running fastest in dim ``-dim - 1``."""
     if isinstance(value, Sharded):
-        return value.part
+        return value.local
     if not isinstance(value, Tensor):
         return value
     total = sum(lengths)

@@ -64,7 +64,7 @@ class Region:
         local = x.full() if isinstance(x, Sharded) and is_tokens(x.group) else x
         if isinstance(local, Sharded):
             self._sequences += ((local.sharded_dim, local.lengths),)
-            entered = gather_for_shards(local.part, local.sharded_dim, local.lengths, self.group)
+            entered = gather_for_shards(local.local, local.sharded_dim, local.lengths, self.group)
         else:
             entered = copy(local, self.group) if wants else local
         self._came.append((x, entered, _version(x)))

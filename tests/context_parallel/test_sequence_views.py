@@ -43,8 +43,8 @@ def test_a_stretch_has_the_tokens_of_each_rank_that_are_in_it() -> None:
             sequence = fake(split, rank)
             found, own = sequence.narrowed(start, stop)
             assert found.split.size == stop - start
-            mine = sequence.part(tokens, 0, sequence.lengths)
-            assert found.part(tokens[start:stop], 0, found.lengths).equal(mine[own])
+            mine = sequence.local_of(tokens, 0, sequence.lengths)
+            assert found.local_of(tokens[start:stop], 0, found.lengths).equal(mine[own])
             assert sequence.narrowed(start, stop)[0] is found, "so that tensors of one stretch work together"
 
 
@@ -56,8 +56,8 @@ def test_sequences_in_a_row_are_one_and_apart_again() -> None:
             sequence = fake(split, rank)
             found = sequence.merged(count)
             assert found.split.size == count * split.size
-            mine = sequence.part(rows, 1, sequence.lengths)
-            assert found.part(rows.view(-1), 0, found.lengths).equal(mine.reshape(-1))
+            mine = sequence.local_of(rows, 1, sequence.lengths)
+            assert found.local_of(rows.view(-1), 0, found.lengths).equal(mine.reshape(-1))
             assert found.unmerged(count) is sequence
             assert sequence.merged(count) is found
             assert count == 1 or (sequence.unmerged(count) is None and found.unmerged(count + 1) is None)

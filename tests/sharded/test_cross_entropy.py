@@ -39,21 +39,21 @@ class Case:
 
     def set(self, whole: Tensor) -> None:
         self.whole = whole.clone().requires_grad_()
-        self.part = self.group.part(whole, -1, self.lengths).clone().requires_grad_()
+        self.local = self.group.local_of(whole, -1, self.lengths).clone().requires_grad_()
 
     def loss(self, target: Tensor = TARGET, **options: Any) -> Tensor:
-        return cross_entropy(self.part, target, start=self.start, classes=CLASSES, group=self.group, **options)
+        return cross_entropy(self.local, target, start=self.start, classes=CLASSES, group=self.group, **options)
 
     def compare(self, found: Tensor, expected: Tensor, tolerance: float = 1e-12) -> None:
         def close(a: Tensor, b: Tensor) -> None:
             torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
 
         close(found, expected)
-        self.part.grad = self.whole.grad = None
+        self.local.grad = self.whole.grad = None
         weights = torch.linspace(0.5, 2, expected.numel(), dtype=expected.dtype).view(expected.shape)
         (found * weights).sum().backward()
         (expected * weights).sum().backward()
-        close(self.part.grad, self.group.part(self.whole.grad, -1, self.lengths))
+        close(self.local.grad, self.group.local_of(self.whole.grad, -1, self.lengths))
 
 
 @WORLDS
@@ -103,7 +103,7 @@ def test_low_precision_and_autocast_give_the_dtypes_of_torch(world: int) -> None
                 found, expected = case.loss(), F.cross_entropy(case.whole, TARGET)
             assert found.dtype == expected.dtype == (torch.float32 if enabled else torch.bfloat16)
             case.compare(found, expected, 2e-2)
-            assert case.part.grad.dtype == torch.bfloat16
+            assert case.local.grad.dtype == torch.bfloat16
         case.set(case.whole.detach().float())
         case.compare(case.loss(), F.cross_entropy(case.whole, TARGET), 1e-6)
 
@@ -115,9 +115,9 @@ def test_a_backward_may_run_twice_if_the_graph_is_kept(world: int) -> None:
     def twice(rank: int, world: int) -> None:
         case = Case(world)
         loss = case.loss(label_smoothing=0.1)
-        first = torch.autograd.grad(loss, case.part, retain_graph=True)[0]
-        again = torch.autograd.grad(loss, case.part, retain_graph=True)[0]
-        last = torch.autograd.grad(loss * 2, case.part)[0]
+        first = torch.autograd.grad(loss, case.local, retain_graph=True)[0]
+        again = torch.autograd.grad(loss, case.local, retain_graph=True)[0]
+        last = torch.autograd.grad(loss * 2, case.local)[0]
         assert first.equal(again)
         torch.testing.assert_close(first * 2, last, rtol=1e-12, atol=1e-12)
 
@@ -157,7 +157,7 @@ def test_what_torch_refuses_is_refused(
 def test_divided_logits_are_never_gathered(world: int) -> None:
     def counted(rank: int, world: int) -> None:
         case = Case(world)
-        logits = from_local(case.part, -1, case.lengths, case.group)
+        logits = from_local(case.local, -1, case.lengths, case.group)
         case.compare(F.cross_entropy(logits, TARGET), F.cross_entropy(case.whole, TARGET))
         per_row = 3 * 8 * (world - 1)
         assert case.group.moved == len(TARGET) * per_row
@@ -183,7 +183,7 @@ def test_other_forms_of_cross_entropy_see_the_whole_logits(world: int) -> None:
             lambda x: F.cross_entropy(x.view(2, 4, CLASSES).transpose(1, 2), target.view(2, 4)),
             lambda x: F.nll_loss(F.log_softmax(x, dim=-1), target),
         ):
-            found, expected = function(from_local(case.part, -1, case.lengths, case.group)), function(case.whole)
+            found, expected = function(from_local(case.local, -1, case.lengths, case.group)), function(case.whole)
             assert not isinstance(found, Sharded)
             case.compare(found, expected)
 
@@ -206,7 +206,7 @@ def test_the_causal_loss_of_transformers_stays_divided(world: int) -> None:
                     return ForCausalLMLoss(*arguments, **options)
 
                 before = case.group.moved
-                logits = from_local(case.part, -1, case.lengths, case.group)
+                logits = from_local(case.local, -1, case.lengths, case.group)
                 # float32 inside, also in transformers
                 case.compare(loss(logits), loss(case.whole), 1e-6)
                 per_run = len(TARGET) * 3 * 4 * (world - 1)

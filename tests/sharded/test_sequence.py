@@ -123,7 +123,7 @@ class Case:
 
 def compare(ranks: Ranks, sequence: ShardedSequence, case: Case, where: str) -> None:
     whole = random(*case.shape).requires_grad_()
-    part = sequence.part(whole.detach(), case.dim, sequence.lengths).clone().requires_grad_()
+    part = sequence.local_of(whole.detach(), case.dim, sequence.lengths).clone().requires_grad_()
     theirs, ours = ([other.clone() for other in case.others] for _ in range(2))
     for other in (*theirs, *ours):
         other.requires_grad_(other.is_floating_point())
@@ -145,7 +145,7 @@ def compare(ranks: Ranks, sequence: ShardedSequence, case: Case, where: str) -> 
     weights = random(*expected.shape, seed=7).to(expected.dtype)
     (value * weights).sum().backward()
     (expected * weights).sum().backward()
-    own = sequence.part(whole.grad, case.dim, sequence.lengths)  # type: ignore[arg-type]
+    own = sequence.local_of(whole.grad, case.dim, sequence.lengths)  # type: ignore[arg-type]
     gradient = torch.zeros_like(part) if part.grad is None else part.grad
     close(gradient, own * sequence.holders.degree, f"{where}: gradient of the part")
     for mine, other in zip(ours, theirs, strict=True):
@@ -424,7 +424,7 @@ def test_writes_to_some_tokens_are_refused_on_every_rank() -> None:
         ranks = Ranks()
         for layout in LAYOUTS.values():
             sequence = ranks.share(layout)
-            x = sequence.wrapped(sequence.part(random(B, S, W), -2, sequence.lengths).clone(), -2)
+            x = sequence.wrapped(sequence.local_of(random(B, S, W), -2, sequence.lengths).clone(), -2)
             writes: list[Function] = [
                 lambda x=x: x.__setitem__((slice(None), 0), 1.0),
                 lambda x=x: x.index_fill_(1, torch.tensor([0]), 0.0),
@@ -498,7 +498,7 @@ def test_the_loss_of_whole_logits_is_never_gathered() -> None:
         ranks = Ranks()
         for layout in LAYOUTS.values():
             sequence = ranks.share(layout)
-            part = sequence.part(random(B, S, W), -2, sequence.lengths).clone().requires_grad_()
+            part = sequence.local_of(random(B, S, W), -2, sequence.lengths).clone().requires_grad_()
             group, before = sequence.holders.ranks, sequence.holders.ranks.moved
             shifted(sequence.wrapped(part, -2)).backward()
             assert group.moved - before == 2 * 8 * (group.size - 1) / group.size, "one number was summed"
@@ -523,7 +523,7 @@ def test_targets_that_are_no_classes_are_refused_on_every_rank() -> None:
         ranks, found = Ranks(), []
         for layout in LAYOUTS.values():
             sequence = ranks.share(layout)
-            x = sequence.wrapped(sequence.part(random(B, S, W), -2, sequence.lengths), -2)
+            x = sequence.wrapped(sequence.local_of(random(B, S, W), -2, sequence.lengths), -2)
             target = TARGET.clone()
             target[1, 5] = CLASSES  # of one rank alone
             with pytest.raises(IndexError, match="out of bounds"):
@@ -567,7 +567,7 @@ def test_hooks_see_the_gradient_of_one_process() -> None:
         for name, layout in LAYOUTS.items():
             sequence = ranks.share(layout)
             whole = random(B, S, W).requires_grad_()
-            part = sequence.part(whole.detach(), -2, sequence.lengths).clone().requires_grad_()
+            part = sequence.local_of(whole.detach(), -2, sequence.lengths).clone().requires_grad_()
             x = sequence.wrapped(part, -2)
             weights, seen = random(B, S, 1, seed=5), []
             y, z = x * 2, whole * 2
@@ -576,7 +576,7 @@ def test_hooks_see_the_gradient_of_one_process() -> None:
             (y.mean(-1, keepdim=True) * weights).sum().backward()
             (z.mean(-1, keepdim=True) * weights).sum().backward()
             close(seen[0].full(), seen[1], name)
-            close(part.grad, sequence.part(whole.grad, -2, sequence.lengths) * sequence.factor, name)
+            close(part.grad, sequence.local_of(whole.grad, -2, sequence.lengths) * sequence.factor, name)
             y, z = x * 2, whole * 2
             (found,) = torch.autograd.grad((y.cumsum(1) * y).sum(), [y])
             (expected,) = torch.autograd.grad((z.cumsum(1) * z).sum(), [z])
@@ -584,7 +584,7 @@ def test_hooks_see_the_gradient_of_one_process() -> None:
             part.grad = whole.grad = None
             torch.autograd.backward([x * x], [weights.expand(B, S, W)])
             (whole * whole).backward(weights.expand(B, S, W))
-            close(part.grad, sequence.part(whole.grad, -2, sequence.lengths) * sequence.factor, name)
+            close(part.grad, sequence.local_of(whole.grad, -2, sequence.lengths) * sequence.factor, name)
             assert x.is_leaf
             close(x.grad.full(), whole.grad, f"{name}: the gradient that is kept of a leaf")
             y, z = x * 2, whole * 2
@@ -626,7 +626,7 @@ def test_autocast_acts_on_the_parts() -> None:
         for name, layout in LAYOUTS.items():
             sequence = ranks.share(layout)
             whole, w = random(B, S, W), random(6, W)
-            x = sequence.wrapped(sequence.part(whole, -2, sequence.lengths), -2)
+            x = sequence.wrapped(sequence.local_of(whole, -2, sequence.lengths), -2)
             torch.testing.assert_close(cast(x, w), cast(whole, w), rtol=1e-2, atol=0, msg=name)
 
     run_ranks(WORLD, compared, limit=60)
@@ -644,7 +644,7 @@ def test_dropout_draws_apart_for_tokens_of_ranks_and_alike_afterwards() -> None:
             assert isinstance(y, Sharded)
             assert F.dropout(x, 0.25, training=False) is x
             y.sum().backward()
-            close(part.grad, y.part.detach() * sequence.factor)
+            close(part.grad, y.local.detach() * sequence.factor)
             found.append((y.full().detach() == 0, torch.rand(3)))
         return found
 
@@ -667,20 +667,20 @@ def test_a_finer_sequence_knows_the_coarser_one() -> None:
             holders = fine.holders.coarser
             assert holders is not None
             coarse = ShardedSequence(layout.split, holders)
-            assert fine.whole_of_rank.split is layout.split
-            assert fine.whole_of_rank.holders is holders
+            assert fine.coarser.split is layout.split
+            assert fine.coarser.holders is holders
             assert coarse.finer.split is fine.split
             assert coarse.finer is coarse.finer
-            assert coarse.whole_of_rank is coarse
+            assert coarse.coarser is coarse
             assert fine.finer is fine
             whole = random(B, S, W)
-            x = fine.wrapped(fine.part(whole, -2, fine.lengths), -2)
-            local = fine.local(x)
+            x = fine.wrapped(fine.local_of(whole, -2, fine.lengths), -2)
+            local = fine.own_tokens(x)
             assert isinstance(local, Sharded)
-            close(local.full(), coarse.part(whole, -2, coarse.lengths))
+            close(local.full(), coarse.local_of(whole, -2, coarse.lengths))
             close(fine.wrapped(local * 2, -2).full(), whole * 2)
-            y = coarse.wrapped(coarse.part(whole, -2, coarse.lengths), -2)
-            assert not isinstance(coarse.local(y), Sharded)
+            y = coarse.wrapped(coarse.local_of(whole, -2, coarse.lengths), -2)
+            assert not isinstance(coarse.own_tokens(y), Sharded)
             close(x.full(), y.full())
             close(x + y, whole * 2)  # unlike divisions meet whole
 

@@ -63,7 +63,7 @@ def held_rows(shard: Shard, rank: int) -> list[int]:
 SHARDS = [(seed, dim) for seed in range(40) for dim in (0, 1, 2)]
 
 
-def whole_of(shard: Shard) -> torch.Tensor:
+def full_of(shard: Shard) -> torch.Tensor:
     shape = [2, 3, 2]
     shape[shard.dim] = shard.size
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape)
@@ -75,7 +75,7 @@ def whole_of(shard: Shard) -> torch.Tensor:
 @pytest.mark.parametrize(("seed", "dim"), SHARDS)
 def test_the_parts_of_a_tensor_merge_into_it(seed: int, dim: int) -> None:
     shard = random_shard(random.Random(seed), dim)
-    whole = whole_of(shard)
+    whole = full_of(shard)
     parts = [shard.cut(whole, rank) for rank in range(len(shard.ranges))]
     assert torch.equal(shard.merge(parts), whole)
     for rank, part in enumerate(parts):

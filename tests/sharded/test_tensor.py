@@ -43,7 +43,7 @@ def make(dim: int, group: TensorGroup, seed: int = 0) -> tuple[Sharded, Tensor, 
     """A divided tensor, the leaf that is its part, and its whole."""
     whole = random(*SHAPES[dim], seed=seed).requires_grad_()
     lengths = LENGTHS[group.size]
-    part = group.part(whole.detach(), dim, lengths).clone().requires_grad_()
+    part = group.local_of(whole.detach(), dim, lengths).clone().requires_grad_()
     return from_local(part, dim, lengths, group), part, whole
 
 
@@ -73,7 +73,7 @@ def compare(group: TensorGroup, dim: int, function: Function, stays: bool | None
     weights = random(*expected.shape, seed=7).to(expected.dtype)
     (value * weights).sum().backward()
     (expected * weights).sum().backward()
-    close(part.grad, group.part(whole.grad, dim, LENGTHS[group.size]))
+    close(part.grad, group.local_of(whole.grad, dim, LENGTHS[group.size]))
     for mine, other in zip(ours, theirs, strict=True):
         if other.grad is not None:
             close(mine.grad, other.grad)
@@ -163,8 +163,8 @@ def test_tensors_divided_alike_meet_in_parts_and_others_whole(world: int) -> Non
             close(ours.full() if isinstance(ours, Sharded) else ours, theirs)
         found.sin().sum().backward()
         expected.sin().sum().backward()
-        close(part.grad, group.part(whole.grad, -1, LENGTHS[world]))
-        close(other_part.grad, group.part(other.grad, -2, LENGTHS[world]))
+        close(part.grad, group.local_of(whole.grad, -1, LENGTHS[world]))
+        close(other_part.grad, group.local_of(other.grad, -2, LENGTHS[world]))
         elsewhere = from_local(torch.ones(2, 4, LENGTHS[world][::-1][rank]), -1, LENGTHS[world][::-1], group)
         close(x + elsewhere, whole + 1)
 
@@ -323,11 +323,11 @@ def test_writes_that_would_go_to_a_gathered_copy_are_refused() -> None:
             lambda: x.transpose_(0, 1),
             lambda: setattr(x, "data", other),
         ]
-        before = x.part.clone()
+        before = x.local.clone()
         for write in writes:
             with pytest.raises(ConfigError, match=r"clone\(\)"):
                 write()
-        assert x.part.equal(before)
+        assert x.local.equal(before)
         whole = other.clone()
         whole[:] = x  # a plain tensor takes the whole
         close(whole, x.full())
@@ -357,10 +357,10 @@ def test_metadata_is_that_of_the_whole_without_communication(world: int) -> None
             for like in (torch.zeros_like(a), torch.ones_like(a, dtype=torch.bool), a.new_zeros(a.shape)):
                 assert type(like) is Tensor
                 assert like.shape == b.shape
-            assert "part" in repr(a)
-            assert "part" in f"{a}"
+            assert "local of rank" in repr(a)
+            assert "local of rank" in f"{a}"
         assert (x.sharded_dim, x.lengths, x.group) == (-2, LENGTHS[world], group)
-        assert x.part is part
+        assert x.local is part
         assert not x.detach().requires_grad_().part.grad_fn
         assert group.moved == 0
         assert y.requires_grad
@@ -494,7 +494,7 @@ def test_autocast_acts_on_the_parts(world: int) -> None:
         torch.testing.assert_close(found.full(), expected)
         found.float().sum().backward()
         expected.float().sum().backward()
-        torch.testing.assert_close(part.grad, group.part(whole.grad, -2, LENGTHS[world]))
+        torch.testing.assert_close(part.grad, group.local_of(whole.grad, -2, LENGTHS[world]))
 
     run_ranks(world, cast, world, limit=60)
 
@@ -512,7 +512,7 @@ def test_dropout_draws_apart_for_parts_and_alike_afterwards(world: int) -> None:
         assert F.dropout(x, 0.0) is x
         assert not F.dropout(x, 1.0).any()
         y.sum().backward()
-        close(part.grad, y.part)
+        close(part.grad, y.local)
         z = F.dropout(x.detach() * 1, 0.25, inplace=True)
         assert z.unique().tolist() == pytest.approx([0, 4 / 3])
         whole = y.full()

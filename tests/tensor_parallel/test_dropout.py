@@ -41,7 +41,7 @@ def recorded(drawn: Drawn) -> Iterator[None]:
             return x
         with patch.object(F, "dropout", original):  # which tells a `Sharded` its own name
             mask = original(x.detach() * 0 + 1, p)
-        drawn.append((p, (mask.part if isinstance(mask, Sharded) else mask) != 0))
+        drawn.append((p, (mask.local if isinstance(mask, Sharded) else mask) != 0))
         return x * mask
 
     with patch.object(F, "dropout", dropout):

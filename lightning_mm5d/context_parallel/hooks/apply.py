@@ -42,7 +42,7 @@ from lightning_mm5d.context_parallel.hooks.arguments import (
 )
 from lightning_mm5d.context_parallel.hooks.attention import Attention, Call
 from lightning_mm5d.context_parallel.hooks.interface import Interface
-from lightning_mm5d.context_parallel.hooks.recorded_states import as_wholes, nothing, whole_of
+from lightning_mm5d.context_parallel.hooks.recorded_states import as_wholes, full_of, nothing
 from lightning_mm5d.context_parallel.hooks.support import mixed, probe, takes_products
 from lightning_mm5d.context_parallel.masks.recent import Recent
 from lightning_mm5d.partition.hidden_state import at, hidden_place
@@ -235,7 +235,7 @@ class ContextParallel:
                 stack.enter_context(self._stream.inside())
             if now.dim == -2:
                 batch = state.shape[0] if state.dim() > 2 else 1
-                stack.enter_context(as_wholes(self._name, now.sequence.whole_of_rank, batch))
+                stack.enter_context(as_wholes(self._name, now.sequence.coarser, batch))
             result = inner(*local.args, **local.kwargs)
         self._keep_states(given, now)
         return self._whole(result, now)
@@ -286,7 +286,7 @@ class ContextParallel:
 
     def _is_own(self, x: Tensor) -> bool:
         """Whether `x` is divided already, and by this modality: another's sequences lie on other ranks."""
-        return isinstance(x, Sharded) and is_tokens(x.group) and x.group.whole_of_rank.holders is self._holders
+        return isinstance(x, Sharded) and is_tokens(x.group) and x.group.coarser.holders is self._holders
 
     def _pass_of(self, sequence: ShardedSequence, dim: int) -> _Pass:
         return _Pass(sequence, dim, Call(sequence.coarse if dim == -2 else None))
@@ -320,7 +320,7 @@ class ContextParallel:
         if not self._is_own(state):
             state = state.full() if isinstance(state, Sharded) else state
             state = sequence.wrapped(sequence.scattered(state, now.dim, sequence.lengths), now.dim)
-        return sequence.local(state)  # type: ignore[arg-type]
+        return sequence.own_tokens(state)  # type: ignore[arg-type]
 
     def _part(self, now: _Pass, name: str, value: Any) -> Any:
         """What this rank's layer gets of an argument."""
@@ -330,12 +330,12 @@ class ContextParallel:
             return value
         if not isinstance(value, Tensor):
             return value
-        sequence = now.sequence.whole_of_rank
+        sequence = now.sequence.coarser
         if isinstance(value, Sharded):
             if not is_tokens(value.group):
                 return value
-            if value.group.whole_of_rank is sequence:
-                return value.group.local(value)
+            if value.group.coarser is sequence:
+                return value.group.own_tokens(value)
             value = value.full()  # of another sequence
         size = sequence.split.size
         dim = token_dim(name, value, size) if now.dim == -2 else item_dim(name, value, size, -now.dim)
@@ -344,21 +344,19 @@ class ContextParallel:
             return sequence.copied(value) if wants else value
         if wants:  # not kept: it belongs to the graph of one layer
             return sequence.scattered(value, dim, sequence.lengths)
-        return self._recent.get((value,), (sequence, dim), lambda: sequence.part(value, dim, sequence.lengths))
+        return self._recent.get((value,), (sequence, dim), lambda: sequence.local_of(value, dim, sequence.lengths))
 
     def _state_part(self, now: _Pass, entry: Any) -> Any:
         if isinstance(entry, (list, tuple)):
             return type(entry)(self._state_part(now, one) for one in entry)
         is_part = isinstance(entry, Sharded) and is_tokens(entry.group)
-        return (
-            entry.group.local(entry) if is_part and entry.group.whole_of_rank is now.sequence.whole_of_rank else entry
-        )
+        return entry.group.own_tokens(entry) if is_part and entry.group.coarser is now.sequence.coarser else entry
 
     # --- out of a layer ---
 
     def _keep_states(self, given: Arguments, now: _Pass) -> None:
         """Let what layers share in a dict be known as parts, for stages behind this one."""
-        sequence = now.sequence.whole_of_rank
+        sequence = now.sequence.coarser
         length = sequence.lengths[sequence.index]
 
         def divide(entry: Any) -> Any:
@@ -376,7 +374,7 @@ class ContextParallel:
         if isinstance(result, Tensor):
             sequence = now.sequence
             if not isinstance(result, Sharded):  # where tokens are divided further, a layer may have gathered them
-                sequence = sequence.whole_of_rank if result.shape[now.dim] == sequence.own_size else sequence
+                sequence = sequence.coarser if result.shape[now.dim] == sequence.own_size else sequence
             return sequence.wrapped(result, now.dim)
         if isinstance(result, (tuple, list)) and result and isinstance(result[0], Tensor):
             batch = result[0].shape[0] if result[0].dim() > 2 else 1
@@ -388,9 +386,9 @@ class ContextParallel:
         """The whole of what a layer returns beside its hidden state."""
         if not isinstance(x, Tensor) or isinstance(x, Sharded):
             return x
-        sequence = now.sequence.whole_of_rank
+        sequence = now.sequence.coarser
         if now.dim == -2:
-            whole = whole_of(x, sequence, batch)
+            whole = full_of(x, sequence, batch)
         else:
             whole = sequence.wrapped(x, -x.dim()) if x.dim() and x.shape[0] == sequence.own_size else None
         if whole is None and x.requires_grad:

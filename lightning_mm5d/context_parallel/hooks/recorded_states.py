@@ -63,7 +63,7 @@ def nothing() -> Iterator[None]:
         _notes.reset(token)
 
 
-def whole_of(x: Tensor, sequence: ShardedSequence, batch: int) -> Tensor | None:
+def full_of(x: Tensor, sequence: ShardedSequence, batch: int) -> Tensor | None:
     """The whole of which `x` is of this rank's tokens; None where it does not count them.
 
     Args:
@@ -80,7 +80,7 @@ def whole_of(x: Tensor, sequence: ShardedSequence, batch: int) -> Tensor | None:
 
 
 def _whole(name: str, key: str, x: Tensor, sequence: ShardedSequence, batch: int) -> Tensor:
-    whole, length = whole_of(x, sequence, batch), sequence.lengths[sequence.index]
+    whole, length = full_of(x, sequence, batch), sequence.lengths[sequence.index]
     if whole is not None:
         return whole
     raise ConfigError(
