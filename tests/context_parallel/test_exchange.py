@@ -33,7 +33,7 @@ from lightning_mm5d.context_parallel.exchange.ulysses import joined, within
 from lightning_mm5d.context_parallel.masks.mask import Mask
 from lightning_mm5d.sharded.collectives import TensorGroup, dry_run
 from lightning_mm5d.sharded.token_split import TokenSplit
-from parity.harness import run_ranks
+from ranks import run_ranks
 
 B, S, D, DV = 2, 301, 8, 6
 LIMIT_S = 60

@@ -26,7 +26,7 @@ from lightning_mm5d.context_parallel.hooks.interface import Interface
 from lightning_mm5d.context_parallel.hooks.support import check_layers
 from lightning_mm5d.partition.find import find
 from lightning_mm5d.sharded.collectives import TensorGroup
-from parity.harness import run_ranks
+from ranks import run_ranks
 from tensor_parallel.families import Root
 
 from .families import REFUSED, SHARED, Shared

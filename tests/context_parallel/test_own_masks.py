@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from lightning_mm5d import ConfigError, Modality, MultimodalStrategy, multimodal_mask
 from lightning_mm5d.context_parallel.exchange import attention as exchange
 from lightning_mm5d.layout.layout import Layout
-from parity.harness import fit, run_ranks
+from parity.harness import fit
+from ranks import run_ranks
 
 TOKENS, VOCABULARY = 40, 32
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers.utils import output_capturing
 
 from lightning_mm5d import Modality, MultimodalStrategy
-from parity.harness import fit, run_ranks
+from parity.harness import fit
+from ranks import run_ranks
 
 
 class Routed(L.LightningModule):

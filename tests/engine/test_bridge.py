@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_mm5d.engine.bridge import WHOLE_BYTES, Bridge
 from lightning_mm5d.engine.groups import Groups
 from lightning_mm5d.engine.transport import Channel, Transport, TransportError
-from parity.harness import run_ranks
+from ranks import run_ranks
 
 Ranks = tuple[int, ...]
 NAME = "vision.0->language.0"

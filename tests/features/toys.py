@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_mm5d import Modality
-from parity.harness import run_ranks, strategy
+from parity.harness import strategy
+from ranks import run_ranks
 
 WIDTH, PIXELS, TOKENS, CLASSES = 8, 6, 5, 3
 Scenario = Callable[..., Any]

@@ -1,30 +1,17 @@
-"""Runs a module under the strategy and on one process, and compares losses, gradients and parameters.
-
-Each rank is a process started by fork; the whole run has a wall-clock limit, so that a deadlock fails.
-"""
+"""Trains a module, under the strategy or on one process, and records its losses and gradients."""
 
 from __future__ import annotations
 
-import os
-import socket
-import tempfile
-import time
-import traceback
 import warnings
-from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-import torch.multiprocessing as mp
 from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader
 
 from lightning_mm5d import MultimodalStrategy
-
-LIMIT_S = 120
 
 
 class Recorder(Callback):
@@ -58,64 +45,6 @@ class Batches(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> Any:
         return self.batches[index]
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-def run_ranks(world: int, function: Callable[..., Any], *args: Any, limit: float = LIMIT_S) -> list[Any]:
-    """Call ``function(rank, *args)`` in `world` processes; return what each returned."""
-    context = mp.get_context("fork")
-    with tempfile.TemporaryDirectory() as folder:
-        port = free_port()
-        processes = [
-            context.Process(target=_entry, args=(rank, world, port, folder, function, args)) for rank in range(world)
-        ]
-        for process in processes:
-            process.start()
-        end = time.monotonic() + limit
-        while time.monotonic() < end and any(p.is_alive() for p in processes):
-            if any(p.exitcode not in (None, 0) for p in processes):
-                end = min(end, time.monotonic() + 10)
-            time.sleep(0.05)
-        hung = [rank for rank, p in enumerate(processes) if p.is_alive()]
-        for p in processes:
-            if p.is_alive():
-                p.kill()
-            p.join()
-        errors = [f.read_text() for f in sorted(Path(folder).glob("*.err"))]
-        if errors:
-            raise AssertionError("\n".join(errors))
-        assert not hung, f"ranks {hung} did not end within {limit} s"
-        return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world)]
-
-
-def _entry(rank: int, world: int, port: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(world),
-        "GROUP_RANK": "0",
-        "TORCHELASTIC_RUN_ID": "tests",
-        "OMP_NUM_THREADS": "1",
-    }
-    torch.set_num_threads(1)
-    try:
-        result = function(rank, *args)
-        torch.save(result, Path(folder) / f"{rank}.pt")
-        if torch.distributed.is_initialized():
-            torch.distributed.barrier()
-            torch.distributed.destroy_process_group()
-    except BaseException:
-        (Path(folder) / f"{rank}.err").write_text(f"rank {rank}:\n{traceback.format_exc()}")
-        os._exit(1)
-    os._exit(0)
 
 
 def fit(

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from lightning_mm5d import Modality
-from parity.harness import Recorder, fit, run_ranks, strategy
+from parity.harness import Recorder, fit, strategy
+from ranks import call_ranks
 from zoo import CASES, apply_freeze
 
 MICROBATCHES = 4
@@ -109,7 +110,7 @@ def train(rank: int, name: str, which: str, variant: str) -> tuple[list[float], 
 def check(name: str, which: str, variant: str) -> None:
     recorder, parameters = reference(name, variant)
     _, world, replicas = layout(name, which)
-    ranks = run_ranks(world, train, name, which, variant)
+    ranks = call_ranks(world, train, name, which, variant)
     exact = name in FLOAT64
     close = partial(torch.testing.assert_close, rtol=1e-9 if exact else 1e-6, atol=1e-12 if exact else 1e-7)
     if replicas == 1:
@@ -132,7 +133,7 @@ def check(name: str, which: str, variant: str) -> None:
 def test_layouts_with_encoders_equal_one_process(name: str, which: str) -> None:
     if layout(name, which)[2] > 1 and not CASES[name].mean_of_samples:
         # two replicas of a contrastive loss are another loss; that they train is what there is to see
-        assert len(run_ranks(layout(name, which)[1], train, name, which, "none")[0][0]) == STEPS
+        assert len(call_ranks(layout(name, which)[1], train, name, which, "none")[0][0]) == STEPS
         return
     check(name, which, "none")
 

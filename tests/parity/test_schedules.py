@@ -12,8 +12,9 @@ import torch
 
 from lightning_mm5d import Modality
 from lightning_mm5d.schedule import SCHEDULES
-from parity.harness import fit, run_ranks, strategy
+from parity.harness import fit, strategy
 from parity.test_parity import SAMPLES, build
+from ranks import call_ranks
 from zoo import CASES
 
 STEPS = 5
@@ -39,7 +40,7 @@ def train(rank: int, schedule: str, variant: str) -> tuple[list[float], dict[str
 def test_schedules_with_accumulation_and_clipping_equal_one_process(schedule: str, variant: str) -> None:
     module = build("llava", variant)
     expected = fit(module, batches(), **AROUND)
-    for rank, (losses, state) in enumerate(run_ranks(3, train, schedule, variant)):
+    for rank, (losses, state) in enumerate(call_ranks(3, train, schedule, variant)):
         torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected.losses), rtol=1e-6, atol=1e-7)
         if rank == 0:
             torch.testing.assert_close(state, module.state_dict(), rtol=1e-6, atol=1e-8)

@@ -15,8 +15,9 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 
 from lightning_mm5d import Modality
 from lightning_mm5d.planner.proposal import propose
-from parity.harness import fit, run_ranks, strategy
+from parity.harness import fit, strategy
 from parity.test_parity import FLOAT64, MICROBATCHES, SAMPLES, STEPS, build, reference
+from ranks import call_ranks
 from zoo import CASES
 
 CPU = torch.device("cpu")
@@ -85,7 +86,7 @@ def check(
     recorder, parameters = reference(name, variant)
     modalities, ranks_per_replica = layout
     world = ranks_per_replica * replicas
-    ranks = run_ranks(world, train, name, modalities, world, variant, schedule, replicas)
+    ranks = call_ranks(world, train, name, modalities, world, variant, schedule, replicas)
     exact = name in FLOAT64
     close = partial(torch.testing.assert_close, rtol=1e-9 if exact else 1e-6, atol=1e-12 if exact else 1e-7)
     for losses, _, _ in ranks:

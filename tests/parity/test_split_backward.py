@@ -6,6 +6,7 @@ vision: rank 0; language: ranks 1-2 (two chunks a rank under zbv), or a language
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,8 +17,9 @@ from lightning_mm5d import Modality
 from lightning_mm5d.schedule import Action, Graph, Kind, Schedule, to_csv
 from lightning_mm5d.schedule import build as build_schedule
 from lightning_mm5d.stage.deferred import Deferred
-from parity.harness import fit, run_ranks, strategy
+from parity.harness import fit, strategy
 from parity.test_parity import build
+from ranks import call_ranks
 from zoo import CASES
 
 M, SAMPLES = 4, 8
@@ -75,16 +77,17 @@ def train(rank: int, name: str, variant: str, schedule: Any, options: dict[str, 
         put_off += 1
         add(self, *args)
 
-    Deferred.add = counted  # type: ignore[method-assign]
     modalities, world = layout(name, 2)
-    recorder = fit(module, batches(name), strategy(modalities, schedule=schedule, num_microbatches=M), world, **options)
+    chosen = strategy(modalities, schedule=schedule, num_microbatches=M)
+    with mock.patch.object(Deferred, "add", counted):
+        recorder = fit(module, batches(name), chosen, world, **options)
     return recorder.losses, recorder.gradients, module.state_dict(), put_off
 
 
 def assert_parity(name: str, variant: str, schedule: Any, tolerance: float = 1e-6, **options: Any) -> list[int]:
     module = build_module(name, variant)
     alone = fit(module, batches(name), **options)
-    found = run_ranks(layout(name, 2)[1], train, name, variant, schedule, options)
+    found = call_ranks(layout(name, 2)[1], train, name, variant, schedule, options)
     for losses, gradients, _, _ in found:
         torch.testing.assert_close(
             torch.tensor(losses), torch.tensor(alone.losses), rtol=tolerance, atol=tolerance / 10

@@ -19,7 +19,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.sharded.cross_entropy import cross_entropy
 from lightning_mm5d.sharded.tensor import Sharded, from_local
-from parity.harness import run_ranks
+from ranks import run_ranks
 
 LENGTHS = {2: (4, 3), 3: (4, 0, 3)}
 CLASSES = 7

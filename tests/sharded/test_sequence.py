@@ -28,7 +28,7 @@ from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.sharded.sequence import Holders, ShardedSequence
 from lightning_mm5d.sharded.tensor import Sharded
 from lightning_mm5d.sharded.token_split import TokenSplit
-from parity.harness import run_ranks
+from ranks import run_ranks
 
 WORLD, B, S, W = 4, 2, 7, 5
 Function = Callable[..., Any]

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.sharded.tensor import Sharded, from_local
-from parity.harness import run_ranks
+from ranks import run_ranks
 
 LENGTHS = {2: (3, 2), 3: (3, 0, 2)}
 SHAPES = {-1: (2, 4, 5), -2: (2, 5, 4), -3: (5, 2, 4)}

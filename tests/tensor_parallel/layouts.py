@@ -11,7 +11,8 @@ import lightning as L
 import torch
 
 from lightning_mm5d import Modality
-from parity.harness import Recorder, fit, run_ranks, strategy
+from parity.harness import Recorder, fit, strategy
+from ranks import call_ranks
 from zoo import CASES, apply_freeze
 
 STEPS, SAMPLES = 2, 8
@@ -114,7 +115,7 @@ def check_all(world: int, *runs: Compared, limit: float = 120) -> None:
     for run in runs:
         alone = tuple(sorted((key, value) for key, value in run.options.items() if key not in OF_STRATEGY))
         expected.append(reference(run.name, run.variant, run.prepare, run.steps, alone))
-    ranks = run_ranks(world, train, list(runs), world, limit=limit)
+    ranks = call_ranks(world, train, list(runs), world, limit=limit)
     for index, (run, (recorder, parameters)) in enumerate(zip(runs, expected, strict=True)):
         _compare(run, recorder, parameters, [results[index] for results in ranks])
 

@@ -20,7 +20,7 @@ from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.tensor_parallel.apply import TensorParallel
 from lightning_mm5d.tensor_parallel.plan_lookup import plans_of
 from lightning_mm5d.tensor_parallel.resolve import Division, resolve
-from parity.harness import run_ranks
+from ranks import run_ranks
 
 from .families import FAMILIES, Family, Root
 

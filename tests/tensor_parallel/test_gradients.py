@@ -21,7 +21,7 @@ from lightning_mm5d.plan.ownership import Ownership
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.shards import Segment, Shard
 from lightning_mm5d.tensor_parallel.resolve import Division
-from parity.harness import run_ranks
+from ranks import run_ranks
 from tensor_parallel.handmade import HEAD, VOCABULARY, WIDTH, Model, connect, held_by, model_plan, plan_of
 
 NORMS = (1.0, 2.0, 3.0, float("inf"))

@@ -114,7 +114,7 @@ def test_layers_that_are_recomputed_by_a_backward_within_the_backward_equal_one_
     )
 
 
-@pytest.mark.usefixtures("float64")
+@pytest.mark.usefixtures("float64", "new_ranks")
 def test_a_layer_of_the_users_own_is_divided_as_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     """vision: ranks 0-1; language: ranks 2-4."""
     monkeypatch.setattr("lightning_mm5d.tensor_parallel.plan_lookup._REGISTERED", {})

@@ -21,7 +21,7 @@ from lightning_mm5d.checkpoint.checkpoint import (
 )
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.stage import is_placeholder
-from parity.harness import run_ranks
+from ranks import run_ranks
 from tensor_parallel.handmade import Model, connect, cut, model_plan
 
 CPU = torch.device("cpu")

@@ -12,7 +12,8 @@ from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from lightning_mm5d import ConfigError, Modality
 from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.trainer.validation import check_callbacks, check_module
-from parity.harness import fit, run_ranks, strategy
+from parity.harness import fit, strategy
+from ranks import run_ranks
 from tensor_parallel.layouts import batches_of, build
 from zoo.case import TinyModule
 

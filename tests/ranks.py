@@ -1,0 +1,222 @@
+"""Calls a function on ranks, which are processes forked from this one, and returns what each rank returned.
+
+`run_ranks` forks processes for one call: the function may be a closure and see all that the test has changed.
+`call_ranks` sends the call to processes that stay alive, which is faster where many cases train: function, arguments
+and results are pickled, and each call starts from the state that the processes were forked with. Both fail with the
+traceback of every rank that raised, and with the numbers of the ranks that did not end within the limit, so that a
+deadlock fails its own case only.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import os
+import random
+import socket
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, cast
+
+import torch
+
+LIMIT_S = 120
+GRACE_S = 10
+"""how long ranks may take to fail after another has failed, for their tracebacks, and to end after their last call"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One call on `world` ranks, with the state of the calling process that the ranks take over."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    world: int
+    port: int
+    dtype: torch.dtype
+    environment: dict[str, str]
+    path: list[str]
+    filters: list[Any]
+    """of warnings"""
+
+    def __call__(self, rank: int) -> bytes:
+        """Return what `torch.save` writes of the function's result."""
+        os.environ.clear()
+        os.environ.update(self.environment | _launched(rank, self.world, self.port))
+        sys.path[:] = self.path
+        torch.set_default_dtype(self.dtype)
+        torch.set_grad_enabled(True)
+        with warnings.catch_warnings():
+            warnings.filters[:] = self.filters  # type: ignore[index]
+            result = self.function(rank, *self.args)
+            if torch.distributed.is_initialized():
+                torch.distributed.barrier()
+                torch.distributed.destroy_process_group()
+        data = io.BytesIO()
+        torch.save(result, data)
+        return data.getvalue()
+
+
+def run_ranks(world: int, function: Callable[..., Any], *args: Any, limit: float = LIMIT_S) -> list[Any]:
+    """Call ``function(rank, *args)`` in `world` new processes; return what each returned."""
+    ranks = _forked(range(world), _call(world, function, args))
+    try:
+        return _results(ranks, limit)
+    finally:
+        _end(ranks)
+
+
+class Pool:
+    """Ranks that stay alive over calls; new ones after a failure, and after imports that they would have to repeat."""
+
+    def __init__(self) -> None:
+        self._ranks: list[_Rank] = []
+        self._modules = 0
+
+    def call(self, world: int, function: Callable[..., Any], *args: Any, limit: float = LIMIT_S) -> list[Any]:
+        """Call ``function(rank, *args)`` on the first `world` ranks; return what each returned."""
+        if self._modules != len(sys.modules):
+            self.close()
+        self._ranks += _forked(range(len(self._ranks), world))
+        self._modules = len(sys.modules)
+        call = _call(world, function, args)
+        try:
+            for rank in self._ranks[:world]:
+                rank.pipe.send(call)
+            return _results(self._ranks[:world], limit)
+        except BaseException:
+            _end(self._ranks, kill=True)
+            self._ranks = []
+            raise
+
+    def close(self) -> None:
+        for rank in self._ranks:
+            rank.pipe.send(None)
+        _end(self._ranks)
+        self._ranks = []
+
+
+POOL = Pool()
+call_ranks = POOL.call
+
+
+def _call(world: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Call:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    return Call(
+        function=function,
+        args=args,
+        world=world,
+        port=port,
+        dtype=torch.get_default_dtype(),
+        environment=dict(os.environ),
+        path=list(sys.path),
+        filters=list(warnings.filters),
+    )
+
+
+@dataclass(frozen=True)
+class _Rank:
+    index: int
+    process: BaseProcess
+    pipe: Connection
+
+
+def _forked(indices: Iterable[int], call: Call | None = None) -> list[_Rank]:
+    """Fork a process per rank; each runs `call` and ends, or without one waits for calls on its pipe."""
+    context = get_context("fork")
+    gc.collect()
+    gc.freeze()  # the processes do not collect these objects, which would copy the memory of them all
+    ranks = []
+    for index in indices:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(index, theirs, ours, call))
+        process.start()
+        theirs.close()
+        ranks.append(_Rank(index, process, ours))
+    return ranks
+
+
+def _end(ranks: list[_Rank], *, kill: bool = False) -> None:
+    """Wait for processes that have been told to end, and kill those that do not."""
+    end = time.monotonic() + (0 if kill else GRACE_S)
+    for rank in ranks:
+        rank.process.join(max(0.0, end - time.monotonic()))
+    for rank in ranks:
+        rank.process.kill()
+        rank.process.join()
+        rank.pipe.close()
+
+
+def _results(ranks: list[_Rank], limit: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    errors: dict[int, str] = {}
+    waiting = {rank.pipe: rank for rank in ranks}
+    end = time.monotonic() + limit
+    while waiting and (left := end - time.monotonic()) > 0:
+        for pipe in cast("list[Connection]", wait(list(waiting), left)):
+            rank = waiting.pop(pipe)
+            try:
+                error, data = pipe.recv()
+            except (EOFError, ConnectionError):
+                rank.process.join()
+                error, data = f"ended with exit code {rank.process.exitcode}", b""
+            if error:
+                errors[rank.index] = f"rank {rank.index}:\n{error}"
+                end = min(end, time.monotonic() + GRACE_S)
+            else:
+                results[rank.index] = torch.load(io.BytesIO(data), weights_only=False)
+    if errors:
+        raise AssertionError("\n".join(errors[index] for index in sorted(errors)))
+    assert not waiting, f"ranks {sorted(rank.index for rank in waiting.values())} did not end within {limit} s"
+    return [results[rank.index] for rank in ranks]
+
+
+def _serve(index: int, pipe: Connection, other_end: Connection, call: Call | None) -> None:
+    """A rank's process: run one call, or those that come through the pipe until None does."""
+    other_end.close()
+    torch.set_num_threads(1)
+    numbers, torch_numbers = random.getstate(), torch.get_rng_state()
+    try:
+        if call is not None:
+            pipe.send(("", call(index)))
+        else:
+            while call := _received(pipe):
+                random.setstate(numbers)
+                torch.set_rng_state(torch_numbers)
+                pipe.send(("", call(index)))
+                gc.collect()
+    except BaseException:
+        pipe.send((traceback.format_exc(), b""))
+        os._exit(1)  # the other ranks notice it, and no handler of this process waits for them
+    os._exit(0)
+
+
+def _received(pipe: Connection) -> Call | None:
+    try:
+        return pipe.recv()
+    except EOFError:
+        return None
+
+
+def _launched(index: int, world: int, port: int) -> dict[str, str]:
+    """The environment that a launcher gives to a rank."""
+    return {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(index),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(index),
+        "LOCAL_WORLD_SIZE": str(world),
+        "GROUP_RANK": "0",
+        "TORCHELASTIC_RUN_ID": "tests",
+        "OMP_NUM_THREADS": "1",
+    }
