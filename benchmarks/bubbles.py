@@ -21,6 +21,7 @@ from statistics import mean
 from turns import row
 
 from lightning_mm5d.schedule import Graph, Node, build, lower_bound, place, simulate
+from lightning_mm5d.schedule.stage_key import StageKey
 
 SIZES = [(ranks, ranks * times) for ranks, times in product((4, 8, 16), (1, 2, 4))]
 EQUAL = (1.0, 1.0, 1.0)
@@ -42,7 +43,7 @@ def chain(ranks: int, microbatches: int, times: tuple[float, float, float], head
     depth = ranks * chunks
     nodes = [
         Node(
-            stage=f"language.{stage}",
+            stage=StageKey("language", stage),
             rank=rank,
             microbatches=tuple(range(microbatches)),
             forward_cost=forward + head * (stage == depth - 1),
@@ -62,7 +63,7 @@ def encoders(ranks: int, microbatches: int, times: tuple[float, float, float], h
     towers = {"vision": range(vision), "audio": range(vision, ranks // 4)}
     nodes = [
         Node(
-            stage=f"{name}.{index}",
+            stage=StageKey(name, index),
             rank=rank,
             microbatches=tuple(range(microbatches)),
             forward_cost=forward,
@@ -74,8 +75,8 @@ def encoders(ranks: int, microbatches: int, times: tuple[float, float, float], h
     ]
     edges = [*language.edges]
     for name, ranks in towers.items():
-        stages = [f"{name}.{index}" for index in range(len(ranks))]
-        edges += [*pairwise(stages), *((stage, "language.0") for stage in stages[-1:])]
+        stages = [StageKey(name, index) for index in range(len(ranks))]
+        edges += [*pairwise(stages), *((stage, StageKey("language", 0)) for stage in stages[-1:])]
     moved = (replace(node, rank=node.rank + ranks // 4) for node in language.nodes)
     return Graph((*nodes, *moved), tuple(edges))
 

@@ -16,7 +16,7 @@ from torch import nn
 from lightning_mm5d.partition import Unit, stage_costs
 from lightning_mm5d.plan.ownership import Ownership
 from lightning_mm5d.plan.topology import Topology
-from lightning_mm5d.schedule import SCHEDULES, Graph, Node, Schedule, Simulation, abreast, build, simulate
+from lightning_mm5d.schedule import SCHEDULES, Graph, Node, Schedule, Simulation, build, side_by_side, simulate
 from lightning_mm5d.schedule.stage_key import StageKey
 
 
@@ -120,13 +120,13 @@ class StageGraphs:
     ) -> Schedule:
         """Return what ranks do, as `build` does; instances of a stage on ranks of one rank run side by side."""
         made = build(schedule, graph, forward_only=forward_only)
-        widths: dict[str, int] = {}
+        widths: dict[StageKey, int] = {}
         for stage in self.topology.members:
             ranks = Counter(self.topology.lead_of_rank[ranks[0]] for ranks in self.topology.instances(stage))
             widths[stage] = max(ranks.values())
         if max(widths.values()) == 1 or callable(schedule) or schedule not in SCHEDULES:
             return made
-        return abreast(made, graph, widths, forward_only=forward_only)
+        return side_by_side(made, graph, widths, forward_only=forward_only)
 
     def full_graph(self, schedule: object, count: int, module: nn.Module) -> Graph:
         """Return the graph of stages of all replicas, placed as `schedule` wants it; arguments as in `simulate`."""

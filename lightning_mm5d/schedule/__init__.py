@@ -1,10 +1,9 @@
-"""Schedules as data: the graph of stages, action lists, their builders, a validator and a simulator.
+"""Schedules as data: the graph of stages, lists of actions, their builders, a validator and a simulator.
 
-Pure Python over plain values, so that any machine can plan for any cluster. It knows neither torch nor
-transport, and refuses what could not be executed before a rank starts on it.
+This is pure Python over plain values without torch, so any machine can plan for any cluster. Schedules that could not
+be executed are refused before a rank starts one.
 """
 
-from lightning_mm5d.schedule.abreast import abreast
 from lightning_mm5d.schedule.actions import Action, Kind, Schedule, cost, dependencies
 from lightning_mm5d.schedule.bound import lower_bound
 from lightning_mm5d.schedule.builders import (
@@ -21,6 +20,7 @@ from lightning_mm5d.schedule.custom import from_csv, to_csv
 from lightning_mm5d.schedule.graph import Graph, Node
 from lightning_mm5d.schedule.plain import in_flight_limits
 from lightning_mm5d.schedule.report import Outcome, compare, name_of
+from lightning_mm5d.schedule.side_by_side import side_by_side
 from lightning_mm5d.schedule.simulate import Simulation, Span, measured, simulate
 from lightning_mm5d.schedule.validate import ScheduleError, execution_order, validate
 from lightning_mm5d.schedule.zero_bubble import held_limits
@@ -38,7 +38,6 @@ __all__ = [
     "ScheduleError",
     "Simulation",
     "Span",
-    "abreast",
     "build",
     "compare",
     "cost",
@@ -54,6 +53,7 @@ __all__ = [
     "name_of",
     "place",
     "pp_rank_of",
+    "side_by_side",
     "simulate",
     "to_csv",
     "validate",

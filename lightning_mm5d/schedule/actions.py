@@ -1,9 +1,9 @@
-"""What a rank does, one step at a time: the alphabet in which schedules are written.
+"""Actions: what a rank does with one microbatch of one stage.
 
-A schedule is plain data, so that the same lists can be executed, validated and simulated. Messages are
-implied by the graph's edges: after a forward a rank sends to the successors' instances of that microbatch,
-after a backward or its input-gradient half to those predecessors that run backwards, in both cases where they are
-on another rank. The weight-gradient half sends nothing, so it may wait (Qi et al. 2023, arXiv:2401.10241).
+A schedule is a list of actions for each rank: plain data that is executed, validated and simulated. The graph's edges
+imply the messages. After a forward a rank sends to the successors' instances of that microbatch. After a full backward
+or an input gradient it sends to the predecessors that run backwards. A weight gradient sends nothing, so it may wait
+(Qi et al. 2023, arXiv:2401.10241).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lightning_mm5d.schedule.stage_key import StageKey
 
 
 class Kind(Enum):
-    """Forward, whole backward, and the halves of a backward: input gradient and weight gradient."""
+    """Forward, full backward, and the parts of a split backward: input gradient (dgrad) and weight gradient (wgrad)."""
 
     F = "F"
     B = "B"
@@ -26,31 +26,31 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One microbatch (its global id) through one stage, in one of the ways of `Kind`."""
+    """One microbatch, by its global id, through one stage."""
 
     kind: Kind
     stage: StageKey
     microbatch: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stage", StageKey.parse(self.stage))  # a user's own schedule may write strings
+        object.__setattr__(self, "stage", StageKey.parse(self.stage))  # users' schedules may hold strings
 
     def __str__(self) -> str:
         return f"{self.kind.value}({self.stage}, {self.microbatch})"
 
     @property
     def provides(self) -> Action:
-        """The action that others wait for: a B in place of an I, since both pass the gradient on."""
+        """The action as `dependencies` names it: B in place of I, because both pass the gradient on."""
         return Action(Kind.B, self.stage, self.microbatch) if self.kind is Kind.I else self
 
     @property
     def passes_gradients(self) -> bool:
-        """Whether predecessors get their gradients after it."""
+        """Whether it sends gradients to predecessors: B and I."""
         return self.kind in (Kind.B, Kind.I)
 
     @property
     def frees(self) -> bool:
-        """Whether the microbatch's activations are dropped after it."""
+        """Whether it frees the microbatch's activations: B and W."""
         return self.kind in (Kind.B, Kind.W)
 
 
@@ -59,7 +59,7 @@ Schedule = dict[int, list[Action]]
 
 
 def dependencies(action: Action, graph: Graph) -> list[Action]:
-    """What must have ended before ``action`` may start, whichever rank runs it, as `Action.provides` names it."""
+    """The actions, of any rank, that must have ended before ``action`` may start; a backward is always named as B."""
     stage, m = action.stage, action.microbatch
     if action.kind is Kind.F:
         return [Action(Kind.F, src, m) for src in graph.predecessors(stage)]

@@ -1,8 +1,8 @@
-"""``auto``: the shortest schedule that a search over rules finds within a bound on activations.
+"""``auto``: searches for the shortest schedule within a bound on activations.
 
-It plays the named schedules' rules, then their mixtures, then climbs by changing one stage's limit at a time. How many
-rules are played depends on the number of actions only, never on a clock: all ranks must find the same schedule. For
-16 ranks and 32 microbatches that is about half a second. It stops early at the lower bound.
+The search plays the rules of the named schedules, then mixtures of them, then climbs: it changes the limit of one stage
+at a time. The number of rules played depends on the number of actions and not on a clock, because all ranks must find
+the same schedule. For 16 ranks and 32 microbatches it takes about half a second. It stops early at the lower bound.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from lightning_mm5d.schedule.validate import ScheduleError
 from lightning_mm5d.schedule.zero_bubble import PATIENCE, zero_bubble
 
 _ACTIONS = 60_000
-"""Actions that a search plays in all, at some 10 microseconds each."""
+"""Actions that a search plays in total, at about 10 microseconds each."""
 _FEWEST, _MOST = 26, 300
-"""How many rules a search plays whatever the number of actions is."""
+"""The least and the most rules that a search plays."""
 
 _LIMITS = ((1.0, 0), (1.0, 1), (1.25, 0), (1.5, 0), (2.0, 0), (math.inf, 0))
-"""Limits on microbatches in flight, as those of ``1f1b`` times the first number plus the second."""
+"""Limits on microbatches in flight: those of ``1f1b`` times the first number, plus the second."""
 
 
 class _Mixture(NamedTuple):
-    """What the named schedules vary; ``turns`` stands for chunks in turns of P microbatches."""
+    """One choice for all that the named schedules vary; fields are as in `Rules`, ``turns`` is its ``groups``."""
 
     limits: tuple[float, int]
     split: bool
@@ -54,8 +54,8 @@ _FIRST = (
     _Mixture((math.inf, 0), split=False, eager=True, lazy=True, turns=False, patience=0.0),
     _Mixture((1.5, 0), split=False, eager=True, lazy=True, turns=True, patience=0.0),
 )
-"""Tried before all others, because they took most off the makespans of 276 graphs: chains with and without chunks, and
-language models behind encoders, trained and frozen, on ranks of their own and on shared ones."""
+"""The mixtures tried first. They shortened the makespans of 276 graphs most: chains with and without chunks, and
+encoders, trained or frozen, that feed a language model, on their own ranks and colocated."""
 
 
 def auto(graph: Graph, max_activations: int | Mapping[int, int] | None = None) -> Played:
@@ -63,12 +63,12 @@ def auto(graph: Graph, max_activations: int | Mapping[int, int] | None = None) -
 
     Args:
         graph: the stages; their placement stays.
-        max_activations: the most activations that a rank may hold, for all or by rank (those that are not named
-            have no bound). By default what the fullest rank holds under the hungriest named schedule but
-            ``gpipe``.
+        max_activations: the most activations that a rank may hold, one number for all ranks or by rank; ranks that
+            are not named have no bound. By default the most that any rank holds under ``1f1b``, ``interleaved`` or
+            ``zero_bubble``.
 
     Raises:
-        ScheduleError: where all schedules that it knows hold more.
+        ScheduleError: all schedules that it finds hold more.
     """
     search = _Search(graph, max_activations)
     search.run()
@@ -106,7 +106,7 @@ class _Search:
     def answer(self) -> Played:
         if self.best is None:
             assert self.frugal is not None
-            rank = next(w for w, held in self.frugal.held.items() if held > self.bound.get(w, held))
+            rank = next(rank for rank, held in self.frugal.held.items() if held > self.bound.get(rank, held))
             raise ScheduleError(
                 f"schedule auto: max_activations is {self.bound[rank]} on rank {rank}, but no schedule was found "
                 f"that holds fewer than {self.frugal.held[rank]} there. Allow that many, or use fewer stages."
@@ -114,7 +114,7 @@ class _Search:
         return self.best[1]
 
     def _mixtures(self) -> Iterator[Rules]:
-        """What the named schedules vary: some combinations that are often good, then all."""
+        """Rules for each mixture: first those of `_FIRST`, then all others."""
         limits, grouped = in_flight_limits(self.graph), turns(self.graph)
         every = (
             _Mixture(scale, split, eager, lazy, in_turns, patience)
@@ -139,13 +139,13 @@ class _Search:
             )
 
     def _shrink(self) -> None:
-        """Half as many microbatches in flight again and again, down to one, until the schedule fits."""
+        """Halves the number of microbatches in flight until the schedule fits the bound or only one is left."""
         limit = max(self.bound.values())
         while limit > 0 and not self._try(Rules(in_flight=dict.fromkeys(self.graph.stages, limit), held=self.bound)):
             limit //= 2
 
     def _climb(self) -> None:
-        """One stage's limit raised or lowered at a time, until no such change helps."""
+        """Raises or lowers the limit of one stage at a time, until no such change shortens the schedule."""
         limits = in_flight_limits(self.graph)
         moves = cycle(product(sorted(limits), (1, -1)))
         since = 0
@@ -161,7 +161,7 @@ class _Search:
         return self._offer(rules, self.pipeline.play(rules))
 
     def _offer(self, rules: Rules, played: Played) -> bool:
-        """Keeps ``played`` where it fits and is shorter than the best; returns whether it did."""
+        """Keeps ``played`` if it fits the bound and is shorter than the best so far; returns whether it does."""
         excess = self._excess(played)
         if self.frugal is None or excess < self._excess(self.frugal):
             self.frugal = played
@@ -171,6 +171,7 @@ class _Search:
         return True
 
     def _excess(self, played: Played) -> int:
+        """By how many activations the fullest rank is above its bound; at most 0 if the schedule fits."""
         return max((held - self.bound.get(rank, held) for rank, held in played.held.items()), default=0)
 
     def _done(self) -> bool:

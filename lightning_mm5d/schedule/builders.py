@@ -1,8 +1,8 @@
-"""Builds schedules by name, from a table or from a function: which rank runs which action when.
+"""Builds schedules by name, from a table or from a function.
 
-Each name stands for one or more sets of rules for the greedy scheduler; the set that gives the shortest schedule is
-taken. The placement of stages comes with the graph: ``interleaved`` wants chunks that lie round after round, ``zbv``
-two that lie in a V (see `place`); on one chunk a rank they are ``1f1b`` and ``zero_bubble``.
+Each name stands for one or more sets of rules for the greedy scheduler; `build` takes the shortest schedule. The graph
+has the placement of stages: ``interleaved`` is made for chunks in turn and ``zbv`` for two chunks in a V (see `place`).
+With one chunk a rank they equal ``1f1b`` and ``zero_bubble``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _RULES: dict[str, Callable[[Graph], list[Rules]]] = {
 }
 
 AnySchedule = str | Callable[[Graph], Schedule]
-"""What a user may say: a name, a table, or a function of the graph."""
+"""What a user may give: a name, a table, or a function of the graph."""
 SCHEDULES = (*_RULES, "auto")
 """The names that `build` knows."""
 UNSPLIT_SCHEDULES = ("gpipe", "1f1b", "interleaved")
@@ -45,26 +45,26 @@ def build(
     forward_only: bool = False,
     max_activations: int | Mapping[int, int] | None = None,
 ) -> Schedule:
-    """Builds a schedule that passes `validate`; the same one in every process that passes an equal graph.
+    """Builds a schedule that passes `validate`. Processes that pass equal graphs get equal schedules.
 
     Args:
         schedule: one of `SCHEDULES`; the path of a table that ends in ``.csv``, or its text (see `custom`); or a
             function that makes one.
-        graph: the stages, with costs, which decide on the order where ranks have a choice.
-        forward_only: leave out backwards, for validation and prediction. All named schedules are then the same.
-        max_activations: for ``auto``, the most activations that a rank may hold, for all or by rank.
+        graph: the stages. Their costs decide what a rank runs first where it has a choice.
+        forward_only: leave out backwards, for validation and prediction. All named schedules are then equal.
+        max_activations: for ``auto``, the most activations that a rank may hold, one number for all ranks or by rank.
 
     Returns:
         For every rank of the graph its actions in order.
 
     Raises:
-        ConfigError: for a name that is not known.
-        ScheduleError: for a schedule of the user's that does not fit, and for ``max_activations`` that none keeps.
+        ConfigError: the name is not known.
+        ScheduleError: the user's schedule does not fit the graph, or ``auto`` finds none within ``max_activations``.
     """
     if callable(schedule):
-        return _part(from_function(schedule, graph), forward_only)
+        return _forwards(from_function(schedule, graph), forward_only)
     if is_table(schedule):
-        return _part(from_csv(_table(schedule), graph), forward_only)
+        return _forwards(from_csv(_table(schedule), graph), forward_only)
     if schedule not in SCHEDULES:
         nearest = difflib.get_close_matches(str(schedule), SCHEDULES, n=1, cutoff=0.4) or ["1f1b"]
         names = ", ".join(SCHEDULES)
@@ -79,32 +79,32 @@ def build(
 
 
 def is_table(schedule: object) -> bool:
-    """Whether a schedule is given as a table: the path of one that ends in ``.csv``, or its text."""
+    """Whether a schedule is a table: a path that ends in ``.csv``, or a table's text."""
     return isinstance(schedule, str) and re.search(r"\.csv$|^\s*\d+\s*,|\n", schedule) is not None
 
 
 def place(schedule: str, stages: int, ranks: int) -> list[int]:
-    """Which rank, from 0, runs which stage of a modality: in a V for ``zbv``, else round after round.
+    """Return the pipeline rank of each stage: for 4 stages on 2 ranks [0, 1, 1, 0] under ``zbv``, else [0, 1, 0, 1].
 
     Args:
         schedule: one of `SCHEDULES`.
-        stages: of the modality, all chunks.
-        ranks: that it has.
+        stages: number of stages of the modality.
+        ranks: number of its pipeline ranks.
     """
     return [pp_rank_of(stage, ranks, v_shaped=schedule == "zbv") for stage in range(stages)]
 
 
 def pp_rank_of(stage: int, ranks: int, *, v_shaped: bool) -> int:
-    """Which rank, from 0, runs stage number `stage` of a modality that has so many ranks."""
+    """Return the pipeline rank, from 0, of stage number `stage` of a modality with `ranks` pipeline ranks."""
     turn, place = divmod(stage, ranks)
     return ranks - 1 - place if v_shaped and turn % 2 else place
 
 
 def loaded(schedule: AnySchedule) -> AnySchedule:
-    """The same schedule; where it is the path of a table, its text, so that all who ask later get the same.
+    """Return the schedule, or the text of the table whose path it is, so that a later change of the file has no effect.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: the table cannot be read.
     """
     return _table(schedule) if isinstance(schedule, str) and is_table(schedule) else schedule
 
@@ -116,10 +116,11 @@ def _table(schedule: str) -> str:
         return Path(schedule).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         rule = f"It cannot be read: {getattr(error, 'strerror', None) or error}"
-        raise ConfigError("schedule", schedule, rule, "Name a table of actions that is there") from error
+        raise ConfigError("schedule", schedule, rule, "Name an existing table of actions") from error
 
 
-def _part(schedule: Schedule, forward_only: bool) -> Schedule:
+def _forwards(schedule: Schedule, forward_only: bool) -> Schedule:
+    """The schedule, or its forwards alone."""
     if not forward_only:
         return schedule
     return {rank: [action for action in actions if action.kind is Kind.F] for rank, actions in schedule.items()}

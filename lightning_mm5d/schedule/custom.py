@@ -1,4 +1,4 @@
-"""A user's own schedule: as a table of actions, or made by a function of the graph.
+"""Users' own schedules: a table of actions, or a function of the graph.
 
 A table is CSV text. Each row begins with a rank, then come its actions in order::
 
@@ -6,13 +6,12 @@ A table is CSV text. Each row begins with a rank, then come its actions in order
     0, F0, F1, F2, I0, F3, W0, ...
     1, F0, B0, F1, B1, ...
 
-An action is the kind (F forward, B whole backward, I input-gradient half, W weight-gradient half), the microbatch's
-global id and, where the rank has several stages, a dot and the chunk: ``F3.1`` is the forward of microbatch 3
-through the second of the rank's stages in the order of the pipeline (`Graph.stages_of`). Rows of one rank continue
-each other, so a row may hold one action only. Empty cells and lines, a first line of headings and what stands
-behind ``#`` are skipped. `to_csv` writes a schedule in this form.
+An action is its kind (F forward, B full backward, I input gradient, W weight gradient), the microbatch's global id
+and, where the rank has several stages, a dot and the chunk: ``F3.1`` is the forward of microbatch 3 through the second
+of the rank's stages in the order of the pipeline (`Graph.stages_of`). Rows of one rank continue each other. Empty
+cells, empty lines, a first line of headings and comments after ``#`` are skipped. `to_csv` writes this form.
 
-What is no such table is refused with its line; what does not fit the graph is refused by `validate`.
+Text that is no such table is refused with its line; `validate` refuses a schedule that does not fit the graph.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def from_csv(text: str, graph: Graph) -> Schedule:
         graph: the stages that it is for.
 
     Raises:
-        ScheduleError: for what cannot be read, with its line, and for what `validate` refuses.
+        ScheduleError: a line cannot be read, or `validate` refuses the schedule.
     """
     schedule: Schedule = {rank: [] for rank in graph.ranks}
     rows = 0
@@ -69,7 +68,7 @@ def from_function(make: Callable[[Graph], Schedule], graph: Graph) -> Schedule:
     """Calls ``make(graph)`` and validates the schedule that it returns.
 
     Raises:
-        ScheduleError: for what `validate` refuses.
+        ScheduleError: `validate` refuses it.
     """
     schedule = make(graph)
     validate(schedule, graph)
@@ -77,7 +76,7 @@ def from_function(make: Callable[[Graph], Schedule], graph: Graph) -> Schedule:
 
 
 def label(action: Action, rank: int, graph: Graph) -> str:
-    """An action in the table's form: ``F3``, or ``F3.1`` where ``rank`` has several stages."""
+    """Return an action as tables write it: ``F3``, or ``F3.1`` where ``rank`` has several stages."""
     mine = graph.stages_of(rank)
     chunk = f".{mine.index(action.stage)}" if len(mine) > 1 else ""
     return f"{action.kind.value}{action.microbatch}{chunk}"

@@ -1,13 +1,13 @@
-"""The graph of stages that a schedule is about: who runs what, on which microbatches, at what cost.
+"""The graph of stages that a schedule is built for: ranks, microbatches and costs of each stage.
 
 A multimodal pipeline is not a chain: encoders run side by side and the language model waits for all of them.
-So stages form a directed acyclic graph, and a chain is the special case. Replicas need no rules of their own,
-since microbatch ids are global over all replicas of the loss modality: each instance of a stage lists the
-ids that it works on, whether its modality has more replicas than the loss_modality one, fewer, or as many.
+So stages form a directed acyclic graph, and a chain is the special case. Replicas need no rules of their own:
+microbatch ids are global over all replicas of the loss modality, and each instance of a stage lists the ids that it
+works on, whether its modality has more or fewer replicas than the loss modality.
 
-It refuses what no schedule could run: edges to unknown stages, cycles, a microbatch that a stage works on
-twice or not at all, instances that disagree on the order of microbatches (messages are first in, first out),
-and a stage without backward behind one that needs a gradient.
+Graphs that no schedule could run are refused: edges to unknown stages, cycles, a microbatch that a stage works on
+twice or not at all, instances that disagree on the order of microbatches (messages are first in, first out), and a
+stage without backward that a stage with backward feeds.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ class Node:
 
     Args:
         stage: key of the stage, ``"<modality>.<index>"``, for instance ``"vision.0"``.
-        rank: the rank that runs it. Several stages may share a rank.
+        rank: the rank that runs it. It may stand for several ranks that run the same actions in the same order, such
+            as those of a tensor parallel group; it is then the first of them (`Topology.lead_of_rank`).
         microbatches: global ids of the microbatches that it works on, in order. An instance that serves
             several loss replicas should interleave theirs, or one replica waits for the other.
         forward_cost: duration of a forward in any unit, the same in the whole graph.
-        backward_cost: duration of a backward; 0 means that there is none (nothing trainable at or before it).
+        backward_cost: duration of a full backward; 0 means that there is none (nothing trainable at or before it).
         weight_cost: the part of ``backward_cost`` that computes weight gradients; 0 where nothing in the stage is
             trained. By default half of it, or all of it where the stage passes no gradient on.
         replica: number of this instance among those of its stage; a label only.
@@ -52,7 +53,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Graph:
-    """Stages, their instances and who feeds whom.
+    """Stages, their instances and edges.
 
     Args:
         nodes: all instances of all stages.
@@ -60,7 +61,7 @@ class Graph:
             destination.
 
     Raises:
-        ValueError: where no schedule could run the graph (see the module's docstring).
+        ValueError: no schedule could run the graph (see the module's docstring).
     """
 
     nodes: tuple[Node, ...]
@@ -75,7 +76,7 @@ class Graph:
 
     @cached_property
     def stages(self) -> tuple[StageKey, ...]:
-        """All stages, in the order in which the nodes name them."""
+        """All stages, in the order of the nodes."""
         return tuple(dict.fromkeys(node.stage for node in self.nodes))
 
     @cached_property
@@ -85,7 +86,7 @@ class Graph:
 
     @cached_property
     def microbatches(self) -> tuple[int, ...]:
-        """All microbatch ids, in an order that every instance's own order agrees with."""
+        """All microbatch ids, in one order that contains the order of every instance."""
         before: dict[int, set[int]] = {m: set() for node in self.nodes for m in node.microbatches}
         for node in self.nodes:
             for earlier, later in pairwise(node.microbatches):
@@ -116,22 +117,22 @@ class Graph:
         return self._distances[stage]
 
     def has_backward(self, stage: StageKey) -> bool:
-        """Whether ``stage`` runs backwards, that is, whether anything at or before it is trained."""
+        """Whether ``stage`` runs backwards, which it does if anything at or before it is trained."""
         return self._instances[stage][0].backward_cost > 0
 
     def weight_cost(self, node: Node) -> float:
-        """The part of ``node``'s backward that computes weight gradients, defaults resolved."""
+        """Return ``node.weight_cost``, or its default."""
         if node.weight_cost is not None:
             return node.weight_cost
         passes_on = any(self.has_backward(src) for src in self._predecessors[node.stage])
         return node.backward_cost / 2 if passes_on else node.backward_cost
 
     def splits(self, node: Node) -> bool:
-        """Whether ``node``'s backward has two halves, both of which take time."""
+        """Whether ``node``'s backward can be split: its input gradient and its weight gradient both take time."""
         return 0 < self.weight_cost(node) < node.backward_cost
 
     def stages_of(self, rank: int) -> tuple[StageKey, ...]:
-        """The stages on ``rank`` in the order of the pipeline; a stage's place in it is its chunk's number."""
+        """Return the stages on ``rank`` in the order of the pipeline; a stage's index here is its chunk number."""
         return self._stages_of[rank]
 
     @cached_property
@@ -214,7 +215,7 @@ class Graph:
             if self.has_backward(src) and not self.has_backward(dst):
                 raise ValueError(
                     f"edge {(src, dst)}: {src} runs backwards but {dst} does not (backward_cost 0). "
-                    f"Gradients reach {src} through {dst}. Give {dst} the cost of its input-gradient."
+                    f"Gradients reach {src} through {dst}. Give {dst} the cost of its input gradient."
                 )
 
     def _check_microbatches(self) -> None:
@@ -232,5 +233,5 @@ class Graph:
         except CycleError as error:
             raise ValueError(
                 f"nodes: their orders put the microbatches {error.args[1]} in a circle. Messages between "
-                "two instances keep their order, so all instances must agree on one. Sort all of them alike."
+                "two instances keep their order, so all instances must agree on one. Use one order in all of them."
             ) from None

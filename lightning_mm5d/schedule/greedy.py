@@ -1,13 +1,12 @@
-"""The greedy list scheduler that all schedules come from, and the rules by which they differ.
+"""The greedy list scheduler that makes all schedules, and the rules by which they differ.
 
-It plays the pipeline through in simulated time; a rank that gets free takes the best action that is ready. Rules
-say what is split, what is held back and what comes first.
+It plays a pipeline in simulated time: a free rank runs the first ready action by the rules' order. Rules say which
+backwards are split, which actions are held back and what comes first.
 
-No schedule of it can deadlock, whatever shares a rank and whatever is held back. Instances run microbatches in one
-common order. So something of the front, the first microbatch whose gradients have not come through, is always ready.
-An instance's limit never holds it back, since nothing earlier is in flight; a rank's limit lets it pass, once no
-weight gradient is left there that could free an activation. All ties are broken by names and numbers: ranks that
-build from equal graphs get equal schedules.
+Its schedules never deadlock, for any placement and any limits. All instances run microbatches in one common order. The
+*front* is the first microbatch whose backwards have not all ended; some action of it is always ready. An instance's
+limit never holds it back, because nothing earlier is in flight. A rank's limit lets it pass once no action on that rank
+could free an activation. Names and numbers break all ties, so processes with equal graphs get equal schedules.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from lightning_mm5d.schedule.simulate import simulate
 from lightning_mm5d.schedule.stage_key import StageKey
 
 _SAME_TIME = 1e-9
-"""Ends that are closer than this share of the time are one, or rounding would decide on the order."""
+"""Ends closer than this share of the time count as simultaneous, or rounding would decide the order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,21 +32,21 @@ class Rules:
     """What a rank may start, and what it starts first.
 
     Args:
-        in_flight: by stage, the most microbatches per instance between the start of the forward and the end of the
-            (input-gradient) backward; stages that are not named have no limit.
-        held: by rank, the most activations, from the start of the forward until nothing more needs them. The front
-            may pass, so a rank of several stages can hold one more for each of them.
-        split: run input- and weight-gradient halves where both take time, the latter when nothing else is ready.
-        eager: forwards come before gradients, else the other way round.
-        flush: no gradients before the rank's last forward; not with limits, which would wait for gradients.
+        in_flight: by stage, the most microbatches per instance from the start of the forward to the start of the
+            full backward or input gradient; stages that are not named have no limit.
+        held: by rank, the most activations, from the start of the forward to the end of the full backward or weight
+            gradient. The front may pass, so a rank of several stages can hold one more for each of them.
+        split: split backwards whose parts both take time; a weight gradient runs where nothing else is ready.
+        eager: forwards come before gradients, else gradients before forwards.
+        flush: run no gradient before the rank's last forward; not with limits, since these wait for gradients.
         groups: by stage, how many microbatches pass before the rank's next chunk has its turn; by default 1.
-        patience: how long a weight gradient waits for a gradient to arrive, as a share of its own time.
-        lazy: whole backwards that pass no gradient on come last too, since nobody waits for them.
-        stretch: how many times as long as they are input and weight gradients are taken to be; another rhythm, that
-            may suit the true times better.
+        patience: how long a weight gradient waits for a gradient to arrive, as a share of its own duration.
+        lazy: full backwards that pass no gradient on run where nothing else is ready, since no stage waits for them.
+        stretch: factors on the durations of input and weight gradients while playing; they change the order, which
+            may suit the true durations better.
     """
 
-    in_flight: Mapping[str, float] = field(default_factory=dict)
+    in_flight: Mapping[StageKey, float] = field(default_factory=dict)
     held: Mapping[int, float] = field(default_factory=dict)
     split: bool = False
     eager: bool = False
@@ -64,15 +63,19 @@ class Rules:
 
 
 class Played(NamedTuple):
-    """What came of playing rules: the schedule, its makespan, and the most activations that a rank held."""
+    """The result of playing rules: the schedule, its makespan and, by rank, the most activations that it held."""
 
     schedule: Schedule
     makespan: float
     held: dict[int, int]
 
 
+_Choice = tuple[Kind, int, int]
+"""A kind of action, the instance and the position of the microbatch."""
+
+
 class Pipeline:
-    """A graph in numbers, to be played under many rules.
+    """A graph in integers, prepared for playing many rules.
 
     Args:
         graph: the stages.
@@ -103,22 +106,22 @@ class Pipeline:
         self.splits = [graph.splits(node) for node in self.nodes]
 
     def play(self, rules: Rules) -> Played:
-        """The schedule that ``rules`` lead to."""
+        """Return the schedule that ``rules`` give."""
         return _Run(self, rules).play()
 
     def best(self, candidates: Iterable[Rules]) -> Played:
-        """The shortest of the schedules that ``candidates`` lead to; the first of them where several are."""
+        """Return the shortest schedule of those that ``candidates`` give, the first of equally short ones."""
         return min((self.play(rules) for rules in candidates), key=lambda played: round(played.makespan, 9))
 
 
 class _Run:
-    """One play: what has ended, what is in flight, and who is free."""
+    """The state of one play: which actions have started and ended, and which run now."""
 
     def __init__(self, pipeline: Pipeline, rules: Rules) -> None:
         self.pipeline, self.rules = pipeline, rules
         nodes, count = pipeline.nodes, len(pipeline.microbatches)
         self.forwards = [0] * len(nodes)  # started
-        self.backwards = [0] * len(nodes)  # started, whole or input-gradient half
+        self.backwards = [0] * len(nodes)  # started, full or input gradient
         self.pending: list[deque[int]] = [deque() for _ in nodes]  # positions whose weight gradient is due
         self.missing_forward = [[len(sources)] * count for sources in pipeline.predecessors]
         self.missing_backward = [[1 + len(targets)] * count for targets in pipeline.successors]
@@ -129,7 +132,7 @@ class _Run:
         self.held = dict.fromkeys(pipeline.at, 0)
         self.peak = dict(self.held)
         self.limit = {rank: rules.held.get(rank, math.inf) for rank in pipeline.at}
-        self.forwards_left = {w: sum(len(pipeline.orders[i]) for i in mine) for w, mine in pipeline.at.items()}
+        self.forwards_left = {rank: sum(len(pipeline.orders[i]) for i in mine) for rank, mine in pipeline.at.items()}
         self.unfinished = [len(pipeline.stages) + sum(pipeline.backward)] * count
         self.front = 0
         self.waived = False
@@ -160,65 +163,72 @@ class _Run:
             if self.front != front or self.rules.patience:
                 woken |= free
         self._assert_complete()
-        if self.waived or self.rules.stretch != (1.0, 1.0):  # waited for what nobody waits for who has the list
+        if self.waived or self.rules.stretch != (1.0, 1.0):  # ranks that follow the list do not wait for these
             now = simulate(schedule, pipeline.graph).makespan
         return Played(schedule, now, self.peak)
 
-    def _choose(self, rank: int, now: float) -> tuple[Kind, int, int] | None:
-        """What comes first of all that is ready; weight gradients last."""
+    def _choose(self, rank: int, now: float) -> _Choice | None:
+        """The ready action that the rules put first; one that no stage waits for only where no other is ready."""
         pipeline, rules = self.pipeline, self.rules
-        best: tuple[int, ...] | None = None
-        chosen: tuple[Kind, int, int] | None = None
-        due: tuple[int, int, Kind] | None = None
+        ready: list[tuple[tuple[int, ...], _Choice]] = []  # keys differ, so choices are not compared
+        deferrable: list[tuple[int, int, Kind]] = []
         for index in pipeline.at[rank]:
             stage, order = pipeline.stage_of[index], pipeline.orders[index]
             forwards, backwards = self.forwards[index], self.backwards[index]
-            held_back = False
-            if pipeline.backward[stage]:
-                held_back = forwards - backwards >= self.in_flight[index]
-                if forwards > backwards and not (rules.flush and self.forwards_left[rank]):
-                    p = order[backwards]
-                    if self.missing_backward[stage][p]:
-                        pass
-                    elif self.late[index]:
-                        if due is None or p < due[0]:
-                            due = (p, index, Kind.B)
-                    else:
-                        key = (1, backwards // self.groups[index], pipeline.distances[stage], p, stage)
-                        if best is None or key < best:
-                            best, chosen = key, (Kind.I if self.splits[index] else Kind.B, index, p)
-                if self.pending[index] and (due is None or self.pending[index][0] < due[0]):
-                    due = (self.pending[index][0], index, Kind.W)
-            if forwards < len(order) and not held_back:
+            if self._gradient_ready(rank, index):
+                p = order[backwards]
+                if self.late[index]:
+                    deferrable.append((p, index, Kind.B))
+                else:
+                    key = (1, backwards // self.groups[index], pipeline.distances[stage], p, stage)
+                    ready.append((key, (Kind.I if self.splits[index] else Kind.B, index, p)))
+            if self.pending[index]:
+                deferrable.append((self.pending[index][0], index, Kind.W))
+            if self._forward_ready(rank, index):
                 p = order[forwards]
-                if not self.missing_forward[stage][p] and self._may_hold(rank, stage, p):
-                    key = (
-                        0 if rules.eager else 2,
-                        forwards // self.groups[index],
-                        -pipeline.distances[stage],
-                        p,
-                        stage,
-                    )
-                    if best is None or key < best:
-                        best, chosen = key, (Kind.F, index, p)
-        if chosen is None and due is not None and not self._worth_waiting(rank, due[1], now):
-            return due[2], due[1], due[0]
-        return chosen
+                turn = forwards // self.groups[index]
+                key = (0 if rules.eager else 2, turn, -pipeline.distances[stage], p, stage)
+                ready.append((key, (Kind.F, index, p)))
+        if ready:
+            return min(ready)[1]
+        if deferrable:
+            p, index, kind = min(deferrable, key=lambda each: each[:2])
+            if not self._worth_waiting(rank, index, now):
+                return kind, index, p
+        return None
+
+    def _gradient_ready(self, rank: int, index: int) -> bool:
+        """Whether instance ``index`` could run its next full backward or input gradient."""
+        stage, backwards = self.pipeline.stage_of[index], self.backwards[index]
+        if not self.pipeline.backward[stage] or self.forwards[index] == backwards:
+            return False
+        if self.rules.flush and self.forwards_left[rank]:
+            return False
+        return not self.missing_backward[stage][self.pipeline.orders[index][backwards]]
+
+    def _forward_ready(self, rank: int, index: int) -> bool:
+        """Whether instance ``index`` could run its next forward within the limits."""
+        stage, forwards = self.pipeline.stage_of[index], self.forwards[index]
+        order = self.pipeline.orders[index]
+        if forwards == len(order):
+            return False
+        if self.pipeline.backward[stage] and forwards - self.backwards[index] >= self.in_flight[index]:
+            return False
+        p = order[forwards]
+        return not self.missing_forward[stage][p] and self._may_hold(rank, stage, p)
 
     def _may_hold(self, rank: int, stage: int, p: int) -> bool:
+        """Whether ``rank`` may hold one more activation, because of its limit or because ``p`` is the front."""
         if not self.pipeline.backward[stage] or self.held[rank] < self.limit[rank]:
             return True
-        if p != self.front or any(self._is_due(index) for index in self.pipeline.at[rank]):
+        if p != self.front or any(self._can_free(rank, index) for index in self.pipeline.at[rank]):
             return False
         self.waived = True
         return True
 
-    def _is_due(self, index: int) -> bool:
-        """Whether instance ``index`` could free an activation now, by what comes last."""
-        if self.late[index] and self.forwards[index] > self.backwards[index]:
-            p = self.pipeline.orders[index][self.backwards[index]]
-            return not self.missing_backward[self.pipeline.stage_of[index]][p]
-        return bool(self.pending[index])
+    def _can_free(self, rank: int, index: int) -> bool:
+        """Whether instance ``index`` could free an activation now by a deferrable action."""
+        return bool(self.pending[index]) or (self.late[index] and self._gradient_ready(rank, index))
 
     def _worth_waiting(self, rank: int, index: int, now: float) -> bool:
         """Whether a gradient arrives for ``rank`` soon enough to let a weight gradient of ``index`` wait."""
@@ -233,7 +243,7 @@ class _Run:
         return False
 
     def _start(self, kind: Kind, index: int, p: int) -> float:
-        """Counts an action as started and returns how long it takes."""
+        """Counts an action as started and returns its duration."""
         node = self.pipeline.nodes[index]
         if kind is Kind.F:
             self.forwards[index] += 1
@@ -245,11 +255,11 @@ class _Run:
             self.pending[index].popleft()
             return self.pipeline.weights[index] * self.rules.stretch[1]
         self.backwards[index] += 1
-        whole = node.backward_cost - (self.pipeline.weights[index] if kind is Kind.I else 0.0)
-        return whole * self.rules.stretch[0]
+        duration = node.backward_cost - (self.pipeline.weights[index] if kind is Kind.I else 0.0)
+        return duration * self.rules.stretch[0]
 
     def _end(self, kind: Kind, index: int, p: int, woken: set[int]) -> None:
-        """Counts an action as ended and adds the ranks to ``woken`` that waited for it."""
+        """Counts an action as ended and adds the ranks that waited for it to ``woken``."""
         pipeline, stage = self.pipeline, self.pipeline.stage_of[index]
         if kind is Kind.F:
             self.missing_backward[stage][p] -= 1

@@ -1,10 +1,10 @@
 """``interleaved``: several chunks of a modality on each rank, which shortens the pipeline's ramps.
 
-Stage k of a modality lies on rank k mod P (Narayanan et al. 2021, arXiv:2104.04473). Each chunk runs P
-microbatches, then the rank's next chunk has its turn. A rank holds as many activations as stages follow its first
-chunk, plus as many as follow its last one, plus one: Megatron's warm-up, told by distances so that it holds in a graph
-of stages too. On a chain of P ranks with v chunks each and M microbatches, a multiple of P, ranks idle for
-(P - 1)(f + b) / v, with f and b of all chunks of a rank.
+Stage k of a modality lies on rank k mod P (Narayanan et al. 2021, arXiv:2104.04473). Each chunk runs P microbatches,
+then the rank's next chunk has its turn. A rank holds as many activations as stages follow its first chunk, plus as
+many as follow its last one, plus one: Megatron's warm-up, written with distances so that it applies to any graph of
+stages. On a chain of P ranks with v chunks each and M microbatches, a multiple of P, ranks idle for (P - 1)(f + b) / v,
+where f and b are the forward and backward of all chunks of a rank.
 
 Modalities with one stage on a rank run as under ``1f1b``.
 """
@@ -21,7 +21,7 @@ from lightning_mm5d.schedule.stage_key import StageKey
 
 
 def interleaved(graph: Graph) -> list[Rules]:
-    """Chunks in turns of P microbatches, or of one, which is better where M is no multiple of P."""
+    """Chunks take turns of P microbatches, or of one, which is better where M is no multiple of P."""
     limits = in_flight_limits(graph)
     chunked = {stage for rank in graph.ranks for mine in chunks(graph, rank) if len(mine) > 1 for stage in mine}
     in_flight = {stage: limit for stage, limit in limits.items() if stage not in chunked}
@@ -32,7 +32,7 @@ def interleaved(graph: Graph) -> list[Rules]:
 
 
 def chunks(graph: Graph, rank: int) -> list[list[StageKey]]:
-    """The stages on ``rank`` that run backwards, by modality, in the order of the pipeline."""
+    """Return for each modality its stages on ``rank`` that run backwards, in the order of the pipeline."""
     found: dict[str, list[StageKey]] = {}
     for stage in graph.stages_of(rank):
         if graph.has_backward(stage):
@@ -41,7 +41,7 @@ def chunks(graph: Graph, rank: int) -> list[list[StageKey]]:
 
 
 def turns(graph: Graph) -> dict[StageKey, int]:
-    """For each stage that shares its rank with others of its modality, the number of such ranks in a row, P."""
+    """Return P, the pipeline ranks of its modality, for each stage that shares its rank with others of its modality."""
     depths = Counter(stage.modality for stage in graph.stages)
     found: dict[StageKey, int] = {}
     for rank in graph.ranks:
@@ -53,7 +53,7 @@ def turns(graph: Graph) -> dict[StageKey, int]:
 
 
 def warm_up(graph: Graph, rank: int) -> int:
-    """The most activations that ``rank`` holds under ``interleaved``: what fills the pipeline behind it."""
+    """Return the most activations that ``rank`` holds under ``interleaved``: as many as fill the pipeline after it."""
     total = 0
     for mine in chunks(graph, rank):
         first, last = (graph.distance_to_end(stage) for stage in (mine[0], mine[-1]))

@@ -1,7 +1,6 @@
-"""Plays schedules of the same stages side by side, and gives what came of it as plain values for a table or JSON.
+"""Compares schedules of the same stages by simulation, with results for a table or JSON.
 
-Which schedule is best depends on depth, costs and microbatches, so all are played; that takes seconds, a run takes
-days. It refuses what `build` refuses.
+Which schedule is best depends on depth, costs and microbatches, so all are simulated; that takes seconds.
 """
 
 from __future__ import annotations
@@ -15,16 +14,17 @@ from lightning_mm5d.schedule.builders import SCHEDULES, AnySchedule, build
 from lightning_mm5d.schedule.custom import label
 from lightning_mm5d.schedule.graph import Graph
 from lightning_mm5d.schedule.simulate import Simulation, simulate
+from lightning_mm5d.schedule.stage_key import StageKey
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What came of a schedule.
+    """The simulated result of one schedule.
 
     Args:
         schedule: as `name_of` calls it.
-        graph: the stages as they were placed for it.
-        actions: for each rank what it runs, in order.
+        graph: the stages, placed for this schedule.
+        actions: for each rank its actions, in order.
         simulation: its timeline.
     """
 
@@ -35,19 +35,19 @@ class Outcome:
 
     @property
     def bubble(self) -> float:
-        """The share of the ranks' time in which they idle."""
+        """The idle share of the ranks' time, between 0 and 1."""
         return sum(self.simulation.bubble.values()) / max(len(self.simulation.bubble), 1)
 
     @property
     def peak_activations(self) -> int:
-        """The most microbatches that any rank holds, summed over its stages: two of half a stage count as two."""
+        """The most microbatches that any rank holds, summed over its stages, whatever their sizes are."""
         return max(self.simulation.peak_activations.values(), default=0)
 
     def as_json(self) -> dict[str, Any]:
         """Return ``{"schedule", "makespan", "bubble", "ranks"}``.
 
-        Ranks holds for each ``{"rank", "modality", "stage", "peak_activations", "actions"}``. Modality is joined with
-        ``+`` where a rank has several, stage is the index of its first, and actions are written as in `custom`:
+        ``ranks`` is a list of ``{"rank", "modality", "stage", "peak_activations", "actions"}``. ``modality`` joins
+        those of the rank with ``+``, ``stage`` is the index of its first stage, and actions are written as in `custom`:
         ``F0``, ``B0``, ``I0``, ``W0``, with ``.chunk`` where a rank has several stages.
         """
         ranks = []
@@ -70,19 +70,19 @@ def compare(
     graph: Graph | Callable[[AnySchedule], Graph],
     schedules: Iterable[AnySchedule] = SCHEDULES,
     *,
-    transfer_cost: float | Callable[[str, str], float] = 0.0,
+    transfer_cost: float | Callable[[StageKey, StageKey], float] = 0.0,
 ) -> list[Outcome]:
-    """Plays schedules side by side.
+    """Builds and simulates several schedules of the same stages.
 
     Args:
-        graph: the stages; or a function from a schedule to them, where placements differ. ``auto`` then takes the
-            best over the placements of all schedules.
+        graph: the stages, or a function from a schedule to them where placements differ. ``auto`` then takes the best
+            of the placements of all schedules.
         schedules: as `build` takes them.
         transfer_cost: as in `simulate`.
 
     Raises:
-        ConfigError: for a name that is not known.
-        ScheduleError: for a schedule of the user's that does not fit the graph.
+        ConfigError: a name is not known.
+        ScheduleError: a user's schedule does not fit the graph.
     """
     schedules = list(schedules)
     outcomes = []
@@ -93,7 +93,7 @@ def compare(
 
 
 def name_of(schedule: AnySchedule) -> str:
-    """Return a schedule's name; for a user's own the path of its table, ``table``, or the name of its function."""
+    """Return a schedule's name, the path of its table, ``table`` for a table's text, or the name of its function."""
     if not isinstance(schedule, str):
         return getattr(schedule, "__name__", type(schedule).__name__)
     return schedule if schedule in SCHEDULES or schedule.endswith(".csv") else "table"
@@ -107,7 +107,7 @@ def _graphs(
     return list(dict.fromkeys(graph(other) for other in (schedules if schedule == "auto" else [schedule])))
 
 
-def _play(schedule: AnySchedule, graph: Graph, transfer_cost: float | Callable[[str, str], float]) -> Outcome:
+def _play(schedule: AnySchedule, graph: Graph, transfer_cost: float | Callable[[StageKey, StageKey], float]) -> Outcome:
     actions = build(schedule, graph)
     simulation = simulate(actions, graph, transfer_cost=transfer_cost)
     return Outcome(schedule=name_of(schedule), graph=graph, actions=actions, simulation=simulation)

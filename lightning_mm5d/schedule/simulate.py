@@ -1,7 +1,6 @@
-"""Plays a schedule in simulated time: when each action runs, how long ranks idle, what they must hold.
+"""Simulates a schedule: when each action runs, how long ranks idle and how many activations they hold.
 
-The same lists that ranks execute are played, so a plan can be judged, and drawn, without a machine. It
-refuses schedules that deadlock.
+It takes the same lists of actions that ranks execute. Schedules that deadlock are refused.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from lightning_mm5d.schedule.actions import Action, Kind, Schedule, cost, dependencies
 from lightning_mm5d.schedule.graph import Graph
+from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.schedule.validate import execution_order
 
 
@@ -26,16 +26,16 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """What came of a simulation; times are in the unit of the graph's costs.
+    """A timeline and its summary; times are in the unit of the graph's costs.
 
     Args:
         spans: all actions, by start and then by rank.
         makespan: when the last action ends.
         busy: for each rank the time in which it computes.
-        bubble: for each rank the share of the makespan in which it idles, between 0 and 1.
-        peak_activations: for each rank the most microbatches, summed over its stages, that are at one time
-            between the start of their forward and the end of their backward (of its weight-gradient half, where
-            it is split); those without backward are not held.
+        bubble: for each rank its idle share of the makespan, between 0 and 1.
+        peak_activations: for each rank the most microbatches, summed over its stages, that it holds at a time: from the
+            start of the forward to the end of the backward, or of the weight gradient if the backward is split.
+            Microbatches without backward are not held.
     """
 
     spans: tuple[Span, ...]
@@ -46,19 +46,19 @@ class Simulation:
 
 
 def simulate(
-    schedule: Schedule, graph: Graph, *, transfer_cost: float | Callable[[str, str], float] = 0.0
+    schedule: Schedule, graph: Graph, *, transfer_cost: float | Callable[[StageKey, StageKey], float] = 0.0
 ) -> Simulation:
-    """Plays ``schedule``: an action starts once its rank is free and all that it needs has arrived.
+    """Simulates ``schedule``: an action starts once its rank is free and all its inputs have arrived.
 
     Args:
         schedule: for each rank its actions in order.
         graph: its stages, with costs.
-        transfer_cost: how long a message between two ranks is on its way, for all or as a function of the
-            sending and the receiving stage (for gradients the later stage sends). It keeps neither rank
-            busy, and messages do not slow each other.
+        transfer_cost: how long a message between two ranks takes, one number for all or a function of the sending and
+            the receiving stage (for gradients the later stage sends). It keeps neither rank busy, and messages do not
+            slow each other.
 
     Raises:
-        ScheduleError: where the schedule deadlocks.
+        ScheduleError: the schedule deadlocks.
     """
     spans: dict[Action, Span] = {}
     free = dict.fromkeys(schedule, 0.0)
@@ -78,7 +78,7 @@ def simulate(
 
 
 def measured(spans: Iterable[Span]) -> Simulation:
-    """The same summary of what was measured: the first span begins at 0, and what ranks wait for is idle time."""
+    """Return the timeline of measured spans, shifted to start at 0; time between spans counts as idle."""
     found = sorted(spans, key=lambda span: (span.rank, span.start))
     first = min((span.start for span in found), default=0.0)
     found = [replace(span, start=span.start - first, end=span.end - first) for span in found]

@@ -1,4 +1,4 @@
-"""The name of a stage, which knows its modality and its place."""
+"""Keys of stages: a modality and a number."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from __future__ import annotations
 class StageKey(str):
     """Key of a stage, the string ``"vision.0"`` for stage 0 of the modality ``vision``.
 
-    It is a string, so that tables, messages and JSON show it as it is, and equal strings are equal keys.
+    It is a string: tables, messages and JSON show it as it is, and it equals a plain string of the same text.
 
     Args:
         modality: name of the modality.
-        number: place of the stage within the modality, from 0.
+        number: index of the stage within the modality, from 0.
     """
 
     modality: str
@@ -26,7 +26,7 @@ class StageKey(str):
 
     @classmethod
     def parse(cls, text: str) -> StageKey:
-        """Return the key that `text` writes; `text` itself where it is a key.
+        """Return the key for a string such as ``"vision.0"``, or `text` itself if it is a key.
 
         Raises:
             ValueError: `text` is not the name of a modality, a dot and a number.

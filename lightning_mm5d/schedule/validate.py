@@ -1,8 +1,8 @@
-"""Proves that a schedule can be executed before any rank starts on it.
+"""Proves that a schedule can be executed before any rank starts it.
 
-A schedule that is wrong does not fail: it hangs, or it adds a gradient twice. So whatever made it, a builder
-or a hand, it is checked here as data. It refuses actions that are missing, doubled, foreign or on the wrong
-rank, deadlocks, messages that would overtake each other, and more activations than were allowed.
+A wrong schedule does not fail: it hangs, or it adds a gradient twice. So every schedule is checked as data. Refused are
+actions that are missing, doubled, unknown to the graph or on the wrong rank, deadlocks, messages that would overtake
+each other, and more activations than were allowed.
 """
 
 from __future__ import annotations
@@ -26,18 +26,17 @@ def validate(
     forward_only: bool = False,
     max_in_flight: Mapping[str, int] | None = None,
 ) -> None:
-    """Checks a schedule as it would be executed where sends never block and receives do.
+    """Checks a schedule for execution with sends that never block and receives that do.
 
     Args:
         schedule: for each rank its actions in order.
-        graph: the stages that it is for.
+        graph: its stages.
         forward_only: whether backwards must be absent.
-        max_in_flight: for each stage named, how many microbatches an instance may have in flight (forward
-            started; backward, or its weight-gradient half, not ended) at any time; stages that run no backward
-            hold nothing.
+        max_in_flight: for each stage named, how many microbatches an instance may have in flight at a time, from the
+            start of the forward to the end of the full backward or weight gradient. Stages without backward have none.
 
     Raises:
-        ScheduleError: names the first action or pair of ranks that breaks a rule.
+        ScheduleError: an action or a pair of ranks breaks a rule; it names the first.
     """
     _check_actions(schedule, graph, forward_only)
     for _ in execution_order(schedule, graph):
@@ -49,10 +48,10 @@ def validate(
 
 
 def execution_order(schedule: Schedule, graph: Graph) -> Iterator[tuple[int, Action]]:
-    """Yields ``(rank, action)`` such that each comes after all that it waits for.
+    """Yields ``(rank, action)`` for all actions, each after those that it depends on.
 
     Raises:
-        ScheduleError: for a deadlock; names what each rank that is stuck waits for.
+        ScheduleError: the schedule deadlocks; it names what each blocked rank waits for.
     """
     ended: set[Action] = set()
     position = dict.fromkeys(schedule, 0)
@@ -78,49 +77,52 @@ def execution_order(schedule: Schedule, graph: Graph) -> Iterator[tuple[int, Act
             for rank in waiting
         )
         waits = "; ".join(f"rank {rank} at {action} waits for {missing}" for rank, action, missing in stuck)
-        raise ScheduleError(f"Deadlock: {waits}. An action comes after all that it needs, on every rank.")
+        raise ScheduleError(f"Deadlock: {waits}. Put every action after those that it needs.")
 
 
 def _check_actions(schedule: Schedule, graph: Graph, forward_only: bool) -> None:
+    """Every action has its place in the graph, none is missing or doubled."""
     counts = Counter(action for actions in schedule.values() for action in actions)
-    homes: dict[Action, int] = {}
-    required: list[tuple[Action, ...]] = []
+    ranks: dict[Action, int] = {}  # of every action that the graph allows
     for node in graph.nodes:
-        for m in node.microbatches:
-            forward, whole, *halves = (Action(kind, node.stage, m) for kind in (Kind.F, Kind.B, Kind.I, Kind.W))
-            required.append((forward,))
-            homes[forward] = node.rank
-            if graph.has_backward(node.stage) and not forward_only:
-                required.append(tuple(halves) if any(counts[half] for half in halves) else (whole,))
-                homes |= dict.fromkeys((whole, *halves), node.rank)
+        kinds = Kind if graph.has_backward(node.stage) and not forward_only else (Kind.F,)
+        ranks |= {Action(kind, node.stage, m): node.rank for kind in kinds for m in node.microbatches}
     for rank, actions in schedule.items():
         for action in actions:
-            if action not in homes:
+            if action not in ranks:
                 raise ScheduleError(
                     f"rank {rank}: {action} has no place in this graph. A schedule holds the forwards "
                     "of all its stages, and the backwards of those that run them (none where forward_only)."
                 )
-            if homes[action] != rank:
+            if ranks[action] != rank:
                 raise ScheduleError(
-                    f"rank {rank}: {action} belongs to rank {homes[action]}. "
+                    f"rank {rank}: {action} belongs to rank {ranks[action]}. "
                     "The rank of a stage's instance runs its actions."
                 )
             if counts[action] > 1:
                 raise ScheduleError(f"rank {rank}: {action} appears {counts[action]} times. It must appear once.")
-    for wanted in required:
-        for action in wanted:
-            if not counts[action]:
-                raise ScheduleError(f"rank {homes[action]}: {action} is missing. It must appear once.")
-        whole = Action(Kind.B, wanted[0].stage, wanted[0].microbatch)
-        if len(wanted) > 1 and counts[whole]:
-            raise ScheduleError(
-                f"rank {homes[whole]}: {whole} appears beside {wanted[0]} and {wanted[1]}. "
-                "A backward runs whole or in halves. Leave out one or the other."
-            )
+    for node in graph.nodes:
+        for m in node.microbatches:
+            _check_complete(counts, ranks, *(Action(kind, node.stage, m) for kind in Kind))
+
+
+def _check_complete(
+    counts: Counter[Action], ranks: Mapping[Action, int], forward: Action, full: Action, inputs: Action, weights: Action
+) -> None:
+    """A microbatch has its forward and, if its stage runs backwards, one backward, which is full or split."""
+    split = bool(counts[inputs] or counts[weights])
+    for action in (forward, inputs, weights) if split else (forward, full):
+        if action in ranks and not counts[action]:
+            raise ScheduleError(f"rank {ranks[action]}: {action} is missing. It must appear once.")
+    if split and counts[full]:
+        raise ScheduleError(
+            f"rank {ranks[full]}: {full} appears beside {inputs} and {weights}. "
+            "A backward is full (B) or split (I and W). Leave out one or the other."
+        )
 
 
 def _check_message_order(schedule: Schedule, graph: Graph, *, gradients: bool) -> None:
-    """Both ends of every edge must run the microbatches that they share in the same order."""
+    """Both ends of every edge run the microbatches that they share in one order."""
     executed: dict[StageKey, list[int]] = defaultdict(list)  # stage -> microbatches, in order for each rank
     for actions in schedule.values():
         for action in actions:
@@ -136,14 +138,14 @@ def _check_message_order(schedule: Schedule, graph: Graph, *, gradients: bool) -
                 raise ScheduleError(
                     f"{'B' if gradients else 'F'} from {sender} on rank {source} to {receiver} on rank "
                     f"{destination}: sent in the order {microbatches}, received in {received[source, destination]}. "
-                    "Messages between two instances keep their order. Order both ends alike."
+                    "Messages between two instances keep their order. Use one order on both ends."
                 )
 
 
 def _by_ranks(
     microbatches: list[int], sender: StageKey, receiver: StageKey, graph: Graph
 ) -> dict[tuple[int, int], list[int]]:
-    """Groups microbatches by the ranks that send and receive them, each group in the order given."""
+    """Groups microbatches, in the order given, by the ranks that send and receive them."""
     groups: dict[tuple[int, int], list[int]] = defaultdict(list)
     for m in microbatches:
         groups[graph.node_of(sender, m).rank, graph.node_of(receiver, m).rank].append(m)
@@ -152,7 +154,7 @@ def _by_ranks(
 
 def _check_in_flight(schedule: Schedule, graph: Graph, max_in_flight: Mapping[str, int]) -> None:
     for rank, actions in schedule.items():
-        in_flight: Counter[str] = Counter()
+        in_flight: Counter[StageKey] = Counter()
         for action in actions:
             stage = action.stage
             if not graph.has_backward(stage):

@@ -34,7 +34,7 @@ def _texts(svg: Path) -> str:
     return "\n".join(e.text or "" for e in root.iter() if e.tag is ElementTree.Comment)
 
 
-def test_picture_names_workers_modalities_and_bubbles(simulation: Simulation, tmp_path: Path) -> None:
+def test_picture_names_ranks_modalities_and_bubbles(simulation: Simulation, tmp_path: Path) -> None:
     draw(simulation, tmp_path / "plan.svg", names={2: "the last rank"}, title="A plan")
     texts = _texts(tmp_path / "plan.svg")
     for expected in (
@@ -97,7 +97,7 @@ def test_without_matplotlib_the_error_names_the_extra(
     assert not (tmp_path / "plan.png").exists()
 
 
-def test_trace_has_every_action_on_its_workers_thread(simulation: Simulation, tmp_path: Path) -> None:
+def test_trace_has_every_action_on_the_thread_of_its_rank(simulation: Simulation, tmp_path: Path) -> None:
     chrome_trace(simulation, tmp_path / "plan.json")
     events = json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))["traceEvents"]
     threads = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}

@@ -9,18 +9,19 @@ from lightning_mm5d.config.modality import Modality, for_schedule
 from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.planner.sketch import sketch
 from lightning_mm5d.schedule import Graph, Node, place
+from lightning_mm5d.schedule.stage_key import StageKey
 
 
-def links(modality: str, depth: int) -> list[tuple[str, str]]:
-    """The edges within a modality of ``depth`` stages."""
-    return [(f"{modality}.{i}", f"{modality}.{i + 1}") for i in range(depth - 1)]
+def links(modality: str, depth: int) -> list[tuple[StageKey, StageKey]]:
+    """The edges between the ``depth`` stages of a modality."""
+    return [(StageKey(modality, i), StageKey(modality, i + 1)) for i in range(depth - 1)]
 
 
 def chain(depth: int, microbatches: int, *, forward_cost: float = 1.0, backward_cost: float = 2.0) -> Graph:
-    """``language.0`` to ``language.<depth - 1>``, a rank each."""
+    """``language.0`` to ``language.<depth - 1>``, each on its own rank."""
     nodes = [
         Node(
-            stage=f"language.{i}",
+            stage=StageKey("language", i),
             rank=i,
             microbatches=tuple(range(microbatches)),
             forward_cost=forward_cost,
@@ -39,12 +40,12 @@ def chunked(
     schedule: str = "interleaved",
     times: tuple[float, float, float] = (1.0, 1.0, 1.0),
 ) -> Graph:
-    """A chain of ``ranks * chunks`` stages placed for ``schedule``; times of a chunk's forward, I and W."""
+    """A chain of ``ranks * chunks`` stages placed for ``schedule``; ``times`` of a chunk's F, I and W."""
     depth = ranks * chunks
     forward, inputs, weights = times
     nodes = [
         Node(
-            stage=f"language.{i}",
+            stage=StageKey("language", i),
             rank=rank,
             microbatches=tuple(range(microbatches)),
             forward_cost=forward,
@@ -67,15 +68,15 @@ def case(microbatches: int, *, schedule: str = "1f1b", frozen: Collection[str] =
 def tree(microbatches: int, *, frozen: tuple[str, ...] = (), **depths: int) -> Graph:
     """Modalities of the given depths, all feeding the last one; a rank per stage, in order."""
     *encoders, loss_modality = depths
-    stages = [f"{modality}.{i}" for modality, depth in depths.items() for i in range(depth)]
+    stages = [StageKey(modality, i) for modality, depth in depths.items() for i in range(depth)]
     edges = [edge for modality, depth in depths.items() for edge in links(modality, depth)]
-    edges += [(f"{encoder}.{depths[encoder] - 1}", f"{loss_modality}.0") for encoder in encoders]
+    edges += [(StageKey(encoder, depths[encoder] - 1), StageKey(loss_modality, 0)) for encoder in encoders]
     nodes = [
         Node(
             stage=stage,
             rank=rank,
             microbatches=tuple(range(microbatches)),
-            backward_cost=0.0 if stage.partition(".")[0] in frozen else 2.0,
+            backward_cost=0.0 if stage.modality in frozen else 2.0,
         )
         for rank, stage in enumerate(stages)
     ]
@@ -96,13 +97,13 @@ def random_graph(rng: Random) -> Graph:
     for modality, depth in depths.items():
         if modality != "language":
             fed = rng.sample(range(depths["language"]), rng.randint(1, depths["language"]))
-            edges += [(f"{modality}.{depth - 1}", f"language.{i}") for i in fed]
-    each, terminal_replicas = rng.randint(1, 7), rng.randint(1, 4)
-    order = interleaved(terminal_replicas, each)
+            edges += [(StageKey(modality, depth - 1), StageKey("language", i)) for i in fed]
+    each, loss_replicas = rng.randint(1, 7), rng.randint(1, 4)
+    order = interleaved(loss_replicas, each)
     nodes: list[Node] = []
     for modality, depth in depths.items():
-        replicas = terminal_replicas if modality == "language" else rng.randint(1, 6)
-        for stage in (f"{modality}.{i}" for i in range(depth)):
+        replicas = loss_replicas if modality == "language" else rng.randint(1, 6)
+        for stage in (StageKey(modality, i) for i in range(depth)):
             forward_cost = rng.choice([0.0, 0.3, 1.0, 1.0, 2.5])
             for replica in range(replicas):
                 mine = order[replica::replicas]

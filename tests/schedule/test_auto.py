@@ -44,7 +44,7 @@ def test_keeps_the_bound_on_activations(bound: int) -> None:
     assert max(simulate(schedule, graph).peak_activations.values()) <= bound
 
 
-def test_keeps_the_bound_of_the_worker_that_is_named() -> None:
+def test_keeps_the_bound_of_the_rank_that_is_named() -> None:
     graph = chain(4, 12)
     peaks = simulate(build("auto", graph, max_activations={0: 2}), graph).peak_activations
     assert peaks[0] == 2

@@ -20,7 +20,7 @@ def test_no_schedule_of_a_random_graph_is_shorter(seed: int) -> None:
         assert simulate(build(name, graph), graph).makespan >= lower_bound(graph) - 1e-9
 
 
-def test_a_worker_that_waits_for_its_second_chunk_bounds_the_makespan() -> None:
+def test_a_rank_that_waits_for_its_second_chunk_bounds_the_makespan() -> None:
     """Ranks 0 to 3 in a V; a head makes rank 0's second chunk the longest, and it comes 7 forwards late."""
     graph = chunked(4, 2, 4, schedule="zbv", times=(0.5, 0.5, 0.5))
     *others, last = graph.nodes

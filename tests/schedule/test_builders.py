@@ -34,7 +34,7 @@ from .graphs import chain, interleaved, random_graph, tree
 def _warm_ups(schedule: Schedule) -> list[int]:
     """For each rank the number of forwards before the first backward."""
     kinds = [[action.kind for action in schedule[rank]] for rank in sorted(schedule)]
-    return [worker_kinds.index(Kind.B) for worker_kinds in kinds]
+    return [rank_kinds.index(Kind.B) for rank_kinds in kinds]
 
 
 def test_chain_warms_up_one_forward_less_per_stage() -> None:
@@ -59,7 +59,7 @@ def test_after_the_warm_up_forwards_and_backwards_alternate() -> None:
     assert kinds == "FF" + "BF" * 3 + "BB"
 
 
-def test_gpipe_runs_all_forwards_of_a_worker_first() -> None:
+def test_gpipe_runs_all_forwards_of_a_rank_first() -> None:
     colocated = Graph(
         tuple(Node(stage=f"language.{i}", rank=i % 2, microbatches=(0, 1, 2)) for i in range(4)),
         chain(4, 1).edges,

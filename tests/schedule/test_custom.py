@@ -64,7 +64,7 @@ def test_refuses_tables_that_cannot_be_read_or_run(text: str, message: str) -> N
         from_csv(text, chain(2, 1))
 
 
-def test_a_worker_with_chunks_must_name_them() -> None:
+def test_a_rank_with_chunks_must_name_them() -> None:
     with pytest.raises(ScheduleError, match=r"got 'F0'.*a chunk from 0 to 1.*instance F0\.1"):
         from_csv("0,F0\n", chunked(2, 2, 1))
 
@@ -83,7 +83,7 @@ def test_evaluation_runs_the_forwards_of_ones_own_schedule() -> None:
     assert forwards == build("1f1b", chain(2, 2), forward_only=True)
 
 
-def test_a_function_that_forgets_a_worker_is_refused() -> None:
+def test_a_function_that_forgets_a_rank_is_refused() -> None:
     def forgetful(graph: Graph) -> Schedule:
         return {0: build("1f1b", graph)[0]}
 

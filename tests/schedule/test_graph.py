@@ -24,10 +24,10 @@ def test_distance_to_end_is_the_longest_path() -> None:
 
 
 def test_node_of_finds_the_instance_that_works_on_a_microbatch() -> None:
-    halves = tuple(Node(stage="language.0", rank=r, microbatches=(2 * r, 2 * r + 1), replica=r) for r in (0, 1))
-    graph = Graph(halves, ())
+    instances = tuple(Node(stage="language.0", rank=r, microbatches=(2 * r, 2 * r + 1), replica=r) for r in (0, 1))
+    graph = Graph(instances, ())
     assert [graph.node_of("language.0", m).rank for m in range(4)] == [0, 0, 1, 1]
-    assert graph.instances("language.0") == halves
+    assert graph.instances("language.0") == instances
 
 
 def test_microbatches_come_in_the_order_that_all_instances_keep() -> None:
@@ -49,13 +49,13 @@ def test_weight_gradients_take_half_where_a_gradient_is_passed_on_and_all_where_
     assert [graph.splits(node) for node in (first, second)] == [False, True]
 
 
-def test_a_frozen_stage_that_passes_gradients_on_runs_its_backward_whole() -> None:
+def test_a_frozen_stage_that_passes_gradients_on_is_not_split() -> None:
     frozen = Node(stage="b.0", rank=1, microbatches=(0,), backward_cost=1.0, weight_cost=0.0)
     graph = Graph((_node("a.0", 0, 0), frozen), (("a.0", "b.0"),))
     assert not graph.splits(frozen)
 
 
-def test_stages_of_a_worker_come_in_the_order_of_the_pipeline() -> None:
+def test_stages_of_a_rank_come_in_the_order_of_the_pipeline() -> None:
     graph = chunked(2, 2, 1, schedule="zbv")
     assert graph.stages_of(0) == ("language.0", "language.3")
     assert graph.stages_of(1) == ("language.1", "language.2")

@@ -28,21 +28,21 @@ def test_warm_up_is_megatrons(ranks: int, chunks: int) -> None:
         assert first_backward == 2 * (ranks - rank - 1) + (chunks - 1) * ranks + 1
 
 
-def test_chunks_take_turns_of_as_many_microbatches_as_there_are_workers() -> None:
+def test_chunks_take_turns_of_as_many_microbatches_as_there_are_ranks() -> None:
     actions = build("interleaved", chunked(2, 2, 4))[0]
     forwards = [(action.stage, action.microbatch) for action in actions if action.kind is Kind.F]
     first, second = "language.0", "language.2"
     assert forwards[:4] == [(first, 0), (first, 1), (second, 0), (second, 1)]
 
 
-def test_microbatches_need_not_divide_by_the_workers() -> None:
+def test_microbatches_need_not_divide_by_the_ranks() -> None:
     graph = chunked(4, 2, 10)
     schedule = build("interleaved", graph)
     validate(schedule, graph)
     assert simulate(schedule, graph).makespan < 2 * 10 * 3 + 2 * (4 - 1) * 3
 
 
-def test_one_chunk_a_worker_is_1f1b() -> None:
+def test_one_chunk_a_rank_is_1f1b() -> None:
     assert build("interleaved", chain(4, 8)) == build("1f1b", chain(4, 8))
 
 

@@ -70,7 +70,7 @@ def test_schedules_that_want_chunks_get_them_and_name_them() -> None:
     assert makespans["zbv"] < makespans["zero_bubble"] < makespans["1f1b"]
 
 
-def test_halves_of_backwards_and_several_modalities_on_a_rank_are_named() -> None:
+def test_split_backwards_and_several_modalities_on_a_rank_are_named() -> None:
     shared = {"vision": Modality(colocate_with="language"), "language": Modality(pp_size=2)}
     (outcome,) = compare(case(4, **shared), ["zero_bubble"])
     first, second = outcome.as_json()["ranks"]

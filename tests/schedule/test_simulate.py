@@ -26,16 +26,16 @@ def test_spans_bubble_and_busy_time_of_two_stages() -> None:
 def test_gradients_arrive_after_the_input_half_and_activations_stay_until_the_weight_half() -> None:
     graph = chain(2, 1, forward_cost=1, backward_cost=3)
     first, last = "language.0", "language.1"
-    halves = [Action(Kind.I, last, 0), Action(Kind.W, last, 0)]
-    schedule = {0: [Action(Kind.F, first, 0), Action(Kind.B, first, 0)], 1: [Action(Kind.F, last, 0), *halves]}
+    split = [Action(Kind.I, last, 0), Action(Kind.W, last, 0)]
+    schedule = {0: [Action(Kind.F, first, 0), Action(Kind.B, first, 0)], 1: [Action(Kind.F, last, 0), *split]}
     simulation = simulate(schedule, graph)
     assert simulation.spans[2:] == (
-        Span(1, halves[0], 2, 3.5),
+        Span(1, split[0], 2, 3.5),
         Span(0, Action(Kind.B, first, 0), 3.5, 6.5),
-        Span(1, halves[1], 3.5, 5.0),
+        Span(1, split[1], 3.5, 5.0),
     )
     assert simulation.peak_activations == {0: 1, 1: 1}
-    held = [Action(Kind.F, last, 0), halves[0], Action(Kind.F, last, 1), Action(Kind.I, last, 1), halves[1]]
+    held = [Action(Kind.F, last, 0), split[0], Action(Kind.F, last, 1), Action(Kind.I, last, 1), split[1]]
     other = [Action(kind, first, m) for kind in (Kind.F, Kind.B) for m in (0, 1)]
     both = simulate({0: other, 1: [*held, Action(Kind.W, last, 1)]}, chain(2, 2))
     assert both.peak_activations[1] == 2

@@ -120,7 +120,7 @@ def test_forward_only_refuses_backwards() -> None:
         validate(build("1f1b", graph), graph, forward_only=True)
 
 
-def test_order_is_free_between_stages_of_one_worker() -> None:
+def test_order_is_free_between_stages_of_one_rank() -> None:
     """language.0 and language.1 share rank 0: nothing is sent, so nothing can overtake."""
     nodes = tuple(Node(stage=f"language.{i}", rank=0, microbatches=(0, 1)) for i in range(2))
     graph = Graph(nodes, (("language.0", "language.1"),))
@@ -139,33 +139,33 @@ def test_execution_order_runs_every_action_after_what_it_needs() -> None:
         assert joint > order.index(Action(Kind.F, "audio.0", m))
 
 
-def _halves(stage: int, microbatch: int) -> list[Action]:
+def _split(stage: int, microbatch: int) -> list[Action]:
     return [Action(kind, f"language.{stage}", microbatch) for kind in (Kind.I, Kind.W)]
 
 
-def test_a_backward_may_run_in_halves_for_some_microbatches_and_whole_for_others() -> None:
+def test_backwards_may_be_split_for_some_microbatches_only() -> None:
     graph = chain(2, 2)
-    first, second = _halves(1, 1)
+    first, second = _split(1, 1)
     validate({0: [_f(0, 0), _f(0, 1), _b(0, 0), _b(0, 1)], 1: [_f(1, 0), _b(1, 0), _f(1, 1), first, second]}, graph)
 
 
 @pytest.mark.parametrize(
     ("actions", "message"),
     [
-        ([_f(0, 0), *_halves(0, 0), _b(0, 0)], r"B\(language\.0, 0\) appears beside I\(language\.0, 0\) and W"),
-        ([_f(0, 0), _halves(0, 0)[0]], r"W\(language\.0, 0\) is missing"),
-        ([_f(0, 0), _halves(0, 0)[1]], r"I\(language\.0, 0\) is missing"),
-        ([_f(0, 0), *reversed(_halves(0, 0))], r"Deadlock: rank 0 at W\(language\.0, 0\) waits for B"),
+        ([_f(0, 0), *_split(0, 0), _b(0, 0)], r"B\(language\.0, 0\) appears beside I\(language\.0, 0\) and W"),
+        ([_f(0, 0), _split(0, 0)[0]], r"W\(language\.0, 0\) is missing"),
+        ([_f(0, 0), _split(0, 0)[1]], r"I\(language\.0, 0\) is missing"),
+        ([_f(0, 0), *reversed(_split(0, 0))], r"Deadlock: rank 0 at W\(language\.0, 0\) waits for B"),
     ],
 )
-def test_refuses_halves_that_are_alone_doubled_or_in_the_wrong_order(actions: list[Action], message: str) -> None:
+def test_refuses_parts_that_are_alone_doubled_or_in_the_wrong_order(actions: list[Action], message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         validate({0: actions}, chain(1, 1))
 
 
 def test_weight_gradients_may_run_in_any_order_but_input_gradients_may_not() -> None:
     graph = chain(2, 2)
-    (i0, w0), (i1, w1) = _halves(1, 0), _halves(1, 1)
+    (i0, w0), (i1, w1) = _split(1, 0), _split(1, 1)
     first = [_f(0, 0), _f(0, 1), _b(0, 0), _b(0, 1)]
     validate({0: first, 1: [_f(1, 0), _f(1, 1), i0, i1, w1, w0]}, graph)
     with pytest.raises(ScheduleError, match=r"B from language\.1 on rank 1 to language\.0"):
@@ -174,7 +174,7 @@ def test_weight_gradients_may_run_in_any_order_but_input_gradients_may_not() -> 
 
 def test_activations_count_until_the_weight_gradient() -> None:
     graph = chain(1, 2)
-    (i0, w0), (i1, w1) = _halves(0, 0), _halves(0, 1)
+    (i0, w0), (i1, w1) = _split(0, 0), _split(0, 1)
     with pytest.raises(ScheduleError, match=r"F\(language\.0, 1\) puts 2 .*At most 1"):
         validate({0: [_f(0, 0), i0, _f(0, 1), i1, w0, w1]}, graph, max_in_flight={"language.0": 1})
     validate({0: [_f(0, 0), i0, w0, _f(0, 1), i1, w1]}, graph, max_in_flight={"language.0": 1})

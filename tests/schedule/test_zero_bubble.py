@@ -46,12 +46,12 @@ def test_v_idles_less_than_one_chunk_does(times: tuple[float, float, float]) -> 
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), _SIZES)
-def test_no_worker_holds_more_than_the_first_one_under_1f1b(ranks: int, microbatches: int) -> None:
+def test_no_rank_holds_more_than_the_first_one_under_1f1b(ranks: int, microbatches: int) -> None:
     one, two = chunked(ranks, 1, microbatches), chunked(ranks, 2, microbatches, schedule="zbv")
     first = simulate(build("1f1b", one), one).peak_activations[0]
     assert held_limits(one) == dict.fromkeys(range(ranks), ranks)
     assert max(simulate(build("zero_bubble", one), one).peak_activations.values()) <= first
-    assert max(simulate(build("zbv", two), two).peak_activations.values()) <= 2 * first  # chunks are half as large
+    assert max(simulate(build("zbv", two), two).peak_activations.values()) <= 2 * first  # chunks have half the size
 
 
 @pytest.mark.parametrize("microbatches", [6, 12, 24])
@@ -60,11 +60,11 @@ def test_papers_graph_of_encoders_gets_shorter_than_under_1f1b(microbatches: int
     assert simulate(build("zero_bubble", graph), graph).makespan <= simulate(build("1f1b", graph), graph).makespan - 4
 
 
-def test_only_stages_that_train_and_pass_gradients_on_run_halves() -> None:
+def test_only_stages_that_train_and_pass_gradients_on_split_backwards() -> None:
     modalities = {"audio": Modality(), "vision": Modality(pp_size=2), "language": Modality(pp_size=2)}
     graph = case(6, frozen=("audio", "language"), **modalities)
     schedule = build("zero_bubble", graph)
     validate(schedule, graph)
     kinds = {rank: {action.kind for action in actions} for rank, actions in schedule.items()}
-    whole, halves = {Kind.F, Kind.B}, {Kind.F, Kind.I, Kind.W}
-    assert kinds == {0: {Kind.F}, 1: whole, 2: halves, 3: whole, 4: whole}
+    full, split = {Kind.F, Kind.B}, {Kind.F, Kind.I, Kind.W}
+    assert kinds == {0: {Kind.F}, 1: full, 2: split, 3: full, 4: full}

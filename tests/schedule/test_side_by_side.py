@@ -1,14 +1,14 @@
-"""Instances of a stage on one rank act side by side."""
+"""Instances of a stage whose ranks act as one rank run at the same time."""
 
 from __future__ import annotations
 
-from lightning_mm5d.schedule import Action, Graph, Kind, Node, abreast, build, validate
+from lightning_mm5d.schedule import Action, Graph, Kind, Node, build, side_by_side, validate
 
 COUNT = 4
 
 
 def graph(*, encoder_before: bool = False) -> Graph:
-    """An encoder of two instances on the ranks of rank 0, where the language model runs too."""
+    """An encoder with two instances on the ranks that rank 0 stands for, where the language model runs too."""
 
     def node(stage: str, rank: int) -> Node:
         return Node(
@@ -31,7 +31,7 @@ def places(actions: list[Action], kind: Kind, stage: str) -> list[int]:
 
 
 def test_forwards_of_two_instances_follow_each_other_and_so_do_backwards() -> None:
-    made = abreast(build("1f1b", graph()), graph(), {"vision.0": 2})
+    made = side_by_side(build("1f1b", graph()), graph(), {"vision.0": 2})
     validate(made, graph())
     for kind in (Kind.F, Kind.B):
         first, second, third, fourth = places(made[0], kind, "vision.0")
@@ -40,21 +40,21 @@ def test_forwards_of_two_instances_follow_each_other_and_so_do_backwards() -> No
 
 def test_other_stages_keep_their_order() -> None:
     before = build("1f1b", graph())
-    after = abreast(before, graph(), {"vision.0": 2})
+    after = side_by_side(before, graph(), {"vision.0": 2})
     assert [a for a in after[0] if a.stage == "language.0"] == [a for a in before[0] if a.stage == "language.0"]
 
 
-def test_a_split_backward_stays_before_its_second_half() -> None:
+def test_an_input_gradient_stays_before_its_weight_gradient() -> None:
     for schedule in ("zero_bubble", "auto"):
-        made = abreast(build(schedule, graph(encoder_before=True)), graph(encoder_before=True), {"vision.1": 2})
+        made = side_by_side(build(schedule, graph(encoder_before=True)), graph(encoder_before=True), {"vision.1": 2})
         validate(made, graph(encoder_before=True))
 
 
 def test_evaluation_moves_forwards_only() -> None:
-    made = abreast(build("1f1b", graph(), forward_only=True), graph(), {"vision.0": 2}, forward_only=True)
+    made = side_by_side(build("1f1b", graph(), forward_only=True), graph(), {"vision.0": 2}, forward_only=True)
     assert [str(action) for action in made[0][:3]] == ["F(vision.0, 0)", "F(vision.0, 1)", "F(language.0, 0)"]
 
 
 def test_without_instances_side_by_side_nothing_changes() -> None:
     before = build("1f1b", graph())
-    assert abreast(before, graph(), {}) == before
+    assert side_by_side(before, graph(), {}) == before
