@@ -37,8 +37,8 @@ from lightning_mm5d.checkpoint.checkpoint import (
 )
 from lightning_mm5d.config.modality import Modality, for_schedule, loss_modality_of
 from lightning_mm5d.context_parallel.hooks.support import check_layers
-from lightning_mm5d.data.grouping import group_batches
-from lightning_mm5d.data.loader import per_replica, shard_loader
+from lightning_mm5d.data.batches import per_replica
+from lightning_mm5d.data.loader import group_batches, shard_loader
 from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.partition import partition
 from lightning_mm5d.plan.plan import Plan

@@ -6,7 +6,9 @@ It refuses nothing itself; bugs of this library are `AssertionError`s instead.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
+from types import ModuleType
 from typing import Any
 
 
@@ -26,6 +28,25 @@ class ConfigError(ValueError):
 
     def __reduce__(self) -> tuple[type, tuple[str, Any, str, str]]:
         return type(self), (self.field, self.got, self.rule, self.fix)
+
+
+def private(holder: Any, name: str) -> Any:
+    """Return ``holder.name``, a private name of another package.
+
+    Raises:
+        ImportError: the installed version of that package has no such name.
+    """
+    try:
+        return getattr(holder, name)
+    except AttributeError:
+        owner = holder if isinstance(holder, ModuleType | type) else type(holder)
+        where = owner.__name__ if isinstance(owner, ModuleType) else f"{owner.__module__}.{owner.__qualname__}"
+        package = where.partition(".")[0]
+        version = getattr(sys.modules.get(package), "__version__", "as installed")
+        raise ImportError(
+            f"{package} {version} has no {where}.{name}, a private name on which lightning_mm5d builds. Install a "
+            f"version of {package} that lightning_mm5d requires"
+        ) from None
 
 
 def nearest(value: int, fits: Callable[[int], bool], reach: int = 4096) -> list[int]:

@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_mm5d.data.random_state import kept_random_state, seed_all, seed_of, seed_torch
 from lightning_mm5d.engine.bridge import Bridge
 from lightning_mm5d.engine.recorder import Recorder
-from lightning_mm5d.engine.rng import kept_random_state, seed_all, seed_of, seed_torch
 from lightning_mm5d.engine.step import Step
 from lightning_mm5d.engine.transport import Transport
 from lightning_mm5d.plan.plan import Plan

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_mm5d.data.random_state import drawn_seed
 from lightning_mm5d.sharded.autograd import (
     backward,
     beside_local,
@@ -145,7 +146,7 @@ def _dropout(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
         return NotImplemented if not 0 <= p <= 1 else x
     local, group = x.local, x.sharding.group
     generator = torch.Generator(local.device)
-    generator.manual_seed(int(torch.randint(2**62, ())) + group.index)
+    generator.manual_seed(drawn_seed(group.index))
     kept = torch.empty(local.shape, dtype=torch.bool, device=local.device).bernoulli_(1 - p, generator=generator)
     scale = 1 / (1 - p) if p < 1 else 0.0
     if options.get("inplace"):

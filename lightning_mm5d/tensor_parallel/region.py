@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_mm5d.data.random_state import drawn_seed, seed_torch, set_torch_states, torch_states
 from lightning_mm5d.sharded.collectives import (
     TensorGroup,
     copy,
@@ -32,7 +33,6 @@ from lightning_mm5d.sharded.tensor import Sharded, from_local
 Linear = Callable[[nn.Module, Tensor, "Tensor | None"], Tensor]
 _Sequence = tuple[int, tuple[int, ...]]  # the divided dim, and its length on each rank
 _OF_MODULES = ("summary_", "classifier_")  # of heads that a model may not have, and that have modules for it
-_STREAM = 0x9E3779B97F4A7C15  # odd, so that ranks get seeds that are far apart
 
 
 class Region:
@@ -47,7 +47,7 @@ class Region:
     def __init__(self, group: TensorGroup, *, drops: bool, device: torch.device) -> None:
         self.group = group
         self._drops, self._device = drops, device
-        self._outer: tuple[Tensor, Tensor | None] | None = None
+        self._outer: list[Tensor] | None = None
         self._came: list[tuple[Tensor, Tensor, int]] = []
         self._sequences: tuple[_Sequence, ...] = ()
         self._left: tuple[_Sequence, ...] = ()
@@ -105,13 +105,13 @@ class Region:
         if self._outer is None:
             yield
             return
-        inner = self._states()
+        inner = torch_states(self._device)
         self._restore()
         try:
             yield
         finally:
-            self._outer = self._states()
-            self._set(inner)
+            self._outer = torch_states(self._device)
+            set_torch_states(inner, self._device)
 
     @contextmanager
     def inside(self) -> Iterator[None]:
@@ -128,26 +128,14 @@ class Region:
         if not self._drops or self._outer is not None:
             return
         # without a generator of its own: checkpointing puts back the common ones before it recomputes
-        seed = int(torch.randint(0, 2**62, ()))
-        self._outer = self._states()
-        own = (seed + (self.group.index + 1) * _STREAM) % 2**63
-        torch.default_generator.manual_seed(own)
-        if self._device.type == "cuda":
-            torch.cuda.default_generators[self._device.index or 0].manual_seed(own)
+        seed = drawn_seed(self.group.index)
+        self._outer = torch_states(self._device)
+        seed_torch(seed, self._device)
 
     def _restore(self) -> None:
         if self._outer is not None:
-            self._set(self._outer)
+            set_torch_states(self._outer, self._device)
             self._outer = None
-
-    def _states(self) -> tuple[Tensor, Tensor | None]:
-        on_gpu = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
-        return torch.get_rng_state(), on_gpu
-
-    def _set(self, states: tuple[Tensor, Tensor | None]) -> None:
-        torch.set_rng_state(states[0])
-        if states[1] is not None:
-            torch.cuda.set_rng_state(states[1], self._device)
 
 
 def linear(module: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:

@@ -23,8 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.data.grouping import LoaderBatches
-from lightning_mm5d.data.loader import split_replicas
+from lightning_mm5d.data.batches import LoaderBatches, split_replicas
 from lightning_mm5d.data.microbatch import Microbatch, batch_samples, merge, split
 from lightning_mm5d.data.packed_images import PackedTokens, describe
 from lightning_mm5d.engine.engine import Engine

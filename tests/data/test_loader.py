@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch.overrides import distributed
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
 from torch.utils.data import (
     BatchSampler,
@@ -29,7 +30,9 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.data.loader import ReplicaBatches, per_replica, seeded, shard_loader, split_replicas
+from lightning_mm5d.data.batches import ReplicaBatches, per_replica, split_replicas
+from lightning_mm5d.data.loader import shard_loader
+from lightning_mm5d.data.random_state import seeded
 
 
 class Augmented(Dataset[torch.Tensor]):
@@ -318,6 +321,16 @@ def test_seeded_is_a_function_of_its_key_and_restores_the_state() -> None:
         assert (torch.rand(1), random.random(), np.random.rand()) == inside
     with seeded("a", 2):
         assert random.random() != inside[1]
+
+
+@pytest.mark.parametrize("name", ["_IndexBatchSamplerWrapper", "_sampler"])
+def test_a_name_of_lightnings_that_has_moved_is_told(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    sampler = DistributedSamplerWrapper(RandomSampler(range(8)), num_replicas=2, rank=0)
+    loader = DataLoader(range(8), batch_size=2, sampler=sampler)
+    shard_loader(loader, shards=[0, 1], num_shards=2, seed=7)
+    monkeypatch.delattr(distributed if name.startswith("_Index") else sampler.dataset, name)
+    with pytest.raises(ImportError, match=f"lightning 2.* has no .*{name}"):
+        shard_loader(loader, shards=[0, 1], num_shards=2, seed=7)
 
 
 class TwoShards(pl.strategies.DDPStrategy):

@@ -361,7 +361,7 @@ def test_metadata_is_that_of_the_whole_without_communication(world: int) -> None
             assert "local of rank" in f"{a}"
         assert (x.sharded_dim, x.lengths, x.group) == (-2, LENGTHS[world], group)
         assert x.local is part
-        assert not x.detach().requires_grad_().part.grad_fn
+        assert not x.detach().requires_grad_().local.grad_fn
         assert group.moved == 0
         assert y.requires_grad
         assert not torch.no_grad()(lambda: y + 1)().requires_grad

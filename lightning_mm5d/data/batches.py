@@ -1,0 +1,51 @@
+"""Several batches where Lightning expects one: those of the replicas that a rank serves, and those of one step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from lightning_utilities.core.apply_func import apply_to_collection
+
+
+class Batches(tuple[Any, ...]):
+    """Several batches where Lightning expects one."""
+
+
+class ReplicaBatches(Batches):
+    """The batches of one step, one for each shard that the rank serves, in the order of its shards.
+
+    In prediction, where no sample is repeated, the last step may have batches for the first shards only.
+    """
+
+
+class LoaderBatches(Batches):
+    """The dataloader's batches that are the microbatches of one step."""
+
+
+def split_replicas(batch: Any, count: int) -> list[Any]:
+    """Return for each of the `count` served replicas its batch, or its collection of batches.
+
+    `batch` is a `ReplicaBatches`, or a collection that holds one for each of several dataloaders, or (for
+    ``count == 1``) a plain batch. A replica without a batch in this step gets None in its place.
+    """
+    if count == 1:
+        return [batch]
+
+    def of_replica(batches: ReplicaBatches, index: int) -> Any:
+        return batches[index] if index < len(batches) else None
+
+    return [apply_to_collection(batch, ReplicaBatches, of_replica, index) for index in range(count)]
+
+
+def per_replica(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `hook(batch, ...)` as a function that is applied to each of several batches, at any depth."""
+
+    @functools.wraps(hook)
+    def mapped(batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(batch, Batches):
+            return type(batch)(mapped(one, *args, **kwargs) for one in batch)
+        return hook(batch, *args, **kwargs)
+
+    return mapped

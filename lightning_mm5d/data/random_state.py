@@ -1,0 +1,82 @@
+"""Seeds and states of random generators: one way for loading, for the user's step and for sharded dropout.
+
+Every stage runs the user's step for itself, and every rank of a replica loads its batches for itself: augmentation and
+noise must come out equal everywhere. So generators are seeded from a key, such as (seed, step, microbatch, replica),
+and put back afterwards, so that the code around draws as if nothing had drawn in between.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor
+
+CPU = torch.device("cpu")
+_STREAM = 0x9E3779B97F4A7C15  # odd, so that ranks get seeds that are far apart
+
+
+def seed_of(*key: int | str) -> int:
+    """Return a seed below 2**63 that depends on all of `key`, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "big") >> 1
+
+
+def drawn_seed(index: int) -> int:
+    """Return a seed of rank `index`'s own, from a number drawn from torch's CPU generator, equal on all ranks.
+
+    A layer that is computed again with the generator's former state gets the same seed.
+    """
+    return (int(torch.randint(2**62, (), device=CPU)) + (index + 1) * _STREAM) % 2**63
+
+
+def seed_all(seed: int, device: torch.device = CPU) -> None:
+    """Seed Python's, numpy's and torch's generators, of the CPU and of `device`."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    seed_torch(seed, device)
+
+
+def seed_torch(seed: int, device: torch.device = CPU) -> None:
+    """Seed torch's generators of the CPU and of `device`.
+
+    `torch.manual_seed` would seed all other devices too, and takes a millisecond for a GPU that nobody uses.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+
+
+def torch_states(device: torch.device) -> list[Tensor]:
+    """Return the states of torch's generators of the CPU and of `device`."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
+def set_torch_states(states: list[Tensor], device: torch.device) -> None:
+    """Put `torch_states` back."""
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.cuda.set_rng_state(state, device)
+
+
+@contextmanager
+def kept_random_state(device: torch.device = CPU) -> Iterator[None]:
+    """Put the states of Python's, numpy's and torch's generators back at the end."""
+    states = random.getstate(), np.random.get_state(), torch_states(device)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        set_torch_states(states[2], device)
+
+
+@contextmanager
+def seeded(*key: int | str) -> Iterator[None]:
+    """Seed Python's, numpy's and torch's CPU generators from `key`; put their states back at the end."""
+    with kept_random_state():
+        seed_all(seed_of(*key))
+        yield
