@@ -20,6 +20,7 @@ import torch
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.data.packed_images import REMEDY, PackedTokens, Path, packed_rows
+from lightning_mm5d.layout.even_split import even_lengths
 
 # Where tensors disagree on dim 0, the first of these names on which they do agree says what a sample is.
 _SAMPLE_WISE = (
@@ -94,8 +95,7 @@ def split(batch: Any, num_microbatches: int, *, image_tokens: PackedTokens | Non
         rule = "The tensors of a batch must agree on dim 0, or some must have names such as input_ids"
         raise _disagreement(dict(_leaves(batch)), rule)
     parts = min(samples, num_microbatches)
-    each, larger = divmod(samples, parts) if parts else (0, 0)
-    ends = [part * each + min(part, larger) for part in range(parts + 1)]
+    ends = list(accumulate(even_lengths(samples, parts), initial=0))
     cuts = _plan(batch, samples, ends, image_tokens or PackedTokens())
     return [Microbatch(_take(batch, (), cuts, part), end - start) for part, (start, end) in enumerate(pairwise(ends))]
 

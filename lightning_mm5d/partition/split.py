@@ -21,6 +21,7 @@ from torch import nn
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality, PipelineTemplate
+from lightning_mm5d.layout.even_split import even_lengths
 from lightning_mm5d.partition.balance import balance
 from lightning_mm5d.partition.costs import Unit, step_costs, units
 from lightning_mm5d.partition.find import Encoder, Found, find, position
@@ -80,7 +81,7 @@ def partition(root: nn.Module, modalities: Mapping[str, Modality]) -> Partition:
     for name, modality in modalities.items():
         template, count = modality.pipeline_template, len(rows[name]) - 2
         if template is None:
-            sizes[name] = _even(modality.num_cuts, _enough(name, modality, count))
+            sizes[name] = even_lengths(_enough(name, modality, count), modality.num_cuts)
             if modality.num_cuts > 1:
                 behind = name == found.loss_modality and _behind_trained(found, modalities, rows, trainable)
                 sizes[name] = _balanced(rows[name], modality.num_cuts, trainable, behind)
@@ -130,13 +131,6 @@ def _enough(name: str, modality: Modality, num_layers: int) -> int:
     return num_layers
 
 
-def _even(num_stages: int, num_layers: int) -> list[int]:
-    if num_stages == 1:
-        return [num_layers]
-    # the last stage also computes the head, so that the earlier ones take what is left over
-    return [num_layers // num_stages + (index < num_layers % num_stages) for index in range(num_stages)]
-
-
 def _from_sizes(name: str, template: PipelineTemplate, num_layers: int) -> list[int]:
     sizes = [size for size in template.stages or () if isinstance(size, int)]
     if sum(sizes) != num_layers:
@@ -145,7 +139,7 @@ def _from_sizes(name: str, template: PipelineTemplate, num_layers: int) -> list[
             f"modalities.{name}.pipeline_template.stages",
             template.stages,
             f"the stages must hold each of the {num_layers} layers of {name} once, and hold {sum(sizes)}",
-            f"Use {fixed if fixed[-1] > 0 else _even(min(len(sizes), max(num_layers, 1)), num_layers)}",
+            f"Use {fixed if fixed[-1] > 0 else even_lengths(num_layers, min(len(sizes), max(num_layers, 1)))}",
         )
     return sizes
 
@@ -155,7 +149,7 @@ def _from_offsets(name: str, offsets: Sequence[int], num_layers: int) -> list[in
     if 1 < len(offsets) > num_layers:
         rule = f"a stage needs at least one layer, and {name} has {num_layers or 'no list of'} layers"
         raise ConfigError(field, offsets, rule, f"Use at most {max(num_layers, 1)} stages")
-    even = _even(len(offsets), num_layers)
+    even = even_lengths(num_layers, len(offsets))
     sizes = [size + offset for size, offset in zip(even, offsets, strict=True)]
     if len(sizes) > 1 and min(sizes) < 1:
         fixed = [max(size, 1) for size in sizes]

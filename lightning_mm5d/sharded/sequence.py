@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_mm5d.layout.even_split import even_lengths
 from lightning_mm5d.sharded.collectives import TensorGroup, copy
 from lightning_mm5d.sharded.tensor import Sharded, from_local
 from lightning_mm5d.sharded.token_split import TokenSplit
@@ -199,9 +200,8 @@ def refined(split: TokenSplit, count: int) -> TokenSplit:
         return split
     ranges: list[list[tuple[int, int]]] = []
     for held, length in zip(split.ranges, split.lengths, strict=True):
-        wanted = [length // count + (index < length % count) for index in range(count)]
         pieces = list(held)
-        for want in wanted:
+        for want in even_lengths(length, count):
             taken: list[tuple[int, int]] = []
             while want:
                 start, stop = pieces.pop(0)

@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from lightning_mm5d.layout.even_split import even_ranges
 
 Range = tuple[int, int]
 
@@ -94,12 +96,6 @@ class Shard:
         return tuple(found)
 
 
-def even(size: int, num_ranks: int) -> tuple[Range, ...]:
-    """Divide ``range(size)`` over ranks, what is left over to the first ones; ranks may get nothing."""
-    lengths = [size // num_ranks + (rank < size % num_ranks) for rank in range(num_ranks)]
-    return tuple(pairwise(accumulate(lengths, initial=0)))
-
-
 def heads_of(query: int, key_value: int, num_ranks: int) -> tuple[HeadRanges, ...] | None:
     """Assign attention heads to ranks, so that on each rank all key and value heads serve equally many query heads.
 
@@ -117,12 +113,12 @@ def heads_of(query: int, key_value: int, num_ranks: int) -> tuple[HeadRanges, ..
     """
     groups = query // key_value
     if key_value >= num_ranks:
-        return tuple(HeadRanges((a * groups, b * groups), (a, b)) for a, b in even(key_value, num_ranks))
+        return tuple(HeadRanges((a * groups, b * groups), (a, b)) for a, b in even_ranges(key_value, num_ranks))
     found: list[HeadRanges] = []
-    for head, (first, last) in enumerate(even(num_ranks, key_value)):
+    for head, (first, last) in enumerate(even_ranges(num_ranks, key_value)):
         if last - first > groups:
             return None
-        for a, b in even(groups, last - first):
+        for a, b in even_ranges(groups, last - first):
             found.append(HeadRanges((head * groups + a, head * groups + b), (head, head + 1)))
     return tuple(found)
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_mm5d.layout.even_split import even_lengths
 from lightning_mm5d.partition.hidden_state import at, hidden_place, with_state
 from lightning_mm5d.sharded.collectives import TensorGroup, copy, exchange, reduce, scatter
 from lightning_mm5d.sharded.sequence_operations import is_tokens
@@ -236,7 +237,7 @@ def _sequence_shard(x: Tensor, group: TensorGroup) -> Tensor:
     if isinstance(x, Sharded) or x.dim() < 2:
         return x
     length = x.shape[-2]
-    lengths = [length // group.size + (rank < length % group.size) for rank in range(group.size)]
+    lengths = even_lengths(length, group.size)
     return from_local(scatter(x, -2, lengths, group), -2, lengths, group)
 
 

@@ -17,7 +17,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D  # the projections of GPT-2 and its kin
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.sharded.shards import Shard, even, joined
+from lightning_mm5d.layout.even_split import even_ranges
+from lightning_mm5d.sharded.shards import Shard, joined
 from lightning_mm5d.source.reads import weights_read
 from lightning_mm5d.tensor_parallel.layer_plan import TensorParallelPlan
 from lightning_mm5d.tensor_parallel.plan_rules import linear_of
@@ -253,7 +254,7 @@ class _Resolver:
             self._whole[names[0]] = f"code takes it as the weight of {' and '.join(sorted(read))}"
             return
         self._degrees[name] = degree
-        shard = joined([even(weight.shape[0], degree)], 0, weight.shape[0])
+        shard = joined([even_ranges(weight.shape[0], degree)], 0, weight.shape[0])
         for full, user in users.items():
             path = full.rpartition(".")[0]
             is_lookup = isinstance(user, nn.Embedding)

@@ -11,7 +11,8 @@ from typing import Any
 from torch import nn
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.sharded.shards import HeadRanges, Range, Shard, even, heads_of, joined, scaled
+from lightning_mm5d.layout.even_split import even_ranges
+from lightning_mm5d.sharded.shards import HeadRanges, Range, Shard, heads_of, joined, scaled
 from lightning_mm5d.tensor_parallel.layer_plan import TensorParallelPlan
 
 
@@ -83,7 +84,7 @@ class Units:
         for attribute, part in (counts | dict(plan.local)).items():
             value = _number(self._module, attribute)
             if part == "width":
-                found[attribute] = tuple(stop - start for start, stop in even(value, self._degree))
+                found[attribute] = tuple(stop - start for start, stop in even_ranges(value, self._degree))
             elif part == "group_size":
                 both = zip(self.lengths("heads"), self.lengths("key_value_heads"), strict=True)
                 found[attribute] = tuple(query // key_value for query, key_value in both)
@@ -111,7 +112,7 @@ class Units:
         offset, ranges = 0, []
         for part, count in zip(parts, units, strict=True):
             if part == "width":
-                ranges.append([scaled(held, 1, offset) for held in even(width, self._degree)])
+                ranges.append([scaled(held, 1, offset) for held in even_ranges(width, self._degree)])
             else:
                 ranges.append([scaled(held, width, offset) for held in self._ranges(part)])
             offset += count * width

@@ -8,7 +8,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from lightning_mm5d.sharded.shards import HeadRanges, Range, Segment, Shard, even, heads_of, joined, scaled
+from lightning_mm5d.layout.even_split import even_ranges
+from lightning_mm5d.sharded.shards import HeadRanges, Range, Segment, Shard, heads_of, joined, scaled
 
 
 def random_heads(rng: random.Random) -> tuple[int, int, int, tuple[HeadRanges, ...]]:
@@ -52,7 +53,7 @@ def random_projection(rng: random.Random, dim: int) -> Shard:
     ):
         parts.append([scaled(one, width, offset) for one in held])
         offset += count * width
-    parts.append([scaled(one, 1, offset) for one in even(more, ranks)])
+    parts.append([scaled(one, 1, offset) for one in even_ranges(more, ranks)])
     return joined(parts, dim, offset + more)
 
 
@@ -91,7 +92,7 @@ def test_a_part_is_a_copy() -> None:
 
 
 def test_a_rank_may_hold_nothing() -> None:
-    shard = joined([even(2, 3)], 0, 2)
+    shard = joined([even_ranges(2, 3)], 0, 2)
     whole = torch.arange(4.0).view(2, 2)
     parts = [shard.cut(whole, rank) for rank in range(3)]
     assert [len(part) for part in parts] == [1, 1, 0] == [*shard.lengths]
@@ -161,7 +162,7 @@ def test_segments_part_where_only_some_rows_are_shared() -> None:
 @pytest.mark.parametrize("size", [0, 1, 2, 5, 12, 13])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_even_ranges_tile_and_differ_by_one_at_most(size: int, ranks: int) -> None:
-    found = even(size, ranks)
+    found = even_ranges(size, ranks)
     assert len(found) == ranks
     assert [row for a, b in found for row in range(a, b)] == list(range(size))
     lengths = [b - a for a, b in found]

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from lightning_mm5d import Modality
 from lightning_mm5d.config.modality import loss_modality_of
 from lightning_mm5d.engine.groups import Groups
+from lightning_mm5d.layout.even_split import even_ranges
 from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.partition import partition
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.sharded.shards import Shard, even, heads_of, joined, scaled
+from lightning_mm5d.sharded.shards import Shard, heads_of, joined, scaled
 from lightning_mm5d.stage import drop_parameters
 from lightning_mm5d.tensor_parallel.resolve import Division
 
@@ -73,7 +74,7 @@ def from_local(query: int, key_value: int, degree: int) -> Division:
     parts += [[scaled(one.key_value, HEAD, (query + i * key_value) * HEAD) for one in heads] for i in range(2)]
     fused = joined(parts, 0, size)
     queries = joined(parts[:1], 1, query * HEAD)
-    table = joined([even(VOCABULARY, degree)], 0, VOCABULARY)
+    table = joined([even_ranges(VOCABULARY, degree)], 0, VOCABULARY)
     slopes = joined([[one.query for one in heads]], 0, query)
     shards = {"table.weight": table, "head.weight": table}
     shared = set()

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from lightning_mm5d.context_parallel.balance.makespan import deal
+from lightning_mm5d.layout.even_split import even_ranges
 from lightning_mm5d.sharded.token_split import Range, TokenSplit
 
 Distribution = Literal["uniform", "zigzag", "makespan_min"]
@@ -32,12 +33,12 @@ LEAST_BLOCKS = 4  # per rank: with fewer there is little to choose from, and blo
 
 def uniform(size: int, ranks: int) -> TokenSplit:
     """One stretch of tokens each, in order of the ranks; lengths differ by at most one."""
-    return TokenSplit.of([[stretch] for stretch in pairwise(_cuts(size, ranks))], size)
+    return TokenSplit.of([[stretch] for stretch in even_ranges(size, ranks)], size)
 
 
 def zigzag(size: int, ranks: int) -> TokenSplit:
     """Of 2R stretches, rank i takes number i from either end; tokens per rank differ by at most one."""
-    stretches = list(pairwise(_cuts(size, 2 * ranks)))
+    stretches = even_ranges(size, 2 * ranks)
     return TokenSplit.of([[stretches[rank], stretches[-1 - rank]] for rank in range(ranks)], size)
 
 
@@ -111,9 +112,3 @@ def _dealt(pieces: Sequence[Range], costs: Sequence[int], ranks: int, size: int)
     for piece, rank in zip(pieces, deal(costs, [end - start for start, end in pieces], ranks), strict=True):
         parts[rank].append(piece)
     return TokenSplit.of(parts, size)
-
-
-def _cuts(size: int, parts: int) -> list[int]:
-    """Where `parts` consecutive parts begin and end; the first ones are one longer where the size does not divide."""
-    length, more = divmod(size, parts)
-    return [index * length + min(index, more) for index in range(parts + 1)]
