@@ -45,7 +45,8 @@ from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import AnySchedule, Simulation, loaded
 from lightning_mm5d.tensor_parallel.division import divide
 from lightning_mm5d.trainer.launch import cpu_threads, make_launcher
-from lightning_mm5d.trainer.session import Session
+from lightning_mm5d.trainer.process_group import agreed_seed, connect, message_device
+from lightning_mm5d.trainer.session import RunOptions, Session
 from lightning_mm5d.trainer.validation import (
     check_batches,
     check_callbacks,
@@ -234,8 +235,8 @@ class MultimodalStrategy(ParallelStrategy):
         self.set_world_ranks()
         if self.root_device.type == "cpu":
             torch.set_num_threads(cpu_threads(self.num_processes))
-        Session.connect(self.cluster_environment, self._backend, self._timeout, self.root_device)
-        self._seed = Session.agreed_seed(self.root_device)
+        connect(self.cluster_environment, self._backend, self._timeout, self.root_device)
+        self._seed = agreed_seed(self.root_device)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -250,11 +251,9 @@ class MultimodalStrategy(ParallelStrategy):
         check_callbacks(vars(trainer)["callbacks"], plan)
         if trainer.state.fn == TrainerFn.FITTING:
             self._fit_plan = plan
-        equalize(module, Session.wire(self.root_device))
+        equalize(module, message_device(self.root_device))
         self._failed = False
-        self._session = Session(
-            module,
-            plan,
+        options = RunOptions(
             schedule=loaded(self.schedule),
             num_microbatches=self.num_microbatches,
             loss_weight=self.loss_weight,
@@ -264,14 +263,15 @@ class MultimodalStrategy(ParallelStrategy):
             seed=self._seed,
             timeline=self._timeline if trainer.state.fn == TrainerFn.FITTING else None,
         )
+        self._session = Session(module, plan, options)
         self.model_to_device()
         if any(isinstance(callback, DeviceStatsMonitor) for callback in vars(trainer)["callbacks"]):
             self._session.figures.attach(self.accelerator)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
-            self._session.adopt_optimizers(self.optimizers)
+            self._session.optimization.adopt(self.optimizers)
         self.setup_precision_plugin()
-        self._session.clip_over_all_ranks(self.precision_plugin)
+        self._session.optimization.clip_over_all_ranks(self.precision_plugin)
         # Lightning calls it with whatever the loader yields, also where that is several batches
         self._hooked = [module, *filter(None, [getattr(trainer, "datamodule", None)])]
         for owner in self._hooked:
@@ -331,7 +331,7 @@ class MultimodalStrategy(ParallelStrategy):
         assert self._session is not None
         if self._session.is_plain:
             return super().training_step(*args, **kwargs)
-        self._session.drop_old_gradients(self.optimizers)
+        self._session.optimization.drop_old_gradients(self.optimizers)
         scaler = getattr(self.precision_plugin, "scaler", None)
         scale: Callable[[Tensor], Tensor] = scaler.scale if scaler is not None else lambda loss: loss
         batch, *rest = (*args, *kwargs.values())
@@ -375,7 +375,7 @@ class MultimodalStrategy(ParallelStrategy):
         assert module is not None
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        with self._session.synced(self._syncs):
+        with self._session.optimization.synced(self._syncs):
             self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
@@ -400,8 +400,8 @@ class MultimodalStrategy(ParallelStrategy):
             def agreed() -> Any:
                 result = closure()
                 assert self._session is not None
-                stack.enter_context(self._session.with_gradient(optimizer))
-                self._session.agree_on_overflow(optimizer)
+                stack.enter_context(self._session.optimization.with_gradient(optimizer))
+                self._session.optimization.agree_on_overflow(optimizer)
                 return result
 
             return super().optimizer_step(optimizer, agreed, model, **kwargs)
@@ -413,7 +413,7 @@ class MultimodalStrategy(ParallelStrategy):
         """Reduce over the replicas of the loss modality, each counted once; the same result on all ranks."""
         if not isinstance(tensor, Tensor) or self._session is None:
             return tensor
-        return self._session.reduce(tensor, reduce_op)
+        return self._session.collectives.reduce(tensor, reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
@@ -421,7 +421,7 @@ class MultimodalStrategy(ParallelStrategy):
         # a LightningModule passes the world where its user passed nothing
         if self._session is None or self._session.is_plain or group not in (None, dist.group.WORLD):
             return super().all_gather(tensor, group, sync_grads)
-        return self._session.all_gather(tensor, sync_grads)
+        return self._session.collectives.all_gather(tensor, sync_grads)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -466,7 +466,7 @@ class MultimodalStrategy(ParallelStrategy):
         # after fit as well, when another plan may come out: it depends on what is trainable
         plan = self._fit_plan or self.plan(module)
         inner = getattr(optimizer, "optimizer", optimizer)
-        return collect_optimizer(inner, module, plan, self.global_rank, Session.wire(self.root_device))
+        return collect_optimizer(inner, module, plan, self.global_rank, message_device(self.root_device))
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Any, **kwargs: Any) -> None:

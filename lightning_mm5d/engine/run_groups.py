@@ -25,7 +25,7 @@ class RunGroups:
         ascending: the world, for payloads to higher ranks; None where nothing is sent.
         descending: the world again, for payloads to lower ranks.
         replicas: the ranks that work for each replica of the loss modality.
-        loss_modality: one rank of each replica, where steps end: of those that share a last stage, those of this rank's
+        loss: one rank of each replica, where steps end: of those that share a last stage, those of this rank's
             place among them.
         gradients: by their ranks, those whose gradients are summed.
         instances: by their ranks, those that share layers: of a stage, its tensor and context parallel ranks.
@@ -37,7 +37,7 @@ class RunGroups:
     ascending: dist.ProcessGroup | None = None
     descending: dist.ProcessGroup | None = None
     replicas: dict[int, dist.ProcessGroup | None] = field(default_factory=dict)
-    loss_modality: dist.ProcessGroup | None = None
+    loss: dist.ProcessGroup | None = None
     gradients: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
     instances: dict[tuple[int, ...], TensorGroup] = field(default_factory=dict)
     sharing: dict[str, TensorGroup] = field(default_factory=dict)

@@ -1,13 +1,16 @@
 """One stage on one rank: local and remote modules, placeholders, what is received and where the step stops."""
 
 from lightning_mm5d.stage.deferred import Deferred
+from lightning_mm5d.stage.patches import Patches
 from lightning_mm5d.stage.payload import Payload
 from lightning_mm5d.stage.remote import drop_parameters, give_memory, is_placeholder
-from lightning_mm5d.stage.run import Run, StageError, StageView
-from lightning_mm5d.stage.runtime import Runtime, views
+from lightning_mm5d.stage.run import Run
+from lightning_mm5d.stage.runtime import Runtime
+from lightning_mm5d.stage.view import StageError, StageView, views
 
 __all__ = [
     "Deferred",
+    "Patches",
     "Payload",
     "Run",
     "Runtime",

@@ -17,47 +17,18 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_mm5d.partition import StageCut
 from lightning_mm5d.partition.hidden_state import at, hidden_place
 from lightning_mm5d.sharded.tensor import Sharded
 from lightning_mm5d.stage.deferred import Deferred
 from lightning_mm5d.stage.payload import Packer, Path, Payload, arguments, put, rebuild, tensors_in, unsharded
+from lightning_mm5d.stage.runtime import Runtime
 from lightning_mm5d.stage.taint import Trace, mark_dependent, mark_stand_in, must_travel
-
-if TYPE_CHECKING:
-    from lightning_mm5d.stage.runtime import Runtime
-
-
-class Stop(BaseException):
-    """Ends the user's step where the stage ends; no `except Exception` on the way catches it."""
-
-
-class StageError(ValueError):
-    """The user's step does what a step that is split over stages cannot do."""
-
-
-@dataclass(frozen=True, eq=False)
-class StageView:
-    """One stage as its rank sees it.
-
-    Attributes:
-        name: key of the stage.
-        cuts: the layers that it holds, by modality (several where modalities run as one).
-        consumes: the encoders whose results it is sent.
-        is_last: whether the step runs to its end here.
-        stops_early: whether everything that it computes is made before the loss modality's layers run.
-    """
-
-    name: str
-    cuts: Mapping[str, StageCut]
-    consumes: frozenset[str]
-    is_last: bool
-    stops_early: bool
+from lightning_mm5d.stage.view import StageError, StageView, Stop
 
 
 @dataclass
@@ -271,7 +242,7 @@ class Run:
         packer = Packer(keeps_sharded=True)
         boundaries = [
             # other modalities may be divided over other ranks
-            [name, packer.describe(unsharded(self._runtime.wanted(name, result)))]
+            [name, packer.describe(unsharded(self._runtime.read_fields(name, result)))]
             for name, result in self._boundaries_out
             if self._runtime.modality_of(name) in modalities
         ]

@@ -40,6 +40,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.trainer.metric_state import check_torchmetrics, set_step_value, step_value
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -218,7 +219,7 @@ def replay(module: LightningModule, merged: Sequence[MergedLog]) -> None:
         if log.options.metric_attribute is not None:
             metric: Any = module.get_submodule(log.options.metric_attribute)
             if value is not None:
-                metric._forward_cache = value
+                set_step_value(metric, value)
             value = metric
         module.log(**asdict(log.options), value=value, batch_size=round(log.batch_size))
 
@@ -226,7 +227,8 @@ def replay(module: LightningModule, merged: Sequence[MergedLog]) -> None:
 def _as_tensor(value: Any, call: str) -> tuple[Tensor | None, torch.dtype]:
     """The value as a tensor of its own, and the dtype that Lightning would store it in."""
     if isinstance(value, Metric):
-        cached = value._forward_cache
+        check_torchmetrics(value)
+        cached = step_value(value)
         # what is no single number is Lightning's to refuse: at replay, and if a step value is asked for
         if not isinstance(cached, Tensor) or cached.numel() != 1:
             return None, torch.float32

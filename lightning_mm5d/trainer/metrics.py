@@ -1,15 +1,15 @@
 """torchmetrics objects under a pipeline: one update a sample, one value on every rank.
 
-Why: only the ranks that compute a loss (*loss_modality* ranks) reach the code that updates a metric; the others
-hold empty or partial states. A stock sync gathers over all ranks alike: it would mix those states in, count
-peers twice, or hang where states differ in shape. And a sync in the middle of a schedule would wait for
-ranks that are busy elsewhere. So `MetricSync` puts a sync of its own on each metric object:
+Why: only the ranks of the last stage reach the code that updates a metric; the others hold empty or partial states. A
+stock sync gathers over all ranks: it would mix those states in, count peers twice, or hang where states differ in
+shape. And a sync in the middle of a schedule would wait for ranks that are busy elsewhere. So `MetricSync` puts a sync
+of its own on each metric object:
 
 1. gather: the ranks of the last stage sync among themselves, with the metric's own reductions;
-2. publish: one rank of the last stage broadcasts the result, and every rank that is not loss_modality adopts it.
+2. publish: one rank of the last stage broadcasts the result, and every rank of other stages adopts it.
 
 `Metric.compute` then returns the same number everywhere; `unsync` restores each rank's own state as ever.
-All ranks must call `compute` alike, as under any distributed strategy.
+All ranks must call `compute`, as under any distributed strategy.
 
 While a schedule runs (`MetricSync.local`) a sync does nothing: a `compute()` inside a step covers what this
 replica has seen, and so does the batch value of a metric with ``dist_sync_on_step=True``. A metric that
@@ -34,6 +34,17 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 from torchmetrics.utilities.exceptions import TorchMetricsUserError
 
 from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.trainer.metric_state import (
+    Kept,
+    begin_sync,
+    check_torchmetrics,
+    count_as_updated,
+    drop_result,
+    end_sync,
+    gather_states,
+    is_synced,
+    sync_on_compute,
+)
 
 
 class MetricSync:
@@ -42,7 +53,7 @@ class MetricSync:
     Args:
         loss_group: the ranks whose states count, with each sample on exactly one of them (one rank of
             each loss replica); ``None`` if there is one such rank. Looked at on ranks of the last stage only.
-        is_loss_modality: whether this rank is one of them.
+        is_last: whether this rank is one of them.
         world_src: global rank of a rank of the last stage, the same on all ranks.
         world_group: every rank on which metrics are computed; ``None`` for the default group.
     """
@@ -51,12 +62,12 @@ class MetricSync:
         self,
         *,
         loss_group: dist.ProcessGroup | None,
-        is_loss_modality: bool,
+        is_last: bool,
         world_src: int,
         world_group: dist.ProcessGroup | None = None,
     ) -> None:
-        self._group = loss_group if is_loss_modality else None
-        self._is_terminal = is_loss_modality
+        self._group = loss_group if is_last else None
+        self._is_last = is_last
         self._src = world_src
         self._world = world_group
         terminal_size = dist.get_world_size(self._group) if self._group is not None else 1
@@ -74,6 +85,7 @@ class MetricSync:
             ConfigError: a metric has a process group of its own.
         """
         for metric in metrics:
+            check_torchmetrics(metric)
             name = type(metric).__name__
             if metric.process_group is not None:
                 raise ConfigError(
@@ -88,7 +100,7 @@ class MetricSync:
                     " it is computed over all replicas on every rank.",
                     stacklevel=2,
                 )
-                metric.sync_on_compute = metric._to_sync = True
+                sync_on_compute(metric)
             if metric.dist_sync_on_step:
                 warnings.warn(
                     f"{name}(dist_sync_on_step=True): nothing can be synced inside a pipelined step, so its"
@@ -108,9 +120,8 @@ class MetricSync:
     def local(self) -> Iterator[None]:
         """Around a schedule, on every rank: nothing in it communicates.
 
-        Afterwards cached results are dropped on all ranks alike, because only ranks of the last stage have updated and
-        would otherwise be alone in the next sync; and the other ranks count as updated, or `compute` would
-        warn there.
+        Afterwards cached results are dropped on all ranks: only ranks of the last stage have updated, and they would
+        be alone in the next sync. The other ranks count as updated, or `compute` would warn there.
         """
         self._is_local = True
         try:
@@ -118,31 +129,22 @@ class MetricSync:
         finally:
             self._is_local = False
             for metric in self._metrics:
-                metric._computed = None
-                if not self._is_terminal:
-                    metric._update_count = max(metric._update_count, 1)
+                drop_result(metric)
+                if not self._is_last:
+                    count_as_updated(metric)
 
     @contextmanager
     def discarded(self) -> Iterator[None]:
-        """Around a run of the user's step that is not the one that counts: its metric updates are dropped.
+        """Enter around a run of the user's step whose metric updates are dropped.
 
-        For a rank that runs the step of one microbatch for several stages of its own. Inside, states are
-        fresh ones; the kept states are put back untouched, not copied.
+        A rank with several stages runs the step of one microbatch once for each; only one of these runs counts.
         """
-        held = [
-            (metric, metric.metric_state, (metric._update_count, metric._forward_cache, metric._computed))
-            for metric in self._metrics
-        ]
-        for metric, _, _ in held:
-            for attr, default in metric._defaults.items():
-                setattr(metric, attr, default.clone() if isinstance(default, Tensor) else [])
+        kept = [Kept.take(metric) for metric in self._metrics]
         try:
             yield
         finally:
-            for metric, states, counters in held:
-                for attr, state in states.items():
-                    setattr(metric, attr, state)
-                metric._update_count, metric._forward_cache, metric._computed = counters
+            for one in kept:
+                one.put_back()
 
     def _sync(
         self,
@@ -155,14 +157,14 @@ class MetricSync:
         """`Metric.sync` over the ranks of the layout, which `process_group` does not change."""
         if self._is_local or not should_sync:
             return
-        if metric._is_synced:
+        if is_synced(metric):
             raise TorchMetricsUserError("The Metric has already been synced.")
-        metric._cache = metric._copy_state_dict()
+        begin_sync(metric)
         if self._group is not None:
-            metric._sync_dist(dist_sync_fn or gather_all_tensors, process_group=self._group)
+            gather_states(metric, dist_sync_fn or gather_all_tensors, self._group)
         if self._has_others:
             self._publish(metric)
-        metric._is_synced = True
+        end_sync(metric)
 
     def _publish(self, metric: Metric) -> None:
         """Broadcast the states from the source; all but ranks of the last stage adopt them on their own device.
@@ -174,7 +176,7 @@ class MetricSync:
         if dist.get_rank() == self._src:
             payload = [apply_to_collection(metric.metric_state, Tensor, lambda state: state.detach().cpu())]
         dist.broadcast_object_list(payload, src=self._src, group=self._world)
-        if self._is_terminal:
+        if self._is_last:
             return
         assert payload[0] is not None
         for attr, state in payload[0].items():

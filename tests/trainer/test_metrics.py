@@ -177,12 +177,12 @@ def rank_body(rank: int) -> dict[str, Any]:
     three = dist.new_group([0, 1, 2])
     found = {}
     for scenario in (two_replicas, collection_of_two_replicas, strays):
-        sync = MetricSync(loss_group=loss_groups, is_loss_modality=rank >= 2, world_src=2)
+        sync = MetricSync(loss_group=loss_groups, is_last=rank >= 2, world_src=2)
         found |= scenario(rank, sync)
     if rank < 3:
-        sync = MetricSync(loss_group=None, is_loss_modality=rank == 2, world_src=2, world_group=three)
+        sync = MetricSync(loss_group=None, is_last=rank == 2, world_src=2, world_group=three)
         found |= one_replica(rank, sync)
-    everyone = MetricSync(loss_group=dist.group.WORLD, is_loss_modality=True, world_src=0)
+    everyone = MetricSync(loss_group=dist.group.WORLD, is_last=True, world_src=0)
     mean = MeanMetric()
     everyone.attach([mean])
     mean.update(float(rank))
@@ -236,7 +236,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def alone() -> Iterator[MetricSync]:
     """A sync in a world of one, for what needs no peers."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield MetricSync(loss_group=None, is_loss_modality=True, world_src=0)
+    yield MetricSync(loss_group=None, is_last=True, world_src=0)
     dist.destroy_process_group()
 
 

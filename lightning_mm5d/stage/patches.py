@@ -1,0 +1,196 @@
+"""Patches a module so that a rank can run it as any of its stages.
+
+The modules stay the same objects of the same classes under the same names. Each of these callables gets an instance
+attribute in front of it, which asks the active run what to do and, without one, does what it always did:
+
+- linear layers, where a split backward puts their weight gradients off;
+- boundaries of encoders;
+- layers of lists that are split over stages;
+- remote leaf modules, which answer with placeholders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mm5d.sharded.collectives import dry_run
+from lightning_mm5d.sharded.tensor import Sharded
+from lightning_mm5d.source.order import used_fields
+from lightning_mm5d.stage.deferred import deferred_linear, defers, is_linear
+from lightning_mm5d.stage.remote import ShapeMemory
+from lightning_mm5d.stage.run import hidden_of
+from lightning_mm5d.stage.runtime import Runtime
+from lightning_mm5d.stage.view import StageError
+from lightning_mm5d.tensor_parallel.region import linear
+
+
+class Patches:
+    """The patches of one rank's module, from the making of this object to `remove`.
+
+    Args:
+        runtime: the module and its stages.
+        defers: whether backwards may put weight gradients off.
+    """
+
+    def __init__(self, runtime: Runtime, *, defers: bool) -> None:
+        self._runtime = runtime
+        self._shapes = ShapeMemory()
+        self._returns_tuple: dict[str, int | None] = {}
+        self._undo: list[Callable[[], None]] = []
+        if defers:
+            self._patch_linears()
+        self._patch_boundaries()
+        self._patch_lists()
+        self._patch_leaves()
+
+    def remove(self) -> None:
+        """Take the patches away again."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+
+    def _patch_linears(self) -> None:
+        runtime = self._runtime
+        if runtime.tensor is not None:
+            runtime.tensor.linear = self._linear
+        held = frozenset().union(*runtime.stages.values())
+        for path, module in runtime.root.named_modules():
+            if is_linear(module) and f"{path}.weight" in held:
+                self._patch_linear(module)
+
+    def _patch_boundaries(self) -> None:
+        runtime = self._runtime
+        for name, encoder in runtime.partition.encoders.items():
+            for cut in encoder.boundaries:
+                runtime.wanted[cut.name] = used_fields(runtime.root, cut.path, cut.method)
+                if any(name not in stage.cuts or not stage.is_last for stage in runtime.stages):
+                    self._patch_boundary(runtime.root.get_submodule(cut.path), cut.method, cut.name, name)
+
+    def _patch_lists(self) -> None:
+        for name, layers in self._runtime.lists.items():
+            cuts = [stage.cuts.get(name) for stage in self._runtime.stages]
+            if not all(cut is not None and cut.last - cut.first == len(layers) for cut in cuts):
+                for index, layer in enumerate(layers):
+                    self._patch_layer(layer, name, index)
+
+    def _patch_leaves(self) -> None:
+        runtime, root = self._runtime, self._runtime.root
+        patched = {module for layers in runtime.lists.values() for layer in layers for module in layer.modules()}
+        patched |= {root.get_submodule(cut.path) for e in runtime.partition.encoders.values() for cut in e.boundaries}
+        for path, module in root.named_modules():
+            own = [f"{path}.{name}" if path else name for name in module._parameters]
+            leaf = own and not any(True for child in module.children() for _ in child.parameters())
+            remote = frozenset(stage.name for stage, held in runtime.stages.items() if not held.intersection(own))
+            if leaf and remote and module not in patched and module is not root:
+                self._patch_leaf(module, remote)
+
+    def _replace(self, module: nn.Module, method: str, replacement: Callable) -> None:
+        had = module.__dict__.get(method)
+        module.__dict__[method] = replacement
+
+        def undo() -> None:
+            if had is None:
+                module.__dict__.pop(method, None)
+            else:
+                module.__dict__[method] = had
+
+        self._undo.append(undo)
+
+    def _patch_boundary(self, module: nn.Module, method: str, name: str, modality: str) -> None:
+        original = getattr(module, method)
+
+        def boundary(*args: Any, **kwargs: Any) -> Any:
+            run = self._runtime.active
+            return original(*args, **kwargs) if run is None else run.boundary(name, modality, original, args, kwargs)
+
+        self._replace(module, method, boundary)
+
+    def _patch_leaf(self, module: nn.Module, remote: frozenset[str]) -> None:
+        original = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            run = self._runtime.active
+            if run is None or run.stage.name not in remote:
+                return original(*args, **kwargs)
+            with dry_run(self._runtime.groups):  # the ranks that share it may be elsewhere
+                return self._shapes.placeholder(module, original, args, kwargs)
+
+        self._replace(module, "forward", forward)
+
+    def _patch_linear(self, module: nn.Module) -> None:
+        def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+            if self._puts_off(layer, args, kwargs):
+                return self._linear(layer, args[0], layer.bias)  # type: ignore[arg-type]
+            return type(layer).forward(layer, *args, **kwargs)
+
+        # bound, so that a copy of the module computes with its own weights
+        self._replace(module, "forward", MethodType(forward, module))
+
+    def _puts_off(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
+        run = self._runtime.active
+        if run is None or run.deferred is None or kwargs or isinstance(args[0], Sharded):  # it would be gathered
+            return False
+        return defers(layer, *args)
+
+    def _linear(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
+        """A linear layer, whose weight gradient is put off where the active run does that."""
+        run = self._runtime.active
+        if run is None or run.deferred is None or not defers(layer, x):
+            return linear(layer, x, bias)
+        return deferred_linear(layer, x, bias, run.deferred)
+
+    def _patch_layer(self, layer: nn.Module, modality: str, index: int) -> None:
+        original = layer.forward
+        checked = False
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            nonlocal checked
+            run = self._runtime.active
+            cut = run.stage.cuts.get(modality) if run is not None else None
+            if run is None:
+                return original(*args, **kwargs)
+            if cut is not None and cut.first <= index < cut.last:
+                result = original(*args, **kwargs)
+                if not checked:
+                    checked = True
+                    self._learn(modality, index, hidden_of(args, kwargs), result)
+                return result
+            hidden = run.skip(modality, index, args, kwargs)
+            if modality not in self._returns_tuple:
+                self._probe(modality, index, original, args, kwargs)
+            length = self._returns_tuple[modality]
+            return hidden if length is None else (hidden, *[None] * (length - 1))
+
+        def enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+            run = self._runtime.active
+            cut = run.stage.cuts.get(modality) if run is not None else None
+            if run is None or cut is None or not cut.first <= index < cut.last:
+                return None
+            return run.enters(modality, index, args, kwargs)
+
+        self._replace(layer, "forward", forward)
+        # a hook, not the forward: it stays outside of activation checkpointing
+        self._undo.append(layer.register_forward_pre_hook(enter, with_kwargs=True).remove)
+
+    def _probe(self, modality: str, index: int, original: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Find out what a remote layer returns by running it once on its NaN parameters."""
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]), dry_run(self._runtime.groups):
+                self._learn(modality, index, None, original(*args, **kwargs))
+        except RuntimeError:  # it writes to its parameters, and placeholders have no memory; a tensor is the rule
+            self._returns_tuple[modality] = None
+
+    def _learn(self, modality: str, index: int, hidden: Tensor | None, result: Any) -> None:
+        first = result[0] if isinstance(result, (tuple, list)) else result
+        self._returns_tuple[modality] = len(result) if isinstance(result, (tuple, list)) else None
+        if hidden is not None and isinstance(first, Tensor) and first.shape != hidden.shape:
+            raise StageError(
+                f"layer {index} of {modality} turns a hidden state of shape {list(hidden.shape)} into "
+                f"{list(first.shape)}; layers that change its shape cannot be split over stages: set "
+                f"modalities.{modality}.pp_size to 1"
+            )

@@ -1,0 +1,61 @@
+"""One stage as its rank sees it, and the ways in which the user's step leaves it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from lightning_mm5d.partition import Partition, StageCut
+from lightning_mm5d.schedule.stage_key import StageKey
+
+
+class Stop(BaseException):
+    """Ends the user's step where the stage ends; no `except Exception` on the way catches it."""
+
+
+class StageError(ValueError):
+    """The user's step does something that a step split over stages cannot do."""
+
+
+@dataclass(frozen=True, eq=False)
+class StageView:
+    """One stage as its rank sees it.
+
+    Attributes:
+        name: key of the stage.
+        cuts: the layers that it holds, by modality (several where modalities run as one).
+        consumes: the encoders whose results it is sent.
+        is_last: whether the step runs to its end here.
+        stops_early: whether everything that it computes is made before the layers of the loss modality run.
+    """
+
+    name: StageKey
+    cuts: Mapping[str, StageCut]
+    consumes: frozenset[str]
+    is_last: bool
+    stops_early: bool
+
+
+def views(
+    partition: Partition, members: Mapping[StageKey, Sequence[StageKey]], consumes: Mapping[StageKey, frozenset[str]]
+) -> dict[StageKey, StageView]:
+    """Return a `StageView` for each stage.
+
+    Args:
+        partition: what is cut where.
+        members: for each stage, the partition's stages that run as this one.
+        consumes: for each stage, the encoders whose results it is sent.
+    """
+    cuts = {cut.name: cut for stages in partition.stages.values() for cut in stages}
+    last = partition.stages[partition.loss_modality][-1].name
+    found = {}
+    for key, names in members.items():
+        held = {cuts[name].modality: cuts[name] for name in names}
+        found[key] = StageView(
+            name=key,
+            cuts=held,
+            consumes=consumes.get(key, frozenset()),
+            is_last=last in names,
+            stops_early=all(name in partition.encoders and partition.encoders[name].precedes for name in held),
+        )
+    return found

@@ -1,0 +1,112 @@
+"""The module of one rank: without the parameters of other ranks, its layers sharded, its callables patched."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_mm5d.context_parallel.hooks.apply import ContextParallel, Ranks
+from lightning_mm5d.context_parallel.hooks.interface import Interface
+from lightning_mm5d.engine.run_groups import RunGroups
+from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.stage import Patches, Runtime, StageView, drop_parameters, views
+from lightning_mm5d.tensor_parallel.apply import TensorParallel
+
+
+class CutModule:
+    """Cuts a module down to the stages of one rank, until `remove`.
+
+    Phases: (1) parameters that this rank does not hold become placeholders; (2) layers are sharded over tensor parallel
+    ranks; (3) sequences are sharded over context parallel ranks; (4) callables are patched; (5) the hidden states
+    between layers are sharded, with ``sequence_parallel``.
+
+    Args:
+        module: full, and equal on all ranks.
+        plan: all stages.
+        groups: of this rank.
+        rank: global rank.
+        device: where this rank computes.
+        splits_backward: whether the schedule may split backwards.
+
+    Attributes:
+        views: this rank's stages.
+        runtime: what runs of the module need.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        plan: Plan,
+        groups: RunGroups,
+        *,
+        rank: int,
+        device: torch.device,
+        splits_backward: bool,
+    ) -> None:
+        self._module, self._plan, self._groups, self._rank, self._device = module, plan, groups, rank, device
+        stages = {key: plan.ownership.parameters[key] for key in plan.topology.stages_of(rank)}
+        held = frozenset[str]().union(*stages.values())
+        names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+        drop_parameters(module, [name for name in names if name not in held], device)
+        self._tensor: TensorParallel | None = None
+        if groups.tensor:
+            self._tensor = TensorParallel(module, plan.division, groups.tensor, holds=held.__contains__, device=device)
+        self._interface = Interface() if groups.context else None
+        self._context = {name: self._share_sequences(name, held) for name in groups.context}
+        every = views(plan.partition, plan.topology.members, plan.topology.consumes)
+        self.views: dict[StageKey, StageView] = {key: every[key] for key in stages}
+        self.runtime = Runtime(
+            module,
+            plan.partition,
+            {self.views[key]: names for key, names in stages.items()},
+            tensor=self._tensor,
+            sharing=groups.sharing,
+            context=self._context,
+        )
+        self._patches: Patches | None = None
+        if plan.topology.edges or groups.sharing:
+            self._patches = Patches(self.runtime, defers=splits_backward)
+        self._shard_hidden_states()
+
+    def remove(self) -> None:
+        """Undo phases 2 to 5; placeholders stay."""
+        if self._patches is not None:
+            self._patches.remove()
+        for shared in self._context.values():
+            shared.remove()
+        if self._interface is not None:
+            self._interface.remove()
+        if self._tensor is not None:
+            self._tensor.remove()
+
+    def _share_sequences(self, name: str, held: frozenset[str]) -> ContextParallel:
+        """Share the sequences of a modality's layers over context parallel ranks; `held` are this rank's parameters."""
+        plan, context = self._plan, self._groups.context[name]
+        layers = plan.partition.layers[name]
+        assert layers is not None, f"{name} has no layers whose sequences could be shared"
+        assert self._interface is not None
+        degree = context.whole.size
+        averaged = {
+            id(parameter)
+            for parameter_name, parameter in self._module.named_parameters(remove_duplicate=False)
+            if parameter_name in held and plan.ownership.cp_degree(parameter_name, self._rank) == degree
+        }
+        return ContextParallel(
+            name,
+            plan.modalities[name],
+            self._module,
+            layers,
+            Ranks(context, self._groups.sharing[name], self._groups.tensor.get(name)),
+            averages=lambda x: id(x) in averaged,
+            interface=self._interface,
+            active=lambda: self.runtime.active,
+            device=self._device,
+        )
+
+    def _shard_hidden_states(self) -> None:
+        for name, modality in self._plan.modalities.items():
+            layers = self._plan.partition.layers[name]
+            if modality.sequence_parallel and name in self._groups.tensor and name not in self._context and layers:
+                assert self._tensor is not None
+                self._tensor.divide_sequences(self._module.get_submodule(layers), name)

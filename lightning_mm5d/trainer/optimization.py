@@ -1,0 +1,144 @@
+"""Gradients and optimizers between Lightning's hooks: synchronised, clipped and checked over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins import Precision
+from torch.optim import Optimizer
+
+from lightning_mm5d.checkpoint.checkpoint import drop_remote_state
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.gradients.gradients import Gradients
+from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.trainer.process_group import message_device
+
+# by name, because they come from many packages
+_OVER_FULL_MATRICES = {
+    "Adafactor",
+    "LBFGS",
+    "Muon",
+    "Lamb",
+    "LAMB",
+    "Lars",
+    "LARS",
+    "Shampoo",
+    "SOAP",
+    "Adalomo",
+    "LOMO",
+}
+
+
+class Optimization:
+    """What happens to gradients and optimizers on one rank.
+
+    Args:
+        module: the user's module.
+        plan: all stages.
+        gradients: of the parameters that this rank holds.
+        is_plain: whether every rank is a replica of the full model, with a loss of its own.
+        device: where this rank computes.
+    """
+
+    def __init__(
+        self, module: pl.LightningModule, plan: Plan, gradients: Gradients, *, is_plain: bool, device: torch.device
+    ) -> None:
+        self._module, self._plan, self._gradients = module, plan, gradients
+        self._is_plain, self._device = is_plain, device
+        self._unsynced = False
+        self._clipper: Precision | None = None
+
+    def adopt(self, optimizers: Sequence[Optimizer]) -> None:
+        """Free the state that `optimizers` keep for parameters of other ranks.
+
+        Raises:
+            ConfigError: with sharded parameters, an optimizer whose update of an element depends on others.
+        """
+        for optimizer in optimizers:
+            inner = getattr(optimizer, "optimizer", optimizer)
+            names = {cls.__name__ for cls in type(inner).__mro__}
+            if self._plan.division.shards and not names.isdisjoint(_OVER_FULL_MATRICES):
+                raise ConfigError(
+                    "configure_optimizers",
+                    type(inner).__name__,
+                    "Its update of an element depends on the full matrix, and tensor parallel ranks have shards of it",
+                    "Use an optimizer that works by element, such as AdamW, or tp_size=1",
+                )
+            drop_remote_state(optimizer)
+
+    def drop_old_gradients(self, optimizers: Sequence[Optimizer]) -> None:
+        """Free gradients that Lightning is about to zero, or two sets of them would be held."""
+        module, trainer = self._module, self._module.trainer
+        is_stock = type(module).optimizer_zero_grad is pl.LightningModule.optimizer_zero_grad
+        if is_stock and trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+
+    @contextmanager
+    def synced(self, enabled: bool) -> Generator[None, None, None]:
+        """Enter around a backward: its gradients are summed over all ranks that hold their parameters.
+
+        Gradients that an earlier backward has summed already are kept out of it.
+
+        Args:
+            enabled: False leaves the sum to a later backward.
+        """
+        if not enabled:
+            self._unsynced = True
+            yield
+            return
+        older = None if self._unsynced else self._gradients.take()
+        yield
+        # a schedule has given each replica its share of the loss; plain replicas have their own mean
+        self._gradients.reduce(1.0 / self._plan.layout.num_replicas if self._is_plain else 1.0)
+        self._unsynced = False
+        if older is not None:
+            self._gradients.add(older)
+
+    @contextmanager
+    def with_gradient(self, optimizer: Optimizer) -> Generator[None, None, None]:
+        """Give an optimizer without a gradient on this rank an empty one; a scaler refuses to step without any."""
+        params = optimizer.param_groups[0]["params"]
+        if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+            yield
+            return
+        empty = torch.nn.Parameter(torch.zeros(1, device=self._device))
+        empty.grad = torch.zeros_like(empty)
+        params.append(empty)
+        try:
+            yield
+        finally:
+            params.pop()
+            optimizer.state.pop(empty, None)
+
+    def agree_on_overflow(self, optimizer: Optimizer) -> None:
+        """Let all ranks skip an optimizer's step where any rank has a gradient that is not finite; collective."""
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norms = torch._foreach_norm(grads) if grads else []
+        bad = torch.zeros((), device=message_device(self._device))
+        for norm in norms:
+            bad = torch.maximum(bad, (~norm.isfinite()).to(bad))
+        dist.all_reduce(bad, dist.ReduceOp.MAX)
+        if bool(bad):
+            for grad in grads:
+                grad.fill_(float("inf"))
+
+    def clip_over_all_ranks(self, plugin: Precision) -> None:
+        """Let a precision plugin clip by the norm over all ranks, until `remove`."""
+
+        def clip_grad_by_norm(optimizer: Optimizer, clip_val: float) -> None:
+            parameters = list(plugin.main_params(optimizer))
+            total = self._gradients.norm(parameters, None)
+            torch.nn.utils.clip_grads_with_norm_(parameters, float(clip_val), total)
+
+        vars(plugin)["clip_grad_by_norm"] = clip_grad_by_norm
+        self._clipper = plugin
+
+    def remove(self) -> None:
+        """Leave the precision plugin as it was."""
+        if self._clipper is not None:
+            vars(self._clipper).pop("clip_grad_by_norm", None)

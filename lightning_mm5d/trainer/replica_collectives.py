@@ -1,0 +1,71 @@
+"""`self.all_gather` and the reductions of Lightning: over the replicas of the loss modality, each counted once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.nn.functional import all_gather
+
+from lightning_mm5d.stage import Runtime
+
+
+class ReplicaCollectives:
+    """Collectives over the D replicas of the loss modality.
+
+    Args:
+        runtime: tells whether a step is under way.
+        sources: the rank of each replica where its step ends.
+        world_size: number of all ranks.
+        rank: global rank.
+        loss_group: one rank of each replica, this rank among them; None elsewhere and with one replica.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        sources: tuple[int, ...],
+        *,
+        world_size: int,
+        rank: int,
+        loss_group: dist.ProcessGroup | None,
+    ) -> None:
+        self._runtime, self._sources, self._world_size = runtime, sources, world_size
+        self._rank, self._loss_group = rank, loss_group
+
+    def reduce(self, tensor: Tensor, reduce_op: Any) -> Tensor:
+        """Return the reduction over one rank of each replica, the same on all ranks; collective.
+
+        Args:
+            tensor: of this rank.
+            reduce_op: ``"mean"``, ``"sum"``, ``"max"`` or ``"min"``, or an operation of torch.distributed.
+        """
+        name = str(getattr(reduce_op, "name", reduce_op)).lower().rpartition(".")[2]
+        if name in ("max", "min"):
+            result = tensor.detach().clone()
+            dist.all_reduce(result, dist.ReduceOp.MAX if name == "max" else dist.ReduceOp.MIN)
+            return result
+        result = tensor.detach().clone() if self._rank in self._sources else torch.zeros_like(tensor)
+        dist.all_reduce(result)
+        return result / len(self._sources) if name in ("mean", "avg") else result
+
+    def all_gather(self, tensor: Tensor, sync_grads: bool) -> Tensor:
+        """Return ``[D, ...]``, the tensors of one rank of each replica; collective.
+
+        Args:
+            tensor: of this rank, of the same shape on all.
+            sync_grads: whether gradients flow back to the replicas; inside of a step only.
+        """
+        if self._runtime.active is None:
+            everywhere = [torch.empty_like(tensor) for _ in range(self._world_size)]
+            dist.all_gather(everywhere, tensor.detach().contiguous())
+            return torch.stack([everywhere[rank] for rank in self._sources])
+        if not self._runtime.active.stage.is_last or self._loss_group is None:
+            return torch.stack([tensor] * len(self._sources))
+        if sync_grads:
+            return torch.stack(list(all_gather(tensor, self._loss_group)))
+        gathered = [torch.empty_like(tensor) for _ in self._sources]
+        dist.all_gather(gathered, tensor.detach().contiguous(), group=self._loss_group)
+        return torch.stack(gathered)
