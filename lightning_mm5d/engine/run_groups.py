@@ -1,6 +1,6 @@
-"""The process groups that a run needs, made in the order of the plan on all ranks.
+"""The process groups of a run, made in the order of the plan on all ranks.
 
-It refuses ranks that plan otherwise, or would train or divide other parameters.
+It refuses ranks that have another plan, or would train or shard other parameters.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightning_mm5d.sharded.collectives import TensorGroup
 
 @dataclass(frozen=True)
 class RunGroups:
-    """The groups that one rank is in; None and what is missing stand for those that it is not in.
+    """The groups that one rank is in; None, or a missing key, stands for a group that it is not in.
 
     Attributes:
         ascending: the world, for payloads to higher ranks; None where nothing is sent.
@@ -67,53 +67,77 @@ def make_groups(
     Raises:
         RuntimeError: on all ranks, when they plan otherwise.
     """
-    layout = plan.layout
+    layout, topology = plan.layout, plan.topology
     world = range(layout.size)
-    ascending = groups.get(world, "ascending") if plan.topology.edges else None
-    descending = groups.get(world, "descending") if plan.topology.edges else None
+    ascending = groups.get(world, "ascending") if topology.edges else None
+    descending = groups.get(world, "descending") if topology.edges else None
     replicas = {
         replica: groups.get(layout.replica_ranks(replica), f"replica {replica}")
         for replica in range(layout.num_replicas)
         if not is_plain
     }
-    ends = [sorted(ranks) for ranks in zip(*plan.topology.instances(plan.topology.last_stage), strict=True)]
-    loss_groups = [groups.get(ranks, "loss_modality") for ranks in ends if len(ranks) > 1]
+    ends = [sorted(ranks) for ranks in zip(*topology.instances(topology.last_stage), strict=True)]
+    loss = [groups.get(ranks, "loss") for ranks in ends if len(ranks) > 1]
     summed = {ranks: groups.get(ranks, "gradients") for ranks in gradients}
-    instances: dict[tuple[int, ...], TensorGroup] = {}
-    tensor: dict[str, TensorGroup] = {}
-    context: dict[str, ContextGroups] = {}
-
-    def shared(ranks: tuple[int, ...]) -> TensorGroup | None:
-        group = groups.get(ranks, "layers") if len(ranks) > 1 else None
-        return None if group is None else instances.setdefault(ranks, TensorGroup(group))
-
-    for stage in plan.topology.members:
-        for ranks in plan.topology.instances(stage):
-            shared(ranks)
-    for name in layout.modalities:
-        size = layout.sizes(name)
-        for pp, dp in product(range(size.pp), range(size.dp)):
-            for cp in range(size.cp):
-                ranks = layout.ranks_of(name, pp=pp, dp=dp, cp=cp)
-                if (found := shared(ranks)) is not None and rank in ranks:
-                    tensor[name] = found
-            for tp in range(size.tp) if size.cp > 1 else ():
-                ranks = layout.ranks_of(name, pp=pp, dp=dp, tp=tp)
-                whole = shared(ranks)
-                parts = _cut(ranks, _inner_size(plan, name, ranks))
-                inner, outer = ([shared(group) for group in way] for way in parts)
-                if whole is not None and rank in ranks:
-                    mine = (next(filter(None, way), None) for way in (inner, outer))
-                    context[name] = ContextGroups(whole=whole, **dict(zip(("inner", "outer"), mine, strict=True)))
+    layers = _LayerGroups(groups, plan, rank)
     sharing = {
-        place.modality: instances[ranks]
+        place.modality: layers.instances[ranks]
         for place in layout.places_of(rank)
-        if (ranks := layout.ranks_of(place.modality, dp=place.dp, pp=place.pp)) in instances
+        if (ranks := layout.ranks_of(place.modality, dp=place.dp, pp=place.pp)) in layers.instances
     }
-    divided = sorted(plan.division.shards)
-    groups.verify(f"stages {plan.partition.stages}, trained {sorted(trained)}, divided {divided}")
-    loss_modality = next(filter(None, loss_groups), None)
-    return RunGroups(ascending, descending, replicas, loss_modality, summed, instances, sharing, tensor, context)
+    sharded = sorted(plan.division.shards)
+    groups.verify(f"stages {plan.partition.stages}, trained {sorted(trained)}, sharded {sharded}")
+    return RunGroups(
+        ascending=ascending,
+        descending=descending,
+        replicas=replicas,
+        loss=next(filter(None, loss), None),
+        gradients=summed,
+        instances=layers.instances,
+        sharing=sharing,
+        tensor=layers.tensor,
+        context=layers.context,
+    )
+
+
+class _LayerGroups:
+    """The groups of ranks that share layers: whole instances, tensor parallel and context parallel ranks of each."""
+
+    def __init__(self, groups: Groups, plan: Plan, rank: int) -> None:
+        self.instances: dict[tuple[int, ...], TensorGroup] = {}
+        self.tensor: dict[str, TensorGroup] = {}
+        self.context: dict[str, ContextGroups] = {}
+        self._groups, self._plan, self._rank = groups, plan, rank
+        for stage in plan.topology.members:
+            for ranks in plan.topology.instances(stage):
+                self._get(ranks)
+        for name in plan.layout.modalities:
+            size = plan.layout.sizes(name)
+            for pp, dp in product(range(size.pp), range(size.dp)):
+                self._add_tensor(name, pp, dp, size.cp)
+                if size.cp > 1:
+                    self._add_context(name, pp, dp, size.tp)
+
+    def _get(self, ranks: tuple[int, ...]) -> TensorGroup | None:
+        """Return this rank's view of a group; None where it is not in it, or alone."""
+        group = self._groups.get(ranks, "layers") if len(ranks) > 1 else None
+        return None if group is None else self.instances.setdefault(ranks, TensorGroup(group))
+
+    def _add_tensor(self, modality: str, pp: int, dp: int, cp_size: int) -> None:
+        for cp in range(cp_size):
+            ranks = self._plan.layout.ranks_of(modality, pp=pp, dp=dp, cp=cp)
+            if (found := self._get(ranks)) is not None and self._rank in ranks:
+                self.tensor[modality] = found
+
+    def _add_context(self, modality: str, pp: int, dp: int, tp_size: int) -> None:
+        for tp in range(tp_size):
+            ranks = self._plan.layout.ranks_of(modality, pp=pp, dp=dp, tp=tp)
+            whole = self._get(ranks)
+            cut = _cut(ranks, _inner_size(self._plan, modality, ranks))
+            inner, outer = ([self._get(group) for group in way] for way in cut)
+            if whole is not None and self._rank in ranks:
+                mine = [next(filter(None, way), None) for way in (inner, outer)]
+                self.context[modality] = ContextGroups(whole=whole, inner=mine[0], outer=mine[1])
 
 
 def _inner_size(plan: Plan, modality: str, ranks: tuple[int, ...]) -> int:
