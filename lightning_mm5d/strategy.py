@@ -1,14 +1,13 @@
 """The Lightning strategy: Lightning's hooks, each a few lines that call the parts.
 
-It is the only part that knows the trainer. It refuses, before any process group exists, configurations that cannot
-work; manual optimization where a schedule runs; and context parallel sizes, which are laid out and shown but not
-computed yet.
+It refuses configurations that cannot work before any process group exists, and manual optimization where a schedule
+runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -17,11 +16,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.callbacks import DeviceStatsMonitor
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
@@ -36,16 +31,13 @@ from lightning_mm5d.checkpoint.checkpoint import (
     load_optimizer,
 )
 from lightning_mm5d.config.modality import Modality, for_schedule, loss_modality_of
-from lightning_mm5d.context_parallel.hooks.support import check_layers
 from lightning_mm5d.data.batches import per_replica
 from lightning_mm5d.data.loader import group_batches, shard_loader
 from lightning_mm5d.layout.layout import Layout
-from lightning_mm5d.partition import partition
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import AnySchedule, Simulation, loaded
-from lightning_mm5d.tensor_parallel.division import divide
-from lightning_mm5d.trainer.launch import cpu_threads, make_launcher
-from lightning_mm5d.trainer.process_group import agreed_seed, connect, message_device
+from lightning_mm5d.trainer.process_group import message_device
+from lightning_mm5d.trainer.process_strategy import ProcessStrategy
 from lightning_mm5d.trainer.session import RunOptions, Session
 from lightning_mm5d.trainer.validation import (
     check_batches,
@@ -57,8 +49,8 @@ from lightning_mm5d.trainer.validation import (
 )
 
 
-class MultimodalStrategy(ParallelStrategy):
-    """Trains a LightningModule with a layout per modality.
+class MultimodalStrategy(ProcessStrategy):
+    """Trains a LightningModule with a layout per modality. The trainer sets the arguments that are not listed.
 
     Args:
         modalities: layout of each modality by name; without any, all ranks are replicas of the whole model.
@@ -74,11 +66,6 @@ class MultimodalStrategy(ParallelStrategy):
         timeout: of every operation between ranks.
         timeline: file for the timeline of the last whole training step, measured beside simulated: a picture (``.png``,
             ``.svg``, ``.pdf``) or a Chrome trace (``.json``).
-        accelerator: set by the trainer.
-        parallel_devices: set by the trainer.
-        cluster_environment: set by the trainer.
-        checkpoint_io: set by the trainer.
-        precision_plugin: set by the trainer.
 
     Raises:
         ConfigError: a field cannot work, whatever the model and the number of ranks.
@@ -102,18 +89,23 @@ class MultimodalStrategy(ParallelStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        super().__init__(
+            accelerator,
+            parallel_devices,
+            cluster_environment,
+            checkpoint_io,
+            precision_plugin,
+            start_method=start_method,
+            backend=process_group_backend,
+            timeout=timeout,
+        )
         self.schedule = schedule
         self.num_microbatches = num_microbatches
         self.microbatching = microbatching
         self.loss_weight = loss_weight
-        self.num_nodes = 1
-        self._placement, self._start_method = placement, start_method
-        self._backend, self._timeout, self._timeline = process_group_backend, timeout, timeline
+        self._placement, self._timeline = placement, timeline
         self._session: Session | None = None
         self._fit_plan: Plan | None = None
-        self._hooked: list[Any] = []
-        self._seed = 0
         self._failed = False
         self._syncs = True
         modalities = modalities or {"model": Modality()}
@@ -142,13 +134,13 @@ class MultimodalStrategy(ParallelStrategy):
             placement=self._placement,
         )
 
-    def validate_before_launch(self, module: pl.LightningModule, *data: Any) -> None:
-        """`validate`, and refuse what can be laid out but not computed yet; the launchers call it."""
+    def validate_before_launch(self, module: pl.LightningModule, *data: Any) -> Plan | None:
+        """Return what `validate` returns; refuse what can be laid out but not computed. The launchers call it."""
         check_computed(self.modalities)
-        self.validate(module, *data)
+        return self.validate(module, *data)
 
-    def validate(self, module: pl.LightningModule, *data: Any) -> None:
-        """Check everything that can be checked without processes.
+    def validate(self, module: pl.LightningModule, *data: Any) -> Plan | None:
+        """Check everything that needs no processes; return the plan, None before a `configure_model`.
 
         Args:
             module: the module to run.
@@ -157,14 +149,15 @@ class MultimodalStrategy(ParallelStrategy):
         Raises:
             ConfigError: the layout does not fill the world or does not fit the module or the data.
         """
+        plan = None
         assert self.layout.size  # raises where the sizes do not fill the world
         if type(module).configure_model.__module__.startswith("lightning."):
             plan = self.plan(module)
             check_module(module, plan, self.num_microbatches, self.schedule)
             check_timeline(self._timeline, is_plain=plan.topology.is_replicated and self.num_microbatches == 1)
-        # else there is no model to look at before `configure_model`
         if self.microbatching == "split" and not callable(getattr(module, "split_batch", None)):
             check_batches(data, self.num_microbatches)
+        return plan
 
     def plan(self, module: pl.LightningModule) -> Plan:
         """Return which rank runs which stage of `module`.
@@ -172,11 +165,7 @@ class MultimodalStrategy(ParallelStrategy):
         Raises:
             ConfigError: the configuration does not fit the module.
         """
-        sizes = {name: p.numel() for name, p in module.named_parameters(remove_duplicate=False)}
-        cut = partition(module, self.modalities)
-        check_layers(self.modalities, module, cut.layers)
-        division = divide(module, cut, self.modalities)
-        return Plan(self.layout, cut, self.modalities, sizes, v_shaped=self.schedule == "zbv", division=division)
+        return Plan.of(module, self.layout, self.modalities, v_shaped=self.schedule == "zbv")
 
     def simulate(self, module: pl.LightningModule | None = None) -> Simulation:
         """Return the ideal timeline of one training step of all replicas.
@@ -189,54 +178,13 @@ class MultimodalStrategy(ParallelStrategy):
         assert module is not None, "simulate() needs a module, or to be called after fit"
         return self.plan(module).graphs.simulate(self.schedule, self.num_microbatches, module)
 
-    # --- processes ---
-
-    @property
-    def is_distributed(self) -> bool:
-        """Lightning asks for samplers and synced logs only where this is true."""
-        return True
-
-    @property
-    def num_processes(self) -> int:
-        """Ranks on one node."""
-        return len(self.parallel_devices) if self.parallel_devices else 1
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
+    # --- the life of a run ---
 
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         replica = self.layout.replicas_of_rank(self.global_rank)[0]
         return {"num_replicas": self.layout.num_replicas, "rank": replica}
-
-    @override
-    def _configure_launcher(self) -> None:
-        self._launcher = make_launcher(self, start_method=self._start_method)
-
-    def set_world_ranks(self) -> None:
-        """Tell the cluster environment ranks and sizes; one that starts the processes itself keeps its own.
-
-        Lightning calls it before it makes a launcher, so that a layout can be checked before any process starts.
-        """
-        assert self.cluster_environment is not None
-        self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-        self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
-
-    @override
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        assert self.cluster_environment is not None
-        reset_seed()
-        self.set_world_ranks()
-        if self.root_device.type == "cpu":
-            torch.set_num_threads(cpu_threads(self.num_processes))
-        connect(self.cluster_environment, self._backend, self._timeout, self.root_device)
-        self._seed = agreed_seed(self.root_device)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -246,8 +194,7 @@ class MultimodalStrategy(ParallelStrategy):
         module = self.precision_plugin.convert_module(self.lightning_module)
         assert isinstance(module, pl.LightningModule)
         self.model = module
-        self.validate_before_launch(module)
-        plan = self.plan(module)
+        plan = self.validate_before_launch(module) or self.plan(module)
         check_callbacks(vars(trainer)["callbacks"], plan)
         if trainer.state.fn == TrainerFn.FITTING:
             self._fit_plan = plan
@@ -265,17 +212,11 @@ class MultimodalStrategy(ParallelStrategy):
         )
         self._session = Session(module, plan, options)
         self.model_to_device()
-        if any(isinstance(callback, DeviceStatsMonitor) for callback in vars(trainer)["callbacks"]):
-            self._session.figures.attach(self.accelerator)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             self._session.optimization.adopt(self.optimizers)
         self.setup_precision_plugin()
-        self._session.optimization.clip_over_all_ranks(self.precision_plugin)
-        # Lightning calls it with whatever the loader yields, also where that is several batches
-        self._hooked = [module, *filter(None, [getattr(trainer, "datamodule", None)])]
-        for owner in self._hooked:
-            vars(owner)["on_before_batch_transfer"] = per_replica(owner.on_before_batch_transfer)
+        self._session.attach(trainer)
 
     @override
     def model_to_device(self) -> None:
@@ -289,9 +230,6 @@ class MultimodalStrategy(ParallelStrategy):
             targets = range(0, self.layout.size, self.num_processes)
             self._session.close(targets, gather=not self._failed)
             self._session = None
-        for owner in self._hooked:
-            vars(owner).pop("on_before_batch_transfer", None)
-        self._hooked = []
         super().teardown()
 
     @override
@@ -331,15 +269,7 @@ class MultimodalStrategy(ParallelStrategy):
         assert self._session is not None
         if self._session.is_plain:
             return super().training_step(*args, **kwargs)
-        self._session.optimization.drop_old_gradients(self.optimizers)
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        scale: Callable[[Tensor], Tensor] = scaler.scale if scaler is not None else lambda loss: loss
-        batch, *rest = (*args, *kwargs.values())
-        output = self._session.steps.train(
-            batch, rest, self.precision_plugin.train_step_context, scale, self._number(rest)
-        )
-        self._session.figures.update()
-        return output
+        return self._session.train(self.optimizers, self.precision_plugin, (*args, *kwargs.values()))
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -355,15 +285,7 @@ class MultimodalStrategy(ParallelStrategy):
 
     def _evaluate(self, name: str, context: Any, plain: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         assert self._session is not None
-        if self._session.is_plain:
-            return plain(*args)
-        batch, *rest = args
-        return self._session.steps.evaluate(name, batch, rest, context, self._number(rest))
-
-    def _number(self, rest: list[Any]) -> tuple[int, ...]:
-        assert self.lightning_module is not None
-        index = rest[0] if rest and isinstance(rest[0], int) else self.lightning_module.global_step
-        return (self.lightning_module.current_epoch, index)
+        return plain(*args) if self._session.is_plain else self._session.steps.evaluate(name, args, context)
 
     # --- gradients ---
 
@@ -392,18 +314,10 @@ class MultimodalStrategy(ParallelStrategy):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        if scaler is None:
+        assert self._session is not None
+        if getattr(self.precision_plugin, "scaler", None) is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-        with ExitStack() as stack:
-
-            def agreed() -> Any:
-                result = closure()
-                assert self._session is not None
-                stack.enter_context(self._session.optimization.with_gradient(optimizer))
-                self._session.optimization.agree_on_overflow(optimizer)
-                return result
-
+        with self._session.optimization.overflow_agreed(optimizer, closure) as agreed:
             return super().optimizer_step(optimizer, agreed, model, **kwargs)
 
     # --- communication of Lightning's own ---
@@ -422,25 +336,6 @@ class MultimodalStrategy(ParallelStrategy):
         if self._session is None or self._session.is_plain or group not in (None, dist.group.WORLD):
             return super().all_gather(tensor, group, sync_grads)
         return self._session.collectives.all_gather(tensor, sync_grads)
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        flag = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(flag, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
-        return bool(flag)
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        if dist.is_initialized():
-            dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
-
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not dist.is_initialized():
-            return obj
-        objects = [obj]
-        dist.broadcast_object_list(objects, src)
-        return objects[0]
 
     # --- checkpoints ---
 

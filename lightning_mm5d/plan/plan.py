@@ -6,12 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from torch import nn
+
 from lightning_mm5d.config.modality import Modality
+from lightning_mm5d.context_parallel.hooks.support import check_layers
 from lightning_mm5d.layout import Layout
-from lightning_mm5d.partition import Partition
+from lightning_mm5d.partition import Partition, partition
 from lightning_mm5d.plan.ownership import Ownership
 from lightning_mm5d.plan.stage_graph import StageGraphs
 from lightning_mm5d.plan.topology import Topology
+from lightning_mm5d.tensor_parallel.division import divide
 from lightning_mm5d.tensor_parallel.resolve import Division
 
 
@@ -34,6 +38,21 @@ class Plan:
     sizes: Mapping[str, int]
     v_shaped: bool = False
     division: Division = field(default_factory=Division)
+
+    @classmethod
+    def of(
+        cls, module: nn.Module, layout: Layout, modalities: Mapping[str, Modality], *, v_shaped: bool = False
+    ) -> Plan:
+        """Cut `module` and return which rank runs which stage of it.
+
+        Raises:
+            ConfigError: the configuration does not fit the module.
+        """
+        sizes = {name: p.numel() for name, p in module.named_parameters(remove_duplicate=False)}
+        cut = partition(module, modalities)
+        check_layers(modalities, module, cut.layers)
+        division = divide(module, cut, modalities)
+        return cls(layout, cut, modalities, sizes, v_shaped=v_shaped, division=division)
 
     @cached_property
     def topology(self) -> Topology:

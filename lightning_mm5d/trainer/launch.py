@@ -64,7 +64,7 @@ class LaunchedStrategy(Protocol):
     @property
     def lightning_module(self) -> LightningModule | None: ...
 
-    def validate_before_launch(self, module: LightningModule, *data: Any) -> None:
+    def validate_before_launch(self, module: LightningModule, *data: Any) -> Any:
         """Raises `ConfigError` when the module cannot run under this configuration."""
         ...
 

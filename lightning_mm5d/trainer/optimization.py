@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -100,7 +101,22 @@ class Optimization:
             self._gradients.add(older)
 
     @contextmanager
-    def with_gradient(self, optimizer: Optimizer) -> Generator[None, None, None]:
+    def overflow_agreed(
+        self, optimizer: Optimizer, closure: Callable[[], Any]
+    ) -> Generator[Callable[[], Any], None, None]:
+        """Give a closure to step with under a scaler: after it all ranks agree on whether gradients are finite."""
+        with ExitStack() as stack:
+
+            def agreed() -> Any:
+                result = closure()
+                stack.enter_context(self._with_gradient(optimizer))
+                self._agree_on_overflow(optimizer)
+                return result
+
+            yield agreed
+
+    @contextmanager
+    def _with_gradient(self, optimizer: Optimizer) -> Generator[None, None, None]:
         """Give an optimizer without a gradient on this rank an empty one; a scaler refuses to step without any."""
         params = optimizer.param_groups[0]["params"]
         if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
@@ -115,7 +131,7 @@ class Optimization:
             params.pop()
             optimizer.state.pop(empty, None)
 
-    def agree_on_overflow(self, optimizer: Optimizer) -> None:
+    def _agree_on_overflow(self, optimizer: Optimizer) -> None:
         """Let all ranks skip an optimizer's step where any rank has a gradient that is not finite; collective."""
         grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         norms = torch._foreach_norm(grads) if grads else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,3 +45,17 @@ def agreed_seed(device: torch.device) -> int:
     seed = torch.tensor([own], device=message_device(device))
     dist.broadcast(seed, 0)
     return int(seed)
+
+
+def decided(decision: bool, all_ranks: bool, device: torch.device) -> bool:
+    """Return on every rank whether all ranks decided yes, or any, with ``all_ranks=False``; collective."""
+    flag = torch.tensor(int(decision), device=device)
+    dist.all_reduce(flag, dist.ReduceOp.MIN if all_ranks else dist.ReduceOp.MAX)
+    return bool(flag)
+
+
+def broadcast_object(value: Any, src: int) -> Any:
+    """Return the object of rank `src` on every rank, for Lightning's own; collective."""
+    objects = [value]
+    dist.broadcast_object_list(objects, src)
+    return objects[0]

@@ -9,14 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import DeviceStatsMonitor
+from lightning.pytorch.plugins import Precision
+from torch import Tensor
+from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_mm5d.checkpoint.checkpoint import restore_whole
+from lightning_mm5d.data.batches import per_replica
 from lightning_mm5d.engine.engine import Engine
 from lightning_mm5d.engine.groups import Groups
 from lightning_mm5d.engine.recorder import Recorder
@@ -75,7 +80,6 @@ class Session:
         steps: runs the steps of the module.
         optimization: gradients and optimizers between Lightning's hooks.
         collectives: over the replicas of the loss modality.
-        figures: of the devices of all ranks.
     """
 
     def __init__(self, module: pl.LightningModule, plan: Plan, options: RunOptions) -> None:
@@ -85,6 +89,7 @@ class Session:
         self.plan = plan
         self._module, self._options = module, options
         self._groups = Groups(options.timeout)
+        self._hooked: list[Any] = []
         groups = make_groups(
             self._groups,
             plan,
@@ -161,7 +166,32 @@ class Session:
             loss_group=groups.loss,
         )
         stages = ["+".join(plan.topology.stages_of(other)) for other in range(plan.layout.size)]
-        self.figures = DeviceFigures(self._engine, self._transport, stages, device)
+        self._figures = DeviceFigures(self._engine, self._transport, stages, device)
+
+    def attach(self, trainer: pl.Trainer) -> None:
+        """Extend the trainer until `close`: clipping, device figures, hooks for batches of several replicas."""
+        self.optimization.clip_over_all_ranks(trainer.strategy.precision_plugin)
+        if any(isinstance(callback, DeviceStatsMonitor) for callback in vars(trainer)["callbacks"]):
+            self._figures.attach(trainer.strategy.accelerator)
+        # Lightning calls the hook with whatever the loader yields, also where that is several batches
+        self._hooked = [self._module, *filter(None, [getattr(trainer, "datamodule", None)])]
+        for owner in self._hooked:
+            vars(owner)["on_before_batch_transfer"] = per_replica(owner.on_before_batch_transfer)
+
+    def train(self, optimizers: Sequence[Optimizer], precision: Precision, arguments: Sequence[Any]) -> Any:
+        """Run `training_step`; return its output with a loss whose backward publishes gradients.
+
+        Args:
+            optimizers: of the trainer.
+            precision: of the trainer.
+            arguments: of the step: the batch, and what Lightning passes after it.
+        """
+        self.optimization.drop_old_gradients(optimizers)
+        scaler = getattr(precision, "scaler", None)
+        scale: Callable[[Tensor], Tensor] = scaler.scale if scaler is not None else lambda loss: loss
+        output = self.steps.train(arguments, precision.train_step_context, scale)
+        self._figures.update()
+        return output
 
     def abort(self) -> None:
         """Stop without waiting for other ranks."""
@@ -178,7 +208,9 @@ class Session:
         self._cut.remove()
         self._metrics.detach()
         self.optimization.remove()
-        self.figures.detach()
+        self._figures.detach()
+        for owner in self._hooked:
+            vars(owner).pop("on_before_batch_transfer", None)
         if not gather:
             self.abort()
             return

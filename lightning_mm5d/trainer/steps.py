@@ -124,23 +124,15 @@ class Steps:
             self._trainable = flags, frozenset(names)
         return self._trainable[1]
 
-    def train(
-        self,
-        batch: Any,
-        arguments: Sequence[Any],
-        context: Context,
-        scale: Callable[[Tensor], Tensor],
-        number: tuple[int, ...],
-    ) -> Any:
+    def train(self, arguments: Sequence[Any], context: Context, scale: Callable[[Tensor], Tensor]) -> Any:
         """Run `training_step` and its backward; return its output with a loss whose backward publishes gradients.
 
         Args:
-            batch: as the dataloader gave it.
-            arguments: of the step, after the batch.
+            arguments: of the step: the batch as the dataloader gave it, and what Lightning passes after it.
             context: entered around each microbatch's forward.
             scale: multiplies a loss as the precision plugin does before backward.
-            number: of the step, for random state.
         """
+        batch, *arguments = arguments
         parts = self._split(batch, arguments)
         step = TrainingStep(
             self._module,
@@ -149,7 +141,7 @@ class Steps:
             parts,
             self._weights(parts),
             scale=scale,
-            **self._options(context, number),
+            **self._options(context, arguments),
         )
         older = self._gradients.take()
         try:
@@ -173,21 +165,18 @@ class Steps:
         loss = published(result.loss.to(self._device), publish)
         return {**result.outputs, "loss": loss} if isinstance(result.outputs, Mapping) else loss
 
-    def evaluate(
-        self, name: str, batch: Any, arguments: Sequence[Any], context: Context, number: tuple[int, ...]
-    ) -> Any:
+    def evaluate(self, name: str, arguments: Sequence[Any], context: Context) -> Any:
         """Run one of the other steps; return what it would have returned for the full batch, on every rank.
 
         Args:
             name: of the LightningModule's method.
-            batch: as the dataloader gave it.
-            arguments: of the step, after the batch.
+            arguments: of the step, as for `train`.
             context: entered around each microbatch's forward.
-            number: of the step, for random state.
         """
+        batch, *arguments = arguments
         parts = self._split(batch, arguments)
         weights = self._weights(parts)
-        step = UserStep(self._module, name, arguments, parts, weights, **self._options(context, number))
+        step = UserStep(self._module, name, arguments, parts, weights, **self._options(context, arguments))
         self._run(step, frozenset())
         return self._shared(None if self._own is None else self._merged(step, None)).outputs
 
@@ -244,8 +233,10 @@ class Steps:
 
     # --- phase 2 ---
 
-    def _options(self, context: Context, number: tuple[int, ...]) -> dict[str, Any]:
-        key = None if self._seed is None else (self._seed, *number)
+    def _options(self, context: Context, arguments: Sequence[Any]) -> dict[str, Any]:
+        module = self._module
+        index = arguments[0] if arguments and isinstance(arguments[0], int) else module.global_step
+        key = None if self._seed is None else (self._seed, module.current_epoch, index)
         return {"context": context, "capture": self._capture, "metrics": self._metrics, "random_key": key}
 
     def _run(self, step: UserStep, trainable: frozenset[str]) -> None:

@@ -1,0 +1,110 @@
+"""The hooks of Lightning that start processes and connect them, whatever these then compute."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from datetime import timedelta
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from typing_extensions import override
+
+from lightning_mm5d.trainer.launch import cpu_threads, make_launcher
+from lightning_mm5d.trainer.process_group import agreed_seed, broadcast_object, connect, decided
+
+
+class ProcessStrategy(ParallelStrategy, ABC):
+    """A strategy of one process for each device, over torch.distributed.
+
+    Args:
+        accelerator: set by the trainer.
+        parallel_devices: set by the trainer.
+        cluster_environment: set by the trainer.
+        checkpoint_io: set by the trainer.
+        precision_plugin: set by the trainer.
+        start_method: how Lightning starts processes on one machine.
+        backend: of torch.distributed; chosen by device where None.
+        timeout: of every operation between ranks.
+    """
+
+    def __init__(
+        self,
+        accelerator: pl.accelerators.Accelerator | None,
+        parallel_devices: list[torch.device] | None,
+        cluster_environment: ClusterEnvironment | None,
+        checkpoint_io: CheckpointIO | None,
+        precision_plugin: Precision | None,
+        *,
+        start_method: Literal["popen", "spawn", "fork"],
+        backend: str | None,
+        timeout: timedelta,
+    ) -> None:
+        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        self.num_nodes = 1
+        self._start_method, self._backend, self._timeout = start_method, backend, timeout
+        self._seed = 0
+
+    @abstractmethod
+    def validate_before_launch(self, module: pl.LightningModule, *data: Any) -> Any:
+        """Raise `ConfigError` when the module cannot run under this configuration."""
+
+    @property
+    def is_distributed(self) -> bool:
+        """Lightning asks for samplers and synced logs only where this is true."""
+        return True
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on one node."""
+        return len(self.parallel_devices) if self.parallel_devices else 1
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @override
+    def _configure_launcher(self) -> None:
+        self._launcher = make_launcher(self, start_method=self._start_method)
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment ranks and sizes; one that starts the processes itself keeps its own.
+
+        Lightning calls it before it makes a launcher, so that a layout can be checked before any process starts.
+        """
+        assert self.cluster_environment is not None
+        self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        assert self.cluster_environment is not None
+        reset_seed()
+        self.set_world_ranks()
+        if self.root_device.type == "cpu":
+            torch.set_num_threads(cpu_threads(self.num_processes))
+        connect(self.cluster_environment, self._backend, self._timeout, self.root_device)
+        self._seed = agreed_seed(self.root_device)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return decided(decision, all, self.root_device)
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if dist.is_initialized():
+            dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return broadcast_object(obj, src) if dist.is_initialized() else obj
