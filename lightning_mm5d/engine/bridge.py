@@ -1,20 +1,20 @@
 """Carries payloads from the ranks that share one stage to the ranks that share the next, with each byte sent once.
 
-All sources hold the same payload and all targets need the whole of it. Sent from one source, it would leave the other
-links idle; sent from each source to each target, it would cross several times. So, for a payload:
+All sources hold the same payload and all targets need all of it. Sent from one source, it would leave the other links
+idle; sent from each source to each target, it would cross several times. So, for a payload:
 
 1. *Divide*: source i of a covers elements ``n i // a`` to ``n (i + 1) // a`` of a tensor of n elements, target j of b
-   covers ``n j // b`` to ``n (j + 1) // b``. What both cover travels from i to j. Which pairs have something in common
-   follows from a and b alone, so both ends know beforehand how many payloads each channel brings.
+   covers ``n j // b`` to ``n (j + 1) // b``. Their overlap travels from i to j. Which pairs overlap follows from a and
+   b alone, so both ends know beforehand how many payloads each channel brings.
 2. *Join*: each target puts the pieces of its interval together.
 3. *Gather*: the targets exchange their intervals, all tensors in one collective.
 
-Tensors under 1 KiB are not worth dividing: each target gets them whole from the source that covers its beginning, so
-these cross once per target. So do *own* tensors, of which each source has a part for the target of the same index.
+Tensors under 1 KiB are not divided: each target gets the full tensor from the source that covers its beginning, so they
+cross once per target. So do *own* tensors, of which each source holds a shard for the target of the same index.
 
-A piece whose source and target are the same rank does not touch the network. Where every target is a source too, it
-has all that it needs: then nothing is sent or gathered, and it receives the very same memory. One source and one target
-use the transport as it is.
+A piece whose source and target are the same rank does not touch the network. Where every target is a source too,
+nothing is sent or gathered, and a target receives the very same memory. One source and one target use the transport as
+it is.
 
 Sending never waits. Receiving waits for the other targets where there is something to gather, so these must receive
 in the same order. Gradients take a bridge of their own, with sources and targets exchanged.
@@ -39,7 +39,7 @@ WHOLE_BYTES = 1024  # a tensor of fewer bytes is not divided
 
 
 class Bridge:
-    """The way of payloads from some ranks to some others. Every rank of either makes one alike.
+    """Carries payloads from some ranks to some others. Every rank of either makes one with equal arguments.
 
     Args:
         transport: of this rank.

@@ -1,4 +1,4 @@
-"""Runs a schedule: each action in order, receiving before it and sending behind it.
+"""Runs a schedule: each action in order, receiving before it and sending after it.
 
 A step has four phases. (1) Every channel is told how many payloads will come, so that receiving goes on beside the
 computation. (2) The actions of this rank run: a forward runs the user's step as one stage on one microbatch and keeps
@@ -6,9 +6,9 @@ its graph; a backward takes the gradients of what it sent and passes on those of
 leaves weight gradients to an action of their own. (3) What is still being sent leaves. (4) The results of the last
 stage are returned.
 
-Nothing waits for a peer but the receipt of a payload that is needed now. It knows nothing of Lightning.
+Only the receipt of a payload that is needed now waits for a peer. It knows nothing of Lightning.
 
-It refuses a loss that is NaN in the very first step where parts of the model are remote.
+It refuses a loss that is NaN in the first step, where parts of the model are remote.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Flight:
 
 
 class _Prepared(NamedTuple):
-    """What a step of one kind takes: its graph, this rank's actions, what arrives, and stages with split backwards."""
+    """The graph of a step, this rank's actions, the payloads that arrive, and the stages with split backwards."""
 
     graph: Graph
     actions: list[Action]
@@ -170,12 +170,19 @@ class Engine:
         return self._built[key]
 
     def _starts(self) -> None:
-        """An action has what it waited for."""
+        """Note that an action has everything that it waited for."""
         if self.recorder is not None:
             self.recorder.start()
 
     def _bridge(self, source: StageKey, target: StageKey, place: tuple[int, int], back: bool = False) -> Bridge:
-        """The way between the instances of two stages that run a microbatch; `place` is its replica and its index."""
+        """Return the bridge between the instances of two stages that run a microbatch.
+
+        Args:
+            source: key of the stage that sends activations.
+            target: key of the stage that receives them.
+            place: replica and index of the microbatch.
+            back: whether gradients travel, from `target` to `source`.
+        """
         ends = [self._plan.topology.ranks_at(stage, *place) for stage in (source, target)]
         key = (source, target, *ends, back)
         if key not in self._bridges:
@@ -239,7 +246,7 @@ class Engine:
         return self._bridge(stage, other, place, back=True), _with_grads(payload)[0]
 
     def _backward(self, flight: _Flight) -> Deferred | None:
-        """Run a backward; return the weight gradients that it put off."""
+        """Run a backward; return the weight gradients that it put off, None without a split."""
         outputs: dict[int, Tensor] = {}
         gradients: dict[int, Tensor] = {}
         if flight.loss is not None and flight.loss.requires_grad:
@@ -277,7 +284,7 @@ class Engine:
             )
 
     def _check_alike(self, loss: Tensor, stage: StageKey) -> None:
-        """Refuse what the ranks that share the last layers have computed unlike: they can only go on apart."""
+        """Refuse unequal losses of the ranks that share the last layers: their weights would drift apart."""
         group = self._runtime.sharing(self._plan.partition.loss_modality)
         if group is None:
             return
@@ -285,7 +292,7 @@ class Engine:
         highest, lowest = float(group.max(value)), -float(group.max(-value))
         if highest - lowest > 1e-4 * max(abs(highest), abs(lowest)):
             raise StageError(
-                f"the ranks that share stage {stage} have unlike losses in the first step, from {lowest:.6g} to "
+                f"the ranks that share stage {stage} have unequal losses in the first step, from {lowest:.6g} to "
                 f"{highest:.6g}. The step takes the values of a divided parameter by itself (`lm_head.weight`, or a "
                 "penalty over `self.parameters()`), or depends on the rank: call the module instead, use the "
                 "optimizer's weight_decay, or set tp_size and cp_size to 1"

@@ -1,9 +1,8 @@
 """The one place that makes process groups, on all ranks, in one order.
 
-`torch.distributed.new_group` is collective over the whole world, members or not: a rank that calls it in
-another order hangs the others for longer than any timeout. So before each creation the ranks compare what
-they want (one `all_gather_object`, little beside the creation itself), which turns that hang into an
-immediate error that shows who asked for what.
+`torch.distributed.new_group` is collective over all ranks, members or not: a rank that calls it in another order hangs
+the others for longer than any timeout. So the ranks compare their wishes before each creation (one `all_gather_object`,
+little beside the creation itself). The hang becomes an immediate error that shows which rank asked for which group.
 
 It refuses ranks that do not ascend: `new_group` would sort them silently, and a mesh over such a group would
 compute wrong results.

@@ -1,8 +1,8 @@
 """Notes when the actions of a training step run on this rank, for a timeline beside the simulated one.
 
-An action begins when what it waited for has arrived, and ends when its results are on their way: waiting shows as idle
-time. On a GPU the times are the stream's, from events that are read when the timeline is asked for; the clocks of
-several machines are as equal as their system keeps them. Only the last step is kept.
+An action begins when everything that it waited for has arrived, and ends when its results are on their way: waiting
+shows as idle time. On a GPU the times are those of the stream, from events that are read when the timeline is written.
+The clocks of several machines are as equal as their systems keep them. Only the last step is kept.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Recorder:
         self._start: _Time = 0.0
 
     def begin(self, trainable: frozenset[str]) -> None:
-        """Forget the last step; a new one begins."""
+        """Forget the last step and begin a new one."""
         self.trainable = trainable
         self._times = {}
         if self._device.type == "cuda":
@@ -40,15 +40,15 @@ class Recorder:
             self._origin = time.time(), _event(self._device)
 
     def start(self) -> None:
-        """An action starts to compute."""
+        """Note that an action starts to compute."""
         self._start = self._now()
 
     def end(self, action: Action) -> None:
-        """The action that started last has ended."""
+        """Note that the action that started last has ended."""
         self._times[action] = self._start, self._now()
 
     def times(self) -> dict[Action, tuple[float, float]]:
-        """Start and end of each action of the last step, in seconds since the epoch."""
+        """Return start and end of each action of the last step, in seconds since the epoch."""
         return {action: (self._seconds(start), self._seconds(end)) for action, (start, end) in self._times.items()}
 
     def _now(self) -> _Time:

@@ -1,24 +1,20 @@
 """Carries payloads (a pytree's description and its tensors) between the ranks of a pipeline.
 
-Why not `isend` and `irecv` in the schedule: a send completes only when its receiver has posted, so two
-neighbours that send to each other deadlock; buffers must be sized before a tensor arrives; and NCCL ignores
-tags, so several channels between one pair of ranks would mix up. Here nothing that the main thread does waits
-for a peer, except `recv` and `flush`.
+Why not `isend` and `irecv` in the schedule: a send completes only when its receiver has posted, so two neighbours that
+send to each other deadlock; buffers must be sized before a tensor arrives; and NCCL ignores tags, so several channels
+between one pair of ranks would mix up. Here the main thread waits for a peer in `recv` and `flush` only.
 
-One *link* is all that goes from one rank to another. It is a single ordered stream whatever it carries, so it
-means the same on gloo and on NCCL:
+One *link* carries everything from one rank to another, in one order:
 
 1. `expect` tells the receiving end how many payloads the step will bring.
-2. `send` posts, per payload, a first message: two int64 (header slot, header bytes: 0 when the header is known),
-   and behind them the header where it is new (JSON, never pickle: channel, meta, dtypes, shapes) and the tensors
-   as bytes, as far as there is room. What has no room follows as messages of its own. A sender thread per link
-   waits for completion and then lets go of them.
-3. A receiver thread per link takes payloads off the wire ahead of their use, in the sender's order, and puts
+2. `send` posts the messages of a payload, as `codec` writes them. A sender thread for each link waits for their
+   completion and then lets go of their memory.
+3. A receiver thread for each link takes payloads off the wire ahead of their use, in the sender's order, and puts
    each into the queue of the channel that its header names.
 4. `recv` takes from that queue, which is first in, first out.
 
-The queues have no bound of their own: a full one would block the payloads of other channels behind it and so
-deadlock. What is bounded is how many microbatches the schedule lets be under way.
+The queues have no bound of their own: a full one would block the payloads of other channels, and so deadlock. The
+schedule bounds the number of microbatches under way.
 
 Links to higher ranks use one group and links to lower ranks another, so that a pair's communicator is never
 used both ways: NCCL would queue a send behind a posted receive that waits for the peer. This has run on gloo
@@ -235,7 +231,7 @@ class Transport:
     # --- sending end ---
 
     def _complete(self, dst: int, inbox: SimpleQueue[Any]) -> None:
-        """Body of a sender thread: hold what is on its way until it has left."""
+        """Body of a sender thread: hold messages until they have left."""
         while (sent := inbox.get()) is not None:
             channel, requests, messages = sent
             try:

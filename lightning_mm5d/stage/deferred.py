@@ -39,11 +39,11 @@ class Deferred:
         self.is_open = False
 
     def add(self, weight: nn.Parameter, left: Tensor, right: Tensor) -> None:
-        """Note that ``left.T @ right`` is part of the gradient of `weight`; both have a row per token."""
+        """Note that ``left.T @ right`` is a term of the gradient of `weight`; both have a row for each token."""
         self._due.setdefault(id(weight), (weight, []))[1].append((left, right))
 
     def compute(self) -> None:
-        """Add all that is due to the gradients, as a backward would, one weight at a time."""
+        """Compute the weight gradients and add them to ``.grad``, as a backward would, one weight at a time."""
         while self._due:
             _, (weight, parts) = self._due.popitem()
             total: Tensor | None = None
@@ -107,7 +107,7 @@ def defers(module: nn.Module, x: Tensor) -> bool:
 def deferred_linear(module: nn.Module, x: Tensor, bias: Tensor | None, due: Deferred) -> Tensor:
     """Return what the linear layer `module` computes of `x` ``[..., in]`` with its weight and `bias`: ``[..., out]``.
 
-    The gradient of its weight goes to `due`.
+    `due` collects the gradient of its weight.
     """
     kind = x.device.type
     if torch.is_autocast_enabled(kind):

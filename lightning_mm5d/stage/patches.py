@@ -138,7 +138,7 @@ class Patches:
         return defers(layer, *args)
 
     def _linear(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
-        """A linear layer, whose weight gradient is put off where the active run does that."""
+        """Compute a linear layer; the active run may put its weight gradient off."""
         run = self._runtime.active
         if run is None or run.deferred is None or not defers(layer, x):
             return linear(layer, x, bias)
@@ -178,7 +178,7 @@ class Patches:
         self._undo.append(layer.register_forward_pre_hook(enter, with_kwargs=True).remove)
 
     def _probe(self, modality: str, index: int, original: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Find out what a remote layer returns by running it once on its NaN parameters."""
+        """Find out whether a remote layer returns a tuple, by running it once on its NaN parameters."""
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]), dry_run(self._runtime.groups):
                 self._learn(modality, index, None, original(*args, **kwargs))

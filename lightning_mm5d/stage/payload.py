@@ -1,8 +1,8 @@
-"""What crosses from one stage to another: pytrees taken apart into a description and a list of tensors, and back.
+"""Pytrees that travel between ranks: taken apart into a description and a list of tensors, and put together again.
 
-The description is plain JSON, so that no peer's bytes are ever unpickled; each distinct tensor appears once however
+The description is plain JSON, so that no peer's bytes are ever unpickled. Each distinct tensor appears once, however
 often the tree holds it. Containers are dicts, lists, tuples (named ones too) and dataclasses or Hugging Face outputs,
-whose class is looked up among what this process has already imported.
+whose class this process must have imported already.
 
 It refuses trees with other objects in them, by name.
 """

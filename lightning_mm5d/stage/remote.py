@@ -1,9 +1,7 @@
-"""Stand-ins for what lives on other ranks: parameters without memory, and modules that answer without computing.
+"""Stand-ins for the parts on other ranks: parameters without memory, and modules that answer without computing.
 
-A placeholder parameter has the right shape, dtype and device and zero strides; it and everything computed from it is
-NaN, so that a value which was wrongly taken as unneeded shows in the loss at the first step.
-
-It refuses nothing; what may be replaced is decided by the partition.
+A placeholder parameter has the right shape, dtype and device, and zero strides. It is full of NaN, and so is every
+result computed from it. A value that was wrongly taken as unneeded therefore shows in the loss of the first step.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from lightning_mm5d.stage.taint import mark_dependent
 
 
 class _Unwritten(Tensor):
-    """A view of a placeholder. What is written to it in place is dropped: callbacks copy averages into modules."""
+    """A view of a placeholder. Writes in place are dropped, because callbacks copy averages into modules."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -38,7 +36,7 @@ _VIEWS = (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
 
 
 class Placeholder(nn.Parameter):
-    """A parameter of other ranks: NaN of its shape without memory, and nothing that is written to it stays."""
+    """A parameter of other ranks: NaN of its shape without memory. Writes to it are dropped."""
 
     __torch_function__ = _Unwritten.__torch_function__
 
@@ -52,7 +50,7 @@ def is_placeholder(tensor: Tensor) -> bool:
 
 
 def drop_parameters(root: nn.Module, names: Iterable[str], device: torch.device) -> None:
-    """Replace the parameters called `names` by placeholders on `device`; one that has several names stays one."""
+    """Replace the parameters called `names` by placeholders on `device`; tied parameters stay tied."""
     replaced: dict[int, nn.Parameter] = {}
     for name in names:
         path, _, attribute = name.rpartition(".")
@@ -77,7 +75,7 @@ def give_memory(parameters: Iterable[nn.Parameter]) -> None:
 
 
 class ShapeMemory:
-    """What remote modules return, known by running each once per shape of its input."""
+    """The shapes that remote modules return, found by running each once for each shape of its input."""
 
     def __init__(self) -> None:
         self._known: dict[Any, tuple[Any, list[tuple[torch.Size, torch.dtype, torch.device]]]] = {}

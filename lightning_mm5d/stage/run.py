@@ -1,12 +1,12 @@
-"""One microbatch of one stage: the user's own step, with everything that lives elsewhere cut off.
+"""One microbatch of one stage: the user's own step, with the parts on other ranks cut off.
 
-While a `Run` is active, the patched callables of `Runtime` ask it what to do:
+While a `Run` is active, patched callables ask it what to do:
 
-- a boundary of this stage is recorded; one that another stage computed returns what was received;
-- layers before the stage's own pass the hidden state through; at the entry of its first layer, and wherever later
-  layers take something that only earlier stages know, the arguments are swapped for what was received;
-- layers behind the stage's own pass through as well and note what they would have needed; when nothing more can be
-  needed, the step is stopped by an exception that only `Run.execute` sees.
+- A boundary of this stage is recorded. A boundary of another stage returns the received result.
+- Layers before this stage pass the hidden state through. At the entry of the first local layer the received one takes
+  its place. Skip inputs, which later layers take beside the hidden state, are swapped likewise.
+- Layers after this stage pass the hidden state through and note their skip inputs. After the last of these the step
+  ends, by an exception that only `Run.execute` sees.
 
 It refuses a second pass through layers that are split over stages, and layers that change the hidden state's shape.
 """
@@ -36,13 +36,13 @@ class LayerCall:
     """One pass through a list of layers, as it leaves a stage.
 
     Attributes:
-        hidden: the hidden state at the entry of the first layer behind the stage.
-        sides: other arguments of later layers, by (layer, path in ``(args, kwargs)``): tensors, and whole entries of
+        hidden: the hidden state at the entry of the first layer after the stage.
+        skip_inputs: other arguments of later layers, by (layer, path in ``(args, kwargs)``): tensors, and entries of
             dicts that layers share states in.
     """
 
     hidden: Tensor
-    sides: dict[tuple[int, Path], Any]
+    skip_inputs: dict[tuple[int, Path], Any]
 
 
 class Run:
@@ -51,10 +51,10 @@ class Run:
     Args:
         runtime: the patched module.
         stage: what is local.
-        received: payloads of the stages before.
-        structure: key of batches that take the same way through the model, for what later layers need.
-        reseed: called where the stage's own layers begin, for a random state of their own; None leaves it alone.
-        deferred: where weight gradients are noted that the backward is to put off; None puts none off.
+        received: payloads of earlier stages.
+        structure: key of batches that take the same way through the model, and so have the same skip inputs.
+        reseed: called where the local layers begin, for a random state of their own; None leaves generators alone.
+        deferred: collects the weight gradients that a split backward puts off; None puts none off.
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class Run:
         self._calls_in: dict[str, list[LayerCall]] = {}
         self._calls_out: dict[str, list[LayerCall]] = {}
         self._entered: dict[str, int] = {}
-        self._sides = runtime.skip_inputs.get(self._structure)
-        self._traces = self._sides is None and any(
+        self._known_skips = runtime.skip_inputs.get(self._structure)
+        self._traces = self._known_skips is None and any(
             cut.last < runtime.num_layers(modality) for modality, cut in stage.cuts.items()
         )
         self._found: set[tuple[str, int, Path]] = set()
@@ -108,7 +108,7 @@ class Run:
     # --- the step ---
 
     def execute(self, step: Callable[[], Any]) -> Any:
-        """Run `step` as this stage; return its result where the stage is the last, else None."""
+        """Run `step` as this stage; return its result in the last stage, else None."""
         with self, Trace() if self._traces else nullcontext():
             try:
                 self.result = step()
@@ -159,7 +159,7 @@ class Run:
         return result
 
     def enters(self, modality: str, layer: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Swap the arguments of a local layer, or one behind the stage, for what was received."""
+        """Return the arguments of a local or later layer, with received tensors in their places."""
         cut = self.stage.cuts[modality]
         if layer == cut.first and not self._replays:
             if self._reseed is not None:
@@ -170,7 +170,7 @@ class Run:
         call = self._call(modality)
         if layer == cut.first:
             args, kwargs = put((args, kwargs), hidden_path(args, kwargs), call.hidden)
-        for (where, path), value in call.sides.items():
+        for (where, path), value in call.skip_inputs.items():
             if where == layer:
                 args, kwargs = put((args, kwargs), path, value)
         return args, kwargs
@@ -186,7 +186,7 @@ class Run:
         return calls[index]
 
     def skip(self, modality: str, layer: int, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-        """Stand in for a layer that lives elsewhere: return the hidden state that it passes on."""
+        """Stand in for a remote layer: return the hidden state that it passes on."""
         cut = self.stage.cuts.get(modality)
         loss_modality = self._runtime.loss_modality
         if cut is None:
@@ -203,7 +203,7 @@ class Run:
         hidden = hidden_of(args, kwargs)
         if layer == cut.last:
             self._calls_out.setdefault(modality, []).append(LayerCall(hidden, {}))
-            # a copy: what the model does to it in place must not reach what is being sent
+            # a copy: the model may write to it in place, and the original is being sent
             hidden = hidden.detach() if isinstance(hidden, Sharded) else hidden.detach().clone()
             mark_stand_in(hidden)
         self._collect(modality, layer, args, kwargs)
@@ -217,23 +217,23 @@ class Run:
         for path, value in arguments(args, kwargs):
             if path == hidden:
                 continue
-            if self._sides is None:
+            if self._known_skips is None:
                 if not any(must_travel(tensor) for _, tensor in tensors_in(value)):
                     continue
                 self._found.add((modality, layer, path))
-            elif (modality, layer, path) not in self._sides:
+            elif (modality, layer, path) not in self._known_skips:
                 continue
-            call.sides[layer, path] = value
+            call.skip_inputs[layer, path] = value
 
     def _is_over(self, modality: str, layer: int) -> bool:
-        if self._sides is None:
+        if self._known_skips is None:
             return layer == self._runtime.num_layers(modality) - 1
-        return all(later <= layer for name, later, _ in self._sides if name == modality)
+        return all(later <= layer for name, later, _ in self._known_skips if name == modality)
 
     # --- out ---
 
     def payload(self, modalities: frozenset[str], calls_of: str | None) -> Payload:
-        """Return what goes to one later stage; its tensors still have their autograd history.
+        """Return the payload for one later stage; its tensors still have their autograd history.
 
         Args:
             modalities: the encoders whose boundaries it consumes.
@@ -250,7 +250,7 @@ class Run:
             [
                 calls_of,
                 packer.describe(call.hidden),
-                [[layer, list(path), packer.describe(value)] for (layer, path), value in call.sides.items()],
+                [[layer, list(path), packer.describe(value)] for (layer, path), value in call.skip_inputs.items()],
             ]
             for call in (self._calls_out.get(calls_of, []) if calls_of else [])
         ]

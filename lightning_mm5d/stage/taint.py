@@ -1,9 +1,9 @@
-"""Finds out which values depend on weights that other ranks do not hold.
+"""Finds the values that depend on weights of other ranks.
 
-What a later layer takes beside the hidden state is either computable on every rank from the batch alone (masks,
-rotary tables) or not (an encoder's states, a position bias). Only the second kind must travel. Whether a tensor
-carries a gradient does not tell: a frozen model has none. So the first microbatch of each structure runs under
-`Trace`, which marks everything computed from parameters, received tensors or placeholders.
+A skip input of a later layer is either computable on every rank from the batch alone (masks, rotary tables) or not (an
+encoder's states, a position bias). Only the second kind must travel. Whether a tensor carries a gradient does not tell
+them apart: a frozen model has none. So the first microbatch of each structure runs under `Trace`, which marks every
+result of parameters, received tensors and placeholders.
 
 A custom autograd function hides what it does from the trace; its results count as marked where
 they carry a gradient.
@@ -44,7 +44,7 @@ def mark_dependent(tensor: Tensor) -> None:
 
 
 def mark_stand_in(tensor: Tensor) -> None:
-    """Mark `tensor` as standing in for what a later stage computes for itself."""
+    """Mark `tensor` as standing in for a tensor that later stages compute themselves."""
     tensor._mm5d_mark = _STANDS_IN  # type: ignore[attr-defined]
 
 

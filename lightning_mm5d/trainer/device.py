@@ -1,8 +1,7 @@
-"""A rank's device: how many CPU threads it computes with, and what it did, beside what the accelerator reports.
+"""Figures of all ranks for `DeviceStatsMonitor`: busy and idle shares, bytes sent, peak memory.
 
-Works in front of Lightning's stock accelerators, which stay what they are. The figures of all ranks are gathered once
-a step, and only where something (DeviceStatsMonitor) asks for them: a logger writes on one rank, which would know
-nothing of the others'.
+They stand beside the figures of Lightning's stock accelerators. They are gathered from all ranks once a step, because a
+logger writes on one rank, and only with a `DeviceStatsMonitor`.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ class DeviceFigures:
     """Per-stage figures, added to what ``accelerator.get_device_stats`` returns.
 
     Args:
-        engine: what this rank runs.
-        transport: what it sends with.
+        engine: of this rank.
+        transport: of this rank; None where nothing is sent.
         stages: the stages of every rank, by rank.
-        device: this rank's.
+        device: of this rank.
     """
 
     def __init__(self, engine: Engine, transport: Transport | None, stages: list[str], device: torch.device) -> None:
@@ -35,7 +34,7 @@ class DeviceFigures:
         self._accelerator: Any = None
 
     def attach(self, accelerator: Any) -> None:
-        """Put the figures behind the accelerator's own."""
+        """Add the figures to those of the accelerator, until `detach`."""
         self._accelerator, original = accelerator, accelerator.get_device_stats
         accelerator.get_device_stats = lambda device: {**original(device), **self._figures}
 

@@ -7,10 +7,9 @@ torchrun, SLURM, MPI and Ray create the processes themselves, and then nothing i
 Lightning's launchers are private classes. They are used in this file only, and `check_lightning` refuses a
 Lightning whose launchers no longer look as they did when this was written.
 
-What the strategy has to do when processes are spawned or forked: after `fit` each node's local rank 0 sends
-``lightning_module.state_dict()`` to the process that called `fit`, once `Strategy.teardown` is over. So
-`teardown` (not `on_train_end`, which is not called when `fit` has nothing to do) has to gather the weights
-of all stages into the module, on the local rank 0 of every node, unless `on_exception` was called before.
+After a `fit` in spawned or forked processes, each node's local rank 0 sends ``lightning_module.state_dict()`` to the
+process that called `fit`, once `Strategy.teardown` is over. So `teardown` gathers the weights of all stages into the
+module, on the local rank 0 of every node. (`on_train_end` is not called when `fit` has nothing to do.)
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ _RELIED_ON: tuple[tuple[type, str, tuple[str, ...]], ...] = (
 
 
 class LaunchedStrategy(Protocol):
-    """What a launcher needs of a strategy beside Lightning's `ParallelStrategy`."""
+    """The members of a strategy that a launcher uses, beside those of Lightning's `ParallelStrategy`."""
 
     cluster_environment: ClusterEnvironment | None
     num_nodes: int
@@ -99,10 +98,10 @@ class ProcessLauncher(_MultiProcessingLauncher):
 
 
 def make_launcher(strategy: LaunchedStrategy, *, start_method: Literal["popen", "spawn", "fork"]) -> Launcher:
-    """The launcher for a strategy whose cluster environment is known.
+    """Return the launcher for a strategy whose cluster environment is known.
 
-    Where the cluster creates the processes `start_method` does not apply: the launcher then only validates,
-    in every process, and starts nothing.
+    Where the cluster creates the processes, `start_method` does not apply: the launcher only validates, in every
+    process.
 
     Raises:
         ConfigError: unknown start method.
@@ -123,7 +122,7 @@ def make_launcher(strategy: LaunchedStrategy, *, start_method: Literal["popen", 
 
 
 def cpu_threads(local_world_size: int) -> int:
-    """Threads that one rank should compute with, when `local_world_size` ranks share this machine.
+    """Return the threads that one rank computes with, when `local_world_size` ranks share this machine.
 
     ``OMP_NUM_THREADS`` wins where it is set (its first entry, if it is a list for nested regions); else the
     cores that this process may run on are divided, at least one each.
@@ -136,7 +135,7 @@ def cpu_threads(local_world_size: int) -> int:
 
 
 def check_lightning() -> None:
-    """Raises ImportError, naming the installed version, if what this file overrides or calls has changed."""
+    """Raise ImportError, with the installed version, where a name or signature that this file relies on has changed."""
     for cls, method, parameters in _RELIED_ON:
         found = getattr(cls, method, None)
         if found is None or tuple(inspect.signature(found).parameters) != parameters:

@@ -1,8 +1,8 @@
 """Checks of a configuration against a module and its data, before any process is started.
 
-What needs only the configuration is checked in `checks` and `layout`. It refuses manual optimization where a schedule
-runs, losses that need all layers on one rank, callbacks that save a copy of the module, and batches that are too small
-to be split.
+Checks that need only the configuration are in `config.checks` and `layout`. This module refuses manual optimization
+where a schedule runs, losses that need all layers on one rank, callbacks that save a copy of the module, and batches
+that are too small to be split.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def check_fields(
     num_microbatches: int,
     choices: Mapping[str, tuple[str, ...]],
 ) -> None:
-    """Refuse what is wrong whatever the model and the number of ranks.
+    """Refuse fields that cannot work with any model and number of ranks.
 
     Args:
         modalities: what the user wrote, by name.
         schedule: its name, a table or a function.
         num_microbatches: microbatches per batch.
-        choices: other fields: what the user wrote, and behind it what is known.
+        choices: other fields, each with the user's value and then the known values.
 
     Raises:
         ConfigError: at the first field that cannot work.
@@ -55,7 +55,7 @@ def check_fields(
 
 
 def check_computed(modalities: Mapping[str, Modality]) -> None:
-    """Refuse what can be laid out, shown and simulated, but not computed in this version.
+    """Refuse configurations that can be laid out, shown and simulated, but not computed in this version.
 
     Raises:
         ConfigError: costs that are given for some modalities only.
@@ -74,7 +74,7 @@ def check_module(
 
     Raises:
         ConfigError: it optimizes manually, or its loss needs all layers, and the layout has several stages; or it clips
-            by a norm of its own, and parameters are divided.
+            by a norm of its own, and parameters are sharded.
         ScheduleError: the schedule is not one of the stages of this module.
     """
     if callable(schedule) or is_table(schedule):
@@ -91,7 +91,7 @@ def check_module(
         raise ConfigError(
             "configure_gradient_clipping",
             "clip_grad_norm_",
-            "It takes the norm of the parts that one rank has, so that ranks would clip unlike",
+            "It takes the norm of the shards of one rank, so that ranks would clip by unequal norms",
             "Call self.clip_gradients(optimizer, gradient_clip_val=..., gradient_clip_algorithm='norm')",
         )
     configs = [getattr(part, "config", None) for part in module.modules()]
@@ -131,7 +131,7 @@ def check_timeline(path: str | None, is_plain: bool = False) -> None:
 
 
 def check_callbacks(callbacks: Sequence[pl.Callback], plan: Plan) -> None:
-    """Refuse callbacks that keep a copy of the module, or a mask of its parameters, where ranks have parts only.
+    """Refuse callbacks that keep a copy of the module, or a mask of its parameters, where ranks hold parts of it.
 
     Raises:
         ConfigError: `WeightAveraging` with several stages or tensor parallelism, `StochasticWeightAveraging` and
@@ -149,7 +149,7 @@ def check_callbacks(callbacks: Sequence[pl.Callback], plan: Plan) -> None:
             raise ConfigError(
                 "callbacks",
                 type(callback).__name__,
-                "It works on whole parameters, and tensor parallel ranks have parts of them",
+                "It works on full parameters, and tensor parallel ranks have shards of them",
                 "Leave it out, or use tp_size=1",
             )
 
