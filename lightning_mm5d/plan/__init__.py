@@ -1,4 +1,4 @@
-"""Layout and partition put together: the stages, which ranks run them and who owns which parameter."""
+"""The plan: layout and partition combined into stages, their ranks, their graph and the owners of parameters."""
 
 from lightning_mm5d.plan.plan import Plan
 

@@ -1,4 +1,4 @@
-"""All that follows from a layout and a partition, before anything runs."""
+"""The plan of a run: all that follows from a layout and a partition before anything runs."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Plan:
         partition: what is cut where.
         modalities: the configuration.
         sizes: elements of every parameter by name.
-        v_shaped: whether model chunks go down the ranks and up again (``zbv``) instead of round and round.
-        division: what tensor parallelism makes of the layers.
+        v_shaped: whether chunks lie in a V over the pipeline ranks (``zbv``), 0 1 1 0, instead of in turn, 0 1 0 1.
+        division: which parameters tensor parallelism shards, and how.
     """
 
     layout: Layout
@@ -56,7 +56,7 @@ class Plan:
 
     @cached_property
     def topology(self) -> Topology:
-        """Which rank runs which stages, and which stage feeds which."""
+        """Which rank runs which stages, and the edges between stages."""
         return Topology(self.layout, self.partition, self.modalities, self.v_shaped)
 
     @cached_property
@@ -66,5 +66,5 @@ class Plan:
 
     @cached_property
     def graphs(self) -> StageGraphs:
-        """The graphs of stages that schedules are built from."""
+        """Graphs of stages with costs, from which schedules are built."""
         return StageGraphs(self.topology, self.ownership)

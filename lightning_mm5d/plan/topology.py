@@ -1,6 +1,6 @@
-"""Which rank runs which stages, and which stage feeds which: a layout and a partition put together.
+"""Which rank runs which stages, and the edges between stages: a layout and a partition combined.
 
-Modalities that share all their ranks and have one stage each run as one stage; nothing crosses between them.
+Modalities with equal ranks run as one stage, so no message passes between them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Topology:
         layout: which rank is where.
         partition: what is cut where.
         modalities: the configuration.
-        v_shaped: whether model chunks go down the ranks and up again (``zbv``) instead of round and round.
+        v_shaped: whether chunks lie in a V over the pipeline ranks (``zbv``), 0 1 1 0, instead of in turn, 0 1 0 1.
     """
 
     layout: Layout
@@ -41,7 +41,7 @@ class Topology:
 
     @cached_property
     def members(self) -> dict[StageKey, tuple[StageKey, ...]]:
-        """For each stage, the stages of the partition that run as this one."""
+        """For each stage, the stages of the partition that it runs: ``{"language.0": ("vision.0", "language.0")}``."""
         found: dict[StageKey, list[StageKey]] = {}
         for name, cuts in self.partition.stages.items():
             owner = next(
@@ -53,7 +53,7 @@ class Topology:
 
     @cached_property
     def stage_of(self) -> dict[StageKey, StageKey]:
-        """The stage that runs each stage of the partition."""
+        """For each stage of the partition, the stage that runs it: the inverse of `members`."""
         return {member: key for key, members in self.members.items() for member in members}
 
     @cached_property
@@ -63,7 +63,7 @@ class Topology:
 
     @cached_property
     def consumes(self) -> dict[StageKey, frozenset[str]]:
-        """For each stage, the encoders whose results it is sent."""
+        """For each stage that receives encoders' results, the names of these encoders."""
         found: dict[StageKey, set[str]] = {}
         loss_modality = [cut.name for cut in self.partition.stages[self.partition.loss_modality]]
         for name, encoder in self.partition.encoders.items():
@@ -79,7 +79,7 @@ class Topology:
 
     @cached_property
     def edges(self) -> tuple[tuple[StageKey, StageKey], ...]:
-        """Who feeds whom."""
+        """Pairs (source stage, target stage), sorted."""
         found: list[tuple[StageKey, StageKey]] = []
         for cuts in self.partition.stages.values():
             keys = [self.stage_of[cut.name] for cut in cuts]
@@ -89,13 +89,14 @@ class Topology:
         return tuple(sorted(set(found)))
 
     def ranks_of(self, stage: StageKey) -> tuple[int, ...]:
-        """The ranks of a stage: of its instances, one after the other."""
+        """Return the ranks of a stage: those of instance 0, then of instance 1, and so on."""
         return tuple(rank for ranks in self.instances(stage) for rank in ranks)
 
     def instances(self, stage: StageKey) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each instance of a stage, by replica; those of one share its layers and act alike.
+        """Return the ranks of each instance of a stage, by replica of its modality: ``((0, 1), (2, 3))``.
 
-        Tensor parallel ranks run fastest among them, then context parallel ones.
+        Ranks of one instance share its layers and run the same actions. Tensor parallel ranks run fastest among them,
+        then context parallel ranks.
         """
         pp = self.pp_of(stage.modality, stage.number)
         replicas = range(self.layout.sizes(stage.modality).dp)
@@ -103,9 +104,10 @@ class Topology:
 
     @cached_property
     def lead_of_rank(self) -> dict[int, int]:
-        """For each rank, the rank that stands for it in a schedule: the first of those that act in one order.
+        """For each rank, the rank that stands for it in schedules, as `Node.rank`.
 
-        Ranks that share the layers of a stage act in one order; so do colocated modalities whose groups overlap.
+        Ranks that share the layers of a stage run the same actions in the same order, so a schedule lists the first of
+        them only: with ``tp_size=2`` it is ``{0: 0, 1: 0, 2: 2, 3: 2}``. Instances that overlap are joined.
         """
         found = {rank: rank for rank in range(self.layout.size)}
         for ranks in (ranks for stage in self.members for ranks in self.instances(stage) if len(ranks) > 1):
@@ -114,25 +116,25 @@ class Topology:
         return found
 
     def ranks_at(self, stage: StageKey, replica: int, index: int) -> tuple[int, ...]:
-        """The ranks that run a stage on a microbatch.
+        """Return the ranks that run a stage on a microbatch.
 
         Args:
-            stage: its key.
-            replica: of the loss modality.
-            index: of the microbatch in that replica's batch.
+            stage: key of the stage.
+            replica: replica of the loss modality.
+            index: index of the microbatch in that replica's batch.
         """
         return self.instances(stage)[self.layout.instance_of(stage.modality, replica, index)]
 
     def pp_of(self, modality: str, index: int) -> int:
-        """The pipeline rank of a stage: in turn, or there and back where the schedule is V-shaped."""
+        """Return the pipeline rank of stage number `index` of a modality."""
         return pp_rank_of(index, self.layout.sizes(modality).pp, v_shaped=self.v_shaped)
 
     def cuts_at(self, modality: str, pp: int) -> tuple[StageCut, ...]:
-        """The stages of a modality on one of its pipeline ranks."""
+        """Return the stages of a modality on one of its pipeline ranks."""
         return tuple(cut for cut in self.partition.stages[modality] if self.pp_of(modality, cut.index) == pp)
 
     def stages_of(self, rank: int) -> tuple[StageKey, ...]:
-        """The stages of one rank."""
+        """Return the stages of one rank."""
         return tuple(key for key in self.members if rank in self.ranks_of(key))
 
     def connected_replicas(self, rank: int) -> tuple[int, ...]:
