@@ -22,6 +22,7 @@ from typing import Any
 from torch import nn
 
 from lightning_mm5d.partition.find import Found, position
+from lightning_mm5d.source.trees import Source
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")
@@ -52,7 +53,7 @@ class Unit:
         return Unit(self.forward * factor, costs, self.recomputed)
 
 
-def units(root: nn.Module, found: Found) -> dict[str, tuple[Unit, ...]]:
+def units(root: nn.Module, found: Found, source: Source | None = None) -> dict[str, tuple[Unit, ...]]:
     """Return the units of each modality: before its layers, each layer, after them.
 
     Where a parameter is used before the layers and after them, it is in both units. A modality without a list of
@@ -61,11 +62,12 @@ def units(root: nn.Module, found: Found) -> dict[str, tuple[Unit, ...]]:
     Args:
         root: the LightningModule; the meta device will do.
         found: its modalities.
+        source: reads the code; shared with others that read the same.
     """
     owned = {path: name for name, encoder in found.encoders.items() for path in encoder.owns}
     lists = {name: list(root.get_submodule(path)._modules) if path else [] for name, path in found.layers.items()}
     rows: dict[str, list[dict[str, float]]] = {name: [{} for _ in range(len(keys) + 2)] for name, keys in lists.items()}
-    around = cache(partial(position, root))
+    around = cache(partial(position, source or Source(), root))
     memo: dict[str, tuple[str, list[int]]] = {}
     for full, cost, lookup in _costs(root, frozenset(path for path in found.layers.values() if path)):
         # whatever a leaf module holds stays together, so its parameters are placed once; not what is held by modules

@@ -11,8 +11,6 @@ It refuses names that it cannot find, paths that are not in the model, and modul
 from __future__ import annotations
 
 import difflib
-import inspect
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +19,9 @@ from torch import nn
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality, canonical_name, loss_modality_of
+from lightning_mm5d.source.names import mentions
 from lightning_mm5d.source.order import accesses
+from lightning_mm5d.source.trees import Source, method_of
 
 _GETTERS = {
     "get_image_features": "vision",
@@ -75,14 +75,20 @@ class Found:
     layers: dict[str, str | None]
 
 
-def find(root: nn.Module, modalities: Mapping[str, Modality]) -> Found:
+def find(root: nn.Module, modalities: Mapping[str, Modality], source: Source | None = None) -> Found:
     """Find the `modalities` in `root`.
+
+    Args:
+        root: the LightningModule.
+        modalities: the configuration.
+        source: reads the code; shared with others that read the same.
 
     Raises:
         ConfigError: a modality is not found, a path is not in the model, or nothing uses the module that it names.
     """
     loss_modality = loss_modality_of(modalities)
-    candidates = discover(root)
+    source = source or Source()
+    candidates = discover(root, source)
     encoders: dict[str, Encoder] = {}
     for name, modality in modalities.items():
         if name == loss_modality:
@@ -91,7 +97,7 @@ def find(root: nn.Module, modalities: Mapping[str, Modality]) -> Found:
         elif modality.module is None and modality.boundary is None:
             encoders[name] = _by_name(name, candidates)
         else:
-            encoders[name] = _by_path(root, name, modality)
+            encoders[name] = _by_path(source, root, name, modality)
     owned = [path for encoder in encoders.values() for path in encoder.owns]
     layers = {name: _largest_list(root, encoder.owns) for name, encoder in encoders.items()}
     others = [path for encoder in candidates.values() for path in encoder.owns]
@@ -99,49 +105,66 @@ def find(root: nn.Module, modalities: Mapping[str, Modality]) -> Found:
         root, ("",), without=owned
     )
     for name, encoder in encoders.items():
-        encoders[name] = _placed(root, encoder, layers[loss_modality])
+        encoders[name] = _placed(source, root, encoder, layers[loss_modality])
     return Found(loss_modality, encoders, {name: layers[name] for name in modalities})
 
 
-def discover(root: nn.Module) -> dict[str, Encoder]:
-    """Return the encoders that `root` declares in the customary ways, by canonical name."""
+def discover(root: nn.Module, source: Source | None = None) -> dict[str, Encoder]:
+    """Return the encoders that `root` declares in the customary ways, by canonical name; `source` as for `find`."""
+    source = source or Source()
+    found = _with_getters(source, root)
+    for name, towers in _TOWERS.items():
+        if name not in found and (tower := _tower(source, root, towers)):
+            found[name] = Encoder((tower,), (Boundary(tower),))
+    found = found or _encoder_of_decoder(source, root)
+    return {name: encoder for name, encoder in found.items() if encoder.boundaries}
+
+
+def _with_getters(source: Source, root: nn.Module) -> dict[str, Encoder]:
+    """The encoders that have a method for their result, such as ``get_image_features``; some have no boundary."""
     found: dict[str, tuple[list[str], list[Boundary]]] = {}
     for path, module in root.named_modules():
         for getter, name in _GETTERS.items():
-            if not inspect.isfunction(getattr(type(module), getter, None)):
+            if method_of(type(module), getter) is None:
                 continue
-            touched = accesses(module, getter)
+            touched = accesses(source, module, getter)
             if any(item.rpartition(".")[2] == getter for item in touched):
                 continue  # it hands the call on to an inner module, which is the one that forward calls
             owns = [_join(path, item) for item in _submodules(module, touched)]
             if not owns:
                 continue
-            if getter in accesses(module, "forward"):
-                boundary = [Boundary(path, getter)]
+            if getter in accesses(source, module, "forward"):
+                cuts = [Boundary(path, getter)]
             else:
                 owns = [item for item in owns if _largest_list(root, (item,))]
-                boundary = [Boundary(item) for item in owns]
-            entry = found.setdefault(name, ([], []))
-            entry[0].extend(item for item in owns if item not in entry[0])
-            entry[1].extend(boundary)
-    for name, towers in _TOWERS.items():
-        for path, module in root.named_modules() if name not in found else ():
-            held = [tower for tower in towers if isinstance(getattr(module, tower, None), nn.Module)]
-            if held and held[0] in accesses(module, *_STEPS):
-                owned = _join(path, held[0])
-                found[name] = ([owned], [Boundary(owned)])
-                break
-    if not found:
-        for path, module in root.named_modules():
-            config = getattr(module, "config", None)
-            inner = getattr(module, "encoder", None)
-            if getattr(config, "is_encoder_decoder", False) and isinstance(inner, nn.Module):
-                if "encoder" not in accesses(module, "forward"):
-                    continue
-                name = _MAIN_INPUT.get(getattr(inner, "main_input_name", ""), "encoder")
-                owned = _join(path, "encoder")
-                found[name] = ([owned], [Boundary(owned)])
-    return {name: Encoder(tuple(owns), tuple(cuts)) for name, (owns, cuts) in found.items() if cuts}
+                cuts = [Boundary(item) for item in owns]
+            held, boundaries = found.setdefault(name, ([], []))
+            held.extend(item for item in owns if item not in held)
+            boundaries.extend(cuts)
+    return {name: Encoder(tuple(owns), tuple(cuts)) for name, (owns, cuts) in found.items()}
+
+
+def _tower(source: Source, root: nn.Module, names: tuple[str, ...]) -> str | None:
+    """The path of the first submodule with one of `names` that the module around it uses."""
+    for path, module in root.named_modules():
+        held = next((name for name in names if isinstance(getattr(module, name, None), nn.Module)), None)
+        if held is not None and held in accesses(source, module, *_STEPS):
+            return _join(path, held)
+    return None
+
+
+def _encoder_of_decoder(source: Source, root: nn.Module) -> dict[str, Encoder]:
+    """The ``encoder`` of an encoder-decoder model, named after its main input."""
+    found: dict[str, Encoder] = {}
+    for path, module in root.named_modules():
+        inner = getattr(module, "encoder", None)
+        if not getattr(getattr(module, "config", None), "is_encoder_decoder", False):
+            continue
+        if isinstance(inner, nn.Module) and "encoder" in accesses(source, module, "forward"):
+            name = _MAIN_INPUT.get(getattr(inner, "main_input_name", ""), "encoder")
+            owned = _join(path, "encoder")
+            found[name] = Encoder((owned,), (Boundary(owned),))
+    return found
 
 
 def _by_name(name: str, candidates: Mapping[str, Encoder]) -> Encoder:
@@ -161,7 +184,7 @@ def _by_name(name: str, candidates: Mapping[str, Encoder]) -> Encoder:
     )
 
 
-def _by_path(root: nn.Module, name: str, modality: Modality) -> Encoder:
+def _by_path(source: Source, root: nn.Module, name: str, modality: Modality) -> Encoder:
     owns = _listed(modality.module)
     for path in owns:
         _resolve(root, path, f"modalities.{name}.module")
@@ -177,10 +200,10 @@ def _by_path(root: nn.Module, name: str, modality: Modality) -> Encoder:
     if not owns:
         for cut in boundaries:
             module = root.get_submodule(cut.path)
-            touched = [""] if cut.method == "forward" else _submodules(module, accesses(module, cut.method))
+            touched = [""] if cut.method == "forward" else _submodules(module, accesses(source, module, cut.method))
             owns += [_join(cut.path, item) for item in touched]
     for cut in boundaries:
-        if not _mentioned(root, cut):
+        if not _mentioned(source, root, cut):
             raise ConfigError(
                 f"modalities.{name}.module",
                 cut.name,
@@ -190,11 +213,11 @@ def _by_path(root: nn.Module, name: str, modality: Modality) -> Encoder:
     return Encoder(tuple(owns), tuple(boundaries))
 
 
-def _placed(root: nn.Module, encoder: Encoder, layers: str | None) -> Encoder:
+def _placed(source: Source, root: nn.Module, encoder: Encoder, layers: str | None) -> Encoder:
     """Find out whether `encoder` runs before `layers`, and whether its result is used only behind them."""
     precedes, late = bool(layers), False
     for cut in encoder.boundaries if layers else ():
-        before, after = position(root, cut.name, layers or "")
+        before, after = position(source, root, cut.name, layers or "")
         precedes = precedes and before and not after
         late = late or (after and not before)
         owner = root.get_submodule(cut.path)
@@ -202,10 +225,11 @@ def _placed(root: nn.Module, encoder: Encoder, layers: str | None) -> Encoder:
     return Encoder(encoder.owns, encoder.boundaries, precedes, late)
 
 
-def position(root: nn.Module, path: str, layers: str) -> tuple[bool, bool]:
+def position(source: Source, root: nn.Module, path: str, layers: str) -> tuple[bool, bool]:
     """Tell whether the module's code uses `path` before and after the list of layers at `layers`.
 
     Args:
+        source: reads the code.
         root: the LightningModule.
         path: dotted path of a module, parameter or method.
         layers: dotted path of the list.
@@ -224,7 +248,7 @@ def position(root: nn.Module, path: str, layers: str) -> tuple[bool, bool]:
     ancestor = root.get_submodule(".".join(one[:depth]))
     methods = _STEPS if depth == 0 else (*_GETTERS, "forward")
     for method in methods:
-        heads = [item.split(".")[0] for item in accesses(ancestor, method)]
+        heads = [item.split(".")[0] for item in accesses(source, ancestor, method)]
         if one[depth] not in heads or other[depth] not in heads:
             continue
         first = heads.index(other[depth])
@@ -283,26 +307,14 @@ def _owner(module: nn.Module, path: str) -> nn.Module:
     return module.get_submodule(parent) if _has_module(module, parent) else module
 
 
-def _mentioned(root: nn.Module, cut: Boundary) -> bool:
+def _mentioned(source: Source, root: nn.Module, cut: Boundary) -> bool:
     """Whether any ancestor's class mentions the callable outside of its constructor."""
     parts = cut.path.split(".") if cut.path else []
-    words = [parts[-1]] if cut.method == "forward" and parts else [cut.method]
-    words += ["getattr", "named_children", "children", "_modules"]
-    for depth in range(len(parts) + 1):
-        for cls in type(root.get_submodule(".".join(parts[:depth]))).__mro__:
-            if cls.__module__.startswith(("torch.", "lightning.")) or cls is object:
-                continue
-            for name, value in vars(cls).items():
-                value = getattr(value, "__func__", value)
-                if name == "__init__" or not inspect.isfunction(value):
-                    continue
-                try:
-                    source = inspect.getsource(inspect.unwrap(value))
-                except (OSError, TypeError):
-                    return True
-                if any(re.search(rf"\b{re.escape(word)}\b", source.split(":", 1)[-1]) for word in words):
-                    return True
-    return parts[-1:] != [] and parts[-1].isdigit()
+    word = parts[-1] if cut.method == "forward" and parts else cut.method
+    words = [word, "getattr", "named_children", "children", "_modules"]
+    classes = [cls for at in range(len(parts) + 1) for cls in type(root.get_submodule(".".join(parts[:at]))).__mro__]
+    own = [cls for cls in classes if not cls.__module__.startswith(("torch.", "lightning.")) and cls is not object]
+    return any(mentions(source, cls, words) for cls in own) or (parts[-1:] != [] and parts[-1].isdigit())
 
 
 def _resolve(root: nn.Module, path: str, field: str) -> None:

@@ -26,6 +26,7 @@ from lightning_mm5d.partition.balance import balance
 from lightning_mm5d.partition.costs import Unit, step_costs, units
 from lightning_mm5d.partition.find import Encoder, Found, find, position
 from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.source.trees import Source
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,9 @@ def partition(root: nn.Module, modalities: Mapping[str, Modality]) -> Partition:
     Raises:
         ConfigError: what is asked for does not fit the model.
     """
-    found = find(root, modalities)
-    rows = units(root, found)
+    source = Source()
+    found = find(root, modalities, source)
+    rows = units(root, found, source)
     trainable = frozenset(name for name, p in root.named_parameters(remove_duplicate=False) if p.requires_grad)
     sizes: dict[str, list[int]] = {}
     named: dict[str, StageKey] = {}
@@ -96,7 +98,7 @@ def partition(root: nn.Module, modalities: Mapping[str, Modality]) -> Partition:
     for name, counts in sizes.items():
         ends = [0, *accumulate(counts)]
         stages[name] = tuple(StageCut(name, index, *span) for index, span in enumerate(pairwise(ends)))
-    held = _held(root, found, rows, stages, named)
+    held = _held(source, root, found, rows, stages, named)
     return Partition(found.loss_modality, found.encoders, found.layers, stages, _owners(root, held), held)
 
 
@@ -205,6 +207,7 @@ def _from_names(
 
 
 def _held(
+    source: Source,
     root: nn.Module,
     found: Found,
     rows: Mapping[str, Sequence[Unit]],
@@ -218,7 +221,7 @@ def _held(
     moved = {full: path for full in costs if (path := _nearest_above(full, named)) is not None}
     extra: dict[tuple[StageKey, bool], dict[str, float]] = {}
     for full, path in moved.items():
-        before, _ = position(root, path, found.layers[named[path].modality] or "")
+        before, _ = position(source, root, path, found.layers[named[path].modality] or "")
         extra.setdefault((named[path], before), {})[full] = costs[full]
     held: dict[StageKey, tuple[Unit, ...]] = {}
     for name, cuts in stages.items():

@@ -1,22 +1,22 @@
-"""In which order a module's own code touches its submodules, read from the source, without running it.
+"""In which order a module's own code touches its submodules, and which fields of a method's result its callers read.
 
 A pipeline needs to know whether an embedding or a head is used before or after a list of layers, and whether an
 encoder is called before the language model. Registration order does not say (an embedding may be registered last),
 and running the model would need its inputs. So the order of attribute accesses is read from the syntax tree in
 evaluation order: arguments before the call that takes them, the model's own helper methods in place.
 
-It refuses nothing: what has no source, or is reached by ``getattr``, is simply not in the answer, and the caller
-falls back on registration order.
+The answer leaves out what has no source or is reached by ``getattr``; the caller falls back on registration order.
 """
 
 from __future__ import annotations
 
 import ast
-import inspect
-import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from types import FunctionType
 
 from torch import nn
+
+from lightning_mm5d.source.trees import Source, function_of, method_of
 
 # Bookkeeping of the frameworks themselves (weight tying, generation): following it would report accesses that a
 # forward pass does not make.
@@ -29,10 +29,11 @@ _NOT_FOLLOWED = (
 )
 
 
-def accesses(module: nn.Module, *methods: str) -> list[str]:
+def accesses(source: Source, module: nn.Module, *methods: str) -> list[str]:
     """Return what `methods` of `module` touch, in evaluation order.
 
     Args:
+        source: reads the methods.
         module: the module whose code is read.
         methods: names of its methods, for instance ``"forward"``; those that it lacks are left out.
 
@@ -40,37 +41,23 @@ def accesses(module: nn.Module, *methods: str) -> list[str]:
         Dotted paths relative to `module`: of submodules and parameters (``"decoder.norm"``), and of methods called on
         them or on the module itself (``"get_image_features"``, ``"model.encode"``).
     """
-    found: list[str] = []
-    for name in methods:
-        if inspect.isfunction(function := _unwrapped(type(module), name)):
-            found += _Reader(module, (function,)).read()
-    return found
-
-
-def _unwrapped(owner: type, name: str) -> Callable | None:
-    try:
-        return inspect.unwrap(inspect.getattr_static(owner, name))
-    except (AttributeError, ValueError):
-        return None
+    functions = [method_of(type(module), name) for name in methods]
+    return [path for one in functions if one is not None for path in _Reader(source, module, (one,)).read()]
 
 
 class _Reader:
     """Walks one function's syntax tree; `trail` is the chain of functions that led here, against recursion."""
 
-    def __init__(self, module: nn.Module, trail: tuple[Callable, ...]) -> None:
-        self._module, self._trail = module, trail
+    def __init__(self, source: Source, module: nn.Module, trail: tuple[FunctionType, ...]) -> None:
+        self._source, self._module, self._trail = source, module, trail
         self._found: list[str] = []
 
     def read(self) -> list[str]:
-        try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(self._trail[-1])))
-        except (OSError, TypeError, SyntaxError):
+        tree = self._source.tree(self._trail[-1])
+        if tree is None or not tree.args.args:
             return []
-        function = tree.body[0]
-        if not isinstance(function, ast.FunctionDef) or not function.args.args:
-            return []
-        self._self = function.args.args[0].arg
-        for statement in function.body:
+        self._self = tree.args.args[0].arg
+        for statement in tree.body:
             self._visit(statement)
         return self._found
 
@@ -108,7 +95,7 @@ class _Reader:
             assert isinstance(node.func, ast.Attribute)
             self._follow(self._next_in_mro(node.func.attr))
         elif chain == []:
-            self._follow(_unwrapped(type(self._module), "forward"))
+            self._follow(method_of(type(self._module), "forward"))
         elif chain is not None:
             self._touch(chain, called=True)
 
@@ -133,7 +120,7 @@ class _Reader:
             elif name in here._parameters:
                 path.append(name)
                 break
-            elif called and inspect.isfunction(function := _unwrapped(type(here), name)):
+            elif called and (function := method_of(type(here), name)) is not None:
                 self._found.append(".".join([*path, name]))
                 if here is self._module:
                     self._follow(function)
@@ -143,20 +130,17 @@ class _Reader:
         if path:
             self._found.append(".".join(path))
 
-    def _follow(self, function: Callable | None) -> None:
-        if not inspect.isfunction(function) or function in self._trail or len(self._trail) > 8:
+    def _follow(self, function: FunctionType | None) -> None:
+        if function is None or function in self._trail or len(self._trail) > 8:
             return
         if not function.__module__.startswith(_NOT_FOLLOWED):
-            self._found += _Reader(self._module, (*self._trail, function)).read()
+            self._found += _Reader(self._source, self._module, (*self._trail, function)).read()
 
-    def _next_in_mro(self, name: str) -> Callable | None:
+    def _next_in_mro(self, name: str) -> FunctionType | None:
         mro = type(self._module).__mro__
-        own = self._trail[-1]
-        owners = [index for index, cls in enumerate(mro) if inspect.unwrap(vars(cls).get(name, print)) is own]
-        for cls in mro[owners[0] + 1 :] if owners else ():
-            if name in vars(cls):
-                return _unwrapped(cls, name)
-        return None
+        owners = [index for index, cls in enumerate(mro) if function_of(vars(cls).get(name)) is self._trail[-1]]
+        behind = mro[owners[0] + 1 :] if owners else ()
+        return next((function_of(vars(cls)[name]) for cls in behind if name in vars(cls)), None)
 
 
 def _is_super(node: ast.AST) -> bool:
@@ -177,7 +161,7 @@ def _rest(node: ast.AST, field: str) -> Iterator[ast.AST]:
 
 
 def used_fields(root: nn.Module, path: str, method: str) -> frozenset[str] | None:
-    """Return the fields that all callers of a method read from its result, None where that cannot be told.
+    """Return the fields that all callers of a method read from its result, None where the code does not tell.
 
     Args:
         root: the LightningModule.
@@ -185,17 +169,17 @@ def used_fields(root: nn.Module, path: str, method: str) -> frozenset[str] | Non
             the same name only hand the call on.
         method: its name; for ``"forward"`` the answer is None.
     """
+    source = Source()
     parts = path.split(".") if path else []
     ancestors = {type(root.get_submodule(".".join(parts[:depth]))) for depth in range(len(parts) + 1)}
-    functions = {id(f): f for cls in ancestors for name in dir(cls) if name != method for f in [_unwrapped(cls, name)]}
+    functions = {method_of(cls, name) for cls in ancestors for name in dir(cls) if name != method} - {None}
     fields: set[str] = set()
     calls = 0
-    for function in functions.values():
-        if method == "forward" or not inspect.isfunction(function) or function.__module__.startswith(_NOT_FOLLOWED):
+    for function in functions:
+        if method == "forward" or function is None or function.__module__.startswith(_NOT_FOLLOWED):
             continue
-        try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-        except (OSError, TypeError, SyntaxError):
+        tree = source.tree(function)
+        if tree is None:
             return None
         parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
         for node in ast.walk(tree):

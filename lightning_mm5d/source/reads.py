@@ -1,23 +1,20 @@
 """What the code of a module's class reads: which numbers, which widths, and what happens between two of its layers.
 
-A divided module computes on this rank's heads and width, while its code may say ``self.embed_dim`` or take the width of
-its input. Whether that is so is read from the syntax tree of the class, without running it, so that a rule by names
-divides a module only where it is known to be right.
-
-It refuses nothing: what has no source is not known, and what is not known is not divided.
+A sharded module computes on this rank's heads and width, while its code may say ``self.embed_dim`` or take the width of
+its input. The syntax tree of the class tells, so that a rule by names shards a module only where that is right. A class
+without source is not known, and is not sharded.
 """
 
 from __future__ import annotations
 
 import ast
-import inspect
-import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Literal
 
 from torch import nn
+
+from lightning_mm5d.source.trees import Source, own_functions
 
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "num_query_heads", "n_local_heads")
 HEAD_WIDTHS = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim", "dim_head", "d_head", "d_kv")
@@ -58,10 +55,12 @@ class Between:
     """Whether values are cut, as in ``x[..., ::2]``, or multiplied as matrices."""
 
 
-def reads(cls: type[nn.Module]) -> Reads | None:
+def reads(source: Source, cls: type[nn.Module]) -> Reads | None:
     """Return what the code of `cls` reads, None where some of it has no source."""
-    methods = _methods(cls)
-    if methods is None or not any(method.name == "forward" for method in methods):
+    named = list(_methods(source, cls))
+    methods = [method for _, method in named if method is not None]
+    forward = next((method.args for name, method in named if name == "forward" and method is not None), None)
+    if forward is None or len(methods) < len(named):
         return None
     nodes = [node for method in methods for node in _body(method)]
     own = [node for node in nodes if isinstance(node, ast.Attribute) and _is_self(node.value)]
@@ -71,7 +70,6 @@ def reads(cls: type[nn.Module]) -> Reads | None:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute) and node.value in own
         if node.value.attr == "config"
     ]
-    forward = next(method for method in methods if method.name == "forward").args
     return Reads(
         attributes=frozenset(node.attr for node in own),
         config=frozenset(config),
@@ -82,9 +80,11 @@ def reads(cls: type[nn.Module]) -> Reads | None:
     )
 
 
-def between(cls: type[nn.Module], first: tuple[str, ...], last: str) -> Between | None:
+def between(source: Source, cls: type[nn.Module], first: tuple[str, ...], last: str) -> Between | None:
     """Return what happens between the attributes `first` and `last` of `cls`, None where no one method has them all."""
-    for method in _methods(cls) or ():
+    methods = [method for _, method in _methods(source, cls)]
+    for method in methods if None not in methods else ():
+        assert method is not None
         statements = [node for node in ast.walk(method) if isinstance(node, ast.stmt) and _is_simple(node)]
         places = {name: [s for s in statements if _mentions(s, name)] for name in (*first, last)}
         if not all(places.values()):
@@ -102,16 +102,15 @@ def between(cls: type[nn.Module], first: tuple[str, ...], last: str) -> Between 
     return None
 
 
-@cache
-def weights_read(cls: type[nn.Module]) -> frozenset[str]:
+def weights_read(source: Source, cls: type[nn.Module]) -> frozenset[str]:
     """Return the names of parts whose weights the code of `cls` takes as values: ``head`` for ``self.head.weight``.
 
     What looks at a weight's dtype or device only, or handles parameters (ties, initializes or saves them, or gives them
     to an optimizer), does not count.
     """
     found: set[str] = set()
-    for method in _methods(cls) or ():
-        if any(word in method.name for word in _HANDLES):
+    for name, method in _methods(source, cls):
+        if method is None or any(word in name for word in _HANDLES):
             continue
         nodes = list(_body(method))
         harmless = {
@@ -125,32 +124,23 @@ def weights_read(cls: type[nn.Module]) -> frozenset[str]:
     return frozenset(found)
 
 
-def _methods(cls: type[nn.Module]) -> list[ast.FunctionDef] | None:
-    """The syntax trees of all methods but constructors, those of torch, and overridden ones that nothing calls."""
+def _methods(source: Source, cls: type[nn.Module]) -> Iterator[tuple[str, ast.FunctionDef | None]]:
+    """Yield the methods by name, but constructors, those of torch, and overridden ones that nothing calls.
+
+    None stands for the tree of a method without source.
+    """
     bases = {"super", *(owner.__name__ for owner in cls.__mro__)}
-    found: list[ast.FunctionDef] = []
-    replaced: set[str] = set()
+    skipped = {"__init__", "__init_subclass__"}
     for owner in cls.__mro__:
         if owner is object or f"{owner.__module__}.".startswith(_NOT_READ):
             continue
-        for name, value in vars(owner).items():
-            function = inspect.unwrap(getattr(value, "__func__", value)) if _is_method(value) else None
-            if name in ("__init__", "__init_subclass__", *replaced) or not inspect.isfunction(function):
+        for name, function in own_functions(owner):
+            if name in skipped:
                 continue
-            try:
-                tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
-            except (OSError, TypeError, SyntaxError):
-                return None
-            if isinstance(tree, ast.FunctionDef):
-                tree.name = name
-                found.append(tree)
-                if not any(isinstance(node, ast.Name) and node.id in bases for node in ast.walk(tree)):
-                    replaced.add(name)
-    return found
-
-
-def _is_method(value: object) -> bool:
-    return callable(value) or isinstance(value, (staticmethod, classmethod))
+            tree = source.tree(function)
+            yield name, tree
+            if tree is not None and not any(isinstance(node, ast.Name) and node.id in bases for node in ast.walk(tree)):
+                skipped.add(name)
 
 
 def _body(method: ast.FunctionDef) -> Iterator[ast.AST]:

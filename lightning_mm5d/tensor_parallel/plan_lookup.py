@@ -16,6 +16,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.source.trees import Source
 from lightning_mm5d.tensor_parallel.family_plans import family_plan
 from lightning_mm5d.tensor_parallel.layer_plan import TensorParallelPlan
 from lightning_mm5d.tensor_parallel.plan_rules import metadata, rules, sizes
@@ -70,7 +71,8 @@ def plans_of(
     registered: list[str] = []
     skipped: list[str] = []
     claimed: set[int] = set()
-    own = metadata(root)
+    source = Source()
+    own = metadata(source, root)
     lists = [path for path, module in root.named_modules() if isinstance(module, (nn.ModuleList, nn.Sequential))]
     for path, module in root.named_modules():
         plans = _registered(type(module))
@@ -84,7 +86,7 @@ def plans_of(
         if not wanted(path) or _is_in(path, (*registered, *skipped)):
             continue
         chosen: list[TensorParallelPlan] = []
-        for plan in _candidates(module, own.get(path, ()), _is_in(path, lists)):
+        for plan in _candidates(source, module, own.get(path, ()), _is_in(path, lists)):
             held = {id(module.get_submodule(key)) for key in (*plan.column, *plan.row, *plan.experts)}
             if not held & claimed:
                 claimed |= held
@@ -95,12 +97,12 @@ def plans_of(
     return found
 
 
-def _candidates(module: nn.Module, own: Plans, in_layers: bool) -> Iterator[TensorParallelPlan]:
+def _candidates(source: Source, module: nn.Module, own: Plans, in_layers: bool) -> Iterator[TensorParallelPlan]:
     yield from own
     family = family_plan(module)
     if family is not None:
         yield family
-    yield from rules(module, in_layers)
+    yield from rules(source, module, in_layers)
 
 
 def _registered(cls: type) -> Plans:

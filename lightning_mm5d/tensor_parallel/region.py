@@ -10,7 +10,6 @@ starts from a number drawn from the common one, so that a recomputed layer draws
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,6 +28,8 @@ from lightning_mm5d.sharded.collectives import (
 )
 from lightning_mm5d.sharded.sequence_operations import is_tokens
 from lightning_mm5d.sharded.tensor import Sharded, from_local
+from lightning_mm5d.source.names import names
+from lightning_mm5d.source.trees import Source, method_of
 
 Linear = Callable[[nn.Module, Tensor, "Tensor | None"], Tensor]
 _Sequence = tuple[int, tuple[int, ...]]  # the divided dim, and its length on each rank
@@ -150,12 +151,16 @@ def drops(module: nn.Module) -> bool:
     A rate above 0 does, in a module or in its configuration, if its name or that of the module's class says what it is;
     and so does a forward that calls a dropout by a rate with no such name.
     """
+    source = Source()
     for part in module.modules():
         rates = [*_rates(part), *_rates(getattr(part, "config", None))]
-        code = getattr(inspect.unwrap(type(part).forward), "__code__", None)
-        calls = code is not None and "dropout" in code.co_names and not hasattr(part, "dropout")
-        if any(rate > 0 for rate in rates) or (calls and not rates):
+        if any(rate > 0 for rate in rates):
             return True
+        if not rates and not hasattr(part, "dropout"):
+            forward = method_of(type(part), "forward")
+            named = frozenset() if forward is None else names(source, forward, variables=False)
+            if named is None or "dropout" in named:
+                return True
     return False
 
 

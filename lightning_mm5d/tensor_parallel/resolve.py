@@ -20,6 +20,7 @@ from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.layout.even_split import even_ranges
 from lightning_mm5d.sharded.shards import Shard, joined
 from lightning_mm5d.source.reads import weights_read
+from lightning_mm5d.source.trees import Source
 from lightning_mm5d.tensor_parallel.layer_plan import TensorParallelPlan
 from lightning_mm5d.tensor_parallel.plan_rules import linear_of
 from lightning_mm5d.tensor_parallel.units import Units
@@ -221,8 +222,9 @@ class _Resolver:
 
     def add_vocabulary(self) -> None:
         """Divide the tables that models call their input and output embeddings, and only call."""
-        classes: set[Any] = {type(module) for module in self._root.modules()}
-        self._weights_read = frozenset[str]().union(*map(weights_read, classes))
+        source = Source()
+        classes = {type(module) for module in self._root.modules()}
+        self._weights_read = frozenset[str]().union(*(weights_read(source, cls) for cls in classes))
         for model in list(self._root.modules()):
             for method in _GETTERS:
                 table = self._table(model, method)

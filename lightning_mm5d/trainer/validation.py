@@ -21,6 +21,8 @@ from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality, loss_modality_of
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import SCHEDULES, Graph, Schedule, build, is_table
+from lightning_mm5d.source.names import names
+from lightning_mm5d.source.trees import Source, decorated
 
 
 def check_fields(
@@ -86,8 +88,9 @@ def check_module(
             "Manual optimization runs its own backward, and a schedule leaves no place for that",
             "Use automatic optimization, or one stage (colocate all modalities, tp_size=1, pp_size=1), no microbatches",
         )
-    clips = getattr(type(module).configure_gradient_clipping, "__code__", None)
-    if plan.division.shards and "clip_grad_norm_" in getattr(clips, "co_names", ()):
+    source = Source()
+    named = [names(source, function) for function in decorated(type(module).configure_gradient_clipping)]
+    if plan.division.shards and any(found is None or "clip_grad_norm_" in found for found in named):
         raise ConfigError(
             "configure_gradient_clipping",
             "clip_grad_norm_",

@@ -10,10 +10,7 @@ It refuses (`ConfigError`) layers that fail either.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from functools import lru_cache
-from types import CodeType, FunctionType
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -25,6 +22,8 @@ from lightning_mm5d.context_parallel.hooks.arguments import Arguments, item_dim,
 from lightning_mm5d.context_parallel.hooks.attention import Attention, Call
 from lightning_mm5d.partition.hidden_state import at, hidden_place
 from lightning_mm5d.sharded.tensor import Sharded
+from lightning_mm5d.source.names import class_names, forward_names
+from lightning_mm5d.source.trees import Source
 
 _PRODUCT = "scaled_dot_product_attention"
 
@@ -49,6 +48,7 @@ def check_layers(modalities: Mapping[str, Modality], root: nn.Module, layers: Ma
     Raises:
         ConfigError: with the path of the module.
     """
+    source = Source()
     for name, modality in modalities.items():
         if modality.cp_size == 1:
             continue
@@ -58,11 +58,19 @@ def check_layers(modalities: Mapping[str, Modality], root: nn.Module, layers: Ma
             raise ConfigError(f"modalities.{name}.cp_size", modality.cp_size, rule, "Use 1")
         if modality.cp_mode == "items":
             continue
+        classes = {type(module) for module in root.get_submodule(path).modules()}
+        read = {cls: (class_names(source, cls), forward_names(source, cls) or frozenset()) for cls in classes}
         for index, layer in root.get_submodule(path).named_children():
-            _check_layer(name, modality, f"{path}.{index}", layer)
+            _check_layer(name, modality, f"{path}.{index}", layer, read)
 
 
-def _check_layer(name: str, modality: Modality, path: str, layer: nn.Module) -> None:
+def _check_layer(
+    name: str,
+    modality: Modality,
+    path: str,
+    layer: nn.Module,
+    read: Mapping[type[nn.Module], tuple[frozenset[str] | None, frozenset[str]]],
+) -> None:
     def refuse(module: str, why: str) -> ConfigError:
         where = f"{path}.{module}" if module else path
         return ConfigError(
@@ -72,9 +80,14 @@ def _check_layer(name: str, modality: Modality, path: str, layer: nn.Module) -> 
             "Use cp_size=1; tp_size, pp_size and dp_size have no such limit",
         )
 
-    attends = [module for module, part in layer.named_modules() if _all_names(part) & {_INTERFACE, _PRODUCT}]
+    attends: list[str] = []
     for module, part in layer.named_modules():
-        names = _names(part)
+        every, _ = read[type(part)]
+        if every is None:
+            raise refuse(module, "has code without source, which does not tell whether it mixes tokens")
+        attends += [module] * bool(every & {_INTERFACE, _PRODUCT})
+    for module, part in layer.named_modules():
+        _, names = read[type(part)]
         bias = next((found for found in sorted(names) if found.startswith(_BIASES)), None)
         mixes = next((found for found in _MIXES if found in names), None)
         if module in attends and bias is not None:
@@ -109,40 +122,9 @@ def _scales_by_position(module: nn.Module) -> bool:
 
 def takes_products(modules: Iterable[nn.Module]) -> bool:
     """Whether code of `modules` calls torch's attention by itself."""
-    found = (_all_names(module) for module in modules)
+    source = Source()
+    found = (class_names(source, cls) or frozenset() for cls in {type(module) for module in modules})
     return any(_PRODUCT in names and _INTERFACE not in names for names in found)
-
-
-def _names(module: nn.Module) -> frozenset[str]:
-    """What the code of a module's forward names: globals, attributes and variables."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return frozenset() if code is None or type(module).__module__.startswith("torch.nn") else _names_in(code)
-
-
-def _all_names(module: nn.Module) -> frozenset[str]:
-    """What all code of a module's own classes names, and that of the functions beside them which its forward calls."""
-    found = _names(module)
-    for cls in type(module).__mro__:
-        if not cls.__module__.startswith(("torch.nn", "builtins")):
-            functions = (inspect.unwrap(value) for value in vars(cls).values() if callable(value))
-            found = found.union(*(_names_in(one.__code__) for one in functions if hasattr(one, "__code__")))
-    beside = getattr(inspect.unwrap(type(module).forward), "__globals__", {})
-    called = (beside.get(name) for name in _names(module))
-    local = [one for one in called if getattr(one, "__module__", None) == type(module).__module__]
-    return found.union(*(_names_in(one.__code__) for one in local if isinstance(one, FunctionType)))
-
-
-@lru_cache(maxsize=1024)
-def _names_in(code: CodeType) -> frozenset[str]:
-    return frozenset(_code_names(code))
-
-
-def _code_names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    yield from code.co_varnames
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _code_names(constant)
 
 
 def probe(

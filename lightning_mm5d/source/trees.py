@@ -1,0 +1,65 @@
+"""Syntax trees of functions: the one way in which this library reads users' code.
+
+Questions about code (`order`, `reads`, `names`) take a `Source`, which parses each function once and lives as long as
+the search or check that asks. Code is never run. A function without source (compiled, or made by ``exec``) is not
+known, and each question says what follows from that.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator
+from types import FunctionType
+from typing import Any
+
+
+def function_of(value: object) -> FunctionType | None:
+    """Return the function under decorators, ``staticmethod`` or ``classmethod``; None for anything else."""
+    try:
+        function = inspect.unwrap(getattr(value, "__func__", value))  # type: ignore[arg-type]
+    except ValueError:  # it wraps itself
+        return None
+    return function if inspect.isfunction(function) else None
+
+
+def decorated(function: Any) -> Iterator[FunctionType]:
+    """Yield what is called in turn: the decorators' functions around `function`, and what it is without them."""
+    inner = function_of(function)
+    while inspect.isfunction(function):
+        yield function
+        function = None if function is inner else getattr(function, "__wrapped__", None)
+
+
+def method_of(cls: type, name: str) -> FunctionType | None:
+    """Return the method that instances of `cls` have, as `function_of` does; None where there is none."""
+    return function_of(inspect.getattr_static(cls, name, None))
+
+
+def own_functions(cls: type) -> Iterator[tuple[str, FunctionType]]:
+    """Yield the names and functions of the methods that `cls` itself defines; properties are none."""
+    for name, value in vars(cls).items():
+        if (function := function_of(value)) is not None:
+            yield name, function
+
+
+class Source:
+    """Parses functions, each once."""
+
+    def __init__(self) -> None:
+        self._trees: dict[FunctionType, ast.FunctionDef | None] = {}
+
+    def tree(self, function: FunctionType) -> ast.FunctionDef | None:
+        """Return the syntax tree of `function`, None where it has no source of its own (also for a ``lambda``)."""
+        if function not in self._trees:
+            self._trees[function] = _parsed(function)
+        return self._trees[function]
+
+
+def _parsed(function: FunctionType) -> ast.FunctionDef | None:
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function.__code__))).body[0]
+    except (OSError, TypeError, SyntaxError):
+        return None
+    return tree if isinstance(tree, ast.FunctionDef) else None
