@@ -8,7 +8,7 @@ The largest part is found by bisection over the sums of runs of layers, the spli
 number of parts, where the end of the best first part moves one way only (F. F. Yao, *Efficient dynamic programming
 using quadrangle inequalities*, 1980).
 
-It refuses nothing: whoever calls it has checked that there is a layer for every part.
+The caller has checked that there is a layer for every part.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _ends(upto: Sequence[int], parts: int, bound: int) -> list[dict[int, int]]:
             sums = [(upto[stop] - before) ** 2 + squares[stop] for stop in range(start + 1, end + 1)]
             row[start] = min(sums, default=never)
             if row[start] >= never:
-                break  # earlier layers have even more behind them
+                break  # earlier layers have even more after them
             end = ends[start] = start + len(sums) - sums[::-1].index(row[start])
         squares = row
         found.append(ends)

@@ -9,7 +9,7 @@ matrices that a token passes have elements. Attention scores are left out: they 
   share that the nearest config tells.
 - Buffers are free.
 
-It refuses nothing: what it does not know counts whole.
+What is not known counts in full.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def units(root: nn.Module, found: Found, source: Source | None = None) -> dict[s
     """Return the units of each modality: before its layers, each layer, after them.
 
     Where a parameter is used before the layers and after them, it is in both units. A modality without a list of
-    layers has all in its first unit, and an empty one behind it.
+    layers has all in its first unit, and an empty one after it.
 
     Args:
         root: the LightningModule; the meta device will do.
@@ -79,7 +79,7 @@ def units(root: nn.Module, found: Found, source: Source | None = None) -> dict[s
             memo[holder] = _place(full, found, owned, lists, around)
         name, places = memo[holder]
         for place in places:
-            # a table that is looked up before the layers is a head where it is used again behind them
+            # a table that is looked up before the layers is a head where it is used again after them
             free = lookup and (place == 0 or len(places) == 1)
             rows[name][place][full] = 0.0 if free else cost
     again = {name: [_recomputed(root, f"{found.layers[name]}.{key}") for key in keys] for name, keys in lists.items()}

@@ -214,7 +214,7 @@ def _by_path(source: Source, root: nn.Module, name: str, modality: Modality) -> 
 
 
 def _placed(source: Source, root: nn.Module, encoder: Encoder, layers: str | None) -> Encoder:
-    """Find out whether `encoder` runs before `layers`, and whether its result is used only behind them."""
+    """Find out whether `encoder` runs before `layers`, and whether its result is used only after them."""
     precedes, late = bool(layers), False
     for cut in encoder.boundaries if layers else ():
         before, after = position(source, root, cut.name, layers or "")
@@ -265,7 +265,7 @@ def position(source: Source, root: nn.Module, path: str, layers: str) -> tuple[b
 
 
 def _largest_list(root: nn.Module, within: tuple[str, ...], without: tuple[str, ...] | list[str] = ()) -> str | None:
-    """The list of layers in `within`: the longest list of modules that have parts, the larger one of two alike."""
+    """The longest list in `within` of modules that have parts; of equally long ones that with more parameters."""
     for kind in (nn.ModuleList, nn.Sequential):
         lists: dict[str, tuple[int, int]] = {}
         for start in within:

@@ -2,7 +2,7 @@
 
 A stage is a run of consecutive layers of one modality, with what the module's own code uses before the first layer
 (embeddings) on the first stage and what it uses after the last (norms, heads) on the last. A parameter that several
-stages use (tied embeddings) has several owners. Layers are dealt out so that the slowest stage is as fast as can be,
+stages use (tied embeddings) has several owners. Layers are assigned so that the slowest stage is as fast as can be,
 unless a template says otherwise.
 
 It refuses more stages than layers, and templates that overlap, leave layers out or name what is not there.
@@ -85,8 +85,8 @@ def partition(root: nn.Module, modalities: Mapping[str, Modality]) -> Partition:
         if template is None:
             sizes[name] = even_lengths(_enough(name, modality, count), modality.num_cuts)
             if modality.num_cuts > 1:
-                behind = name == found.loss_modality and _behind_trained(found, modalities, rows, trainable)
-                sizes[name] = _balanced(rows[name], modality.num_cuts, trainable, behind)
+                passes_on = name == found.loss_modality and _after_trained(found, modalities, rows, trainable)
+                sizes[name] = _balanced(rows[name], modality.num_cuts, trainable, passes_on)
         elif template.offsets is not None:
             sizes[name] = _from_offsets(name, template.offsets, count)
         elif template.stages is not None and isinstance(template.stages[0], list):
@@ -102,7 +102,7 @@ def partition(root: nn.Module, modalities: Mapping[str, Modality]) -> Partition:
     return Partition(found.loss_modality, found.encoders, found.layers, stages, _owners(root, held), held)
 
 
-def _behind_trained(
+def _after_trained(
     found: Found,
     modalities: Mapping[str, Modality],
     rows: Mapping[str, Sequence[Unit]],
@@ -116,8 +116,8 @@ def _behind_trained(
     )
 
 
-def _balanced(row: Sequence[Unit], num_stages: int, trainable: frozenset[str], behind: bool) -> list[int]:
-    first, *layers, last = step_costs(row, trainable, behind)
+def _balanced(row: Sequence[Unit], num_stages: int, trainable: frozenset[str], passes_on: bool) -> list[int]:
+    first, *layers, last = step_costs(row, trainable, passes_on)
     # a layer without parameters still takes its time
     return balance([max(cost, 1.0) for cost in layers], num_stages, first=first, last=last)
 
@@ -229,11 +229,11 @@ def _held(
         for cut in cuts:
             # units of the row: 0 runs before the layers, 1 is the first layer, -1 runs after them
             start, end = cut.first + (cut.index > 0), cut.last + (2 if cut is cuts[-1] else 1)
-            ahead, behind = (cut.name, True), (cut.name, False)
+            before, after = (cut.name, True), (cut.name, False)
             held[cut.name] = (
-                *([Unit.of(extra[ahead])] if ahead in extra else ()),
+                *([Unit.of(extra[before])] if before in extra else ()),
                 *left[start:end],
-                *([Unit.of(extra[behind])] if behind in extra else ()),
+                *([Unit.of(extra[after])] if after in extra else ()),
             )
     return held
 

@@ -139,8 +139,8 @@ class _Reader:
     def _next_in_mro(self, name: str) -> FunctionType | None:
         mro = type(self._module).__mro__
         owners = [index for index, cls in enumerate(mro) if function_of(vars(cls).get(name)) is self._trail[-1]]
-        behind = mro[owners[0] + 1 :] if owners else ()
-        return next((function_of(vars(cls)[name]) for cls in behind if name in vars(cls)), None)
+        later = mro[owners[0] + 1 :] if owners else ()
+        return next((function_of(vars(cls)[name]) for cls in later if name in vars(cls)), None)
 
 
 def _is_super(node: ast.AST) -> bool:

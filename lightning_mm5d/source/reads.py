@@ -31,7 +31,7 @@ class Reads:
         attributes: names read from ``self``.
         config: names read from ``self.config``.
         calls: names of the functions and methods that are called, the last part of dotted ones.
-        input_widths: whether a method uses the last dim of one of its arguments, which may be whole or divided.
+        input_widths: whether a method uses the last dim of one of its arguments, which may be full or sharded.
         fused: how a fused projection is taken apart, where the code says it: ``"heads"`` for all queries, then keys,
             then values; ``"groups"`` for the query, key and value of each head together.
         arguments: names of the arguments of ``forward``.
@@ -117,7 +117,8 @@ def weights_read(source: Source, cls: type[nn.Module]) -> frozenset[str]:
             id(node.value) for node in nodes if isinstance(node, ast.Attribute) and node.attr in ("dtype", "device")
         }
         for node in nodes:
-            if isinstance(node, ast.Attribute) and node.attr == "weight" and id(node) not in harmless:
+            is_read = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and id(node) not in harmless
+            if isinstance(node, ast.Attribute) and node.attr == "weight" and is_read:
                 holder = node.value.func if isinstance(node.value, ast.Call) else node.value
                 if isinstance(holder, ast.Attribute):
                     found.add(holder.attr)

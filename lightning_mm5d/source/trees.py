@@ -58,8 +58,10 @@ class Source:
 
 
 def _parsed(function: FunctionType) -> ast.FunctionDef | None:
+    # of a decorator's function `inspect` would return what it wraps
+    code = function.__code__ if hasattr(function, "__wrapped__") else function
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function.__code__))).body[0]
+        tree = ast.parse(textwrap.dedent(inspect.getsource(code))).body[0]
     except (OSError, TypeError, SyntaxError):
         return None
     return tree if isinstance(tree, ast.FunctionDef) else None

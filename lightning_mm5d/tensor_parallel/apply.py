@@ -1,10 +1,9 @@
-"""Divides a module over the ranks of tensor parallel groups, in place: the same objects under the same names.
+"""Shards a module over the ranks of tensor parallel groups, in place: the same objects under the same names.
 
-Parameters keep their identity and hold this rank's part; linear layers, embeddings and experts get an instance
-attribute in front of their `forward`; attributes that count heads hold this rank's number. Everything computes on plain
-local tensors, with the collectives of `region` between. `remove` takes the patches away; the parts stay.
-
-It refuses nothing: a `Division` was checked when it was resolved.
+Parameters keep their identity and hold this rank's shard; linear layers, embeddings and experts get an instance
+attribute in front of their `forward`; attributes that count heads hold this rank's number. Everything computes on local
+tensors, with the collectives of `region` between. `remove` takes the patches away; parameters stay local. `resolve` has
+checked the `Division` before.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from lightning_mm5d.tensor_parallel.resolve import Division, Heads, Kind
 
 
 class TensorParallel:
-    """The divided modules of one rank.
+    """The sharded modules of one rank.
 
     Args:
-        root: the LightningModule, whole and equal on all ranks.
-        division: what is to be divided.
+        root: the LightningModule, with full parameters that are equal on all ranks.
+        division: what is sharded, and how.
         groups: this rank's tensor parallel groups by name; modules of other groups stay as they are.
         holds: whether this rank holds the parameter of a name; modules whose parameters it does not hold stay too.
         device: where this rank computes.
@@ -73,8 +72,8 @@ class TensorParallel:
         """Let the hidden state between tensor parallel regions be a shard of the sequence (Korthikanti et al. 2022,
         arXiv:2205.05198).
 
-        It is divided along its last but one dim at the entry of each of `layers` where it comes whole. Between them it
-        is a `Sharded`, which works on its part where it can and becomes whole where the model does anything else.
+        A full hidden state is sharded along its last but one dim where it enters one of `layers`. Between them it is a
+        `Sharded`, which computes on its local tensor where that is right and becomes full where it is not.
 
         Args:
             layers: list of layers whose hidden state is the first tensor among their arguments.

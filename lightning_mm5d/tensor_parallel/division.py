@@ -1,6 +1,6 @@
-"""Divides the modalities of a module that are given a tensor parallel degree: which plans apply, and what follows.
+"""Shards the modalities of a module that have a tensor parallel degree: which plans apply, and what follows.
 
-It refuses layers that no plan is known for, and parameters that colocated modalities of unlike degrees share.
+It refuses layers that no plan is known for, and parameters that colocated modalities of different degrees share.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 def divide(root: nn.Module, partition: Partition, modalities: Mapping[str, Modality]) -> Division:
-    """Return what tensor parallelism makes of `root`; says of what stays whole although its modality is divided.
+    """Return what tensor parallelism makes of `root`; logs which modules of a sharded modality stay full.
 
     Args:
         root: the LightningModule; the meta device will do.
@@ -36,16 +36,16 @@ def divide(root: nn.Module, partition: Partition, modalities: Mapping[str, Modal
         return Division()
 
     def place(parameter: str) -> tuple[str, int] | None:
-        # what several modalities share stays whole: their ranks are of different groups
+        # what several modalities share stays full: their ranks are in different groups
         users = {stage.rpartition(".")[0] for stage in partition.owners[parameter]}
         return (user, degrees[user]) if len(users) == 1 and (user := next(iter(users))) else None
 
-    divided = [name for name in partition.owners if (found := place(name)) is not None and found[1] > 1]
-    around = {name.rsplit(".", cut)[0] for name in divided for cut in range(1, name.count(".") + 1)} | {""}
+    sharded = [name for name in partition.owners if (found := place(name)) is not None and found[1] > 1]
+    around = {name.rsplit(".", cut)[0] for name in sharded for cut in range(1, name.count(".") + 1)} | {""}
     layers = {name: path for name, path in partition.layers.items() if degrees[name] > 1}
     division = resolve(root, plans_of(root, around.__contains__, layers), place)
     for path, why in division.whole.items():
-        _log.warning("%s is computed whole on every tensor parallel rank: %s", path, why)
+        _log.warning("%s is computed in full on every tensor parallel rank: %s", path, why)
     return division
 
 

@@ -4,7 +4,7 @@ Each entry was read from the code of the class in transformers and is tried agai
 of classes; a class counts with all that derive from it, if it and its forward come from transformers or from the code
 that a model on the Hub brings along.
 
-It refuses nothing; a class that is not here is left to other sources.
+Other sources decide about a class that is not here.
 """
 
 from __future__ import annotations

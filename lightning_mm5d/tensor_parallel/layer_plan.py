@@ -1,11 +1,9 @@
-"""What a user, a table or a rule says about how one class of modules is divided: plain data, without torch.
+"""How one class of modules is sharded, as a user, a table or a rule says it: plain data, without torch.
 
 A plan speaks of the modules inside one module (an attention, a multilayer MLP), by paths relative to it. The
-scheme is that of Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053): *column* projections compute a part of their
-outputs on each rank, what follows works on that part, and *row* projections compute a part of the sum that is their
-output, which the ranks add up.
-
-It refuses nothing; `resolve` checks a plan against the modules that it is for.
+scheme is that of Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053): *column* projections compute some of their
+outputs on each rank, what follows works on these, and *row* projections compute a partial sum of their output, which
+the ranks add up. `resolve` checks a plan against its modules.
 """
 
 from __future__ import annotations
@@ -19,28 +17,28 @@ Part = Literal["heads", "key_value_heads", "groups", "width"]
 
 @dataclass(frozen=True, kw_only=True)
 class TensorParallelPlan:
-    """How a module is divided over tensor parallel ranks. All paths are relative to that module.
+    """How a module is sharded over tensor parallel ranks. All paths are relative to that module.
 
     Args:
-        column: linear layers whose outputs are divided, each with what its outputs are made of, one after the other:
+        column: linear layers whose outputs are sharded, each with what its outputs are made of, one after the other:
             ``"heads"`` (query heads), ``"key_value_heads"``, ``"groups"`` (for each key and value head its query heads
-            and then its key and its value, as one unit) or ``"width"`` (anything that may be divided anywhere).
+            and then its key and its value, as one unit) or ``"width"`` (anything that may be sharded anywhere).
             ``("heads", "heads", "heads")`` is a fused projection of all queries, then keys, then values; ``("width",
             "width")`` a fused gate and up projection. A part is as wide as its number of units times a width that
             follows from the size of the layer.
-        row: linear layers whose inputs are divided alike, by the parts of their inputs; their outputs are summed.
+        row: linear layers whose inputs are sharded, by the parts of their inputs; their outputs are summed.
         experts: modules that hold experts as tensors ``[experts, out, in]``: their inputs are copied to the ranks and
-            their output is summed, and `parameters` says what is divided in them.
+            their output is summed, and `parameters` says what is sharded in them.
         heads: path of the attribute with the number of query heads, or the number; needed where a part counts heads.
         key_value_heads: the same for key and value heads. Unset: as many as query heads.
         local: paths of attributes that hold numbers of heads or widths and must hold this rank's on each rank, with
             the part that they count, or ``"group_size"`` for the query heads of one key and value head; the attributes
             of `heads` and `key_value_heads` are among them without being named. A path through something that is no
             module, such as ``"config.num_attention_heads"``, is set on a copy of it that this module alone sees.
-        whole_width: whether the module divides the width of its input, which is whole, by the attribute `heads` to get
-            the width of a head: ``width // heads`` of this rank's number must be what it is of the whole number.
-        parameters: parameters and buffers beside the linear layers' that are divided: path to ``(dim, part, ...)``.
-        shared: paths of parameters, or of modules with parameters, that are whole on every rank but work on divided
+        whole_width: whether the module divides the width of its input, which is full, by the attribute `heads` to get
+            the width of a head: ``width // heads`` must give the same with this rank's number as with that of all ranks.
+        parameters: parameters and buffers beside the linear layers' that are sharded: path to ``(dim, part, ...)``.
+        shared: paths of parameters, or of modules with parameters, that are full on every rank but work on sharded
             values, such as norms of single heads; their gradients are summed.
         arguments: arguments of the module that have an entry for each head: name to the dim of the heads; where heads
             and samples are one dim, heads running fastest, its negative minus 1 (``-1`` is dim 0).

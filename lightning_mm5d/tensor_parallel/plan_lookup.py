@@ -1,10 +1,10 @@
-"""Finds how the modules of a model can be divided over tensor parallel ranks: plans by path.
+"""Finds how the modules of a model can be sharded over tensor parallel ranks: plans by path.
 
 For each module, the first of these that knows it: what the user registered, the model's own ``tp_plan``, the table of
-families, rules by names of linear layers. What none of them knows is left whole: every rank computes it alike, which is
+families, rules by names of linear layers. What none of them knows stays full: every rank computes the same, which is
 right and gains nothing.
 
-It refuses a layer of a modality that is to be divided and in which nothing can be.
+It refuses a layer of a sharded modality in which no module can be sharded.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _REGISTERED: dict[type[nn.Module] | str, Plans] = {}
 
 
 def register_tensor_parallel_plan(cls: type[nn.Module] | str, *plans: TensorParallelPlan) -> None:
-    """Say how the instances of a class are divided over tensor parallel ranks.
+    """Say how the instances of a class are sharded over tensor parallel ranks.
 
     It holds for everything in an instance: no other plan is looked for in it, but those of registered classes. A plan
-    that names no layer leaves the instances whole. A second call for the same class replaces the first.
+    that names no layer leaves the instances full. A second call for the same class replaces the first.
 
     Args:
         cls: the class, or its name; it counts for classes that derive from it, too.
@@ -60,12 +60,12 @@ def plans_of(
 
     Args:
         root: the LightningModule, on any device.
-        wanted: whether the module at a path is to be divided.
+        wanted: whether the module at a path is to be sharded.
         layers: path of the list of layers of each modality, None where it has none. In each layer of these that is
-            wanted and has a linear layer something must be divided.
+            wanted and has a linear layer a plan must shard something.
 
     Raises:
-        ConfigError: there is a layer in which nothing can be divided.
+        ConfigError: there is a layer in which nothing can be sharded.
     """
     found: dict[str, Plans] = {}
     registered: list[str] = []
@@ -117,7 +117,7 @@ def _is_in(path: str, parents: list[str] | tuple[str, ...]) -> bool:
     return any(not parent or path == parent or path.startswith(f"{parent}.") for parent in parents)
 
 
-# --- layers in which nothing is divided ---
+# --- layers in which nothing is sharded ---
 
 
 def _check_layers(
@@ -133,7 +133,7 @@ def _check_layers(
                     f"modalities.{modality}.tp_size",
                     type(layer).__name__,
                     f"No tensor parallel plan is known for the layers of {path}: {_linears(layer)}",
-                    f"Use tp_size=1, or say how they are divided: {_example(layer)}",
+                    f"Use tp_size=1, or say how they are sharded: {_example(layer)}",
                 )
 
 

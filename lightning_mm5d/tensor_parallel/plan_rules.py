@@ -2,7 +2,7 @@
 
 A name says what a linear layer is for, not what is done with its output. So a rule holds only where everything in the
 module is accounted for: each parameter, each number that its code reads, the sizes of all layers, and for a MLP
-what happens between its layers. What is not is left whole, which is right and only slower.
+what happens between its layers. Anything else stays full, which is right and only slower.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _PERCEPTRONS = (
     (("ffn",), "ffn_output"),
     (("intermediate_dense",), "output_dense"),
 )
-# linear_1 and linear_2 are also what projectors are made of, which are too small to divide
+# linear_1 and linear_2 are also what projectors are made of, which are too small to shard
 _PERCEPTRONS_IN_LAYERS = ((("linear_1",), "linear_2"),)
 _SIBLING_PERCEPTRONS = (("intermediate", "output"), ("intermediate_query", "output_query"))
 
@@ -253,7 +253,7 @@ def _head_norms(source: Source, holder: nn.Module, names: set[str], width: int, 
         if shapes == {(width,)} and heads > 1 and is_norm and _HEAD_NORM.fullmatch(name):
             found.append(name)
         elif not (is_norm and order[-1:] == [name] and order.count(name) == 1 and order[-2] in names):
-            return None  # but for a norm of the whole output, behind the last layer
+            return None  # but for a norm of the full output, after the last layer
     return tuple(found)
 
 
@@ -344,7 +344,7 @@ def _from_styles(
 
 
 def _experts(source: Source, experts: nn.Module, styles: Mapping[str, str]) -> dict[str, tuple[int | str, ...]]:
-    """Return what is divided in a module of experts, nothing where the styles of its tensors do not fit its code."""
+    """Return what is sharded in a module of experts, nothing where the styles of its tensors do not fit its code."""
     code = reads(source, type(experts))
     tensors = dict(experts.named_parameters())
     if code is None or any(tensor.dim() != 3 for tensor in tensors.values()) or set(tensors) != set(styles):

@@ -1,4 +1,4 @@
-"""The stretch of a forward in which each rank works on its own part: from column layers to the row layer behind them.
+"""The stretch of a forward in which each rank works on local tensors: from column layers to the row layer after them.
 
 On the way in a value is copied to the ranks (its partial gradients are summed), or a sequence shard is gathered; on the
 way out the partial results are summed, or summed and scattered again. Layers that take the same input share one copy,
@@ -32,12 +32,12 @@ from lightning_mm5d.source.names import names
 from lightning_mm5d.source.trees import Source, method_of
 
 Linear = Callable[[nn.Module, Tensor, "Tensor | None"], Tensor]
-_Sequence = tuple[int, tuple[int, ...]]  # the divided dim, and its length on each rank
+_Sequence = tuple[int, tuple[int, ...]]  # the sharded dim, and its length on each rank
 _OF_MODULES = ("summary_", "classifier_")  # of heads that a model may not have, and that have modules for it
 
 
 class Region:
-    """What the divided layers of one modality share on this rank.
+    """What the sharded layers of one modality share on this rank.
 
     Args:
         group: its tensor parallel ranks.
@@ -54,14 +54,14 @@ class Region:
         self._left: tuple[_Sequence, ...] = ()
 
     def enter(self, x: Tensor, training: bool) -> Tensor:
-        """Return `x` for work on divided weights; the same `x` gives the same result until `leave`."""
+        """Return `x` for work on sharded weights; the same `x` gives the same result until `leave`."""
         if training:
             self._switch()
         wants = x.requires_grad and torch.is_grad_enabled()
         for source, entered, version in self._came:
             if x is source and version == _version(x) and entered.requires_grad == wants:
                 return entered
-        # what lies between these layers may ask for the whole's shape, so tokens of other ranks are gathered
+        # code between these layers may ask for the full shape, so tokens of other ranks are gathered
         local = x.full() if isinstance(x, Sharded) and is_tokens(x.group) else x
         if isinstance(local, Sharded):
             self._sequences += ((local.sharded_dim, local.lengths),)
@@ -72,9 +72,9 @@ class Region:
         return entered
 
     def leave(self, y: Tensor) -> Tensor:
-        """Return the sum of the partial `y` over ranks: whole, or a shard of the sequence where shards came in.
+        """Return the sum of the partial `y` over ranks: full, or a shard of the sequence where shards came in.
 
-        Where nothing came in, `y` is that of an adapter, and becomes what its layer's was.
+        Where nothing came in, `y` is an adapter's result and becomes full or sharded as that of its layer did.
         """
         if self._came:
             self._left = self._sequences
@@ -91,7 +91,7 @@ class Region:
 
     @contextmanager
     def closing(self) -> Iterator[None]:
-        """`forget` where the work stops: checkpointing stops a recomputation behind the last tensor that it needs."""
+        """`forget` where the work stops: checkpointing stops a recomputation after the last tensor that it needs."""
         try:
             yield
         except BaseException:
@@ -148,8 +148,8 @@ def linear(module: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
 def drops(module: nn.Module) -> bool:
     """Whether anything in `module` may drop values out in training.
 
-    A rate above 0 does, in a module or in its configuration, if its name or that of the module's class says what it is;
-    and so does a forward that calls a dropout by a rate with no such name.
+    True for a rate above 0 in a module or its configuration, where the name of the rate or of the class contains
+    "drop"; for a forward that names ``dropout`` where there is no such rate; and for a forward without source.
     """
     source = Source()
     for part in module.modules():

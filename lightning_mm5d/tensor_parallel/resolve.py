@@ -1,9 +1,9 @@
-"""Works out, from plans, which parameter of a module is divided how, and what each divided module does.
+"""Resolves plans: which parameter of a module is sharded how, and what each sharded module does.
 
 The result is plain data about names, shapes and ranks, the same on all ranks and made before any process exists. The
-vocabulary is divided too: tables that a Hugging Face model calls its input and output embeddings, tied or not.
+vocabulary is sharded too: tables that a Hugging Face model calls its input and output embeddings, tied or not.
 
-What cannot be divided stays whole, is computed alike on every rank, and is listed in `Division.whole`. It refuses plans
+What cannot be sharded stays full, every rank computes it, and `Division.whole` lists it. It refuses plans
 that do not fit their modules, projections that are not plain linear layers, and adapters that it does not know.
 """
 
@@ -51,15 +51,15 @@ class Division:
 
     Attributes:
         degrees: ranks of each tensor parallel group by name.
-        shards: of every divided parameter and buffer, tied ones under each of their names.
-        shared: names of parameters that are whole on every rank and whose gradients are summed over them.
+        shards: of every sharded parameter and buffer, tied ones under each of their names.
+        shared: names of parameters that are full on every rank and whose gradients are summed over ranks.
         roles: what modules do, by path: ``column`` and ``row`` linear layers, ``experts``, the vocabulary's
-            ``embedding`` and ``head``, and the dropouts of adapters: ``dropout`` of whole values at a column layer,
+            ``embedding`` and ``head``, and the dropouts of adapters: ``dropout`` of full values at a column layer,
             ``own_dropout`` of each rank's part at a row layer.
         heads: of attention modules whose arguments or results count heads, by path.
         local: values of attributes on each rank, by path of the module and name.
         groups: name of the tensor parallel group of every path and name in the other fields.
-        whole: modules that a plan would divide and that stay whole, by path, with the reason.
+        whole: modules that a plan would shard and that stay full, by path, with the reason.
     """
 
     degrees: Mapping[str, int] = field(default_factory=dict)
@@ -77,7 +77,7 @@ def resolve(
     plans: Mapping[str, Sequence[TensorParallelPlan]],
     place: Callable[[str], tuple[str, int] | None],
 ) -> Division:
-    """Return how `root` is divided.
+    """Return how `root` is sharded.
 
     Args:
         root: the LightningModule; the meta device will do.
@@ -158,7 +158,7 @@ class _Resolver:
             self._local[_join(path, owner), last] = values
             self._groups[_join(path, owner)] = name
         if plan.heads is not None:
-            # Hugging Face's attentions return the weights of their heads behind what they attend to
+            # Hugging Face's attentions return the weights of their heads after the attended values
             results = plan.results or {1: 1}
             self._heads[path] = Heads(units.lengths("heads"), plan.arguments, results)
             self._groups[path] = name
@@ -181,7 +181,7 @@ class _Resolver:
             raise ConfigError(
                 path,
                 type(module).__name__,
-                "A projection that is divided over tensor parallel ranks is a linear layer",
+                "A projection that is sharded over tensor parallel ranks is a linear layer",
                 "Use nn.Linear there, or tp_size=1",
             )
         weight = module.weight
@@ -196,7 +196,7 @@ class _Resolver:
     def _adapters(
         self, path: str, module: nn.Module, kind: Kind, units: Units, parts: Sequence[str], group: str
     ) -> None:
-        """Divide the low-rank adapters (LoRA, as PEFT wraps them) of a linear layer as the layer is."""
+        """Shard the low-rank adapters (LoRA, as PEFT wraps them) of a linear layer as the layer is."""
         strange = {
             name
             for name, _ in module.named_parameters()
@@ -208,12 +208,12 @@ class _Resolver:
             raise ConfigError(
                 path,
                 type(module).__name__,
-                f"Of adapters on divided layers LoRA's two matrices are known, and this one has {sorted(strange)}",
+                f"Of adapters on sharded layers LoRA's two matrices are known, and this one has {sorted(strange)}",
                 "Use plain LoRA (no DoRA), leave these layers out of target_modules, or use tp_size=1",
             )
-        divided = "lora_B" if kind == "column" else "lora_A"
-        for key in getattr(module, divided, {}):
-            self._one_linear(f"{path}.{divided}.{key}", kind, units, parts, group)
+        sharded = "lora_B" if kind == "column" else "lora_A"
+        for key in getattr(module, sharded, {}):
+            self._one_linear(f"{path}.{sharded}.{key}", kind, units, parts, group)
         for key, dropout in getattr(module, "lora_dropout", {}).items():
             if isinstance(dropout, nn.Dropout):
                 self._set_role(f"{path}.lora_dropout.{key}", "dropout" if kind == "column" else "own_dropout", group)
@@ -221,7 +221,7 @@ class _Resolver:
     # --- the vocabulary ---
 
     def add_vocabulary(self) -> None:
-        """Divide the tables that models call their input and output embeddings, and only call."""
+        """Shard the tables that models name as input and output embeddings and use in no other way."""
         source = Source()
         classes = {type(module) for module in self._root.modules()}
         self._weights_read = frozenset[str]().union(*(weights_read(source, cls) for cls in classes))
@@ -284,7 +284,7 @@ class _Resolver:
                 raise ConfigError(
                     alias,
                     name,
-                    "A parameter with two uses is divided in one way, and their plans differ",
+                    "A parameter with two uses is sharded in one way, and their plans differ",
                     "Untie it, or use tp_size=1",
                 )
 
@@ -299,7 +299,7 @@ class _Resolver:
             self._shared.update(self._names[id(parameter)])
 
     def _group(self, path: str, module: nn.Module) -> tuple[str, int] | None:
-        """The group that holds a module; None where there is nothing to divide."""
+        """The group that holds a module; None where there is nothing to shard."""
         first = next((name for name, _ in module.named_parameters(prefix=path, remove_duplicate=False)), None)
         group = None if first is None else self._place(first)
         return None if group is None or group[1] == 1 else group

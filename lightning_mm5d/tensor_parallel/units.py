@@ -17,7 +17,7 @@ from lightning_mm5d.tensor_parallel.layer_plan import TensorParallelPlan
 
 
 class OwnHeads(int):
-    """This rank's number of heads, in a module that divides its input's width, which is whole, by the number of all."""
+    """This rank's number of heads, for a module that divides the full width of its input by the number of all heads."""
 
     whole: int
 
@@ -42,7 +42,7 @@ class Units:
         degree: number of ranks.
 
     Attributes:
-        why_whole: why the module cannot be divided; empty where it can.
+        why_whole: why the module cannot be sharded; empty where it can.
     """
 
     def __init__(self, path: str, module: nn.Module, plan: TensorParallelPlan, degree: int) -> None:

@@ -1,0 +1,124 @@
+"""What the code of a class mentions, and what follows where the code has no source."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.modality import Modality
+from lightning_mm5d.context_parallel.hooks.support import check_layers
+from lightning_mm5d.source.names import class_names, forward_names, mentions, names
+from lightning_mm5d.source.reads import reads, weights_read
+from lightning_mm5d.source.trees import Source, decorated, function_of, method_of, own_functions
+from lightning_mm5d.tensor_parallel.region import drops
+
+
+def outer(value: Any) -> Any:
+    return value
+
+
+def logged(function: Callable) -> Callable:
+    @functools.wraps(function)
+    def around(*args: Any, **kwargs: Any) -> Any:
+        return outer(function(*args, **kwargs))
+
+    return around
+
+
+def helper(query: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(query, query, query)
+
+
+class Attention(nn.Module):
+    """Attends through a function beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.only_made = nn.Linear(2, 2)
+
+    @logged
+    def forward(self, hidden: Tensor, rate: float = 0.5) -> Tensor:
+        inner: Tensor = helper(hidden)
+        return inner.reshape(-1) + getattr(self, "by_string")  # noqa: B009
+
+    @staticmethod
+    def scaled(value: Tensor) -> Tensor:
+        return value * 2
+
+
+def without_source(body: str) -> type[nn.Module]:
+    """A class of modules whose forward returns `body` of ``x`` and is compiled from a string."""
+    scope: dict[str, Any] = {"nn": nn, "F": F}
+    exec(f"class Hidden(nn.Module):\n    def forward(self, x):\n        return {body}\n", scope)
+    return scope["Hidden"]
+
+
+def test_a_function_is_found_under_decorators_and_descriptors() -> None:
+    assert [name for name, _ in own_functions(Attention)] == ["__init__", "forward", "scaled"]
+    forward = method_of(Attention, "forward")
+    assert forward is not None
+    assert forward.__code__.co_firstlineno != Attention.forward.__code__.co_firstlineno
+    assert list(decorated(Attention.forward)) == [Attention.forward, forward]
+    assert function_of(len) is None
+    assert function_of(functools.partial(outer, 1)) is None
+    assert method_of(Attention, "no_such_method") is None
+
+
+def test_names_are_those_in_the_body() -> None:
+    found = names(Source(), method_of(Attention, "forward"))  # type: ignore[arg-type]
+    assert found == {"self", "hidden", "rate", "inner", "helper", "reshape", "getattr"}
+    outside = names(Source(), method_of(Attention, "forward"), variables=False)  # type: ignore[arg-type]
+    assert outside == {"helper", "reshape", "getattr"}
+
+
+def test_functions_beside_a_class_count_where_its_forward_names_them() -> None:
+    source = Source()
+    assert "scaled_dot_product_attention" in (class_names(source, Attention) or ())
+    assert "scaled_dot_product_attention" not in (forward_names(source, Attention) or ())
+
+
+def test_torchs_own_layers_name_nothing() -> None:
+    assert class_names(Source(), nn.Linear) == forward_names(Source(), nn.Linear) == frozenset()
+
+
+@pytest.mark.parametrize(("word", "expected"), [("helper", True), ("by_string", True), ("only_made", False)])
+def test_words_are_looked_for_outside_of_the_constructor(word: str, expected: bool) -> None:
+    assert mentions(Source(), Attention, [word]) is expected
+
+
+def test_code_without_source_is_not_known() -> None:
+    hidden, source = without_source("x"), Source()
+    assert reads(source, hidden) is forward_names(source, hidden) is class_names(source, hidden) is None
+    assert weights_read(source, hidden) == frozenset()
+    assert mentions(source, hidden, ["anything"])
+
+
+def test_code_without_source_may_drop_values_out() -> None:
+    assert drops(without_source("F.dropout(x, 0.1)")())
+    assert not drops(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+
+
+def test_a_layer_without_source_may_mix_tokens_and_is_refused() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.mixer = Attention(), without_source("x.cumsum(1)")()
+
+    root = nn.Module()
+    root.layers = nn.ModuleList([Layer()])
+    with pytest.raises(ConfigError, match=r"layers\.0\.mixer \(Hidden\) has code without source"):
+        check_layers({"language": Modality(cp_size=2)}, root, {"language": "layers"})
+    root.layers = nn.ModuleList([Attention()])
+    check_layers({"language": Modality(cp_size=2)}, root, {"language": "layers"})
+
+
+def test_each_function_is_parsed_once() -> None:
+    source, function = Source(), method_of(Attention, "forward")
+    assert function is not None
+    assert source.tree(function) is source.tree(function)
