@@ -36,7 +36,7 @@ class TensorParallelPlan:
             of `heads` and `key_value_heads` are among them without being named. A path through something that is no
             module, such as ``"config.num_attention_heads"``, is set on a copy of it that this module alone sees.
         whole_width: whether the module divides the width of its input, which is full, by the attribute `heads` to get
-            the width of a head: ``width // heads`` must give the same with this rank's number as with that of all ranks.
+            the width of a head: ``width // heads`` must be the same with this rank's number as with that of all.
         parameters: parameters and buffers beside the linear layers' that are sharded: path to ``(dim, part, ...)``.
         shared: paths of parameters, or of modules with parameters, that are full on every rank but work on sharded
             values, such as norms of single heads; their gradients are summed.
