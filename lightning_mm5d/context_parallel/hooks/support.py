@@ -103,16 +103,16 @@ def _check_layer(
         raise refuse("", f"has no attention through transformers' attention interface or torch's {_PRODUCT}")
     for module in attends:
         config = getattr(layer.get_submodule(module), "config", None)
-        for field in _DROPOUTS:
-            rate = getattr(config, field, 0.0)
-            if isinstance(rate, (int, float)) and rate > 0:
-                raise ConfigError(
-                    f"modalities.{name}.cp_size",
-                    modality.cp_size,
-                    f"The config of {path}.{module} drops out attention weights ({field}={rate}), which lie on several "
-                    "ranks",
-                    f"Set {field}=0.0 in the model's config, as most recipes do, or use cp_size=1",
-                )
+        rates = {field: getattr(config, field, 0.0) for field in _DROPOUTS}
+        dropped = next((field for field, rate in rates.items() if isinstance(rate, (int, float)) and rate > 0), None)
+        if dropped is not None:
+            raise ConfigError(
+                f"modalities.{name}.cp_size",
+                modality.cp_size,
+                f"The config of {path}.{module} drops out attention weights ({dropped}={rates[dropped]}), which lie on "
+                "several ranks",
+                f"Set {dropped}=0.0 in the model's config, as most recipes do, or use cp_size=1",
+            )
 
 
 def _scales_by_position(module: nn.Module) -> bool:
