@@ -65,7 +65,7 @@ def mentions(source: Source, cls: type, words: list[str]) -> bool:
 
 
 def _is_torch(cls: type) -> bool:
-    return cls.__module__.startswith(("torch.nn", "builtins"))
+    return cls.__module__.startswith("torch.nn")
 
 
 def _evaluated(node: ast.AST) -> Iterator[ast.AST]:
