@@ -229,11 +229,11 @@ def _held(
         for cut in cuts:
             # units of the row: 0 runs before the layers, 1 is the first layer, -1 runs after them
             start, end = cut.first + (cut.index > 0), cut.last + (2 if cut is cuts[-1] else 1)
-            before, after = (cut.name, True), (cut.name, False)
+            ahead, later = (cut.name, True), (cut.name, False)
             held[cut.name] = (
-                *([Unit.of(extra[before])] if before in extra else ()),
+                *([Unit.of(extra[ahead])] if ahead in extra else ()),
                 *left[start:end],
-                *([Unit.of(extra[after])] if after in extra else ()),
+                *([Unit.of(extra[later])] if later in extra else ()),
             )
     return held
 
