@@ -2,8 +2,8 @@
 
     python examples/digits/compare.py runs/digits/losses.csv runs/digits_one_process/losses.csv
 
-Only the first `--steps` steps are judged. Another layout adds the same numbers in another order, and training
-amplifies that. Seen here: four processes against one were at most 3e-6 (relative) apart over 50 steps and 2e-4
+Judges only the first `--steps` steps. Another layout adds the same numbers in another order, and training amplifies the
+rounding. Measured: four processes against one were at most 3e-6 (relative) apart over 50 steps and 2e-4
 over 100; beyond 150, where the losses near zero, each run is on a path of its own to the same accuracy. One
 process with each batch in four pieces is as far from one with whole batches; in float64 ten times less at first.
 

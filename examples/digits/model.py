@@ -3,7 +3,7 @@
 `DigitsModel` is put together as multimodal models are: a vision transformer and a Whisper encoder, each with a
 projector, replace the placeholder tokens of a text that a small Llama continues. All three are Hugging Face
 classes with random weights. Nothing here knows how it is parallelised. There is no dropout, so a step is a
-function of its batch. Refuses nothing of its own; the towers refuse inputs of other sizes than `data.py` makes.
+function of its batch. The towers refuse inputs of other sizes than `data.py` makes.
 
 Shapes: B batch, S tokens, D width of the language model, V vocabulary.
 """
@@ -135,8 +135,8 @@ class Digits(L.LightningModule):
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
         """The answers (B, ANSWER_LENGTH), each token the likeliest one after the right tokens before it.
 
-        An answer counts only if all its tokens are right, so this count is that of greedy decoding: the two
-        differ only behind a wrong token.
+        An answer counts only if all its tokens are right. The count equals that of greedy decoding, because the two
+        differ only after a wrong token.
         """
         outputs = self._run(batch)
         answers = outputs.logits[:, -ANSWER_LENGTH - 1 : -1].argmax(dim=-1)

@@ -1,4 +1,4 @@
-"""The example's command: LightningCLI around `model.py` and `data.py`, and a report of what was learnt.
+"""The example's command: LightningCLI around `model.py` and `data.py`, and a report of the answers.
 
     python examples/digits/train.py fit --config examples/digits/config.yaml
 
@@ -76,7 +76,7 @@ class Report(L.Callback):
 def judged(answer: str, right: str) -> tuple[str, bool]:
     """The answer and whether it is right; a wrong one ends at its first wrong character.
 
-    What came behind that was predicted after the right character, so it is not what the model would have said.
+    Later characters were predicted after the right one, not after the model's own, so they are left out.
     """
     for i, (got, wanted) in enumerate(zip(answer, right, strict=True)):
         if got != wanted:

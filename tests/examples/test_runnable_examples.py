@@ -1,0 +1,77 @@
+"""The examples of a user's own module, of Hugging Face and of a notebook run as their pages say.
+
+vision: rank 0; language: rank 1.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+import torch
+from nbclient import NotebookClient
+from peft import PeftModel
+from transformers import LlavaForConditionalGeneration
+
+ROOT = Path(__file__).parents[2]
+LIMIT = 240  # seconds for one command
+
+
+def run(*arguments: str) -> str:
+    """Standard output of a command at the root, one thread per process; its error where it fails."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def loss_of(output: str) -> float:
+    """The loss in a line such as "ranks 2: loss 1.25 after 20 steps"."""
+    return float(output.split("loss ")[1].split()[0].rstrip(";"))
+
+
+def test_the_quickstart_gives_one_loss_on_one_rank_and_on_two(tmp_path: Path) -> None:
+    script = ["examples/quickstart/train.py", "--steps", "4"]
+    one = run(*script)
+    two = run(*script, "--devices", "2", "--timeline", str(tmp_path / "two.png"))
+    assert "ranks 2:" in two
+    assert loss_of(two) == pytest.approx(loss_of(one), rel=1e-5)
+    assert (tmp_path / "two.png").stat().st_size > 10_000
+
+
+def test_readme_and_quickstart_show_the_layouts_that_the_example_runs() -> None:
+    script = (ROOT / "examples/quickstart/train.py").read_text()
+    layouts = script[script.index("LAYOUTS = {") : script.index("}\n\n\ndef main")]
+    assert layouts in (ROOT / "docs/quickstart.md").read_text()
+    two_ranks = layouts.splitlines()[1].split(": ", 1)[1].rstrip(",")
+    assert two_ranks in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("kind", [[], ["--lora"]])
+def test_a_model_trained_on_two_ranks_is_saved_as_one_process_saves_it(tmp_path: Path, kind: list[str]) -> None:
+    two = run("examples/hugging_face/train.py", str(tmp_path / "two"), *kind)
+    one = run("examples/hugging_face/train.py", str(tmp_path / "one"), "--devices", "1", *kind)
+    assert loss_of(two) == pytest.approx(loss_of(one), rel=1e-5)
+    weights = []
+    for name in ("one", "two"):
+        model = LlavaForConditionalGeneration.from_pretrained(tmp_path / name / ("base" if kind else "tuned"))
+        if kind:
+            model = PeftModel.from_pretrained(model, tmp_path / name / "tuned")
+        weights.append(model.state_dict())
+    base = LlavaForConditionalGeneration.from_pretrained(tmp_path / "one" / "base").state_dict()
+    trained = [name for name in weights[0] if name not in base or not torch.equal(weights[0][name], base[name])]
+    assert len(trained) > 10
+    torch.testing.assert_close(weights[1], weights[0], rtol=1e-4, atol=1e-6)
+
+
+def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    notebook = nbformat.read(ROOT / "examples/notebook.ipynb", as_version=4)
+    NotebookClient(notebook, timeout=LIMIT, kernel_name="python3").execute()
+    printed = [output["text"] for cell in notebook.cells for output in cell.get("outputs", []) if "text" in output]
+    assert any("two ranks: loss" in text for text in printed)
