@@ -23,13 +23,8 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_mm5d.checkpoint.checkpoint import (
-    collect_module,
-    collect_optimizer,
-    equalize,
-    load_module,
-    load_optimizer,
-)
+from lightning_mm5d.checkpoint.module_state import collect_module, equalize, load_module
+from lightning_mm5d.checkpoint.optimizer_state import collect_optimizer, load_optimizer
 from lightning_mm5d.config.modality import Modality, for_schedule, loss_modality_of
 from lightning_mm5d.data.batches import per_replica
 from lightning_mm5d.data.loader import group_batches, shard_loader

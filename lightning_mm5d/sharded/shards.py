@@ -55,6 +55,12 @@ class Shard:
         """Length of the dim on each rank."""
         return tuple(sum(stop - start for start, stop in held) for held in self.ranges)
 
+    @cached_property
+    def distinct(self) -> tuple[int, ...]:
+        """The ranks with rows that no rank before them holds; their local tensors make up the full one."""
+        ranks = range(len(self.ranges))
+        return tuple(rank for rank in ranks if any(held.sharers[0] == rank for held in self.segments(rank)))
+
     def cut(self, full: Tensor, rank: int) -> Tensor:
         """Return a copy of what `rank` holds of `full`."""
         return torch.cat([full.narrow(self.dim, start, stop - start) for start, stop in self.ranges[rank]], self.dim)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch.plugins import Precision
 from torch.optim import Optimizer
 
-from lightning_mm5d.checkpoint.checkpoint import drop_remote_state
+from lightning_mm5d.checkpoint.optimizer_state import drop_remote_state
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.gradients.gradients import Gradients
 from lightning_mm5d.plan.plan import Plan

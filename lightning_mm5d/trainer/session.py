@@ -20,14 +20,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_mm5d.checkpoint.checkpoint import restore_whole
+from lightning_mm5d.checkpoint.module_state import restore_full
 from lightning_mm5d.data.batches import per_replica
 from lightning_mm5d.engine.engine import Engine
 from lightning_mm5d.engine.groups import Groups
 from lightning_mm5d.engine.recorder import Recorder
 from lightning_mm5d.engine.run_groups import RunGroups, make_groups
 from lightning_mm5d.engine.transport import Transport
-from lightning_mm5d.gradients.gradients import make_gradients, sum_groups
+from lightning_mm5d.gradients.gradients import make_gradients
+from lightning_mm5d.gradients.sums import sum_groups
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import UNSPLIT_SCHEDULES, Graph, Schedule
 from lightning_mm5d.stage import is_placeholder
@@ -215,7 +216,7 @@ class Session:
             self.abort()
             return
         if self.plan.topology.edges or self.plan.division.shards:
-            restore_whole(self._module, self.plan, self._options.rank, targets)
+            restore_full(self._module, self.plan, self._options.rank, targets)
         dist.barrier()
         self._write_timeline()
         if self._transport is not None:

@@ -27,7 +27,8 @@ from lightning_mm5d.data.batches import LoaderBatches, split_replicas
 from lightning_mm5d.data.microbatch import Microbatch, batch_samples, merge, split
 from lightning_mm5d.data.packed_images import PackedTokens, describe
 from lightning_mm5d.engine.engine import Engine
-from lightning_mm5d.gradients.gradients import Gradients, published
+from lightning_mm5d.gradients.gradients import Gradients
+from lightning_mm5d.gradients.publish import published
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.trainer.logs import LogCapture, replay
 from lightning_mm5d.trainer.metrics import MetricSync

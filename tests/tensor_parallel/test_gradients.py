@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_mm5d import Modality
-from lightning_mm5d.gradients.gradients import Rows, Summed, counted_of, make_gradients, sum_groups, sums_of
+from lightning_mm5d.gradients.gradients import make_gradients
+from lightning_mm5d.gradients.sums import Rows, Summed, counted_of, sum_groups, sums_of
 from lightning_mm5d.plan.ownership import Ownership
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.shards import Segment, Shard

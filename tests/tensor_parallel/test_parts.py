@@ -11,14 +11,8 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 from features.toys import assert_same
-from lightning_mm5d.checkpoint.checkpoint import (
-    collect_module,
-    collect_optimizer,
-    drop_remote_state,
-    load_module,
-    load_optimizer,
-    restore_whole,
-)
+from lightning_mm5d.checkpoint.module_state import collect_module, load_module, restore_full
+from lightning_mm5d.checkpoint.optimizer_state import collect_optimizer, drop_remote_state, load_optimizer
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.stage import is_placeholder
 from ranks import run_ranks
@@ -154,7 +148,7 @@ def restored(rank: int, plan: Plan, module: Model, targets: tuple[int, ...]) -> 
         if not is_placeholder(parameter):
             parameter.grad = torch.ones_like(parameter)
     was_placeholder = {name for name, parameter in before.items() if is_placeholder(parameter)}
-    restore_whole(module, plan, rank, targets)
+    restore_full(module, plan, rank, targets)
     after = dict(module.named_parameters())
     return {
         "same": all(after[name] is parameter for name, parameter in before.items()),
@@ -208,7 +202,7 @@ def optimized(rank: int, plan: Plan, module: Model, kind: str, saved: dict[str, 
     load_optimizer(fresh, saved, module, plan, rank)
     again = deepcopy(collect_optimizer(fresh, module, plan, rank, CPU))
     step(module, fresh, 2, plan, rank)
-    restore_whole(module, plan, rank)
+    restore_full(module, plan, rank)
     return state, again, copied(module.state_dict()), collect_optimizer(fresh, module, plan, rank, CPU)
 
 

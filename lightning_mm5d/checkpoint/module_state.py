@@ -1,0 +1,198 @@
+"""Module state as one process would have it, collected from all ranks and loaded into any layout.
+
+A checkpoint is what one process would have written: every parameter in full under the name that the module gives it. So
+any Lightning run can load it, in any layout. To write it, the primary ranks of a parameter send it, or their shards of
+it, to rank 0; to read it, each rank takes what it holds.
+
+It refuses state dicts with missing or unknown keys, as torch does when told to be strict, and other shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_mm5d.checkpoint.shard_shapes import full_shape, is_local, local_shape, senders
+from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.stage.remote import Placeholder, give_memory, is_placeholder
+
+_BUCKET_ELEMENTS = 8 * 2**20
+
+
+def equalize(root: nn.Module, device: torch.device) -> None:
+    """Give all ranks the full parameters and buffers of rank 0; collective.
+
+    Args:
+        root: the LightningModule, full on rank 0.
+        device: where messages of the default group live.
+    """
+    give_memory(root.parameters())
+    if dist.get_world_size() == 1:
+        return
+    held: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in (*root.parameters(), *root.buffers()):
+        held.setdefault(tensor.dtype, []).append(tensor.data)
+    for tensors in held.values():
+        while tensors:
+            bucket = [tensors.pop(0)]
+            while tensors and sum(t.numel() for t in bucket) + tensors[0].numel() <= _BUCKET_ELEMENTS:
+                bucket.append(tensors.pop(0))
+            flat = torch.cat([tensor.reshape(-1) for tensor in bucket]).to(device)
+            dist.broadcast(flat, 0)
+            for tensor, piece in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
+                tensor.copy_(piece.view_as(tensor))
+
+
+def collect_module(root: nn.Module, plan: Plan, rank: int, targets: Sequence[int] = (0,)) -> dict[str, Any]:
+    """Return the module's state dict: full tensors on the ranks `targets`, on others what they hold; collective.
+
+    A tied tensor is one tensor under all of its names. Tensors are collected one at a time, so that no rank needs more
+    memory than its result.
+    """
+    state = root.state_dict()
+    tensors = dict(tensors_of(root))
+    device = wire_device(root)
+    known: dict[int, Tensor] = {}
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            source = tensors.get(name, value)
+            if id(source) not in known:
+                known[id(source)] = _collect(name, value, is_placeholder(source), plan, rank, targets, device)
+            state[name] = known[id(source)]
+    return state
+
+
+def load_module(root: nn.Module, state: Mapping[str, Any], strict: bool, plan: Plan, rank: int) -> None:
+    """Load what this rank holds of a state dict of full tensors.
+
+    Args:
+        root: the LightningModule, as it is on this rank.
+        state: what `collect_module` returns.
+        strict: whether keys must be those of the module.
+        plan: all stages.
+        rank: global rank.
+
+    Raises:
+        RuntimeError: shapes are others; with `strict`, also when keys are missing or unknown.
+    """
+    expected = root.state_dict(keep_vars=True)
+    remote = {name for name, value in expected.items() if isinstance(value, Tensor) and is_placeholder(value)}
+    missing = sorted(name for name in remote if name not in state)
+    own = {name: value for name, value in state.items() if name not in remote}
+    for name, value in expected.items():
+        shard = plan.division.shards.get(name)
+        if not isinstance(value, Tensor) or name not in state or (shard is None and name not in remote):
+            continue
+        shape = value.shape if shard is None else full_shape(value.shape, shard)
+        if state[name].shape != shape:  # torch compares the shapes of full tensors alone
+            raise RuntimeError(
+                f"Error(s) in loading state_dict for {type(root).__name__}: size mismatch for {name}: the checkpoint "
+                f"has {tuple(state[name].shape)}, the model {tuple(shape)}"
+            )
+        if shard is not None and name not in remote and is_local(value, shard):
+            own[name] = shard.cut(state[name], plan.ownership.shard_index(name, rank))
+    found = root.load_state_dict(own, strict=False)
+    missing += [name for name in found.missing_keys if name not in remote]
+    if strict and (missing or found.unexpected_keys):
+        raise RuntimeError(
+            f"Error(s) in loading state_dict for {type(root).__name__}: missing keys {missing}, "
+            f"unexpected keys {found.unexpected_keys}"
+        )
+
+
+def restore_full(root: nn.Module, plan: Plan, rank: int, targets: Sequence[int] = (0,)) -> None:
+    """Give the module on the ranks `targets` its full tensors, with the values of all ranks; collective.
+
+    On other ranks placeholders (NaN for a buffer) replace the local tensors, so that all tensors have their full shape
+    on all ranks again; other values that they hold stay. Parameters remain the same objects; those whose shape changes,
+    or that had no memory, lose their gradients.
+    """
+    state = collect_module(root, plan, rank, targets)
+    device = wire_device(root)
+    done: set[int] = set()
+    for name, tensor in tensors_of(root):
+        shard = plan.division.shards.get(name)
+        if id(tensor) in done or (shard is None and not is_placeholder(tensor)):
+            continue
+        done.add(id(tensor))
+        value = state.get(name)
+        if value is None and shard is not None:  # a buffer that is not saved
+            value = _collect(name, tensor.detach(), is_placeholder(tensor), plan, rank, targets, device)
+        if rank in targets:
+            if value is not None:
+                _set(tensor, value.to(tensor.device))
+        elif shard is not None and is_local(tensor, shard):
+            _make_remote(tensor, full_shape(tensor.shape, shard))
+    if rank in targets:
+        give_memory(root.parameters())
+        root.load_state_dict(state, strict=False)
+
+
+def _collect(
+    name: str,
+    value: Tensor,
+    is_remote: bool,
+    plan: Plan,
+    rank: int,
+    targets: Sequence[int],
+    device: torch.device,
+) -> Tensor:
+    """Return the full tensor of `value` on the ranks `targets`, and `value` on others."""
+    shard = plan.division.shards.get(name)
+    result = value
+    for target in targets:
+        full: Tensor | None = None
+        for index, keeper in senders(plan, name, shard):
+            here = value
+            if keeper != target and rank == keeper:
+                dist.send(value.detach().to(device).contiguous(), target)
+            elif keeper != target and rank == target:
+                shape = value.shape if shard is None else local_shape(value.shape, shard, index)
+                here = torch.empty(shape, dtype=value.dtype, device=device)
+                dist.recv(here, keeper)
+            if rank == target and shard is not None:
+                if full is None:
+                    shape = full_shape(value.shape, shard)
+                    full = torch.empty(shape, dtype=value.dtype, device=device if is_remote else value.device)
+                shard.put(full, here, shard.ranges[index])
+            elif rank == target:
+                full = here if is_remote else here.to(value.device)
+        if rank == target and full is not None:
+            result = full
+    return result
+
+
+def _set(tensor: Tensor, value: Tensor) -> None:
+    """Give a parameter or buffer a value of any shape, in place."""
+    tensor.grad = None
+    tensor.data = value
+    if is_placeholder(tensor):
+        tensor.__class__ = nn.Parameter
+
+
+def _make_remote(tensor: Tensor, shape: torch.Size) -> None:
+    """Turn a parameter into a placeholder of `shape`, and a buffer into NaN of it, in place."""
+    filler = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
+    tensor.grad = None
+    if isinstance(tensor, nn.Parameter):
+        tensor.data = torch.full((), filler, dtype=tensor.dtype, device=tensor.device).expand(shape)
+        tensor.__class__ = Placeholder
+    else:
+        tensor.data = torch.full(shape, filler, dtype=tensor.dtype, device=tensor.device)
+
+
+def tensors_of(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All parameters and buffers, tied ones under each of their names."""
+    yield from root.named_parameters(remove_duplicate=False)
+    yield from root.named_buffers(remove_duplicate=False)
+
+
+def wire_device(root: nn.Module) -> torch.device:
+    """Return the device of point-to-point messages of the default group."""
+    if dist.get_backend() == "nccl":
+        return next((p.device for p in root.parameters()), torch.device("cpu"))
+    return torch.device("cpu")

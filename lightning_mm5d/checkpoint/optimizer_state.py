@@ -1,0 +1,120 @@
+"""Optimizer state as one process would have it, collected from all ranks and loaded into any layout.
+
+State is saved by the position that the parameter has in the user's own groups. State that is shaped as the local tensor
+is sharded as the parameter is; any other, such as a step count, is equal on all ranks of the parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_mm5d.checkpoint.shard_shapes import full_shape, is_local, local_shape, senders
+from lightning_mm5d.engine.codec import receive_tree, send_tree
+from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.sharded.shards import Shard
+from lightning_mm5d.stage.remote import is_placeholder
+
+
+def drop_remote_state(optimizer: Optimizer) -> None:
+    """Free what an optimizer keeps for parameters of other ranks; some make state when they are constructed.
+
+    The parameters themselves stay in its groups: every optimizer skips parameters without a gradient, and code that
+    looks at the groups sees those of one process.
+    """
+    for parameter in [p for p in optimizer.state if is_placeholder(p)]:
+        del optimizer.state[parameter]
+
+
+def collect_optimizer(
+    optimizer: Optimizer, root: nn.Module, plan: Plan, rank: int, device: torch.device
+) -> dict[str, Any]:
+    """Return the state dict that the optimizer would have on one process, on rank 0; collective.
+
+    Args:
+        optimizer: of the parameters of `root`, also remote ones. Its state is that of local tensors, also after
+            `restore_full`.
+        root: the LightningModule.
+        plan: all stages.
+        rank: global rank.
+        device: where messages live.
+    """
+    names = names_of(root)
+    full = optimizer.state_dict()
+    state: dict[int, Any] = {}
+    for group, saved in zip(optimizer.param_groups, full["param_groups"], strict=True):
+        for parameter, index in zip(group["params"], saved["params"], strict=True):
+            name = names.get(id(parameter))
+            shard = None if name is None else plan.division.shards.get(name)
+            found_by_shard: dict[int, Any] = {}
+            for number, keeper in senders(plan, name, shard):
+                found = full["state"].get(index) if rank == keeper else None
+                if keeper != 0 and rank == keeper:
+                    send_tree(found, 0, device)
+                elif keeper != 0 and rank == 0:
+                    found = receive_tree(keeper, device)
+                if rank == 0 and found:
+                    found_by_shard[number] = found
+            if found_by_shard:
+                merged = next(iter(found_by_shard.values()))
+                state[index] = merged if shard is None else _merged(found_by_shard, shard, parameter.shape)
+    return {**full, "state": state}
+
+
+def load_optimizer(optimizer: Optimizer, full: Mapping[str, Any], root: nn.Module, plan: Plan, rank: int) -> None:
+    """Load what this rank holds of a state dict of one process.
+
+    Args:
+        optimizer: of the parameters of `root`.
+        full: what `collect_optimizer` returns.
+        root: the LightningModule, as it is on this rank.
+        plan: all stages.
+        rank: global rank.
+
+    Raises:
+        ValueError: the groups are not those that it was saved from.
+    """
+    names = names_of(root)
+    state = dict(full["state"])
+    for group, saved in zip(optimizer.param_groups, full["param_groups"], strict=False):
+        for parameter, index in zip(group["params"], saved["params"], strict=False):
+            if is_placeholder(parameter):
+                state.pop(index, None)
+                continue
+            name = names.get(id(parameter))
+            shard = None if name is None else plan.division.shards.get(name)
+            if name is None or shard is None or index not in state or not is_local(parameter, shard):
+                continue
+            shape, number = full_shape(parameter.shape, shard), plan.ownership.shard_index(name, rank)
+            state[index] = {
+                key: shard.cut(value, number) if isinstance(value, Tensor) and value.shape == shape else value
+                for key, value in state[index].items()
+            }
+    optimizer.load_state_dict({**full, "state": state})
+
+
+def _merged(shards: Mapping[int, Mapping[str, Any]], shard: Shard, shape: torch.Size) -> dict[str, Any]:
+    """Return the state of a full parameter out of that of its shards; zeros for shards without state."""
+    merged: dict[str, Any] = {}
+    for key in dict.fromkeys(key for state in shards.values() for key in state):
+        values = {index: state[key] for index, state in shards.items() if state.get(key) is not None}
+        tensors = {index: value for index, value in values.items() if isinstance(value, Tensor)}
+        if tensors and all(value.shape == local_shape(shape, shard, index) for index, value in tensors.items()):
+            merged[key] = next(iter(tensors.values())).new_zeros(full_shape(shape, shard))
+            for index, value in tensors.items():
+                shard.put(merged[key], value, shard.ranges[index])
+        else:
+            merged[key] = next(iter(values.values()), None)
+    return merged
+
+
+def names_of(root: nn.Module) -> dict[int, str]:
+    """Return the first name of each parameter, by identity."""
+    names: dict[int, str] = {}
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), name)
+    return names
