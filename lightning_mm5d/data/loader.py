@@ -49,7 +49,7 @@ def shard_loader(dataloader: _Loader, *, shards: Sequence[int], num_shards: int,
     Args:
         dataloader: what the user's hook returned, after Lightning prepared it.
         shards: ascending indices of the served replicas.
-        num_shards: replicas that the data set is divided over.
+        num_shards: number of replicas that share the data set.
         seed: an integer that all ranks agree on.
 
     Returns:

@@ -37,7 +37,7 @@ _SAMPLE_WISE = (
 
 @dataclasses.dataclass(frozen=True)
 class Microbatch:
-    """A part of a batch, of the batch's own type, and the number of samples in it."""
+    """Some samples of a batch, in a container of the batch's own type, and their number."""
 
     batch: Any
     samples: int
@@ -78,13 +78,13 @@ def split(batch: Any, num_microbatches: int, *, image_tokens: PackedTokens | Non
     Args:
         batch: a nesting of containers with B samples.
         num_microbatches: M, at least 1.
-        image_tokens: placeholder ids by which packed images, videos and audio are dealt out to samples.
+        image_tokens: placeholder ids by which packed images, videos and audio are assigned to samples.
 
     Returns:
         min(B, M) microbatches. With M = 1 the batch itself, whatever is in it.
 
     Raises:
-        ConfigError: tensors disagree on the number of samples, or packed rows cannot be dealt out exactly.
+        ConfigError: tensors disagree on the number of samples, or packed rows cannot be assigned exactly.
     """
     if num_microbatches < 1:
         raise ConfigError("num_microbatches", num_microbatches, "It counts microbatches", "Use 1 or more")
@@ -94,14 +94,13 @@ def split(batch: Any, num_microbatches: int, *, image_tokens: PackedTokens | Non
     if samples is None:
         rule = "The tensors of a batch must agree on dim 0, or some must have names such as input_ids"
         raise _disagreement(dict(_leaves(batch)), rule)
-    parts = min(samples, num_microbatches)
-    ends = list(accumulate(even_lengths(samples, parts), initial=0))
+    ends = list(accumulate(even_lengths(samples, min(samples, num_microbatches)), initial=0))
     cuts = _plan(batch, samples, ends, image_tokens or PackedTokens())
-    return [Microbatch(_take(batch, (), cuts, part), end - start) for part, (start, end) in enumerate(pairwise(ends))]
+    return [Microbatch(_take(batch, (), cuts, m), end - start) for m, (start, end) in enumerate(pairwise(ends))]
 
 
 def merge(outputs: Sequence[Any], samples: Sequence[int]) -> Any:
-    """Joins what M microbatches returned into what the whole batch would have returned.
+    """Joins what M microbatches returned into what the batch would have returned.
 
     Tensors with one row per sample, and lists with one element per sample, are concatenated; floats and
     0-dim float tensors become their mean, weighted by samples; containers are joined field by field; equal
@@ -189,17 +188,17 @@ def _scopes(leaves: dict[Path, Any]) -> list[dict[Path, Any]]:
     return [{path: leaf for path, leaf in leaves.items() if path[: len(owner)] == owner} for owner in owners]
 
 
-def _take(node: Any, path: Path, cuts: dict[Path, _Cut], part: int) -> Any:
+def _take(node: Any, path: Path, cuts: dict[Path, _Cut], m: int) -> Any:
     cut = cuts.get(path)
     if cut is not None:
-        start, end = cut.bounds[part], cut.bounds[part + 1]
+        start, end = cut.bounds[m], cut.bounds[m + 1]
         if cut.packed and start == end:
             return None
         return node[:, start:end] if cut.dim == 1 else node[start:end]
     children = _children(node)
     if not children:
         return node
-    return _rebuild(node, [_take(child, (*path, step), cuts, part) for step, child in children])
+    return _rebuild(node, [_take(child, (*path, step), cuts, m) for step, child in children])
 
 
 def _leaves(node: Any, samples: int | None = None, path: Path = ()) -> Iterator[tuple[Path, Any]]:
@@ -223,7 +222,7 @@ def _is_sample_list(node: Any, samples: int | None) -> bool:
 
 
 def _is_array(value: Any) -> bool:
-    """Whether ``value`` has a dim 0: a tensor, a NumPy array, or alike."""
+    """Whether ``value`` has a dim 0: a tensor, a NumPy array, or another array."""
     return hasattr(value, "__getitem__") and len(getattr(value, "shape", ())) > 0
 
 

@@ -1,7 +1,7 @@
 """Which rows of a packed value belong to which sample.
 
-Multimodal batches pack what a sample may hold any number of: the patches of all images lie behind each
-other along dim 0 of ``pixel_values``, the images themselves along dim 0 of ``image_grid_thw``, and so on for
+Multimodal batches pack what a sample may hold any number of: the patches of all images lie in a
+row along dim 0 of ``pixel_values``, the images themselves along dim 0 of ``image_grid_thw``, and so on for
 videos and audio. Nothing in such a tensor says where a sample ends; only the placeholder tokens in
 ``input_ids`` do. This module counts them. An *item* is one image, video or piece of audio (or one tile, where
 a family packs tiles). It knows field names and token ids, no model's code, and refuses to guess: unless the
@@ -104,7 +104,7 @@ def packed_rows(fields: Mapping[Path, Any], samples: int, tokens: PackedTokens) 
             fitting = [way for way in ways if sum(way) == len(value)]
             fitting += [rows[path]] if path in rows and fitting else []
             if any(way != fitting[0] for way in fitting):
-                raise _cannot_count(kind, {path: value}, "there is one way to deal out its rows", masks)
+                raise _cannot_count(kind, {path: value}, "there is one way to assign its rows", masks)
             if fitting:
                 rows[path] = fitting[0]
     return rows
@@ -156,7 +156,7 @@ def _items_per_sample(masks: list[torch.Tensor], items: int, tables: list[list[i
 
 
 def _assign(count: list[int], sizes: list[int]) -> list[int] | None:
-    """Deals items out in order, item i worth ``sizes[i]`` shares of all placeholders; None unless exact."""
+    """Assigns items in order, item i worth ``sizes[i]`` shares of all placeholders; None unless exact."""
     total, shares = sum(count), sum(sizes)
     if not shares or any(size * total % shares or size <= 0 for size in sizes):
         return None

@@ -42,16 +42,16 @@ class Piece(NamedTuple):
         grad = self.parameter.grad
         if grad is None:
             return [self.parameter.new_zeros(self.numel)]
-        parts = [grad] if self.rows is None else self.rows.of(grad)
-        return [part.reshape(-1) if weight == 1.0 else part.reshape(-1) * weight for part in parts]
+        found = [grad] if self.rows is None else self.rows.of(grad)
+        return [rows.reshape(-1) if weight == 1.0 else rows.reshape(-1) * weight for rows in found]
 
     def write(self, rows: Rows, flat: Tensor) -> None:
         """Take the sum as the gradient of `rows`."""
         if self.parameter.grad is None:
             self.parameter.grad = torch.zeros_like(self.parameter)
-        parts = rows.of(self.parameter.grad)
-        for part, piece in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
-            part.copy_(piece.view_as(part))
+        found = rows.of(self.parameter.grad)
+        for own, total in zip(found, flat.split([own.numel() for own in found]), strict=True):
+            own.copy_(total.view_as(own))
 
 
 def start_sums(group: dist.ProcessGroup, pieces: list[Piece]) -> list[tuple[Any, list[Piece], Tensor]]:
@@ -72,17 +72,17 @@ def start_sums(group: dist.ProcessGroup, pieces: list[Piece]) -> list[tuple[Any,
 
 def _pack(bucket: list[Piece]) -> Tensor:
     """Return one flat tensor: all gradients, zeros where there is none, and after them a flag for each."""
-    parts: list[Tensor] = []
+    packed: list[Tensor] = []
     common = bucket[0].weight if len({piece.weight for piece in bucket}) == 1 else None
     for piece in bucket:
         grad, weight = piece.parameter.grad, 1.0 if common is not None else piece.weight
         if grad is not None and piece.rows is None and weight == 1.0:  # most of them, and there may be thousands
-            parts.append(grad.reshape(-1))
+            packed.append(grad.reshape(-1))
         else:
-            parts += piece.read(weight)
+            packed += piece.read(weight)
     first = bucket[0].parameter
     flags = torch.tensor([piece.parameter.grad is not None for piece in bucket], dtype=first.dtype, device=first.device)
-    flat = torch.cat([*parts, flags])
+    flat = torch.cat([*packed, flags])
     return flat if common in (None, 1.0) else flat.mul_(common)  # a flag only has to differ from zero
 
 
@@ -90,9 +90,9 @@ def unpack(bucket: list[Piece], flat: Tensor) -> None:
     """Take the sums as gradients; one that no rank has stays None."""
     count = len(bucket)
     present = flat[-count:].tolist()
-    for piece, flag, part in zip(bucket, present, flat[:-count].split([one.numel for one in bucket]), strict=True):
+    for piece, flag, total in zip(bucket, present, flat[:-count].split([one.numel for one in bucket]), strict=True):
         if flag and piece.rows is None:
             # views of the bucket: the gradient's old memory is given up instead of being copied into
-            piece.parameter.grad = part.view_as(piece.parameter)
+            piece.parameter.grad = total.view_as(piece.parameter)
         elif flag and piece.rows is not None:
-            piece.write(piece.rows, part)
+            piece.write(piece.rows, total)

@@ -24,7 +24,7 @@ class _Publish(torch.autograd.Function):
 def published(value: Tensor, publish: Callable[[Tensor], None]) -> Tensor:
     """Return `value` as the result of a computation whose backward calls ``publish(gradient)``.
 
-    Lightning runs the step, then zeroes gradients, then calls backward; a schedule runs whole inside the step. So its
+    Lightning runs the step, then zeroes gradients, then calls backward; a whole schedule runs inside the step. So its
     gradients wait until that backward, and accumulation, scaling and a user's own `backward` work as ever.
 
     Args:

@@ -80,7 +80,7 @@ def sums_of(plan: Plan, rank: int) -> dict[str, tuple[Summed, ...]]:
 def counted_of(plan: Plan, rank: int, names: Iterable[str]) -> dict[str, Rows | None]:
     """Return what `rank` counts of the parameters `names` in a norm, so that every element counts once over all ranks.
 
-    Parameters of which other ranks count all are left out; None stands for the whole local tensor.
+    It skips parameters that only other ranks count; None stands for the whole local tensor.
     """
     known: dict[Any, tuple[Rows | None, ...]] = {}
     found: dict[str, Rows | None] = {}

@@ -1,3 +1,3 @@
-"""Tensors that stand for a full one held in parts by several ranks, and their collectives."""
+"""Tensors sharded over ranks that act as full ones, and their collectives."""
 
-from lightning_mm5d.sharded import operations  # noqa: F401  registers what a sharded tensor computes on its parts
+from lightning_mm5d.sharded import operations  # noqa: F401  registers the rules of sharded tensors

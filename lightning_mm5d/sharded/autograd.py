@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_mm5d.sharded.tensor import Sharded, Sharding, as_sharded, on_full
+from lightning_mm5d.sharded.torch_internals import as_plain_tensors, in_backward
 
 
 def beside_local(x: Tensor, sharding: Sharding) -> Tensor | None:
@@ -83,14 +84,14 @@ def requires_grad(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
     x = args[0]
     if x._local is not None:
         return func(x._local)
-    with torch._C.DisableTorchFunctionSubclass():
+    with as_plain_tensors():
         return func(x) or func(x._raw)
 
 
 def kept_gradient(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """``x.grad``, sharded as `x` is."""
     gradient = func(args[0].local)
-    if gradient is None or torch._C._current_graph_task_id() >= 0:
+    if gradient is None or in_backward():
         return gradient  # inside a backward: a checkpoint hands it to autograd, which knows the local tensor alone
     return _sharded_gradient(gradient, args[0].sharding)
 

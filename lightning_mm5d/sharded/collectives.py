@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_mm5d.sharded.torch_internals import is_view
+
 
 class TensorGroup:
     """The ranks that share each layer of one stage.
@@ -136,7 +138,7 @@ class TensorGroup:
 
 def _owned(x: Tensor) -> Tensor:
     """`x`, but no view: autograd forbids writes to views that a function returns, and models write to hidden states."""
-    return x.new_empty(0).set_(x) if x._is_view() else x  # type: ignore[call-overload]
+    return x.new_empty(0).set_(x) if is_view(x) else x  # type: ignore[call-overload]
 
 
 @contextmanager

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_mm5d.sharded.collectives import TensorGroup
+from lightning_mm5d.sharded.torch_internals import assert_on_device, backward_frees_graph
 
 
 def cross_entropy(
@@ -83,7 +84,7 @@ def check_targets(target: Tensor, counts: Tensor, classes: int) -> None:
     """
     wrong = counts & ((target < 0) | (target >= classes))
     if target.is_cuda:
-        torch._assert_async(~wrong.any())  # asking here would wait for the device
+        assert_on_device(~wrong.any())  # asking here would wait for the device
     elif target.device.type == "cpu" and bool(wrong.any()):
         raise IndexError(f"Target {int(target[wrong][0])} is out of bounds.")
 
@@ -134,7 +135,7 @@ class _CrossEntropy(torch.autograd.Function):
         softmax, column, own, counts = ctx.saved_tensors
         of_rows = gradients[0].masked_fill(~counts, 0.0).unsqueeze(1)
         # With the graph goes the softmax, and this may take its memory.
-        last = not torch._C._autograd._get_current_graph_task_keep_graph()
+        last = backward_frees_graph()
         scale = of_rows.to(softmax.dtype)
         gradient = softmax.mul_(scale) if last else softmax * scale
         if softmax.shape[1]:

@@ -24,6 +24,7 @@ from lightning_mm5d.layout.even_split import even_lengths
 from lightning_mm5d.sharded.collectives import TensorGroup, copy
 from lightning_mm5d.sharded.tensor import Sharded, from_local
 from lightning_mm5d.sharded.token_split import TokenSplit
+from lightning_mm5d.sharded.torch_internals import is_view
 
 
 @dataclass(eq=False)
@@ -231,7 +232,7 @@ class _Scattered(torch.autograd.Function):
         ctx.dim, ctx.sequence = dim, sequence
         local = sequence.local_of(x, dim, sequence.lengths)
         # never a view: it may be written to, and lets go of the full tensor
-        return local.clone(memory_format=torch.contiguous_format) if local._is_view() else local
+        return local.clone(memory_format=torch.contiguous_format) if is_view(local) else local
 
     @staticmethod
     def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor | None, ...]:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.sharded.torch_internals import as_plain_tensors
 
 WRITING = {"__setitem__", "__set__", "__delete__"} | {
     f"__i{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
@@ -95,7 +96,7 @@ class Sharded(Tensor):
             return self._local
         if not torch.is_grad_enabled():
             return self._raw
-        with torch._C.DisableTorchFunctionSubclass():
+        with as_plain_tensors():
             in_graph = self.requires_grad and not self._raw.requires_grad  # that of a view is that of its base
         self._local = _Local.apply(self) if in_graph else self._raw
         return self._local
