@@ -1,9 +1,9 @@
 """The comparison of Cornstarch (Jang et al. 2025, arXiv:2503.11367) by simulation: multimodal pipelines on 24 devices.
 
-Text with images, with sound and with both, at three scales, wholly trained and frozen but for the projectors. What is
-compared is throughput: microbatches per time, as the share of the devices' time that goes into work that is needed.
-Work is counted in multiply-adds (`paper_models.py`), layouts are ours and three of others (`paper_layouts.py`), and
-each side has the best of its layouts that fits into memory.
+Text with images, with sound and with both, at three scales, trained completely, and frozen but for the projectors.
+Throughput is compared: microbatches per time, as the share of the devices' time that goes into needed work. Work is
+counted in multiply-adds (`paper_models.py`), layouts are ours and three of others (`paper_layouts.py`), and each side
+has the best of its layouts that fits into memory.
 
 The published averages are of measurements on 24 GPUs. These also contain what is not simulated here: how well kernels
 run, and what tensor and context parallelism cost and how even they are.
@@ -106,7 +106,7 @@ def evaluate(case: Case) -> Shares:
 
 
 def evaluate_awareness(case: Case) -> Shares:
-    """The same for encoders on ranks of their own alone, whatever memory they take."""
+    """The shares with encoders on their own ranks only, without a limit on memory."""
     others, aware = _Side(case, most_bytes=float("inf")).others({"apart": apart})
     return Shares(others=others, aware=aware)
 

@@ -1,6 +1,6 @@
-"""How the models of the comparison are put on ranks: three ways that others have, and ours.
+"""Places the models of the comparison on ranks in three ways of other systems and in ours.
 
-Others run whole backwards one after one forward (``1f1b``), one stage a rank:
+Others run full backwards under ``1f1b``, with one stage a rank:
 
 - *apart*: every encoder has ranks of its own beside those of the language model (modality parallelism);
 - *colocated*: all encoders share the first ranks, each cut into as many stages, and run one after the other;
@@ -36,7 +36,7 @@ from lightning_mm5d.schedule import Graph, Node, build, lower_bound, simulate
 _FORESEEN = 12  # numbers of ranks, best balanced first, whose step is simulated before one is chosen
 _CHUNKS = (1, 2, 3, 4)
 _STATE = {"trained": (4.0, 12.0), "frozen": (2.0, 0.0)}
-"""Bytes of a parameter on every rank that holds it, and bytes that its holders share (AdamW in bfloat16 with float32
+"""Bytes of a parameter on every rank that holds it, and bytes that these ranks share (AdamW in bfloat16 with float32
 master weights, optimizer states sharded over the replicas)."""
 
 
@@ -80,7 +80,7 @@ def cut(row: Sequence[Unit], parts: int, trained: frozenset[str], passes_on: boo
 
 
 def slices(row: Sequence[Unit], sizes: Sequence[int]) -> list[list[Unit]]:
-    """The units of stages of so many layers."""
+    """The units of each stage, for stages of `sizes` layers."""
     ends = [0, *(1 + end for end in accumulate(sizes[:-1])), len(row)]
     return [list(row[start:end]) for start, end in pairwise(ends)]
 

@@ -1,4 +1,4 @@
-"""What the multimodal models of the comparison cost, told from published shapes alone.
+"""Costs of the multimodal models of the comparison, from published shapes alone.
 
 A forward is counted in multiply-adds: every matrix that a token passes, scores and values of attention (half of them
 where it is causal), and the head. Norms, embeddings, biases and softmax are left out. The shapes are those that the
@@ -49,7 +49,7 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Encoder:
-    """An encoder and what it makes of an input.
+    """An encoder and the number of tokens that it makes of an input.
 
     Args:
         shape: its layers.
@@ -120,7 +120,7 @@ class Model:
     """A model as rows of units, one row a modality, the language model last.
 
     Args:
-        rows: for each modality what is before the layers, each layer, and the projector or head behind them. A unit's
+        rows: for each modality the units before the layers, each layer, and the projector or head after them. A unit's
             one parameter stands for all of it, and costs as much as its forward: so a backward takes two forwards.
         sizes: elements of these parameters.
         trained: those that are.

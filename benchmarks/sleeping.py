@@ -1,8 +1,8 @@
 """What engine and transport add to a schedule: stages that only sleep, against the simulated ideal of the schedule.
 
-Six to sixteen ranks share two cores, so a stage takes its time by sleeping and every core is free for what is to be
-measured. The ideal is the simulation of the very action lists that ran, with the durations that the sleeps had. The
-step is the whole one, from one batch to the next: data, engine, transport, losses and logs, optimizer.
+Six to sixteen ranks share two cores, so a stage sleeps instead of computing, and every core is free for engine and
+transport. The ideal is the simulation of the actions that ran, with the measured durations of the sleeps. A step is
+measured from one batch to the next: data, engine, transport, losses and logs, optimizer.
 """
 
 import dataclasses
@@ -23,22 +23,22 @@ from lightning_mm5d.engine import engine
 from lightning_mm5d.schedule import SCHEDULES, Graph, build, simulate
 from lightning_mm5d.stage import Deferred
 
-SLEEP_S, MICROBATCHES = 0.04, 16  # of a forward, and of each half of a backward
+SLEEP_S, MICROBATCHES = 0.04, 16  # of a forward, of an input gradient and of a weight gradient
 STEPS, WARMUP, WIDTH, TOKENS = 8, 2, 64, 16
 SLEPT: dict[str, list[float]] = {"forward": [], "input": [], "weight": []}  # seconds, of the layers of this process
 
 
 class _Sleep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, whole: bool) -> Tensor:
-        ctx.whole = whole
+    def forward(ctx: Any, hidden: Tensor, full: bool) -> Tensor:
+        ctx.full = full
         _sleep("forward")
         return hidden.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor, None]:
         _sleep("input")
-        if ctx.whole:
+        if ctx.full:
             _sleep("weight")
         return gradient[0], None
 
@@ -50,7 +50,7 @@ def _sleep(what: str) -> None:
 
 
 class SleepingLayer(nn.Module):
-    """Hidden states [B, S, D] -> the same shape, later. Its weight gradient takes its time wherever it is computed."""
+    """Hidden states [B, S, D] -> the same shape, after a sleep. Its weight gradient sleeps when it is computed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class SleepingLayer(nn.Module):
 
 
 class _SleepingDeferred(Deferred):
-    """Puts the sleep of a weight gradient off, with the weight gradient."""
+    """Defers the sleep of a weight gradient together with the weight gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Tower(nn.Module):
 
 
 class Sleepers(L.LightningModule):
-    """A decoder behind encoders side by side; `towers` has the number of layers of each by name."""
+    """A decoder after encoders side by side; `towers` has the number of layers of each by name."""
 
     def __init__(self, towers: dict[str, int]) -> None:
         super().__init__()

@@ -1,11 +1,9 @@
-"""Two sides of a comparison, trained step by step in turns, so that both meet the same noise of a shared machine.
+"""Trains two sides of a comparison step by step in turns, so that both see the same noise of a shared machine.
 
 Each side is a set of forked processes, one a rank, with one thread each. All stay alive from beginning to end; a side
-runs one step while the other sleeps. The time of a step is that from letting its ranks go to the last one being done,
-everything included that happens between two batches. The order within a pair alternates, and what counts is the median
-of the ratios of pairs.
-
-It refuses sides that do not come to an end: a rank that is silent for `LIMIT_S` is an error.
+runs one step while the other sleeps. A step is timed from the release of its ranks until the last one is done,
+with all that happens between two batches. The order within a pair alternates, and the result is the median of the
+ratios of pairs. A rank that is silent for `LIMIT_S` is an error.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ WARMUP = 4
 
 
 class Turns(Callback):
-    """What a rank waits on: call it before every step, and `end` behind the last one."""
+    """A rank's turn: call it before every step, and `end` after the last one."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
@@ -50,7 +48,7 @@ class Turns(Callback):
         self._pipe.send(None)
 
     def on_train_batch_start(self, *_: Any) -> None:
-        """One turn is what lies between the beginnings of two batches."""
+        """One turn lasts from the start of one batch to the start of the next."""
         self()
 
     def on_train_epoch_end(self, *_: Any) -> None:
@@ -73,10 +71,10 @@ class Side:
 
 @dataclass(frozen=True)
 class Raced:
-    """What came of one side.
+    """The result of one side.
 
     Attributes:
-        seconds: of each step behind the warm-up.
+        seconds: duration of each step after the warm-up.
         results: what `train` returned, by rank.
         peak_bytes: the largest resident memory of each rank's process.
     """
@@ -145,7 +143,7 @@ def fit(module: L.LightningModule, loader: DataLoader, strategy: Any, world: int
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-            use_distributed_sampler=False,  # every side gets the very batches that it was given
+            use_distributed_sampler=False,  # every side gets exactly the batches that it was given
             callbacks=list(callbacks),
         )
         trainer.fit(module, loader)
@@ -158,7 +156,7 @@ def row(figure: str, ratio: float, aim: str, measured: str) -> None:
 
 
 def milliseconds(raced: Raced) -> str:
-    """The median step, for people."""
+    """The median step as text."""
     return f"{statistics.median(raced.seconds) * 1e3:.1f} ms"
 
 

@@ -1,14 +1,12 @@
-"""Divides rows of layers over ranks, where the first rank of one row also takes the ends of others, exactly.
+"""Divides rows of layers over ranks with the smallest possible largest load, also where rows share a rank.
 
-The boundary between two modalities need not be one between two ranks: an encoder's last layers and the language
-model's first ones may share a rank. Then none of them can be balanced alone, since what one leaves to the shared rank
-is what the other must make room for.
+An encoder's last layers and the language model's first layers may share a rank. The two rows must then be balanced
+together, because the shared rank has the load of both.
 
-The largest load is found by bisection over whole numbers. A bound can be kept if filling up keeps it: a colocated row
-fills its own ranks from its first layer on, the owner fills its ranks from its last layer back, and the layers left
-over from both are the least that the shared rank can have. (Bisection for one row: S. H. Bokhari, *Partitioning
-problems in parallel, pipelined, and distributed computing*, 1988.) Callers make sure that there is a layer for every
-part.
+Bisection over whole numbers finds the smallest bound that all ranks can keep. A greedy filling tests a bound: a
+colocated row fills its own ranks from its first layer on, the owner fills its ranks from its last layer back, and the
+remaining layers are the least load that the shared rank can have. (Bisection for one row: S. H. Bokhari, *Partitioning
+problems in parallel, pipelined, and distributed computing*, 1988.) Callers make sure that every part gets a layer.
 """
 
 from __future__ import annotations
@@ -22,16 +20,17 @@ from typing import NamedTuple
 from lightning_mm5d.partition.balance import balance
 
 Sums = tuple[int, ...]
-"""What a row costs before each of its layers, from 0, and as a whole at the end."""
+"""Prefix sums of a row's costs, from 0: a row of costs 2, 1, 4 is (0, 2, 3, 7)."""
 
 
 class Division(NamedTuple):
-    """Who gets what.
+    """The layers and the load of each rank.
 
     Attributes:
-        loads: of all ranks: those of the owner, the shared one first, then the own ones of each colocated row.
-        owner: layers of each of the owner's parts.
-        colocated: layers of each colocated row's parts, the last of which shares the owner's first rank.
+        loads: load of each rank: first the owner's ranks, the shared one first, then the own ranks of each colocated
+            row.
+        owner: number of layers of each of the owner's parts.
+        colocated: for each colocated row the number of layers of its parts; the last part is on the shared rank.
     """
 
     loads: tuple[int, ...]
@@ -40,20 +39,20 @@ class Division(NamedTuple):
 
     @property
     def busiest(self) -> int:
-        """The largest load."""
+        """The largest load of a rank."""
         return max(self.loads)
 
 
 @dataclass(frozen=True)
 class Group:
-    """A row and those that end on its first rank.
+    """A row, and the colocated rows whose last part is on its first rank.
 
     Args:
         owner: the row.
-        parts: ranks that it is divided over.
-        colocated: for each further row, its sums and how many ranks it has to itself before the shared one.
-        beside: for each of the owner's ranks, the load that it has in any case, not rising from rank to rank; none by
-            default. (Were it to rise, filling up could leave a large layer to a rank that has no room for it.)
+        parts: number of the owner's ranks.
+        colocated: for each colocated row, its sums and the number of its own ranks before the shared one.
+        beside: constant load of each of the owner's ranks, descending; none by default. (With an ascending load the
+            filling could leave a large layer to a rank without room for it.)
     """
 
     owner: Sums
@@ -66,16 +65,16 @@ class Group:
 
     @property
     def total(self) -> int:
-        """All loads together."""
+        """The sum of all loads."""
         return self.owner[-1] + sum(sums[-1] for sums, _ in self.colocated) + sum(self.beside)
 
     @property
     def ranks(self) -> int:
-        """Number of ranks, shared and own."""
+        """Number of all ranks."""
         return self.parts + sum(own for _, own in self.colocated)
 
     def within(self, bound: int) -> Division | None:
-        """Return a division whose loads are at most `bound`; None where there is none."""
+        """Return a division with all loads at most `bound`, or None if there is none."""
         beside = self.beside or (0,) * self.parts
         stops = [len(self.owner) - 1]
         for part in range(self.parts - 1, 0, -1):
@@ -97,7 +96,7 @@ class Group:
         return self._division([0, *stops], colocated) if shared <= bound else None
 
     def divide(self, limit: int | None = None) -> Division | None:
-        """Return a division with the smallest largest load; None where that is above `limit`."""
+        """Return a division with the smallest possible largest load, or None if that is above `limit`."""
         limit = self.total if limit is None else limit
         least = -(-self.total // self.ranks)
         found = self.within(limit) if least <= limit else None
@@ -113,9 +112,9 @@ class Group:
         return found
 
     def evened(self, division: Division) -> Division:
-        """Return the division with what lies on unshared ranks spread evenly, its largest load being kept.
+        """Return the division with layers spread evenly over ranks that are not shared; the largest load stays.
 
-        Filling up leaves the last rank of a row with the rest.
+        Filling alone leaves the last rank of a row with too little.
         """
         first = division.owner[0]
         colocated = []
@@ -127,7 +126,7 @@ class Group:
         return found if found.busiest <= division.busiest else division
 
     def _division(self, owner: Sequence[int], colocated: Sequence[Sequence[int]]) -> Division:
-        """Where each row's parts begin and end, as a division."""
+        """The division for the ends of each row's parts, from 0 to the number of layers."""
         beside = self.beside or (0,) * self.parts
         loads = [self.owner[b] - self.owner[a] + more for (a, b), more in zip(pairwise(owner), beside, strict=True)]
         for (sums, _), ends in zip(self.colocated, colocated, strict=True):
@@ -139,7 +138,7 @@ class Group:
 
 
 def fewest(sums: Sums, bound: int) -> int | None:
-    """Return how few ranks a row needs where none may have more than `bound`; None where a layer has more."""
+    """Return the fewest ranks that keep `bound` for one row, or None if a single layer costs more."""
     start, parts = 0, 0
     while start < len(sums) - 1:
         end = bisect_right(sums, sums[start] + bound) - 1

@@ -1,10 +1,9 @@
-"""All ways to place modalities on ranks, each divided so that its busiest rank has least to do.
+"""Enumerates placements of modalities on ranks; each is divided so that its largest load is smallest.
 
-An encoder has ranks of its own; or its last stage shares the language model's first rank, with or without ranks of its
-own before it; or each of the language model's ranks runs a replica of it on some of the microbatches; or the first
-rank of another encoder runs it whole. For every way all numbers of ranks that fill the world are tried.
-
-It refuses nothing; there may be no placement at all.
+There are four ways to place an encoder. It has its own ranks; its last stage shares the language model's first rank,
+after own ranks or without any; each of the language model's ranks runs a replica of it on some of the microbatches; or
+the first rank of another encoder runs all of it. For every combination of ways, all numbers of ranks that add up to
+`num_ranks` are tried. There may be no placement.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ from itertools import accumulate, product
 from lightning_mm5d.config.modality import Modality, Owner
 from lightning_mm5d.planner.cuts import Division, Group, Sums, fewest
 
-_BITS = 50  # of the sum of all costs, when they are made whole numbers
+_BITS = 50  # of the sum of all costs, which are scaled and rounded to integers
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where each modality runs and how its layers are divided.
+    """Where each modality runs, and how its layers are divided.
 
     Attributes:
         owners: whose ranks each encoder shares; None for ranks of its own.
         sizes: layers of each modality's stages, in order.
-        loads: work of each rank in a step, as whole numbers.
+        loads: work of each rank in a step, scaled to integers.
     """
 
     owners: Mapping[str, Owner | None]
@@ -44,24 +43,24 @@ class Placement:
 
     @cached_property
     def order(self) -> tuple[int, int, int]:
-        """What is smaller is better: the largest load, then shared stages, then how uneven the loads are."""
+        """Sort key, best first: the largest load, then the number of shared stages, then the sum of squared loads."""
         return max(self.loads), self.shared, sum(load * load for load in self.loads)
 
 
 class Space:
-    """What there is to place.
+    """The modalities and ranks of a search, and all their placements.
 
     Args:
-        costs: of each modality's layers, what a step takes per microbatch; what runs before and after the layers counts
-            with the first and the last one.
-        modalities: the configuration; modalities share ranks only where their tp_size and cp_size are the same.
+        costs: for each modality the cost of each layer per microbatch, forward and backward; units before and after the
+            layers count with the first and the last layer.
+        modalities: the configuration; modalities share ranks only where their tp_size and cp_size are equal.
         num_ranks: ranks of one replica, all of which are used.
         loss_modality: the modality that the encoders feed.
         num_microbatches: M.
 
     Attributes:
-        scale: loads are costs of a step times this, rounded.
-        seen: how many placements `best` has divided.
+        scale: factor from costs to loads, before rounding.
+        seen: number of placements that `best` has divided.
     """
 
     def __init__(
@@ -90,18 +89,18 @@ class Space:
 
     @property
     def most_ranks(self) -> int:
-        """The most ranks that can be filled, with a layer for each stage."""
+        """The most ranks that can be used: a stage for each layer."""
         return sum(self._widths[name] * layers for name, layers in self._layers.items())
 
     def fills(self, num_ranks: int) -> bool:
-        """Whether there is a placement on so many ranks."""
+        """Whether there is a placement on `num_ranks` ranks."""
         self._limit = self._everything
         within = num_ranks <= self.most_ranks
         return within and any(True for owners in self._ways() for _ in self._counts(owners, num_ranks))
 
     def best(self, count: int) -> list[Placement]:
-        """Return the `count` placements that come first by their `order`."""
-        # what is a quarter above a load that is known to be possible is not looked at, unless nothing else is there
+        """Return the first `count` placements by their `order`."""
+        # skip placements with loads 25 % above what is possible without sharing, unless there are no others
         return self._within(self._apart() * 5 // 4, count) or self._within(self._everything, count)
 
     def _within(self, limit: int, count: int) -> list[Placement]:
@@ -120,7 +119,7 @@ class Space:
         return [placement for *_, placement in kept]
 
     def _apart(self) -> int:
-        """The smallest largest load where nothing is shared, or that of one rank where there are too few for that."""
+        """The smallest possible largest load without shared ranks; the sum of all costs if there are too few ranks."""
         low, high = 0, self._everything
         while low < high:
             middle = (low + high) // 2
@@ -130,12 +129,12 @@ class Space:
         return low
 
     def _ways(self) -> Iterator[dict[str, Owner | None]]:
-        """Every assignment of owners to encoders; an owner has ranks of its own."""
+        """Every assignment of owners to encoders; an owner has its own ranks."""
         options: list[list[Owner | None]] = []
         for name in self._encoders:
-            alike = [other for other in self._kinds if other != name and self._kinds[other] == self._kinds[name]]
-            options.append([None, *(Owner(other, 0) for other in alike)])
-            if self._loss_modality in alike:
+            same = [other for other in self._kinds if other != name and self._kinds[other] == self._kinds[name]]
+            options.append([None, *(Owner(other, 0) for other in same)])
+            if self._loss_modality in same:
                 options[-1].append(Owner(self._loss_modality, None))
         for choice in product(*options):
             owners = dict(zip(self._encoders, choice, strict=True))
@@ -143,7 +142,7 @@ class Space:
                 yield owners
 
     def _counts(self, owners: Mapping[str, Owner | None], num_ranks: int) -> Iterator[dict[str, int]]:
-        """All numbers of own stages that fill the ranks; encoders that run whole on another one's rank have none."""
+        """All numbers of own ranks by modality that add up to `num_ranks`; unnamed encoders have no own rank."""
         spans: dict[str, tuple[int, int]] = {}
         for name, owner in owners.items():
             if owner is None:
@@ -151,14 +150,14 @@ class Space:
                 spans[name] = (least or self._layers[name] + 1, self._layers[name])
             elif owner == Owner(self._loss_modality, 0):
                 spans[name] = (0, self._layers[name] - 1)
-        # on one rank of the loss modality a replica on each is the same as the last stage on the first
+        # with one rank of the loss modality, a replica on each rank equals the last stage on the first rank
         several = Owner(self._loss_modality, None) in owners.values()
         spans[self._loss_modality] = (1 + several, self._layers[self._loss_modality])
         for counts in _fillings([(*span, self._widths[name]) for name, span in spans.items()], num_ranks):
             yield dict(zip(spans, counts, strict=True))
 
     def _placed(self, owners: Mapping[str, Owner | None], ranks: Mapping[str, int]) -> Placement | None:
-        """The best division of one way with its ranks counted; None where its largest load is above the limit."""
+        """The best placement for given owners and numbers of ranks, or None if its largest load is above the limit."""
         sizes: dict[str, tuple[int, ...]] = {name: (layers,) for name, layers in self._layers.items()}
         loads: list[int] = []
         for name in (*(name for name, owner in owners.items() if owner is None), self._loss_modality):
@@ -166,7 +165,7 @@ class Space:
             if name == self._loss_modality:
                 division = self._with_loss(owners, colocated, ranks)
             elif ranks[name] == 1 and name != next(each for each in self._encoders if each in (name, *colocated)):
-                return None  # the same placement as the one where the first of them is the owner
+                return None  # equals the placement in which the first of them is the owner
             else:
                 division = self._apart_from_loss(name, ranks[name], colocated)
             if division is None:
@@ -199,7 +198,7 @@ class Space:
 
 
 def _fillings(spans: Sequence[tuple[int, int, int]], total: int) -> Iterator[tuple[int, ...]]:
-    """All numbers, each from its (smallest, largest, width), that times their widths sum to `total`."""
+    """All tuples of numbers within their (smallest, largest, width) whose sum, weighted by width, is `total`."""
     (low, high, width), *others = spans
     if not others:
         count, rest = divmod(total, width)

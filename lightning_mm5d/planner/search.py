@@ -1,12 +1,12 @@
-"""Finds how many ranks each modality gets, and which stages share one: encoders and language model jointly.
+"""Searches for the number of ranks of each modality and for stages that share a rank, jointly for all modalities.
 
-A step takes as long as its busiest rank works, and the way to the first and from the last microbatch on top. So of all
-placements (see `placements`) those with the smallest largest load are judged by their schedule: one after the other is
-simulated, in the order of a lower bound on its makespan, until no further one can be shorter.
+A step takes as long as its busiest rank works, plus the ramps before and after. So the placements with the smallest
+largest loads (see `placements`) are simulated, in the order of a lower bound on their makespans, until no other can be
+shorter.
 
-It keeps tp_size, cp_size and the replicas of the loss modality, and gives each rank one chunk of a modality.
-Whether parameters and activations fit into a rank's memory is not its matter. It refuses numbers of ranks that no
-placement fills, and encoders that feed stages by number, since these numbers are what is searched for.
+The search keeps tp_size, cp_size and the replicas of the loss modality, and gives each rank one chunk of a modality. It
+does not check memory. Numbers of ranks that no placement fills are refused, and encoders that feed stages by number,
+because the search chooses these numbers.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from lightning_mm5d.planner.placements import Placement, Space
 from lightning_mm5d.schedule import Graph, Schedule, build, lower_bound, simulate
 from lightning_mm5d.schedule.stage_key import StageKey
 
-_JUDGED = 48  # placements of which a schedule is looked at
-_SAME = 1e-9  # makespans that differ by less than this share are equal
+_JUDGED = 48  # placements whose schedules may be simulated
+_SAME = 1e-9  # makespans that differ by less than this share count as equal
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
         modalities: the configuration, with `pp_size`, `pipeline_template` and `colocate_with` chosen.
         busiest: the largest work of a rank in a step, in the unit of the costs.
-        makespan: of the simulated step of one replica.
-        placed: how many placements were divided.
-        simulated: of how many a step was simulated.
+        makespan: duration of the simulated step of one replica, in the unit of the costs.
+        placed: number of placements that were divided.
+        simulated: number of placements whose step was simulated.
     """
 
     modalities: dict[str, Modality]
@@ -63,24 +63,24 @@ def search(
     """Return the placement of the modalities on `num_ranks` ranks whose simulated step is shortest.
 
     Args:
-        rows: for each modality what runs before its layers, each layer, and what runs after them.
-        modalities: the configuration; what it says of pipelines, costs and shared ranks is replaced.
+        rows: for each modality the units of a forward: one before its layers, one for each layer, one after them.
+        modalities: the configuration; its pipelines, costs and shared ranks are replaced.
         num_ranks: ranks of one replica; all of them are used.
         loss_modality: name of the modality that computes the loss.
         trainable: names of the parameters that require a gradient.
         num_microbatches: M.
         schedule: as `build` takes it.
-        late: encoders whose result is used after the loss modality's last layer.
+        late: encoders whose result the loss modality uses after its last layer.
 
     Returns:
-        What was found; of placements with equal makespan, the one with the fewest shared stages.
+        The placement with the shortest step; of equally short ones, the one with the fewest shared stages.
 
     Raises:
-        ConfigError: no placement fills the ranks, or `feeds` names stages.
+        ConfigError: no placement fills the ranks, or `feeds` lists stages.
     """
     for name, modality in modalities.items():
         if isinstance(modality.feeds, list):
-            rule = f"It names stages of {loss_modality!r}, and how many there are is what is searched for"
+            rule = f"It lists stages of {loss_modality!r}, and the search chooses their number"
             raise ConfigError(f"modalities.{name}.feeds", modality.feeds, rule, "Use 'first' or 'all'")
     plain = {name: _plain(name, row, frozenset(trainable)) for name, row in rows.items()}
     trained = frozenset(key for row in plain.values() for unit in row for key in unit.costs)
@@ -119,7 +119,7 @@ def search(
 
 
 def _plain(name: str, row: Sequence[Unit], trainable: frozenset[str]) -> list[Unit]:
-    """The units with one parameter for all that is trained in each, or none."""
+    """The units, each with one parameter that stands for all its trained ones, or with none."""
     trained = [[cost for full, cost in unit.costs.items() if full in trainable] for unit in row]
     return [
         Unit(unit.forward, {f"{name}.{index}": sum(costs)} if costs else {}, unit.recomputed)
@@ -128,7 +128,7 @@ def _plain(name: str, row: Sequence[Unit], trainable: frozenset[str]) -> list[Un
 
 
 def _layers(row: Sequence[float]) -> list[float]:
-    """Costs of the layers, with what runs before and after them in the first and the last one."""
+    """Costs of the layers; the units before and after them count with the first and the last layer."""
     first, *layers, last = row
     if not layers:
         return [first + last]
@@ -143,7 +143,7 @@ def _written(modalities: Mapping[str, Modality], placement: Placement, loss_moda
     for name, modality in modalities.items():
         sizes, owner = placement.sizes[name], placement.owners.get(name)
         if owner is not None and len(sizes) == len(placement.sizes[owner.modality]) == 1:
-            owner = Owner(owner.modality, None)  # the same, in a word
+            owner = Owner(owner.modality, None)  # equal, and shorter to write
         found[name] = replace(
             modality,
             dp_size=modality.dp_size if name == loss_modality else None,
@@ -164,9 +164,9 @@ def _graph(
     num_microbatches: int,
     late: Collection[str],
 ) -> Graph:
-    """The graph of stages of one replica, made by the code that plans the training.
+    """The graph of stages of one replica, built by the code that plans the training.
 
-    Ranks that divide a stage by tensor or context parallelism do the same at the same time, so one stands for all.
+    Tensor and context parallel ranks of a stage run the same actions, so one rank stands for all of them.
     """
     placed = {
         name: replace(modality, dp_size=None, tp_size=1, cp_size=1)

@@ -1,8 +1,6 @@
-"""The graph of stages without a model: as many stages as the sizes say, each as long as its modality's ``cost`` says.
+"""Builds a graph of stages without a model: each stage is one layer with one parameter and its modality's ``cost``.
 
-So cases that papers draw, and models and clusters that are not there yet, are simulated by the code that plans real
-ones: every stage stands for one layer with one parameter. It refuses nothing: the layout and the modalities were
-checked.
+So the code that plans real runs can simulate the cases of papers, and models and clusters that do not exist yet.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ def sketch(
         modalities: the configuration; a forward takes 1 on each rank of those without ``cost``, and a backward twice
             a forward.
         num_microbatches: microbatches per replica, M.
-        frozen: names of modalities of which nothing is trained; of all others everything is.
+        frozen: names of modalities in which nothing is trained; all others are trained completely.
         v_shaped: as in `Plan`.
     """
     stages = {
