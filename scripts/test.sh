@@ -1,8 +1,17 @@
 #!/usr/bin/env bash
-# Set up and pass the tests; arguments go to pytest. With COVERAGE=1 also measure the lines that all ranks run.
+# Set up and pass the tests: all, or with --quick those that start no processes and a few layouts on ranks.
+# Other arguments go to pytest; given any, tests run one after the other.
+# With COVERAGE=1 also measure the lines that all ranks run.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh dev
+# the processes that tests start would compile all that they import, each again
+unset PYTHONDONTWRITEBYTECODE
+parallel=(-n logical --maxprocesses 8 --dist loadfile)
+case "${1:-}" in
+  "") set -- "${parallel[@]}" ;;
+  --quick) shift && set -- "${parallel[@]}" -m "smoke or not processes" "$@" ;;
+esac
 if [ -z "${COVERAGE:-}" ]; then
   exec .venv/bin/python -m pytest "$@"
 fi

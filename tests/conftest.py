@@ -31,5 +31,26 @@ def new_ranks() -> Iterator[None]:
     POOL.close()
 
 
+# a module that has one of these starts processes in most of its tests
+STARTS_PROCESSES = {"run_ranks", "call_ranks", "check_all", "together", "outcomes", "same_steps", "in_both_layouts"}
+# layouts that --quick compares with one process
+SMOKE = (
+    "parity/test_parity.py::test_layouts_with_encoders_equal_one_process[llava-{e} pp 2 | language pp 2]",
+    "parity/test_parity.py::test_layouts_with_encoders_equal_one_process[handwritten_two-all on all]",
+    "parity/test_parity.py::test_layouts_of_one_modality_equal_one_process[gpt2-pp 2 dp 2]",
+    "parity/test_split_backward.py::test_families_with_all_trainable_equal_one_process[llama_tied-zbv]",
+    "tensor_parallel/test_layouts.py::test_one_modality_equals_one_process[llama_tied-tp 2 with sequence shards]",
+    "context_parallel/test_layouts.py::test_one_modality_equals_one_process[ring-2]",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if isinstance(item, pytest.Function) and STARTS_PROCESSES & vars(item.module).keys():
+            item.add_marker("processes")
+        if item.nodeid.endswith(SMOKE):
+            item.add_marker("smoke")
+
+
 def pytest_sessionfinish() -> None:
     POOL.close()

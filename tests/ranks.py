@@ -13,12 +13,14 @@ import gc
 import io
 import os
 import random
+import signal
 import socket
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -64,11 +66,16 @@ class Call:
         return data.getvalue()
 
 
-def run_ranks(world: int, function: Callable[..., Any], *args: Any, limit: float = LIMIT_S) -> list[Any]:
-    """Call ``function(rank, *args)`` in `world` new processes; return what each returned."""
+def run_ranks(
+    world: int, function: Callable[..., Any], *args: Any, limit: float = LIMIT_S, killed: Collection[int] = ()
+) -> list[Any]:
+    """Call ``function(rank, *args)`` in `world` new processes; return what each returned.
+
+    Ranks in `killed` must end by SIGKILL within the call; they return None.
+    """
     ranks = _forked(range(world), _call(world, function, args))
     try:
-        return _results(ranks, limit)
+        return _results(ranks, limit, killed)
     finally:
         _end(ranks)
 
@@ -82,7 +89,7 @@ class Pool:
 
     def call(self, world: int, function: Callable[..., Any], *args: Any, limit: float = LIMIT_S) -> list[Any]:
         """Call ``function(rank, *args)`` on the first `world` ranks; return what each returned."""
-        if self._modules != len(sys.modules):
+        if self._modules != len(sys.modules) or not all(rank.process.is_alive() for rank in self._ranks):
             self.close()
         self._ranks += _forked(range(len(self._ranks), world))
         self._modules = len(sys.modules)
@@ -98,7 +105,8 @@ class Pool:
 
     def close(self) -> None:
         for rank in self._ranks:
-            rank.pipe.send(None)
+            with suppress(BrokenPipeError):  # a rank that something else has ended
+                rank.pipe.send(None)
         _end(self._ranks)
         self._ranks = []
 
@@ -156,7 +164,7 @@ def _end(ranks: list[_Rank], *, kill: bool = False) -> None:
         rank.pipe.close()
 
 
-def _results(ranks: list[_Rank], limit: float) -> list[Any]:
+def _results(ranks: list[_Rank], limit: float, killed: Collection[int] = ()) -> list[Any]:
     results: dict[int, Any] = {}
     errors: dict[int, str] = {}
     waiting = {rank.pipe: rank for rank in ranks}
@@ -169,7 +177,11 @@ def _results(ranks: list[_Rank], limit: float) -> list[Any]:
             except (EOFError, ConnectionError):
                 rank.process.join()
                 error, data = f"ended with exit code {rank.process.exitcode}", b""
-            if error:
+            else:
+                error = "was not killed" if rank.index in killed else error
+            if rank.index in killed and rank.process.exitcode == -signal.SIGKILL:
+                results[rank.index] = None
+            elif error:
                 errors[rank.index] = f"rank {rank.index}:\n{error}"
                 end = min(end, time.monotonic() + GRACE_S)
             else:

@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.processes
 HERE = Path(__file__).parent
 LIMIT_S = 240
 SET_BY_OTHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "NODE_RANK", "MASTER_", "TORCHELASTIC", "SLURM_", "PL_")

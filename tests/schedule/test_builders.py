@@ -176,6 +176,7 @@ def test_order_of_nodes_and_edges_does_not_change_the_schedule(seed: int) -> Non
         assert build(name, graph) == build(name, shuffled)
 
 
+@pytest.mark.processes
 def test_processes_with_other_hash_seeds_build_the_same_schedule() -> None:
     script = (
         "from random import Random\n"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning_mm5d.engine import codec
 from lightning_mm5d.trainer.logs import LogOptions, MergedLog
 from lightning_mm5d.trainer.step_result import ResultChannel, StepResult, Weights
-from parity.harness import run_ranks
+from ranks import run_ranks
 
 
 def sample_logs() -> list[MergedLog]:
