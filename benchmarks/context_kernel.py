@@ -26,9 +26,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from turns import WARMUP, Raced, Side, Turns, race, row, run
 
 from lightning_mm5d.context_parallel.kernels.kernel import attend, attend_backward
+from lightning_mm5d.context_parallel.masks.caches import Caches
 from lightning_mm5d.context_parallel.masks.mask import EMPTY, Mask, MaskFunction
 
 TOKENS, HEADS, WIDTH = 4096, 8, 64
+CACHES = Caches()  # as a session has them
 STEPS = WARMUP + 7
 SCALE = WIDTH**-0.5
 
@@ -62,7 +64,8 @@ def masks(length: int, shift: int = 0) -> dict[str, MaskFunction]:
 
 
 def described(name: str, length: int, shift: int = 0) -> Mask:
-    return Mask(masks(length, shift)[name], batch=1, q_length=length, k_length=length, device=torch.device("cpu"))
+    function = masks(length, shift)[name]
+    return Mask(function, batch=1, q_length=length, k_length=length, device=torch.device("cpu"), caches=CACHES)
 
 
 def values(length: int, heads: int) -> list[Tensor]:

@@ -152,7 +152,9 @@ class ShardedSequence:
         finer = self.holders.finer
         if finer is None:
             return self
-        return ShardedSequence(refined(self.split, finer.ranks.size // finer.degree), finer)
+        found = ShardedSequence(refined(self.split, finer.ranks.size // finer.degree), finer)
+        found.coarse = self.split  # with what was made of it
+        return found
 
     @cached_property
     def coarser(self) -> ShardedSequence:

@@ -1,31 +1,26 @@
 """Which tokens of a sequence each rank of a group holds.
 
-A `TokenSplit` is plain data and the same on every rank: for each rank the ranges of its tokens. Equal splits are one
-object, so results that depend only on a split can be kept under its identity.
+A `TokenSplit` is plain data and the same on every rank: for each rank the ranges of its tokens. Results that depend on
+a split alone live on it (`kept`).
 """
 
 from __future__ import annotations
 
-import threading
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 Range = tuple[int, int]
-
-_known: weakref.WeakValueDictionary[tuple[int, tuple[tuple[Range, ...], ...]], TokenSplit] = (
-    weakref.WeakValueDictionary()
-)
-_making = threading.Lock()
+T = TypeVar("T")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class TokenSplit:
-    """The tokens of each rank. Make one with `TokenSplit.of`: equal splits that are alive together are one object.
+    """The tokens of each rank. Make one with `TokenSplit.of`.
 
     Attributes:
         ranges: per rank its ascending half-open ranges of tokens, adjacent ones joined; a rank may have none.
@@ -34,19 +29,21 @@ class TokenSplit:
 
     ranges: tuple[tuple[Range, ...], ...]
     size: int
-    _kept: dict[object, Tensor] = field(default_factory=dict, init=False, repr=False)
+    _kept: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.ranges, self.size))
 
     @staticmethod
     def of(ranges: Sequence[Sequence[Sequence[int]]], size: int) -> TokenSplit:
         """The split with these ranges: ascending per rank and without overlaps; empty and adjacent ones are fine."""
-        joined = tuple(_joined(held) for held in ranges)
-        with _making:
-            found = _known.get((size, joined))
-            if found is None:
-                found = TokenSplit(joined, size)
-                found._check()
-                _known[size, joined] = found
-            return found
+        split = TokenSplit(tuple(_joined(held) for held in ranges), size)
+        split._check()
+        return split
 
     @property
     def key(self) -> tuple[tuple[Range, ...], ...]:
@@ -65,7 +62,7 @@ class TokenSplit:
 
     def indices(self, rank: int, device: torch.device | str = "cpu") -> Tensor:
         """int64 ``[S_rank]``: the tokens of a rank, ascending. Kept per device: do not write to it."""
-        return self._keep(("indices", rank), device, lambda: _tokens(self.ranges[rank]))
+        return self.kept(("indices", rank, torch.device(device)), lambda: _tokens(self.ranges[rank]).to(device))
 
     def order(self, device: torch.device | str = "cpu") -> Tensor:
         """int64 ``[S]``: where each token is when the tokens of all ranks stand in a row, so that
@@ -73,16 +70,17 @@ class TokenSplit:
 
         def inverse() -> Tensor:
             row = torch.cat([_tokens(held) for held in self.ranges])
-            return torch.empty_like(row).scatter_(0, row, torch.arange(self.size, device="cpu"))
+            return torch.empty_like(row).scatter_(0, row, torch.arange(self.size, device="cpu")).to(device)
 
-        return self._keep("order", device, inverse)
+        return self.kept(("order", torch.device(device)), inverse)
 
-    def _keep(self, name: object, device: torch.device | str, make: Callable[[], Tensor]) -> Tensor:
-        where = (name, torch.device(device))
-        if where not in self._kept:
+    def kept(self, name: Hashable, make: Callable[[], T]) -> T:
+        """Return what `make` made of this split the first time, for as long as the split lives."""
+        if name not in self._kept:
             with torch.inference_mode(False):  # autograd may meet it later
-                self._kept[where] = make().to(device)
-        return self._kept[where]
+                self._kept[name] = make()
+        result: T = self._kept[name]
+        return result
 
     def _check(self) -> None:
         tokens = sorted(token_range for held in self.ranges for token_range in held)

@@ -448,7 +448,7 @@ def test_local_attention_takes_some_queries_and_some_keys() -> None:
     gradients = (torch.autograd.grad(out, (q, k, v, sinks), d_out[:, :, rows]) for out in (found, wanted))
     for one, other in zip((found, *next(gradients)), (wanted, *next(gradients)), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
-    assert first_tokens(200, q.device) is first_tokens(200, q.device)
+    assert first_tokens(mask, 200, q.device) is first_tokens(mask, 200, q.device)
 
 
 def test_splits_of_groups_hold_the_tokens_of_their_ranks() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -372,16 +372,3 @@ def test_plans_and_masks_are_made_once_for_all_layers(monkeypatch: pytest.Monkey
     monkeypatch.setattr(rectangles, "Plan", lambda *_: pytest.fail("a plan is made again"))
     second = attend(given.q, given.k, given.v, tiles, scale=SCALE)
     assert torch.equal(first[0], second[0])
-
-
-def test_masks_that_were_not_used_lately_are_let_go() -> None:
-    bias = rectangles.Bias(torch.zeros(10, 10), None)
-    kept = rectangles.Biases(3 * bias.values.nbytes)
-    made: list[int] = []
-
-    def get(key: int) -> None:
-        kept.get(key, lambda: (made.append(key), replace(bias))[1])
-
-    for key in (0, 1, 2, 0, 3, 0, 2, 1):
-        get(key)
-    assert made == [0, 1, 2, 3, 1]

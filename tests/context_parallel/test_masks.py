@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import masking_utils as hf
 
+from lightning_mm5d.context_parallel.masks.caches import Cache, Caches
 from lightning_mm5d.context_parallel.masks.mask import EMPTY, FULL, PARTIAL, TILE, Mask, MaskFunction
 
 Build = Callable[[int, int], MaskFunction]
@@ -348,10 +349,11 @@ def test_equal_contents_have_equal_keys_and_others_do_not() -> None:
 
 def test_what_is_known_of_a_mask_is_found_again_in_the_next_step() -> None:
     torch.manual_seed(0)
-    ids, at = images(1, 400), torch.arange(400)
+    ids, at, caches = images(1, 400), torch.arange(400), Caches()
+    caches.masks = Cache(16)
 
-    def again(ids: Tensor) -> Mask:
-        return Mask(hf.blockwise_overlay(ids.clone()), batch=1, q_length=400, k_length=400, device="cpu")
+    def again(ids: Tensor, caches: Caches = caches) -> Mask:
+        return Mask(hf.blockwise_overlay(ids.clone()), batch=1, q_length=400, k_length=400, device="cpu", caches=caches)
 
     first = again(ids)
     tiles = first.tiles(at, at)
@@ -359,6 +361,7 @@ def test_what_is_known_of_a_mask_is_found_again_in_the_next_step() -> None:
     assert again(ids).tiles(at.clone(), at.clone()) is tiles
     assert again(ids).tiles(at[:-1], at) is not tiles
     assert again(ids).work() is first.work()
+    assert again(ids, Caches()).tiles(at, at) is not tiles
     for other in range(40):  # a bounded number of masks is remembered
         again(ids + 1000 * (other + 1) * (at == other)).tiles(at, at)
     assert again(ids).tiles(at, at) is not tiles

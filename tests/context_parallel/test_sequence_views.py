@@ -76,7 +76,7 @@ def test_tokens_of_a_rank_are_divided_evenly_in_order_and_joined_again() -> None
             assert max(map(len, tokens)) - min(map(len, tokens)) <= 1
             for index in range(parts):
                 sequence = fake(fine, rank * parts + index, split.ranks)
-                assert sequence.coarse is split
+                assert sequence.coarse == split
                 assert sequence.own_lengths == fine.lengths[own]
                 assert sequence.own_size == split.lengths[rank]
         assert refined(split, 1) is split
@@ -85,4 +85,4 @@ def test_tokens_of_a_rank_are_divided_evenly_in_order_and_joined_again() -> None
 def test_a_peer_makes_the_same_sequence_of_a_description() -> None:
     for _, split in splits(20):
         size, ranges = fake(split, 0).description()
-        assert TokenSplit.of(ranges, size) is split
+        assert TokenSplit.of(ranges, size) == split

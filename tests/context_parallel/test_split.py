@@ -1,10 +1,8 @@
-"""Splits of a sequence: every token once, whatever the sizes, and equal splits are one object."""
+"""Splits of a sequence: every token once, whatever the sizes, and equal masks give one object."""
 
 from __future__ import annotations
 
-import gc
 import random
-import weakref
 from collections.abc import Callable
 
 import pytest
@@ -21,6 +19,7 @@ from lightning_mm5d.context_parallel.balance.distributions import (
     uniform,
     zigzag,
 )
+from lightning_mm5d.context_parallel.masks.caches import Cache
 from lightning_mm5d.sharded.token_split import TokenSplit
 
 SIZES = [(0, 2), (1, 1), (1, 3), (3, 4), (5, 4), (10, 4), (64, 8), (129, 2), (1000, 3), (4096, 8), (5000, 7)]
@@ -104,8 +103,8 @@ def test_zigzag_halves_the_imbalance_of_a_causal_mask(size: int, ranks: int) -> 
 
 
 def test_work_that_is_the_same_everywhere_gives_one_stretch_each() -> None:
-    assert balanced([7] * 16, 16 * BLOCK, 4) is uniform(16 * BLOCK, 4)
-    assert balanced([0] * 16, 16 * BLOCK, 4) is uniform(16 * BLOCK, 4)
+    assert balanced([7] * 16, 16 * BLOCK, 4) == uniform(16 * BLOCK, 4)
+    assert balanced([0] * 16, 16 * BLOCK, 4) == uniform(16 * BLOCK, 4)
 
 
 def test_the_last_block_may_be_short() -> None:
@@ -155,34 +154,29 @@ def test_items_are_dealt_out_by_cost() -> None:
     assert by_items([10, 10, 10, 30], [300, 100, 100, 100], 2).ranges == (((0, 10),), ((10, 60),))
 
 
-# ------------------------------------------------------------------ one object
+# ------------------------------------------------------------------ equal splits
 
 
-def test_equal_splits_are_one_object() -> None:
-    work = causal_work(4096)
-    split = distribute("makespan_min", 4096, 4, work)
-    assert distribute("makespan_min", 4096, 4, lambda block: work(block).clone()) is split
-    assert distribute("makespan_min", 4096, 4, lambda block: work(block) * 3) is split
-    assert balanced(work(BLOCK), 4096, 4) is split
-    assert TokenSplit.of([[list(one) for one in part] for part in split.key], 4096) is split
-    assert distribute("makespan_min", 4096, 8, work) is not split
-    assert distribute("uniform", 4096, 4, work) is uniform(4096, 4) is not split
+def test_equal_masks_give_one_object_and_equal_splits_are_equal() -> None:
+    work, cache = causal_work(4096), Cache()
+    split = distribute("makespan_min", 4096, 4, work, cache)
+    assert distribute("makespan_min", 4096, 4, lambda block: work(block).clone(), cache) is split
+    assert distribute("uniform", 4096, 4, work, cache) is distribute("uniform", 4096, 4, work, cache)
+    others = [
+        distribute("makespan_min", 4096, 4, lambda block: work(block) * 3, cache),
+        balanced(work(BLOCK), 4096, 4),
+        TokenSplit.of([[list(one) for one in part] for part in split.key], 4096),
+    ]
+    assert {split, *others} == {split}
+    assert distribute("makespan_min", 4096, 8, work, cache) != split
+    assert distribute("uniform", 4096, 4, work, cache) == uniform(4096, 4) != split
 
 
 def test_ranges_are_joined_before_they_are_compared() -> None:
     split = TokenSplit.of([[(0, 3), (3, 3), (3, 5)], [(5, 9)]], 9)
     assert split.ranges == (((0, 5),), ((5, 9),))
-    assert TokenSplit.of([[(0, 5)], [(5, 9)]], 9) is split
-    assert TokenSplit.of([[(5, 9)], [(0, 5)]], 9) is not split
-
-
-def test_a_split_that_nobody_holds_is_forgotten() -> None:
-    split = TokenSplit.of([[(0, 12345)]], 12345)
-    assert split.indices(0).numel() == 12345
-    alive = weakref.ref(split)
-    del split
-    gc.collect()
-    assert alive() is None
+    assert TokenSplit.of([[(0, 5)], [(5, 9)]], 9) == split
+    assert TokenSplit.of([[(5, 9)], [(0, 5)]], 9) != split
 
 
 def test_indices_are_made_once_and_serve_autograd_though_first_used_in_inference() -> None:

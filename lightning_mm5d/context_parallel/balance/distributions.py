@@ -5,23 +5,20 @@ stretch each; ``zigzag`` one from either end, which balances a causal mask; ``ma
 of queries are dealt out by the (query, key) pairs that the mask allows them (makespan.py), as Cornstarch does for masks
 of multimodal sequences.
 
-Equal splits are the same object, so whatever is computed for one can be kept under its identity.
-
-It refuses nothing at run time; assertions are for bugs of this library.
+Assertions are for bugs of this library.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_mm5d.context_parallel.balance.makespan import deal
+from lightning_mm5d.context_parallel.masks.caches import Cache
 from lightning_mm5d.layout.even_split import even_ranges
 from lightning_mm5d.sharded.token_split import Range, TokenSplit
 
@@ -70,8 +67,10 @@ def by_items(lengths: Sequence[int], costs: Sequence[int], ranks: int) -> TokenS
     return _dealt(list(pairwise(cuts)), costs, ranks, cuts[-1])
 
 
-def distribute(how: Distribution, size: int, ranks: int, mask_work: Callable[[int], Tensor]) -> TokenSplit:
-    """The split that a configuration asks for. Equal masks give the same object without dealing out again.
+def distribute(
+    how: Distribution, size: int, ranks: int, mask_work: Callable[[int], Tensor], cache: Cache | None = None
+) -> TokenSplit:
+    """Return the split that a configuration asks for.
 
     Args:
         how: ``uniform``, ``zigzag`` or ``makespan_min``.
@@ -79,13 +78,16 @@ def distribute(how: Distribution, size: int, ranks: int, mask_work: Callable[[in
         ranks: R.
         mask_work: int64 work of each block of as many queries as it is called with (a power of two, at most `BLOCK`);
             called for ``makespan_min`` only.
+        cache: keeps splits; equal masks get the same object without a new assignment.
     """
+    cache = Cache() if cache is None else cache
     if how != "makespan_min":
-        return _plain(how, size, ranks)
+        return cache.get((how, size, ranks), lambda: (uniform if how == "uniform" else zigzag)(size, ranks))
     block = block_of(size, ranks)
     work = mask_work(block)
     assert work.dtype == torch.int64, work.dtype
-    return _balanced(size, ranks, block, work.cpu().numpy().tobytes())
+    key = (how, size, ranks, work.cpu().numpy().tobytes())
+    return cache.get(key, lambda: balanced(work, size, ranks, block))
 
 
 def block_of(size: int, ranks: int) -> int:
@@ -94,16 +96,6 @@ def block_of(size: int, ranks: int) -> int:
     while block > 1 and -(-size // block) < LEAST_BLOCKS * ranks:
         block //= 2
     return block
-
-
-@lru_cache(maxsize=64)
-def _plain(how: Literal["uniform", "zigzag"], size: int, ranks: int) -> TokenSplit:
-    return uniform(size, ranks) if how == "uniform" else zigzag(size, ranks)
-
-
-@lru_cache(maxsize=64)
-def _balanced(size: int, ranks: int, block: int, work: bytes) -> TokenSplit:
-    return balanced(np.frombuffer(work, np.int64).tolist(), size, ranks, block)
 
 
 def _dealt(pieces: Sequence[Range], costs: Sequence[int], ranks: int, size: int) -> TokenSplit:

@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -138,7 +137,8 @@ def local_attention(
     """
     q, k, v = _cast(q, k, v)
     q_tokens, k_tokens = (
-        first_tokens(x.shape[2], x.device) if tokens is None else tokens for x, tokens in ((q, q_tokens), (k, k_tokens))
+        first_tokens(mask, x.shape[2], x.device) if tokens is None else tokens
+        for x, tokens in ((q, q_tokens), (k, k_tokens))
     )
     if (q.shape[2], k.shape[2], v.shape[2]) != (len(q_tokens), len(k_tokens), len(k_tokens)):
         raise ValueError(
@@ -149,10 +149,9 @@ def local_attention(
     return _Attention.apply(q, k, v, sinks, _Way(core=Alone(Local(mask, scale, softcap), q_tokens, k_tokens)))
 
 
-@lru_cache(maxsize=16)
-def first_tokens(size: int, device: torch.device) -> Tensor:
-    """int64 ``[size]``: 0, 1 and so on, the same object each time, by which masks know it again. Do not write to it."""
-    return torch.arange(size, device=device)
+def first_tokens(mask: Mask, size: int, device: torch.device) -> Tensor:
+    """Return 0, 1 and so on, int64 ``[size]``: one object, by which the mask knows it again. Do not write to it."""
+    return mask.caches.tokens.get(("first", size, device), lambda: torch.arange(size, device=device))
 
 
 def _cast(*tensors: Tensor) -> Iterator[Tensor]:
@@ -184,7 +183,7 @@ def _way(
     if groups.is_silent or not split.size:
         return _Way(core=_Shapes())
     device = q.device
-    local, tokens = Local(mask, scale, softcap), first_tokens(split.size, device)
+    local, tokens = Local(mask, scale, softcap), first_tokens(mask, split.size, device)
     if groups.whole.size == 1:
         return _Way(core=Alone(local, tokens, tokens))
     if mode == "allgather":

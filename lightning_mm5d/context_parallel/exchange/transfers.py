@@ -11,9 +11,8 @@ Shapes: B batch, N heads, S tokens of the sequence, D width, R ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, TypeVar
-from weakref import WeakKeyDictionary
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,17 +20,6 @@ from torch import Tensor
 
 from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.sharded.token_split import TokenSplit
-
-T = TypeVar("T")
-_kept: WeakKeyDictionary[TokenSplit, dict[Hashable, Any]] = WeakKeyDictionary()
-
-
-def kept(split: TokenSplit, name: Hashable, make: Callable[[], T]) -> T:
-    """Return what `make` made of `split` the first time, for as long as the split lives."""
-    known = _kept.setdefault(split, {})
-    if name not in known:
-        known[name] = make()
-    return known[name]
 
 
 class Places(NamedTuple):
@@ -48,7 +36,7 @@ class Places(NamedTuple):
     @staticmethod
     def of(split: TokenSplit, device: torch.device, *, is_padded: bool) -> Places:
         """Return the places of tokens in the parts of `split`, each filled up to the longest where `is_padded`."""
-        return kept(split, ("places", is_padded, device), lambda: Places._make_of(split, device, is_padded))
+        return split.kept(("places", is_padded, device), lambda: Places._make_of(split, device, is_padded))
 
     @staticmethod
     def _make_of(split: TokenSplit, device: torch.device, is_padded: bool) -> Places:

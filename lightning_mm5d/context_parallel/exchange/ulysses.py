@@ -19,7 +19,7 @@ from itertools import chain, pairwise
 import torch
 from torch import Tensor
 
-from lightning_mm5d.context_parallel.exchange.transfers import AllToAll, Places, heads_first, kept, tokens_first
+from lightning_mm5d.context_parallel.exchange.transfers import AllToAll, Places, heads_first, tokens_first
 from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.sharded.token_split import TokenSplit
 
@@ -35,7 +35,7 @@ def joined(split: TokenSplit, size: int) -> TokenSplit:
         groups = [split.ranges[start : start + size] for start in range(0, split.ranks, size)]
         return TokenSplit.of([sorted(chain(*group)) for group in groups], split.size)
 
-    return kept(split, ("joined", size), make)
+    return split.kept(("joined", size), make)
 
 
 def within(split: TokenSplit, size: int, index: int) -> TokenSplit:
@@ -52,7 +52,7 @@ def within(split: TokenSplit, size: int, index: int) -> TokenSplit:
             at += end - start
         return TokenSplit.of(parts, at)
 
-    return kept(split, ("within", size, index), make)
+    return split.kept(("within", size, index), make)
 
 
 class Heads:

@@ -44,7 +44,7 @@ from lightning_mm5d.context_parallel.hooks.attention import Attention, Call
 from lightning_mm5d.context_parallel.hooks.interface import Interface
 from lightning_mm5d.context_parallel.hooks.recorded_states import as_wholes, full_of, nothing
 from lightning_mm5d.context_parallel.hooks.support import mixed, probe, takes_products
-from lightning_mm5d.context_parallel.masks.recent import Recent
+from lightning_mm5d.context_parallel.masks.caches import Cache
 from lightning_mm5d.partition.hidden_state import at, hidden_place
 from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.sharded.sequence import Holders, ShardedSequence
@@ -126,11 +126,11 @@ class ContextParallel:
         self._stream = Region(ranks.context.whole, drops=drops(layers), device=device)
         self._undo: list[Callable[[], object]] = []
         self._known: dict[Any, tuple[tuple[bool, ...], nn.Module]] = {}
-        self._recent = Recent(16)
+        self._recent, self._splits = Cache(16), interface.caches.tokens
         self._device = device
         members = [module for layer in self._layers for module in layer.modules()]
         mode: Any = "allgather" if self._by_items else modality.cp_mode
-        self._attention = Attention(name, mode, ranks.context, members, active)
+        self._attention = Attention(name, mode, ranks.context, members, active, interface.caches)
         self.replaying = self._attention.replaying
         parent = root.get_submodule(path.rpartition(".")[0])
         holders = [module for module in (*members, parent) if hasattr(getattr(module, "config", None), "model_type")]
@@ -156,6 +156,8 @@ class ContextParallel:
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
+        self._recent.clear()
+        self._attention.forget()
 
     def sequence(self, description: Any) -> ShardedSequence:
         """The sequence that a peer described."""
@@ -275,7 +277,7 @@ class ContextParallel:
         if self._is_own(state):
             return self._pass_of(state.group, state.sharded_dim)  # type: ignore[attr-defined]
         if self._by_items and state.dim() > 2 and state.shape[0] >= self._holders.degree:
-            items = distribute("uniform", state.shape[0], self._holders.degree, _no_work)
+            items = distribute("uniform", state.shape[0], self._holders.degree, _no_work, self._splits)
             return self._pass_of(self._sequence(items, self._holders), -state.dim())
         split = self._split(state, kwargs) if state.dim() > 1 else None
         if split is None:
@@ -298,19 +300,20 @@ class ContextParallel:
             return None
         bounds, work = kwargs.get("cu_seqlens"), partial(self._attention.work, size)
         if bounds is not None:
-            lengths: list[int] = self._recent.get((bounds,), (), lambda: bounds.diff().tolist())
+            lengths: list[int] = self._recent.get("lengths", lambda: bounds.diff().tolist(), (bounds,))
             work = partial(_work_of_segments, lengths)
             if self._by_items and len(lengths) >= degree:
                 items = by_items(lengths, [length * (length + state.shape[-1]) for length in lengths], degree)
                 if min(items.lengths):
                     return items
-        split = distribute(self._distribution, size, degree, work)
-        return split if min(split.lengths) else distribute("uniform", size, degree, work)
+        split = distribute(self._distribution, size, degree, work, self._splits)
+        return split if min(split.lengths) else distribute("uniform", size, degree, work, self._splits)
 
     def _sequence(self, split: TokenSplit, holders: Holders) -> ShardedSequence:
         found = self._sequences.get(split)
         if found is None:
-            found = self._sequences[split] = ShardedSequence(split, holders)
+            known = self._splits.get(split, lambda: split)  # one object for equal splits, with what was made of it
+            found = self._sequences[split] = ShardedSequence(known, holders)
         return found
 
     # --- into a layer ---
@@ -344,7 +347,7 @@ class ContextParallel:
             return sequence.copied(value) if wants else value
         if wants:  # not kept: it belongs to the graph of one layer
             return sequence.scattered(value, dim, sequence.lengths)
-        return self._recent.get((value,), (sequence, dim), lambda: sequence.local_of(value, dim, sequence.lengths))
+        return self._recent.get((sequence, dim), lambda: sequence.local_of(value, dim, sequence.lengths), (value,))
 
     def _state_part(self, now: _Pass, entry: Any) -> Any:
         if isinstance(entry, (list, tuple)):

@@ -28,8 +28,8 @@ from transformers.masking_utils import causal_mask_function, packed_sequence_mas
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.context_parallel.exchange.attention import ContextGroups, Mode, context_attention, local_attention
 from lightning_mm5d.context_parallel.hooks.interface import ContextMask
+from lightning_mm5d.context_parallel.masks.caches import Cache, Caches
 from lightning_mm5d.context_parallel.masks.mask import Mask, MaskFunction
-from lightning_mm5d.context_parallel.masks.recent import Recent
 from lightning_mm5d.sharded.tensor import Sharded
 from lightning_mm5d.sharded.token_split import TokenSplit
 
@@ -70,6 +70,7 @@ class Attention:
         groups: its context parallel ranks.
         members: the modules in its layers.
         active: gives the run of a stage on a microbatch that is under way, forward or backward, if any.
+        caches: of the session.
 
     Attributes:
         call: the pass through a layer that is under way.
@@ -79,7 +80,13 @@ class Attention:
     """
 
     def __init__(
-        self, name: str, mode: Mode, groups: ContextGroups, members: Iterable[nn.Module], active: Callable[[], Any]
+        self,
+        name: str,
+        mode: Mode,
+        groups: ContextGroups,
+        members: Iterable[nn.Module],
+        active: Callable[[], Any],
+        caches: Caches,
     ) -> None:
         self._name, self._mode, self._groups = name, mode, groups
         self.takes_products = False
@@ -93,7 +100,12 @@ class Attention:
         self._noted: weakref.WeakKeyDictionary[Any, dict[Any, dict[Any, tuple[Call, bool]]]] = (
             weakref.WeakKeyDictionary()
         )
-        self._recent = Recent(4)  # masks may be dense
+        self._caches, self._recent = caches, Cache(4)  # masks may be dense
+
+    def forget(self) -> None:
+        """Drop the masks."""
+        self.made.clear()
+        self._recent.clear()
 
     def knows(self, module: nn.Module) -> bool:
         """Whether a module is in the shared layers."""
@@ -194,17 +206,18 @@ class Attention:
             for index, mask in enumerate(self.made):
                 if mask is given.mask:
                     self.used[index] = self.used.get(index, 0) + 1
+            given.mask.caches = self._caches  # a user's own mask was made without a session
             return given.mask
         bounds = options.get("cu_seq_lens_q")
         causal = options.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal
         whole = call.split.size if call is not None and call.split is not None else q.shape[2]
         keys = k.shape[2] if call is None or crosses or call.split is None else whole
-        shape = {"batch": q.shape[0], "q_length": whole, "k_length": keys, "device": q.device}
+        shape = {"batch": q.shape[0], "q_length": whole, "k_length": keys, "device": q.device, "caches": self._caches}
         source = bounds if given is None else given
         is_causal = bool(causal) and not crosses
         key = (is_causal, *shape.values())
-        return self._recent.get((source,), key, lambda: self._new_mask(given, bounds, is_causal, shape))
+        return self._recent.get(key, lambda: self._new_mask(given, bounds, is_causal, shape), (source,))
 
     def _new_mask(self, given: Tensor | None, bounds: Tensor | None, causal: bool, shape: Mapping[str, Any]) -> Mask:
         if given is not None:
@@ -330,7 +343,7 @@ class Attention:
             crosses = self.call.enters(queries, keys)
             if run is not None and not self.call.probes:
                 noted = self._noted.setdefault(run, {}).setdefault((id(module), queries, keys), {})
-                noted[id(self.call.split), crosses] = (self.call, crosses)
+                noted[self.call.split, crosses] = (self.call, crosses)
             return self.call, crosses
         found = self._noted_now().get((id(module), queries, keys), {}) if self._replays else {}
         if len(found) > 1:
@@ -352,7 +365,7 @@ class Attention:
         """Whether no token attends to those of another rank: each rank has whole segments of a packed sequence."""
         if bounds is None:
             return False
-        known: bool = self._recent.get((bounds,), (split,), lambda: _whole_segments(split, bounds))
+        known: bool = self._recent.get(split, lambda: _whole_segments(split, bounds), (bounds,))
         return known
 
     def _expect(self, mask: Mask, queries: int, keys: int) -> None:

@@ -28,6 +28,7 @@ from transformers.masking_utils import (
 
 from lightning_mm5d.context_parallel.masks.bitfield import mask_function as bitfield_function
 from lightning_mm5d.context_parallel.masks.bitfield import pack
+from lightning_mm5d.context_parallel.masks.caches import Caches
 from lightning_mm5d.context_parallel.masks.mask import Mask, MaskFunction
 
 if TYPE_CHECKING:
@@ -135,9 +136,13 @@ class Interface:
     """The attention of all modalities of one rank, as transformers calls it.
 
     The registries cannot forget, so they get nothing that keeps it alive.
+
+    Attributes:
+        caches: of this session's context parallelism; `remove` clears them.
     """
 
     def __init__(self) -> None:
+        self.caches = Caches()
         self._attention: list[tuple[Attention, set[int]]] = []
         self._adds: set[int] = set()  # configs whose own attention adds its masks
         self._undo: list[Callable[[], object]] = []
@@ -172,6 +177,7 @@ class Interface:
         self._undo.clear()
         self._attention.clear()
         self._adds.clear()
+        self.caches.clear()
 
     def attend(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         """What transformers asks an attention interface for; see `Attention.attend`."""
@@ -201,7 +207,8 @@ class Interface:
             mask_function = and_masks(mask_function, padding_mask_function(padding))
         if not (isinstance(q_offset, int) and isinstance(kv_offset, int) and q_offset == kv_offset == 0):
             mask_function = add_offsets_to_mask_function(mask_function, q_offset, kv_offset)
-        mask = Mask(mask_function, batch=batch_size, q_length=q_length, k_length=kv_length, device=device)
+        shape = {"batch": batch_size, "q_length": q_length, "k_length": kv_length}
+        mask = Mask(mask_function, **shape, device=device, caches=self.caches)
         for attention, configs in self._attention:
             if id(config) in configs:
                 attention.note(mask)

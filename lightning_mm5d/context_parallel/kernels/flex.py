@@ -21,12 +21,11 @@ Shapes: as in kernel.py.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 from torch.nn.functional import pad
 
 from lightning_mm5d.context_parallel.kernels.flex_blocks import Blocks, blocks_of
@@ -59,7 +58,7 @@ def attend(
             q, k, v = (_unit_stride(each) for each in (q, k, v))
             out, lse, *_ = _flash(q, k, v, 0.0, False, False, scale=scale)
             return out, lse
-        return _flex(q, k, v, blocks, blocks.mask(tiles), scale, softcap)
+        return _flex(q, k, v, blocks, tiles, scale, softcap)
 
 
 def attend_backward(
@@ -84,7 +83,7 @@ def attend_backward(
         with torch.enable_grad():
             # padded here: what is given to a compiled function should be a leaf
             inputs = (_leaf(q, blocks.q_length), _leaf(k, blocks.k_length), _leaf(v, blocks.k_length))
-            part, part_lse = _flex(*inputs, blocks, blocks.mask(tiles), scale, softcap)
+            part, part_lse = _flex(*inputs, blocks, tiles, scale, softcap)
             part, part_lse = part[:, :, : q.shape[2]], part_lse[:, :, : q.shape[2]]
         gradients = _gradients_of_part(d_out, out, lse, part.detach(), part_lse.detach())
         dq, dk, dv = torch.autograd.grad((part, part_lse), inputs, gradients)
@@ -106,22 +105,25 @@ def _gradients_of_part(
 
 
 def _flex(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Blocks, mask: BlockMask, scale: float, softcap: float | None
+    q: Tensor, k: Tensor, v: Tensor, blocks: Blocks, tiles: Tiles, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     """Return output and log-sum-exp; recorded by autograd where that records."""
-    q_length = q.shape[2]
+    q_length, functions = q.shape[2], tiles.caches.functions
+    cap = None if softcap is None else functions.get(("cap", softcap), lambda: _capped(softcap))
+    run: Callable[..., Any] = flex_attention
+    if q.is_cuda:
+        run = functions.get("flex_attention", lambda: torch.compile(flex_attention, fullgraph=True))
     q, k, v = _padded(q, blocks.q_length), _padded(k, blocks.k_length), _padded(v, blocks.k_length)
     # scale and softcap are constants of a kernel: as arguments, which torch makes of a second value, they fail
     with torch._dynamo.config.patch(
         specialize_float=True, recompile_limit=SHAPES, accumulated_recompile_limit=4 * SHAPES
     ):
-        run = _compiled() if q.is_cuda else cast(Callable[..., Any], flex_attention)
         out, aux = run(
             q,
             k,
             v,
-            score_mod=None if softcap is None else _capped(softcap),
-            block_mask=mask,
+            score_mod=cap,
+            block_mask=blocks.mask(tiles),
             scale=scale,
             enable_gqa=q.shape[1] != k.shape[1],
             return_aux=AuxRequest(lse=True),
@@ -129,15 +131,8 @@ def _flex(
     return out[:, :, :q_length], aux.lse[:, :, :q_length]
 
 
-@lru_cache(maxsize=1)
-def _compiled() -> Callable[..., Any]:
-    """FlexAttention as a kernel."""
-    return torch.compile(flex_attention, fullgraph=True)
-
-
-@lru_cache(maxsize=16)
 def _capped(softcap: float) -> Callable[..., Tensor]:
-    """The soft cap as FlexAttention takes it; the same function for the same number, which is compiled once."""
+    """Return the soft cap as FlexAttention takes it; a kernel is compiled for each function that this returns."""
 
     def cap(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return softcap * torch.tanh(score / softcap)

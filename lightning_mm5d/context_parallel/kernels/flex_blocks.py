@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -30,7 +29,6 @@ WORD = 32  # bits
 AT_ONCE = 64  # tiles that are packed together
 NOTHING, EVERYTHING, FIRST = 0, 1, 2  # among the tiles that have bits: two that are always there, then partial ones
 SIZES = 4  # padded lengths between a power of two and the next
-_BLOCKS: WeakKeyDictionary[Tiles, dict[torch.device, Blocks]] = WeakKeyDictionary()
 
 
 class Blocks:
@@ -74,10 +72,7 @@ class Blocks:
 
 def blocks_of(tiles: Tiles, device: torch.device) -> Blocks:
     """Return what FlexAttention needs of `tiles`, made at the first call."""
-    known = _BLOCKS.setdefault(tiles, {})
-    if device not in known:
-        known[device] = Blocks(tiles, device)
-    return known[device]
+    return tiles.kept(("blocks", device), lambda: Blocks(tiles, device))
 
 
 def padded_length(length: int) -> int:

@@ -8,21 +8,18 @@ than a mask does.
 Bands lie along the queries for the forward, which then merges few partial results, and along the keys for the backward,
 where gradients of keys and values are then added up in place and only those of queries are scattered.
 
-A plan is made once per mask and serves all layers. Additive masks that were used last are kept as far as `BIAS_BYTES`
-allow, those of all plans together; the others are made anew. A mixed rectangle has at most `MIXED_PAIRS` pairs, so no
-mask grows with the sequence times the sequence.
+A plan is made once per mask and serves all layers. The session's `Caches.biases` keeps the additive masks used last;
+others are made anew. A mixed rectangle has at most `MIXED_PAIRS` pairs: no mask grows with the square of the sequence.
 """
 
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import count, groupby
-from threading import Lock
+from functools import cached_property
+from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -32,7 +29,6 @@ from lightning_mm5d.context_parallel.masks.tiles import FULL, PARTIAL, TILE
 if TYPE_CHECKING:
     from lightning_mm5d.context_parallel.masks.tiles import Tiles
 
-BIAS_BYTES = 128 * 2**20
 MIXED_PAIRS = 1024 * 1024
 LONG = 4  # tiles without a mask that are worth a call of their own
 
@@ -65,34 +61,10 @@ class Bias:
     values: Tensor
     blind: Tensor | None
 
-
-class Biases:
-    """The biases that were used last.
-
-    Args:
-        nbytes: most bytes of them.
-    """
-
-    def __init__(self, nbytes: int) -> None:
-        self._most = nbytes
-        self._held = 0
-        self._known: OrderedDict[Hashable, Bias] = OrderedDict()
-        self._lock = Lock()  # a backward may run in another thread
-
-    def get(self, key: Hashable, make: Callable[[], Bias]) -> Bias:
-        """Return the bias with this key, made if it is not here."""
-        with self._lock:
-            if (known := self._known.get(key)) is not None:
-                self._known.move_to_end(key)
-                return known
-        made = make()
-        with self._lock:
-            if key not in self._known and made.values.nbytes <= self._most:
-                self._known[key] = made
-                self._held += made.values.nbytes
-                while self._held > self._most:
-                    self._held -= self._known.popitem(last=False)[1].values.nbytes
-        return made
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes that are held."""
+        return self.values.nbytes
 
 
 class Plan:
@@ -113,25 +85,16 @@ class Plan:
         kinds = tiles.kinds.transpose(1, 2).contiguous() if by_keys else tiles.kinds
         self.bands = tuple(tuple(_bands(row, *lengths, longest)) for row in kinds)
         self.is_whole = all(sum(band.at.stop - band.at.start for band in row) == lengths[0] for row in self.bands)
-        self._number = next(_numbers)
 
     def bias(self, tiles: Tiles, row: int, q: slice, k: slice, like: Tensor) -> Bias:
         """Return what is added to the scores of a mixed rectangle, of `like`'s dtype and device."""
-        key = (self._number, row, q.start, k.start, like.dtype, like.device)
-        return _BIASES.get(key, lambda: _bias(tiles, row, q, k, like))
-
-
-_numbers = count()
-_BIASES = Biases(BIAS_BYTES)
-_PLANS: WeakKeyDictionary[Tiles, dict[tuple[bool, int | None], Plan]] = WeakKeyDictionary()
+        key = (self, row, q.start, k.start, like.dtype, like.device)
+        return tiles.caches.biases.get(key, lambda: _bias(tiles, row, q, k, like))
 
 
 def plan(tiles: Tiles, *, by_keys: bool, longest: int | None = None) -> Plan:
     """Return the plan of `tiles`, made at the first call; arguments as of `Plan`."""
-    known = _PLANS.setdefault(tiles, {})
-    if (by_keys, longest) not in known:
-        known[by_keys, longest] = Plan(tiles, by_keys, longest)
-    return known[by_keys, longest]
+    return tiles.kept(("plan", by_keys, longest), lambda: Plan(tiles, by_keys, longest))
 
 
 def _bias(tiles: Tiles, row: int, q: slice, k: slice, like: Tensor) -> Bias:

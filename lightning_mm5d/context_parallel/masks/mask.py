@@ -9,20 +9,22 @@ A function that cannot be traced (trace.py) is right but slow: all its pairs are
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from functools import cached_property
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from lightning_mm5d.context_parallel.masks.caches import Cache, Caches
 from lightning_mm5d.context_parallel.masks.nodes import Condition, Every, Function
 from lightning_mm5d.context_parallel.masks.tiles import EMPTY, FULL, PARTIAL, TILE, Tiles, count
 from lightning_mm5d.context_parallel.masks.trace import MaskFunction, Untraceable, trace
 
-SHARDS = 256  # pairs of shards that a mask knows by their tensors
+SHARDS = 256  # pairs of shards whose tiles a mask keeps by their tensors
+
+T = TypeVar("T")
 
 __all__ = ["EMPTY", "FULL", "PARTIAL", "TILE", "Mask", "MaskFunction"]
 
@@ -38,6 +40,7 @@ class Mask:
         q_length: number of queries.
         k_length: number of keys.
         device: of the function's own tensors.
+        caches: keep what is found out of the mask, for equal masks too; of this mask alone by default.
     """
 
     def __init__(
@@ -48,11 +51,12 @@ class Mask:
         q_length: int,
         k_length: int,
         device: torch.device | str,
+        caches: Caches | None = None,
     ) -> None:
         self.function, self.batch, self.q_length, self.k_length = function, batch, q_length, k_length
         self.device = torch.device(device)
-        self._known: dict[Any, Any] = {}
-        self._shards: dict[tuple[int, int], tuple[Tiles, Tensor, Tensor]] = {}
+        self.caches = Caches() if caches is None else caches
+        self._own, self._shards = Cache(SHARDS), Cache(SHARDS)
 
     @cached_property
     def rows(self) -> int:
@@ -90,15 +94,14 @@ class Mask:
             q: global indices of the queries [Sq], ascending.
             k: global indices of the keys [Sk], ascending.
         """
-        # by identity first: every layer asks for the same shards, and tensors that are kept here keep their ids
-        known = self._shards.get((id(q), id(k)))
-        if known is None:
-            if len(self._shards) >= SHARDS:
-                self._shards.clear()
-            what = ("tiles", str(self.device), _digest(q), _digest(k))
-            tiles = self._remembered(what, lambda: Tiles(self._condition, q.cpu(), k.cpu(), device=self.device))
-            known = self._shards[id(q), id(k)] = tiles, q, k
-        return known[0]
+
+        def make() -> Tiles:
+            return Tiles(self._condition, q.cpu(), k.cpu(), device=self.device, caches=self.caches)
+
+        def found() -> Tiles:
+            return self._remembered(("tiles", str(self.device), _digest(q), _digest(k)), make)
+
+        return self._shards.get("tiles", found, (q, k))  # by identity first: every layer asks for the same shards
 
     def work(self, block: int = TILE) -> Tensor:
         """Number of allowed pairs of each block of queries, summed over the rows of the batch.
@@ -136,39 +139,8 @@ class Mask:
         q, k = q.to(self.device)[:, None, :, None], k.to(self.device)[:, None, None, :]
         return self.function(b, h, q, k).to(torch.bool).expand(size)[:, 0]
 
-    def _remembered(self, what: tuple[Any, ...], make: Callable[[], Any]) -> Any:
-        if self.key is not None:
-            return _RECENT.get(self.key, what, make)
-        if what not in self._known:
-            self._known[what] = make()
-        return self._known[what]
-
-
-class _Recent:
-    """What was found out of masks in earlier steps, by content; the masks used last are kept.
-
-    Args:
-        masks: most masks that are kept.
-        nbytes: most bytes that are kept, beyond those of the newest mask.
-    """
-
-    def __init__(self, masks: int = 16, nbytes: int = 512 << 20) -> None:
-        self._limits = masks, nbytes
-        self._masks: OrderedDict[bytes, dict[Any, Any]] = OrderedDict()
-
-    def get(self, key: bytes, what: Any, make: Callable[[], Any]) -> Any:
-        """Return `what` of the mask with this key, made at the first call."""
-        known = self._masks.setdefault(key, {})
-        self._masks.move_to_end(key)
-        if what not in known:
-            known[what] = make()
-            sizes = {key: sum(one.nbytes for one in known.values()) for key, known in self._masks.items()}
-            while len(sizes) > 1 and (len(sizes) > self._limits[0] or sum(sizes.values()) > self._limits[1]):
-                del sizes[self._masks.popitem(last=False)[0]]
-        return known[what]
-
-
-_RECENT = _Recent()
+    def _remembered(self, what: tuple[Any, ...], make: Callable[[], T]) -> T:
+        return (self._own if self.key is None else self.caches.masks).get((self.key, *what), make)
 
 
 def _digest(index: Tensor) -> bytes:

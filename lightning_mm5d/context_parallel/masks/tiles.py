@@ -8,13 +8,15 @@ open, and what is open then is evaluated. So the time goes with what is mixed, a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_mm5d.context_parallel.masks.blocks import Side, Where, judge
+from lightning_mm5d.context_parallel.masks.caches import Caches
 from lightning_mm5d.context_parallel.masks.nodes import Condition
 
 TILE = 128
@@ -22,6 +24,8 @@ EMPTY, PARTIAL, FULL = 0, 1, 2
 SQUARE = 16
 AT_ONCE = 1 << 20  # pairs that are evaluated at once, and a quarter of the tiles whose bounds are
 KEPT = 256 << 20  # bytes of masks of partial tiles that are kept
+
+T = TypeVar("T")
 
 
 class Tiles:
@@ -32,6 +36,7 @@ class Tiles:
         q: global indices of the queries [Sq], ascending, on CPU.
         k: global indices of the keys [Sk].
         device: of the masks of partial tiles.
+        caches: of the session.
 
     Attributes:
         rows: 1 where all rows of the batch are alike, else their number.
@@ -40,7 +45,11 @@ class Tiles:
             one pair that is allowed and one that is not.
     """
 
-    def __init__(self, condition: Condition, q: Tensor, k: Tensor, *, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, condition: Condition, q: Tensor, k: Tensor, *, device: torch.device | str, caches: Caches
+    ) -> None:
+        self.caches = caches
+        self._kept: dict[Hashable, Any] = {}
         self.rows = condition.rows()
         self.q_length, self.k_length = len(q), len(k)
         self._device = torch.device(device)
@@ -52,6 +61,13 @@ class Tiles:
         self._which = [np.full(len(partial), -1, dtype=np.int32) for partial in self._partial]
         self._masks: list[Tensor] = []
         self._found: dict[bytes, int] = {}
+
+    def kept(self, name: Hashable, make: Callable[[], T]) -> T:
+        """Return what `make` made of these tiles the first time, for as long as they live."""
+        if name not in self._kept:
+            self._kept[name] = make()
+        result: T = self._kept[name]
+        return result
 
     @property
     def nbytes(self) -> int:
