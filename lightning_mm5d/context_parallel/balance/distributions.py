@@ -2,7 +2,7 @@
 
 A split is a plain description, the same on every rank: for each rank the ranges of its tokens. ``uniform`` gives one
 stretch each; ``zigzag`` one from either end, which balances a causal mask; ``makespan_min`` looks at the mask: blocks
-of queries are dealt out by the (query, key) pairs that the mask allows them (makespan.py), as Cornstarch does for masks
+of queries are assigned by the (query, key) pairs that the mask allows them (makespan.py), as Cornstarch does for masks
 of multimodal sequences.
 
 Assertions are for bugs of this library.
@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_mm5d.context_parallel.balance.makespan import deal
+from lightning_mm5d.context_parallel.balance.makespan import assign
 from lightning_mm5d.context_parallel.masks.caches import Cache
 from lightning_mm5d.layout.even_split import even_ranges
 from lightning_mm5d.sharded.token_split import Range, TokenSplit
@@ -40,7 +40,7 @@ def zigzag(size: int, ranks: int) -> TokenSplit:
 
 
 def balanced(work: Tensor | Sequence[int], size: int, ranks: int, block: int = BLOCK) -> TokenSplit:
-    """Blocks of tokens, dealt out so that the busiest rank has little work.
+    """Return the split of blocks of tokens whose busiest rank has little work.
 
     Args:
         work: of each block, a whole number, ``[ceil(size / block)]``.
@@ -51,11 +51,11 @@ def balanced(work: Tensor | Sequence[int], size: int, ranks: int, block: int = B
     blocks = [(start, min(start + block, size)) for start in range(0, size, block)]
     costs = work.tolist() if isinstance(work, Tensor) else list(work)
     assert len(costs) == len(blocks), (len(costs), size, block)
-    return _dealt(blocks, costs, ranks, size)
+    return _assigned(blocks, costs, ranks, size)
 
 
 def by_items(lengths: Sequence[int], costs: Sequence[int], ranks: int) -> TokenSplit:
-    """Whole items (images, frames, clips of audio), dealt out by their costs; none is cut.
+    """Whole items (images, frames, clips of audio), assigned by their costs; none is cut.
 
     Args:
         lengths: tokens of each item, in the order in which they stand in the sequence.
@@ -64,7 +64,7 @@ def by_items(lengths: Sequence[int], costs: Sequence[int], ranks: int) -> TokenS
     """
     assert len(lengths) == len(costs), (len(lengths), len(costs))
     cuts = [0, *accumulate(lengths)]
-    return _dealt(list(pairwise(cuts)), costs, ranks, cuts[-1])
+    return _assigned(list(pairwise(cuts)), costs, ranks, cuts[-1])
 
 
 def distribute(
@@ -98,9 +98,9 @@ def block_of(size: int, ranks: int) -> int:
     return block
 
 
-def _dealt(pieces: Sequence[Range], costs: Sequence[int], ranks: int, size: int) -> TokenSplit:
-    """Whole pieces, in order, to the ranks that `deal` finds for them."""
+def _assigned(pieces: Sequence[Range], costs: Sequence[int], ranks: int, size: int) -> TokenSplit:
+    """Return the split of whole pieces that `assign` finds."""
     parts: list[list[Range]] = [[] for _ in range(ranks)]
-    for piece, rank in zip(pieces, deal(costs, [end - start for start, end in pieces], ranks), strict=True):
+    for piece, rank in zip(pieces, assign(costs, [end - start for start, end in pieces], ranks), strict=True):
         parts[rank].append(piece)
     return TokenSplit.of(parts, size)
