@@ -19,12 +19,10 @@ Within `exact` they are lists [n].
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from copy import copy
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from lightning_mm5d.context_parallel.masks.nodes import (
     FEW,
@@ -58,9 +56,9 @@ class Side:
     count: Tensor
 
     @staticmethod
-    def of(index: Tensor, size: int, multiple: int = 1) -> Side:
-        """Blocks of `size` tokens of `index` [S]; empty ones make the number of blocks a multiple."""
-        blocks = max(1, -(-len(index) // (size * multiple))) * multiple
+    def of(index: Tensor, size: int) -> Side:
+        """Return blocks of `size` tokens of `index` [S], at least one."""
+        blocks = max(1, -(-len(index) // size))
         whole = index.new_zeros(blocks * size)
         whole[: len(index)] = index
         seen = torch.arange(blocks * size).view(blocks, size) < len(index)
@@ -69,11 +67,6 @@ class Side:
     def take(self, values: Tensor, row: int) -> Tensor:
         """Values [R, S] of the tokens [blocks, t] in a row of the batch."""
         return values[row if len(values) > 1 else 0][self.index]
-
-    def grouped(self, size: int) -> Side:
-        """The same tokens in blocks of `size` blocks."""
-        seen = self.seen.view(-1, size * self.seen.shape[1])
-        return Side(self.index.view(seen.shape), seen, _count(seen))
 
     def only(self, seen: Tensor) -> Side:
         """The tokens that are also in `seen` [blocks, t]."""
@@ -88,6 +81,11 @@ class Where:
     q: Side
     k: Side
     row: int
+
+    @staticmethod
+    def of(q: Tensor, k: Tensor, size: int, row: int) -> Where:
+        """Return all pairs of tokens `q` [Sq] and `k` [Sk] in a row of the batch, in blocks of `size` tokens."""
+        return Where(Side.of(q, size), Side.of(k, size), row)
 
     def total(self, i: Tensor, j: Tensor) -> Tensor:
         """Number of pairs."""
@@ -112,12 +110,6 @@ class Judge(ABC):
     @abstractmethod
     def exact(self, i: Tensor, j: Tensor) -> Tensor:
         """Where it holds, bool [n, t, t]; of tokens that do not count it may say anything."""
-
-    def grouped(self, size: int) -> Self:
-        """Return the judge of squares of `size` x `size` blocks, for bounds only."""
-        other = copy(self)
-        other.where = Where(self.where.q.grouped(size), self.where.k.grouped(size), self.where.row)
-        return other
 
 
 def _judge(condition: Condition, where: Where) -> Judge:
@@ -173,11 +165,6 @@ class _Every(Judge):
             pairs[ragged] &= where.q.seen[i[ragged]][:, :, None] & where.k.seen[j[ragged]][:, None, :]
         return pairs
 
-    def grouped(self, size: int) -> Self:
-        other = super().grouped(size)
-        other._parts = [part.grouped(size) for part in self._parts]
-        return other
-
 
 class _Opposite(Judge):
     def __init__(self, condition: Opposite, where: Where) -> None:
@@ -191,11 +178,6 @@ class _Opposite(Judge):
 
     def exact(self, i: Tensor, j: Tensor) -> Tensor:
         return ~self._inner.exact(i, j)
-
-    def grouped(self, size: int) -> Self:
-        other = super().grouped(size)
-        other._inner = self._inner.grouped(size)
-        return other
 
 
 class _Order(Judge):
@@ -224,11 +206,6 @@ class _Order(Judge):
         q, k = self._q[i][:, :, None], self._k[j][:, None, :]
         return q < k if self._is_strict else q <= k
 
-    def grouped(self, size: int) -> Self:
-        other = super().grouped(size)
-        other._q_ends, other._k_ends = _joined(self._q_ends, size), _joined(self._k_ends, size)
-        return other
-
 
 class _Labels(Judge):
     """Equality of labels that grow with the position where a value first appears.
@@ -255,12 +232,6 @@ class _Labels(Judge):
 
     def exact(self, i: Tensor, j: Tensor) -> Tensor:
         return self._q[i][:, :, None] == self._k[j][:, None, :]
-
-    def grouped(self, size: int) -> Self:
-        other = super().grouped(size)
-        other._q_ends, other._k_ends = _joined(self._q_ends, size), _joined(self._k_ends, size)
-        other._q_whole, other._k_whole = (one.view(-1, size).all(1) for one in (self._q_whole, self._k_whole))
-        return other
 
 
 class _Counts(Judge):
@@ -295,13 +266,6 @@ class _Counts(Judge):
     def exact(self, i: Tensor, j: Tensor) -> Tensor:
         q, k = self._q[i][:, :, None], self._k[j][:, None, :]
         return q == k if self._is_equality else (q & k) != 0
-
-    def grouped(self, size: int) -> Self:
-        other = super().grouped(size)
-        other._q_counts, other._k_counts = (
-            one.view(-1, size, one.shape[1]).sum(1) for one in (self._q_counts, self._k_counts)
-        )
-        return other
 
 
 class _Unknown(Judge):
@@ -365,10 +329,6 @@ def _ends(values: Tensor, seen: Tensor) -> Bounds:
     """Least and largest of the values that count, of each block; of none, the limits of the type, turned around."""
     limit = torch.iinfo(values.dtype)
     return values.masked_fill(~seen, limit.max).amin(1), values.masked_fill(~seen, limit.min).amax(1)
-
-
-def _joined(ends: Bounds, size: int) -> Bounds:
-    return ends[0].view(-1, size).amin(1), ends[1].view(-1, size).amax(1)
 
 
 def _histogram(kinds: Tensor, seen: Tensor, size: int) -> Tensor:

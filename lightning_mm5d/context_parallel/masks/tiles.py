@@ -2,8 +2,9 @@
 
 Attention skips EMPTY tiles, computes FULL ones without a mask, and asks for the mask of PARTIAL ones.
 
-Bounds of counts (blocks.py) settle squares of SQUARE x SQUARE tiles first, then single tiles of the squares that are
-open, and what is open then is evaluated. So the time goes with what is mixed, and the memory with the number of tiles.
+Bounds of counts (blocks.py) settle most tiles; the others are evaluated. So the memory goes with the number of tiles,
+and the time with the number of mixed ones. Example: of a causal mask over 512 tokens, 6 tiles are EMPTY, 6 FULL and 4
+PARTIAL, all by their bounds.
 """
 
 from __future__ import annotations
@@ -15,14 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_mm5d.context_parallel.masks.blocks import Side, Where, judge
+from lightning_mm5d.context_parallel.masks.blocks import Judge, Where, judge
 from lightning_mm5d.context_parallel.masks.caches import Caches
 from lightning_mm5d.context_parallel.masks.nodes import Condition
 
 TILE = 128
 EMPTY, PARTIAL, FULL = 0, 1, 2
-SQUARE = 16
-AT_ONCE = 1 << 20  # pairs that are evaluated at once, and a quarter of the tiles whose bounds are
+AT_ONCE = 1 << 20  # pairs that are evaluated at once, and four times the tiles whose bounds are
 KEPT = 256 << 20  # bytes of masks of partial tiles that are kept
 
 T = TypeVar("T")
@@ -53,9 +53,10 @@ class Tiles:
         self.rows = condition.rows()
         self.q_length, self.k_length = len(q), len(k)
         self._device = torch.device(device)
-        squares = [_Squares(condition, q, k, row, TILE) for row in range(self.rows)]
-        self.kinds = torch.stack([_kinds(one)[: -(-len(q) // TILE), : -(-len(k) // TILE)] for one in squares])
-        self._judges = [one.fine for one in squares]
+        pairs = [Where.of(q, k, TILE, row) for row in range(self.rows)]
+        self._judges = [judge(condition, where) for where in pairs]
+        kinds = torch.stack([_kinds(*each) for each in zip(self._judges, pairs, strict=True)])
+        self.kinds = kinds[:, : -(-len(q) // TILE), : -(-len(k) // TILE)]
         # of each row: which tiles are partial, and which of the distinct masks each of these has, -1 where not known
         self._partial = [np.flatnonzero(kinds.numpy() == PARTIAL) for kinds in self.kinds]
         self._which = [np.full(len(partial), -1, dtype=np.int32) for partial in self._partial]
@@ -136,53 +137,26 @@ def count(condition: Condition, q: Tensor, k: Tensor, block: int) -> Tensor:
         Int64 [ceil(Sq / block)].
     """
     size = TILE if block % TILE == 0 else block  # large blocks are open more often
-    rows = torch.stack([_counts(_Squares(condition, q, k, row, size)) for row in range(condition.rows())])
-    counts = rows.sum(0)[: -(-len(q) // size)]
+    pairs = [Where.of(q, k, size, row) for row in range(condition.rows())]
+    counts = torch.stack([_counts(judge(condition, where), where) for where in pairs]).sum(0)[: -(-len(q) // size)]
     return torch.stack([part.sum() for part in counts.split(block // size)]) if block > size else counts
 
 
-class _Squares:
-    """Squares of SQUARE x SQUARE blocks of one row of the batch: what is settled as a whole, and blocks of the rest.
+def _bands(judge: Judge, where: Where) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Yield bands of blocks: i [n, 1], j [1, m], bounds [n, m] over all m blocks of keys."""
+    j = torch.arange(len(where.k.count))[None, :]
+    for i in torch.arange(len(where.q.count))[:, None].split(max(1, AT_ONCE // 4 // j.numel())):
+        yield i, j, *judge.bounds(i, j)
 
-    Attributes:
-        size: tokens per block.
-        where: all pairs, by blocks; as many as fill whole squares.
-        fine: judge of blocks.
-        kinds: of the squares, PARTIAL where that is open: int8 [squares of queries, squares of keys].
-        weight: keys in each square.
-    """
 
-    def __init__(self, condition: Condition, q: Tensor, k: Tensor, row: int, size: int) -> None:
-        self.size = size
-        self.where = Where(Side.of(q, size, SQUARE), Side.of(k, size, SQUARE), row)
-        self.fine = judge(condition, self.where)
-        coarse = self.fine.grouped(SQUARE)
-        where = Where(self.where.q.grouped(SQUARE), self.where.k.grouped(SQUARE), row)
-        self.weight = where.k.count.to(torch.int64)
-        self.kinds = torch.full((len(where.q.count), len(self.weight)), PARTIAL, dtype=torch.int8)
-        j = torch.arange(len(self.weight))[None, :]
-        for i in torch.arange(len(self.kinds))[:, None].split(max(1, AT_ONCE // 4 // max(1, len(self.weight)))):
-            least, most = coarse.bounds(i, j)
-            self.kinds[i[:, 0]] = _settled(least, most, where.total(i, j))
-
-    def open(self) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """Yield blocks of open squares: i [n, SQUARE, 1], j [n, 1, SQUARE], bounds [n, SQUARE, SQUARE]."""
-        within = torch.arange(SQUARE)
-        found = (self.kinds == PARTIAL).nonzero()
-        for at in found.split(AT_ONCE // 4 // SQUARE**2) if len(found) else ():
-            i = at[:, 0, None, None] * SQUARE + within[:, None]
-            j = at[:, 1, None, None] * SQUARE + within
-            yield i, j, *self.fine.bounds(i, j)
-
-    def exact(
-        self, i: Tensor, j: Tensor, is_open: Tensor
-    ) -> Iterator[tuple[tuple[Tensor, ...], Tensor, Tensor, Tensor]]:
-        """Yield for the blocks that are open: where they are, their i and j, and their number of allowed pairs."""
-        found = is_open.nonzero()
-        for at in found.split(max(1, AT_ONCE // self.size**2)) if len(found) else ():
-            place = tuple(at.unbind(1))
-            at_i, at_j = (index.expand(is_open.shape)[place] for index in (i, j))
-            yield place, at_i, at_j, _population(self.fine.exact(at_i, at_j))
+def _exact(judge: Judge, i: Tensor, j: Tensor, is_open: Tensor) -> Iterator[tuple[tuple[Tensor, ...], Tensor, Tensor]]:
+    """Yield for the blocks that are open: their places in the band, their i, and their numbers of allowed pairs."""
+    found = is_open.nonzero()
+    size = judge.where.q.seen.shape[1]
+    for at in found.split(max(1, AT_ONCE // size**2)) if len(found) else ():
+        place = tuple(at.unbind(1))
+        at_i, at_j = (index.expand(is_open.shape)[place] for index in (i, j))
+        yield place, at_i, _population(judge.exact(at_i, at_j))
 
 
 def _settled(least: Tensor, most: Tensor, total: Tensor) -> Tensor:
@@ -193,28 +167,26 @@ def _settled(least: Tensor, most: Tensor, total: Tensor) -> Tensor:
     return kinds
 
 
-def _kinds(squares: _Squares) -> Tensor:
+def _kinds(judge: Judge, where: Where) -> Tensor:
     """Kinds of all blocks, int8 [blocks of queries, blocks of keys]."""
-    rows, columns = squares.kinds.shape
-    kinds = squares.kinds[:, None, :, None].repeat(1, SQUARE, 1, SQUARE)
-    for i, j, least, most in squares.open():
-        total = squares.where.total(i, j)
+    bands = []
+    for i, j, least, most in _bands(judge, where):
+        total = where.total(i, j)
         settled = _settled(least, most, total)
         is_open = (settled == PARTIAL) & ((least == 0) | (most == total))
-        for place, at_i, at_j, number in squares.exact(i, j, is_open):
-            settled[place] = _settled(number, number, squares.where.total(at_i, at_j))
-        kinds[i[:, 0, 0] // SQUARE, :, j[:, 0, 0] // SQUARE, :] = settled
-    return kinds.view(rows * SQUARE, columns * SQUARE)
+        for place, _, number in _exact(judge, i, j, is_open):
+            settled[place] = _settled(number, number, total[place])
+        bands.append(settled)
+    return torch.cat(bands)
 
 
-def _counts(squares: _Squares) -> Tensor:
+def _counts(judge: Judge, where: Where) -> Tensor:
     """Number of allowed pairs of each block of queries, int64 [blocks of queries]."""
-    seen = ((squares.kinds == FULL) * squares.weight).sum(1)
-    counts = squares.where.q.count * seen.repeat_interleave(SQUARE)
-    for i, j, least, most in squares.open():
+    counts = torch.zeros(len(where.q.count), dtype=torch.int64)
+    for i, j, least, most in _bands(judge, where):
         is_open = least != most
-        counts.index_add_(0, i.flatten(), most.masked_fill(is_open, 0).sum(-1, dtype=torch.int64).flatten())
-        for _, at_i, _, number in squares.exact(i, j, is_open):
+        counts[i[:, 0]] = most.masked_fill(is_open, 0).sum(-1, dtype=torch.int64)
+        for _, at_i, number in _exact(judge, i, j, is_open):
             counts.index_add_(0, at_i, number)
     return counts
 
