@@ -1,13 +1,13 @@
-"""The work of the busiest context parallel rank over the mean, for masks of multimodal sequences, and what finding out
-takes.
+"""The work of the busiest context parallel rank over the mean, for masks of multimodal sequences, and the time of
+finding it.
 
 The masks are of the four kinds that Cornstarch (arXiv 2503.11367) balances: text that is causal alone; what encoders
-put out in one block in front of it; images, sounds and videos embedded in it; and such documents packed one behind the
+put out in one block in front of it; images, sounds and videos embedded in it; and such documents packed one after the
 other. Text sees everything before it in its document, what an encoder put out sees its own item alone, both ways. Sizes
 of items and documents are drawn from wide ranges (log-uniform), with a seed; each figure is over `SEEDS` of them. A
 rank's work is the number of (query, key) pairs that its queries may see.
 
-Beside the makespan: the largest number of tokens of a rank over the mean, the time of dealing out (median), and the
+Beside the makespan: the largest number of tokens of a rank over the mean, the time of the assignment (median), and the
 time of finding the work of the blocks from the function of a mask that was not met before (one mask each; a mask that
 was costs a digest). Last, both together over the time of the attention that they balance: one layer of 8 heads of 64,
 forward and backward, at 128k tokens on this CPU, measured with one head on every 32nd block of queries and multiplied.
@@ -126,7 +126,7 @@ WAYS: dict[str, Callable[[list[int], int], TokenSplit]] = {
 def main() -> None:
     torch.set_num_threads(1)
     print(f"Work of the busiest of {RANKS} ranks over the mean: worst (mean) of {SEEDS} masks. Aim: {AIM}.\n")
-    print(f"| mask | tokens | {' | '.join(WAYS)} | most tokens / mean | dealing out, ms | work of a new mask, ms |")
+    print(f"| mask | tokens | {' | '.join(WAYS)} | most tokens / mean | assignment, ms | work of a new mask, ms |")
     print("| --- " * (len(WAYS) + 5) + "|")
     for (kind, make), size in ((item, size) for item in KINDS.items() for size in SIZES):
         busiest: dict[str, list[float]] = {way: [] for way in WAYS}
@@ -154,8 +154,8 @@ def main() -> None:
 
 
 def share_of_attention(size: int = 128 * 1024, every: int = 32) -> None:
-    """Print what a new mask and dealing out take, over one layer's attention."""
-    print(f"\n| mask of {size:,} tokens | new mask and dealing out / attention of one layer | measured |")
+    """Print the time of a new mask and the assignment over one layer's attention."""
+    print(f"\n| mask of {size:,} tokens | new mask and assignment / attention of one layer | measured |")
     print("| --- | --- | --- |")
     for kind, make in KINDS.items():
         function = mask_function(make(size, np.random.default_rng([0, size])))

@@ -152,7 +152,7 @@ def new_masks() -> None:
 
 
 def fastest(figure: str, mine: Raced, other: Raced, aim: str) -> None:
-    """Compare the fastest calls: they are all alike, so what takes longer is other work on the machine."""
+    """Compare the fastest calls: all calls do the same, so longer ones are other work on the machine."""
     a, b = min(mine.seconds), min(other.seconds)
     row(figure, a / b, aim, f"{a * 1e3:.1f} ms / {b * 1e3:.1f} ms")
 

@@ -101,7 +101,7 @@ def _joined(held: Sequence[Sequence[int]]) -> tuple[Range, ...]:
 
 
 def _tokens(held: Sequence[Range]) -> Tensor:
-    """The tokens of ascending ranges, on CPU whatever the default device is."""
+    """The tokens of ascending ranges, on CPU with any default device."""
     starts, ends = torch.tensor(held, dtype=torch.int64, device="cpu").view(-1, 2).unbind(1)
     lengths = ends - starts
     before = lengths.cumsum(0) - lengths

@@ -13,7 +13,7 @@ which are the two gradients that FlexAttention's own backward of this part takes
 and changes nothing for the others. Flash attention's backward takes the output and log-sum-exp of the whole row
 instead, as the kernel on CPU does.
 
-It refuses nothing; `takes` says what it cannot compute.
+`takes` says which inputs these kernels know; kernel.py computes the others.
 
 Shapes: as in kernel.py.
 """
@@ -40,7 +40,7 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
 
 
 def takes(q: Tensor, v: Tensor) -> bool:
-    """Whether these kernels know the dtype of `q` and widths of `q` and `v`."""
+    """Return whether these kernels know the dtype of `q` and the widths of `q` and `v`."""
     known = q.dtype in (torch.float32, torch.bfloat16, torch.float16)
     return known and min(q.shape[-1], v.shape[-1]) >= NARROWEST
 

@@ -5,7 +5,7 @@ partial ones. Ours looks bits up that are packed once per mask; a mask's own fun
 anew for every structure of masks. The function is right everywhere, also outside of partial blocks.
 
 Lengths are padded to a few sizes, for few kernels. What is padded is in no list, so it costs nothing; a tile that holds
-padded keys beside real ones is partial. Padded queries beside real ones may see anything: nobody reads their results.
+padded keys beside real ones is partial. Padded queries beside real ones may see anything: their results are dropped.
 
 Shapes: rows 1 or B; n, m tiles of padded queries and keys; P partial tiles.
 """
@@ -116,13 +116,13 @@ def _allowed(tiles: Tiles, row: int, i: int, j: int) -> Tensor:
 
 
 def _looked_up(bits: Tensor, index: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Return the mask as a function of row, head, query and key, for one row at a time or for all alike."""
+    """Return the mask as a function of row, head, query and key, one for each row or one for all rows."""
     # TILE = 2**7 and WORD = 2**5; shifts, because kernels divide slowly
     if len(index) == 1:
-        alike = index[0]
+        only = index[0]
 
         def allowed(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            word = bits[alike[q >> 7, k >> 7], q & 127, (k & 127) >> 5]
+            word = bits[only[q >> 7, k >> 7], q & 127, (k & 127) >> 5]
             return ((word >> (k & 31)) & 1) == 1
 
         return allowed

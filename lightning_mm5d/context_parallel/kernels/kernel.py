@@ -9,8 +9,8 @@ Keys may be a part of those that a query sees: `attend` returns the log-sum-exp 
 gradients of a part need nothing else but ``rowsum(d_out * out)`` (Ring Attention, Liu et al. 2023;
 FlashAttention-2, Dao 2023).
 
-What these kernels do not know is computed in plain steps, rectangle by rectangle (cpu.py): soft-capped scores on CPU,
-narrow heads and float64 on CUDA, other devices.
+cpu.py computes the rest in plain steps, rectangle by rectangle: soft-capped scores on CPU, narrow heads and float64 on
+CUDA, other devices.
 
 Plain functions on values: nothing here is recorded by autograd. Shapes: B batch, H query heads, G key heads
 (H a multiple of G), Sq queries, Sk keys, D width of queries and keys, Dv width of values; m, n of a rectangle.
@@ -38,7 +38,7 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 def attend(
     q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, *, scale: float, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return what the queries get from these keys.
+    """Return the attention of the queries to these keys.
 
     Args:
         q: [B, H, Sq, D].
@@ -96,7 +96,7 @@ def attend_backward(
         d_out: gradient of the output of whole rows, [B, H, Sq, Dv].
         q, k, v, tiles, scale, softcap: as of `attend`.
         out: output of whole rows, with all keys that a query sees, [B, H, Sq, Dv].
-        lse: log-sum-exp of whole rows, [B, H, Sq]; whatever else they hold (an attention sink) included.
+        lse: log-sum-exp of whole rows, [B, H, Sq]; an attention sink included.
     """
     if q.is_cuda and flex.takes(q, v):
         return flex.attend_backward(d_out, q, k, v, out, lse, tiles, scale=scale, softcap=softcap)

@@ -1,9 +1,8 @@
-"""Which calls cover the tiles of a mask that are not empty: bands of tiles, and the spans that each band meets.
+"""Covers the tiles of a mask that are not empty with rectangles: bands of tiles, and the spans that each band meets.
 
-A *band* is a run of tiles along one side which meet the other side alike; a *span* is a run of what they meet. Band
-times span is a rectangle without empty tiles, computed by one call. Long stretches without any forbidden pair are spans
-of their own, because those need no mask; what is short stays with its mixed neighbours, because a call more costs more
-than a mask does.
+A *band* is a run of tiles along one side that meet the same tiles of the other; a *span* is a run of the tiles met.
+The rectangle of a band and a span has no empty tile and is computed by one call. Long stretches that need no mask are
+spans of their own; short ones stay with their mixed neighbours, because one more call costs more than a mask does.
 
 Bands lie along the queries for the forward, which then merges few partial results, and along the keys for the backward,
 where gradients of keys and values are then added up in place and only those of queries are scattered.
@@ -51,7 +50,7 @@ class Band:
 
 @dataclass(frozen=True)
 class Bias:
-    """What is added to the scores of a mixed rectangle.
+    """The additive mask of a mixed rectangle.
 
     Attributes:
         values: [m, n], 0 or minus infinity.
@@ -87,7 +86,7 @@ class Plan:
         self.is_whole = all(sum(band.at.stop - band.at.start for band in row) == lengths[0] for row in self.bands)
 
     def bias(self, tiles: Tiles, row: int, q: slice, k: slice, like: Tensor) -> Bias:
-        """Return what is added to the scores of a mixed rectangle, of `like`'s dtype and device."""
+        """Return the additive mask of a mixed rectangle, of `like`'s dtype and device."""
         key = (self, row, q.start, k.start, like.dtype, like.device)
         return tiles.caches.biases.get(key, lambda: _bias(tiles, row, q, k, like))
 
@@ -120,8 +119,8 @@ def _bands(kinds: Tensor, length: int, across: int, longest: int | None) -> Iter
     """Yield the bands of one row of the batch; `kinds` [tiles along, tiles across]."""
     most = None if longest is None else longest // TILE
     start = 0
-    for pieces, alike in groupby(tuple(_pieces(row.tobytes())) for row in kinds.numpy()):
-        stop = start + len(tuple(alike))
+    for pieces, equal in groupby(tuple(_pieces(row.tobytes())) for row in kinds.numpy()):
+        stop = start + len(tuple(equal))
         widest = max((piece.stop - piece.start for piece in pieces if piece.is_mixed), default=0)
         height = max(1, MIXED_PAIRS // TILE**2 // widest) if widest else stop - start
         height = min(height, most or height)

@@ -1,9 +1,8 @@
-"""What becomes of values of pairs under torch's elementwise functions (trace.py): nodes that blocks.py has bounds for.
+"""Rules for torch's elementwise functions on values of pairs (trace.py): they return nodes that blocks.py can bound.
 
-A rule that has no answer returns None, and the function becomes a call of which nothing is known but its result.
-Comparisons are brought to the form "query's value against key's value": ``q - k < w`` is ``q - w < k``, and
-``|q - k| <= w`` is two of them. Integers only, within bounds in which nothing overflows; floats only where nothing is
-computed of them.
+A rule returns None where it does not apply; the function then becomes a `Call`, which only evaluation can judge.
+Comparisons take the form "query's value against key's value". Example: ``q - k < w`` becomes ``q - w < k``, and
+``|q - k| <= w`` two such comparisons. Rules compute with integers that cannot overflow; floats are only compared.
 
 Arguments of rules: values of pairs (nodes.py), leaves, tensors of one element, Python numbers.
 """
@@ -36,7 +35,7 @@ LARGE = 1 << 60  # integers up to here can be added without a check
 
 
 def combine(name: str, dtype: torch.dtype, values: tuple[Any, ...]) -> Value | None:
-    """Return what the rule of this name makes of some values, or None.
+    """Return the node that the rule of this name makes of `values`, or None without a rule that applies.
 
     Args:
         name: of a rule: a key of `RULES`.
@@ -59,7 +58,7 @@ def dtype_of(value: Any) -> torch.dtype | None:
 
 
 def condition_of(value: Any) -> Condition:
-    """Return a bool, or anything that is true where it is not zero, as a condition."""
+    """Return a value as a condition: numbers are true where they are not zero."""
     if dtype_of(value) != torch.bool:
         if isinstance(value, Leaf):
             return Guard(value.side, value.values != 0)
@@ -189,7 +188,7 @@ def _compare_distance(how: str, x: Any, y: Any) -> Condition | None:
 
 
 def _shares(x: Any) -> tuple[Tensor, Tensor] | None:
-    """Integers as a sum of the query's and the key's share, int64 [R, Sq or 1] and [R, Sk or 1]."""
+    """Return the query's and the key's share of an integer, int64 [R, Sq or 1] and [R, Sk or 1]; None for others."""
     if isinstance(x, Sum):
         return x.q.values, x.k.values
     if isinstance(x, bool) or not isinstance(x, (Leaf, Tensor, int)):

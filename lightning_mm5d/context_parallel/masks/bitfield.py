@@ -12,8 +12,8 @@ bits   field    content
 39-61  document number of the document
 ====== ======== ====================================================================================================
 
-A query sees a key of its own document; text sees what is not after it and has a modality bit in common with it, any
-other token sees those of the same modality and group. So `pack` is Cornstarch's bitfield with fields for images and
+A query sees a key of its own document. Text sees tokens up to its own place that have a modality bit in common with it;
+any other token sees those of the same modality and group. So `pack` is Cornstarch's bitfield with fields for images and
 documents added, and `mask_function` is a mask function as transformers' are.
 
 It refuses numbers that do not fit their fields (`ConfigError`).
@@ -47,8 +47,8 @@ def pack(
 
     Args:
         modality: 0 for text, 1 to 15 for encoders, integers [B, S].
-        group: number of the image (or sound, ...) of each token, 0 to 2 ** 23 - 1, integers [B, S]; tokens of text are
-            not looked at. Tokens of a modality and document are one group where this is None.
+        group: number of the image (or sound, ...) of each token, 0 to 2 ** 23 - 1, integers [B, S]; ignored
+            for text. Tokens of a modality and document are one group where this is None.
         document: number of the document of each token, 0 to 2 ** 23 - 1, integers [B, S]; one document where None.
             Padding may be a document of its own.
         sees: modalities that text sees beside text: numbers, or for each token the bits of the modalities, integers

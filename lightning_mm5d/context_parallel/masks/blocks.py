@@ -1,16 +1,16 @@
-"""How many pairs of each block of queries and keys a mask allows, without looking at all pairs.
+"""Bounds of the number of pairs that a mask allows in each block of queries and keys, without a look at each pair.
 
-A block pair's count lies within bounds that follow from minima and maxima of the tokens' values in each block (interval
-arithmetic, Moore 1966, on the tree of nodes.py). Three things make the bounds tight:
+The bounds follow from minima and maxima of the tokens' values in each block (interval arithmetic, Moore 1966, on the
+tree of nodes.py). Example: queries 256 to 383 against keys 0 to 127 under ``k <= q``: the largest key is below the
+smallest query, so all 16,384 pairs are allowed. Three things make the bounds tight:
 
 - conditions on one side alone (an image token? padding?) narrow the tokens over which the rest of a conjunction is
-  judged, so a block of text and images is judged by its text for one part of a mask and by its images for another;
-- values that are compared for equality only are numbered anew by where they first appear among those that both sides
-  have, so ids need no order, and an id that only one side has excludes nothing;
+  judged: a block of text and images is judged by its text for one part of a mask and by its images for another;
+- values that are only compared for equality are numbered by their first appearance among those that both sides have:
+  ids need no order, and an id of one side alone excludes nothing;
 - where a side takes few values, counts of each value per block give the exact count.
 
-Where the bounds do not agree, the pairs of that block are evaluated (`exact`), and of a conjunction only the conditions
-that are open there.
+Where the bounds differ, `exact` evaluates the pairs of the block; of a conjunction only the conditions that are open.
 
 Shapes: i and j are indices of blocks of queries and keys that broadcast together; n block pairs, t tokens per block.
 Within `exact` they are lists [n].
@@ -65,11 +65,11 @@ class Side:
         return Side(whole.view(blocks, size), seen, _count(seen))
 
     def take(self, values: Tensor, row: int) -> Tensor:
-        """Values [R, S] of the tokens [blocks, t] in a row of the batch."""
+        """Return the values [blocks, t] of these tokens out of `values` [R, S], in a row of the batch."""
         return values[row if len(values) > 1 else 0][self.index]
 
     def only(self, seen: Tensor) -> Side:
-        """The tokens that are also in `seen` [blocks, t]."""
+        """Return the side with those tokens only that are also in `seen` [blocks, t]."""
         seen = self.seen & seen
         return replace(self, seen=seen, count=_count(seen))
 
@@ -98,18 +98,18 @@ def judge(condition: Condition, where: Where) -> Judge:
 
 
 class Judge(ABC):
-    """What a condition says of block pairs, counting the tokens of `where` only."""
+    """Judges one condition in blocks, over the pairs of `where` only."""
 
     def __init__(self, where: Where) -> None:
         self.where = where
 
     @abstractmethod
     def bounds(self, i: Tensor, j: Tensor) -> Bounds:
-        """Least and largest possible number of pairs for which the condition holds."""
+        """Return the least and the largest possible number of pairs for which the condition holds."""
 
     @abstractmethod
     def exact(self, i: Tensor, j: Tensor) -> Tensor:
-        """Where it holds, bool [n, t, t]; of tokens that do not count it may say anything."""
+        """Return where the condition holds, bool [n, t, t]; anything for tokens that do not count."""
 
 
 def _judge(condition: Condition, where: Where) -> Judge:
@@ -269,7 +269,7 @@ class _Counts(Judge):
 
 
 class _Unknown(Judge):
-    """A call of which nothing is known, and whole functions that could not be traced."""
+    """A call without a rule, or a whole function that could not be traced."""
 
     def __init__(self, condition: Truth | Function, where: Where) -> None:
         super().__init__(where)

@@ -1,10 +1,10 @@
 """Which keys each query may see, as a function of indices.
 
-Masks are closures, as transformers makes them: right for any queries and keys, so that a rank can ask for its own. What
-they say of long sequences is found out by blocks (tiles.py), never by S x S elements, and remembered by content: a mask
+Masks are closures, as transformers makes them: valid for any queries and keys, so that a rank can ask for its own. Long
+sequences are judged in blocks (tiles.py), never by S x S elements. The session's caches keep results by content: a mask
 that comes back in the next step costs a digest.
 
-A function that cannot be traced (trace.py) is right but slow: all its pairs are evaluated, again for each new mask.
+A function that cannot be traced (trace.py) is slow: all its pairs are evaluated, again for each new mask.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Mask:
         q_length: number of queries.
         k_length: number of keys.
         device: of the function's own tensors.
-        caches: keep what is found out of the mask, for equal masks too; of this mask alone by default.
+        caches: of the session, shared by equal masks; by default the mask has its own.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Mask:
 
     @cached_property
     def rows(self) -> int:
-        """1 where all rows of the batch are known to be alike, else their number."""
+        """1 where all rows of the batch are known to be equal, else their number."""
         return self._condition.rows()
 
     @cached_property
@@ -73,7 +73,7 @@ class Mask:
         return digest.digest()
 
     def allowed(self, row: int, q: Tensor, k: Tensor) -> Tensor:
-        """Which keys of some each of some queries may see.
+        """Return the keys that each of some queries may see, out of some keys.
 
         Args:
             row: of the batch.
@@ -88,7 +88,7 @@ class Mask:
         return self._evaluate(row, q[None], k[None])[0]
 
     def tiles(self, q: Tensor, k: Tensor) -> Tiles:
-        """How shards of queries and keys meet, tile by tile.
+        """Return the tiles of a shard of queries and a shard of keys.
 
         Args:
             q: global indices of the queries [Sq], ascending.
@@ -104,7 +104,7 @@ class Mask:
         return self._shards.get("tiles", found, (q, k))  # by identity first: every layer asks for the same shards
 
     def work(self, block: int = TILE) -> Tensor:
-        """Number of allowed pairs of each block of queries, summed over the rows of the batch.
+        """Return the number of allowed pairs of each block of queries, summed over the rows of the batch.
 
         Args:
             block: queries per block.
@@ -117,7 +117,7 @@ class Mask:
         return self._remembered(("work", block), lambda: count(self._condition, q, k, block) * times)
 
     def dense(self) -> Tensor:
-        """The whole mask, bool [B, 1, q_length, k_length], for attention that takes no other."""
+        """Return the full mask, bool [B, 1, q_length, k_length], for attention that takes no other."""
         q, k = (torch.arange(length, device=self.device) for length in (self.q_length, self.k_length))
         rows = torch.stack([self.allowed(row, q, k) for row in range(self.rows)])
         return rows[:, None].expand(self.batch, 1, -1, -1)

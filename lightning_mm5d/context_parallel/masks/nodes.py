@@ -1,10 +1,11 @@
-"""What a mask function computes, as a tree: conditions on pairs of a query and a key, and numbers of pairs within them.
+"""A mask function as a tree: conditions on pairs of a query and a key, and numbers of pairs within them.
 
-Leaves are values of one side, a number for each token, so a tree holds O(S) elements. Trees are made by trace.py and
-evaluated block by block by blocks.py. Values are kept as whole tokens' ranks where only their order matters, so equal
-trees are written as equal bytes (`write`), whatever the numbers' types were.
+Example: ``(k <= q) & (document[q] == document[k])`` is ``Every(Opposite(Compare("lt", q, k)), Compare("eq", document,
+document))``. Leaves hold a number for each token of one side, so a tree holds O(S) elements. trace.py makes trees,
+blocks.py judges them block by block. Numbers that are only compared become int32, so that equal trees have equal bytes
+(`write`) for all types of numbers.
 
-Shapes: R rows (1 where all rows of the batch are alike), Sq queries, Sk keys; all tensors on CPU.
+Shapes: R rows (1 where all rows of the batch are equal), Sq queries, Sk keys; all tensors on CPU.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ FEW = 63  # distinct values of a side for which a table of all combinations is k
 
 
 class Value(ABC):
-    """Anything that a mask function computes of pairs."""
+    """A value for each pair of a query and a key."""
 
     @abstractmethod
     def parts(self) -> Iterator[Any]:
-        """Yield all that decides the value: names, numbers, tensors and other values."""
+        """Yield everything that determines the value: names, numbers, tensors and other values."""
 
     def write(self, write: Write) -> None:
         """Hand the bytes of the content to `write`: equal bytes mean equal values."""
@@ -100,7 +101,7 @@ class Distance(Value):
 
 
 class Call(Value):
-    """Any other elementwise function of pairs; right, but nothing is known of it without calling it.
+    """Any other elementwise function of pairs, which only evaluation can judge.
 
     Args:
         function: of torch.
@@ -125,7 +126,7 @@ class Condition(Value):
 
 
 class Truth(Condition):
-    """A call whose result is a bool."""
+    """A call with a bool result."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
@@ -223,7 +224,7 @@ class Function(Condition):
 
 
 def negate(condition: Condition) -> Condition:
-    """Return what is true where `condition` is not."""
+    """Return the negation of `condition`."""
     if isinstance(condition, Opposite):
         return condition.condition
     if isinstance(condition, Guard):
@@ -232,7 +233,7 @@ def negate(condition: Condition) -> Condition:
 
 
 def every(*conditions: Condition) -> Condition:
-    """Return what is true where all of `conditions` are."""
+    """Return the conjunction of `conditions`."""
     flat: list[Condition] = []
     for condition in conditions:
         flat += condition.conditions if isinstance(condition, Every) else (condition,)
@@ -240,7 +241,7 @@ def every(*conditions: Condition) -> Condition:
 
 
 def some(*conditions: Condition) -> Condition:
-    """Return what is true where at least one of `conditions` is."""
+    """Return the disjunction of `conditions`."""
     return negate(every(*(negate(condition) for condition in conditions)))
 
 

@@ -1,4 +1,4 @@
-"""How the tokens of a query shard meet those of a key shard, tile by tile.
+"""Tiles of queries and keys: which are empty, full or partial, and the masks of the partial ones.
 
 Attention skips EMPTY tiles, computes FULL ones without a mask, and asks for the mask of PARTIAL ones.
 
@@ -39,7 +39,7 @@ class Tiles:
         caches: of the session.
 
     Attributes:
-        rows: 1 where all rows of the batch are alike, else their number.
+        rows: 1 where all rows of the batch are equal, else their number.
         q_length, k_length: Sq and Sk.
         kinds: EMPTY, PARTIAL or FULL, int8 on CPU [rows, ceil(Sq / TILE), ceil(Sk / TILE)]. PARTIAL tiles have at least
             one pair that is allowed and one that is not.
@@ -77,7 +77,7 @@ class Tiles:
         return self.kinds.nbytes + values + sum(12 * len(one) for one in self._partial) + len(self._masks) * TILE * TILE
 
     def allowed(self, row: int, q: slice, k: slice) -> Tensor:
-        """Which pairs are allowed.
+        """Return which pairs are allowed.
 
         Args:
             row: of the batch.
@@ -125,7 +125,7 @@ class Tiles:
 
 
 def count(condition: Condition, q: Tensor, k: Tensor, block: int) -> Tensor:
-    """Number of allowed pairs of each block of queries, summed over the rows of `condition`.
+    """Return the number of allowed pairs of each block of queries, summed over the rows of `condition`.
 
     Args:
         condition: the mask.

@@ -1,12 +1,12 @@
-"""Reads what a mask function computes, by calling it with marked index tensors.
+"""Turns a mask function into a tree of conditions, by one call with marked index tensors.
 
 A mask function is any callable of four index tensors that broadcast (batch, head, query, key), as transformers' are.
-The marks follow every torch function: what depends on one side alone is computed at once for all tokens, which is O(S);
-where a query's and a key's values meet, a node of a tree (nodes.py, by rules.py) is made instead of S x S elements.
+The marks follow every torch function. Values that depend on one side alone are computed at once for all tokens, O(S).
+Where a query's and a key's values meet, a node of the tree (nodes.py, by algebra.py) takes the place of S x S elements.
+Example: in ``document[q] == document[k]`` both lookups are computed, ``==`` becomes a `Compare`.
 
-The world is closed: a function that is not in the tables below, a result of another shape, an operation in place, a
-look at a value or a shape ends the trace, and the mask counts as unknown (`Untraceable`), which is right everywhere and
-slow for long sequences. So a function may be refused, but never misread.
+It refuses (`Untraceable`) functions that are not in the tables below, results of another shape, operations in place,
+looks at a value or a shape. The mask is then evaluated pair by pair: slow for long sequences, and never misread.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ TABLE = 1 << 20  # elements of the largest table that is indexed by queries and 
 
 
 class Untraceable(Exception):  # noqa: N818  a signal to the caller, not a fault
-    """A mask function does what cannot be followed."""
+    """A mask function does something that the trace cannot follow."""
 
 
 def trace(function: MaskFunction, batch: int, q_length: int, k_length: int, device: torch.device) -> Condition:
-    """Return what `function` computes of all pairs.
+    """Return the condition on all pairs that `function` computes.
 
     Args:
         function: takes indices [B, 1, 1, 1], [1, 1, 1, 1], [1, 1, Sq, 1], [1, 1, 1, Sk].
@@ -37,7 +37,7 @@ def trace(function: MaskFunction, batch: int, q_length: int, k_length: int, devi
         device: where the function's own tables are.
 
     Raises:
-        Untraceable: where that cannot be told, or the function raises.
+        Untraceable: the trace cannot follow the function, or the function raises.
     """
     tracer = _Tracer(batch, q_length, k_length, device)
     try:
@@ -95,14 +95,14 @@ class _Tracer:
         )
 
     def condition(self, result: Any) -> Condition:
-        """Return the condition that a result of the mask function is."""
+        """Return a result of the mask function as a condition."""
         value = self._read(result)
         if isinstance(value, Tensor) and value.numel() != 1:
             raise Untraceable("a result that does not depend on the indices")
         return condition_of(self._leaf(value))
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what `func` makes of its arguments, of which at least one is marked."""
+        """Return the marked result of `func`; at least one argument is marked."""
         if func in _ATTRIBUTES:
             return self._device if _ATTRIBUTES[func] == "device" else self._dtype(self._read(args[0]))
         name = _NAMES.get(func)
@@ -171,7 +171,7 @@ class _Tracer:
         return cast(torch.dtype, values[0].dtype if name == "index" else func(*one(values), **keywords).dtype)
 
     def _read(self, marked: Any) -> Any:
-        """The values behind marked tensors, anywhere in arguments."""
+        """Return arguments with the values of marked tensors in their places."""
         if isinstance(marked, _Marked):
             return marked.value
         if isinstance(marked, (tuple, list)):
@@ -181,7 +181,7 @@ class _Tracer:
     def _mark(self, value: _Side | Value) -> Tensor:
         if isinstance(value, _Side):
             marked = value.tensor.as_subclass(_Marked)
-        else:  # without elements: whatever slips past the rules cannot pass for a result
+        else:  # without elements: a value that slips past the rules cannot pass for a result
             marked = torch.empty((), dtype=self._dtype(value), device="meta").as_subclass(_Marked)
         marked.value, marked.tracer = value, self
         return marked
@@ -196,7 +196,7 @@ class _Tracer:
         return value.tensor.dtype if isinstance(value, _Side) else dtype_of(value)
 
     def _leaf(self, value: Any) -> Any:
-        """Sides as leaves: on CPU, one row where all rows are alike; what depends on the row alone as a query's."""
+        """Return sides as leaves: on CPU, one row where all are equal; values of the row alone count as a query's."""
         if isinstance(value, tuple):
             return tuple(self._leaf(one) for one in value)
         if not isinstance(value, _Side):
