@@ -11,7 +11,7 @@ It refuses names that it cannot find, paths that are not in the model, and modul
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,7 +95,7 @@ def find(root: nn.Module, modalities: Mapping[str, Modality], source: Source | N
             for path in _listed(modality.module):
                 _resolve(root, path, f"modalities.{name}.module")
         elif modality.module is None and modality.boundary is None:
-            encoders[name] = _by_name(name, candidates)
+            encoders[name] = _by_name(root, name, candidates)
         else:
             encoders[name] = _by_path(source, root, name, modality)
     owned = [path for encoder in encoders.values() for path in encoder.owns]
@@ -167,7 +167,7 @@ def _encoder_of_decoder(source: Source, root: nn.Module) -> dict[str, Encoder]:
     return found
 
 
-def _by_name(name: str, candidates: Mapping[str, Encoder]) -> Encoder:
+def _by_name(root: nn.Module, name: str, candidates: Mapping[str, Encoder]) -> Encoder:
     canonical = canonical_name(name) or name
     if canonical == "encoder" and len(candidates) == 1:
         return next(iter(candidates.values()))
@@ -175,13 +175,28 @@ def _by_name(name: str, candidates: Mapping[str, Encoder]) -> Encoder:
         return candidates[canonical]
     seen = ", ".join(f"{key} ({', '.join(cut.name for cut in value.boundaries)})" for key, value in candidates.items())
     near = difflib.get_close_matches(name, candidates, n=1)
-    raise ConfigError(
-        f"modalities.{name}",
-        name,
-        f"no such modality was found in the model; found: {seen or 'none'}",
-        (f"Did you mean {near[0]!r}? Otherwise set" if near else "Set")
-        + f" `modalities.{name}.module` to the dotted path of its module",
-    )
+    fix = f"Did you mean {near[0]!r}? Otherwise set" if near else "Set"
+    fix += f" modalities.{name}.module to the path of its module"
+    if modules := list(_branches(root)):
+        fix += f", for instance {', '.join(map(repr, modules[:8]))}"
+    rule = f"No such modality was found in the model, which has {seen or 'none'}"
+    raise ConfigError(f"modalities.{name}", name, rule, fix)
+
+
+def _branches(module: nn.Module, path: str = "") -> Iterator[str]:
+    """Paths of the modules that could be a modality: the outermost ones that hold their lists of layers together."""
+    for key, child in module.named_children():
+        name = _join(path, key)
+        lists = [
+            p
+            for p, m in child.named_modules()
+            if isinstance(m, nn.ModuleList | nn.Sequential) and any(True for layer in m for _ in layer.children())
+        ]
+        outermost = [p for p in lists if not any(p != other and _under(p, (other,)) for other in lists)]
+        if "" not in lists and len({p.rpartition(".")[0] for p in outermost}) > 1:
+            yield from _branches(child, name)
+        elif next(child.children(), None) is not None and next(child.parameters(), None) is not None:
+            yield name
 
 
 def _by_path(source: Source, root: nn.Module, name: str, modality: Modality) -> Encoder:

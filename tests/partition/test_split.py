@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from cuts import HEAD, LAYER, by_offsets, cut, llama, llava, train_only
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality, PipelineTemplate
+from lightning_mm5d.partition import partition
+from zoo import CASES
 
 
 def sizes(module: nn.Module, **modalities: Modality) -> dict[str, list[int]]:
@@ -96,3 +98,19 @@ def test_what_a_template_names_counts_in_the_stage_that_it_says() -> None:
     stages = [["model.layers.0", "embed_tokens"], ["model.layers.1", "model.layers.2", "model.layers.3"]]
     named = cut(module, language=Modality(pipeline_template=PipelineTemplate(stages=stages)))
     assert "model.model.embed_tokens.weight" in named.units["language.0"][0].costs
+
+
+@pytest.mark.parametrize(
+    ("family", "modules"),
+    [
+        ("qwen2_5_omni_thinker", ["model.model.audio_tower", "model.model.visual", "model.model.language_model"]),
+        ("handwritten_two", ["model.image_encoder", "model.audio_encoder", "model.decoder"]),
+    ],
+)
+def test_a_modality_that_is_not_found_is_told_the_modules_to_paste(family: str, modules: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        partition(CASES[family].build(), {"radar": Modality(), "language": Modality()})
+    assert caught.value.field == "modalities.radar"
+    assert caught.value.fix == (
+        f"Set modalities.radar.module to the path of its module, for instance {', '.join(map(repr, modules))}"
+    )
