@@ -1,25 +1,25 @@
-"""Checks of a configuration that need nothing but its words.
+"""Checks of a configuration that need neither the model nor the number of ranks.
 
-Each refuses by the path of the field, with the nearest thing that would work. No torch here: a wrong configuration is
-refused before anything slow starts. What depends on the number of ranks is refused by `layout`, what depends on the
-model by `partition`.
+Each check refuses by the path of the field, with the nearest thing that would work. Imports no torch, so that a wrong
+configuration is refused before anything slow starts. `layout` refuses what depends on the number of ranks, `partition`
+what depends on the model.
 """
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any, TypeGuard, get_args, get_type_hints
 
-from lightning_mm5d.config.errors import ConfigError, one_of
-from lightning_mm5d.config.modality import Modality, PipelineTemplate, colocated_dp
+from lightning_mm5d.config.errors import ConfigError, did_you_mean, one_of
+from lightning_mm5d.config.modality import Modality, PipelineTemplate, colocated_dp, loss_modality_of
 
 
 def check(
     modalities: Mapping[str, Modality],
     *,
-    loss_modality: str,
+    loss_modality: str | None = None,
     num_microbatches: int,
     schedule: str,
     schedules: Sequence[str],
@@ -28,7 +28,7 @@ def check(
 
     Args:
         modalities: what the user wrote, by name.
-        loss_modality: name of the modality that computes the loss.
+        loss_modality: name of the modality that computes the loss; by default the one of `loss_modality_of`.
         num_microbatches: microbatches per batch.
         schedule: name of the schedule.
         schedules: names of the schedules that exist.
@@ -36,16 +36,11 @@ def check(
     Raises:
         ConfigError: at the first field that cannot work.
     """
-    if not modalities:
-        raise ConfigError("modalities", modalities, "At least one modality is needed", "Name one")
-    for name, modality in modalities.items():
-        _check_name(name)
-        if not isinstance(modality, Modality):
-            fix = "Write Modality(...) with the same fields"
-            raise ConfigError(f"modalities.{name}", modality, "A modality is a Modality", fix)
+    _check_types(modalities)
+    loss_modality = loss_modality_of(modalities) if loss_modality is None else loss_modality
     if loss_modality not in modalities:
         rule = "The modality that computes the loss must be one of the modalities"
-        raise ConfigError("loss_modality", loss_modality, rule, _did_you_mean(loss_modality, modalities))
+        raise ConfigError("loss_modality", loss_modality, rule, did_you_mean(loss_modality, modalities))
     for name, modality in modalities.items():
         _check_sizes(f"modalities.{name}", modality)
         _check_paths(f"modalities.{name}.module", modality.module)
@@ -57,7 +52,27 @@ def check(
         _check_colocation(name, modalities)
     _check_count("num_microbatches", num_microbatches)
     if schedule not in schedules:
-        raise ConfigError("schedule", schedule, "No such schedule", _did_you_mean(schedule, schedules))
+        raise ConfigError("schedule", schedule, "No such schedule", did_you_mean(schedule, schedules))
+
+
+def _check_types(modalities: object) -> None:
+    if not isinstance(modalities, Mapping):
+        raise ConfigError("modalities", modalities, "They map names to Modality(...)", "Use {'language': Modality()}")
+    if not modalities:
+        raise ConfigError("modalities", modalities, "At least one modality is needed", "Name one")
+    known = [field.name for field in fields(Modality)]
+    for name, modality in modalities.items():
+        _check_name(name)
+        if isinstance(modality, Modality):
+            continue
+        said = list(modality) if isinstance(modality, Mapping) else []
+        unknown = next((key for key in said if key not in known), None)
+        fix = "Write for instance Modality(pp_size=2)"
+        if unknown is not None:
+            fix = f"Write Modality(...), which has no field {unknown!r}. {did_you_mean(unknown, known)}"
+        elif isinstance(modality, Mapping):
+            fix = f"Write Modality({', '.join(f'{key}={value!r}' for key, value in modality.items())})"
+        raise ConfigError(f"modalities.{name}", modality, "A modality is a Modality", fix)
 
 
 def _check_name(name: object) -> None:
@@ -100,7 +115,7 @@ def _check_context(field: str, modality: Modality, *, is_loss_modality: bool) ->
         known = get_args(get_type_hints(Modality)[name])
         if getattr(modality, name) not in known:
             got = getattr(modality, name)
-            raise ConfigError(f"{field}.{name}", got, f"It is one of {', '.join(known)}", _did_you_mean(got, known))
+            raise ConfigError(f"{field}.{name}", got, f"It is one of {', '.join(known)}", did_you_mean(got, known))
     if mode == "items" and is_loss_modality:
         rule = "Items are whole images, frames or clips of an encoder, and this modality computes the loss"
         raise ConfigError(f"{field}.cp_mode", mode, rule, "Use 'allgather', 'ring' or 'ulysses'")
@@ -183,7 +198,7 @@ def _check_feeds(name: str, modalities: Mapping[str, Modality], loss_modality: s
     field, feeds, stages = f"modalities.{name}.feeds", modalities[name].feeds, modalities[loss_modality].num_cuts
     if not _is_list(feeds) and feeds not in ("first", "all"):
         rule = "It is 'first', 'all' or a list of stages"
-        raise ConfigError(field, feeds, rule, _did_you_mean(feeds, ("first", "all")))
+        raise ConfigError(field, feeds, rule, did_you_mean(feeds, ("first", "all")))
     if name == loss_modality:
         if feeds != "first":
             rule = f"{name!r} computes the loss, so it feeds no other modality"
@@ -209,7 +224,7 @@ def _check_colocation(name: str, modalities: Mapping[str, Modality]) -> None:
     others = [other for other in modalities if other != name]
     if owner.modality not in others:
         rule = "It names another modality, or one of its pipeline ranks as in 'language.0'"
-        fix = _did_you_mean(owner.modality, others) if others else "Leave it unset"
+        fix = did_you_mean(owner.modality, others) if others else "Leave it unset"
         raise ConfigError(field, modality.colocate_with, rule, fix)
     chain = [owner]
     while len(chain) <= len(modalities) and (further := modalities[chain[-1].modality].owner) is not None:
@@ -266,11 +281,3 @@ def _is_list(value: object) -> TypeGuard[list[Any]]:
 
 def _overlap(path: str, other: str) -> bool:
     return f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}.")
-
-
-def _did_you_mean(got: Any, known: Iterable[str]) -> str:
-    names = list(known)
-    if len(names) == 1:
-        return f"Use {names[0]!r}"
-    close = difflib.get_close_matches(str(got), names, n=1, cutoff=0.0)
-    return f"Did you mean {close[0]!r}? There are {', '.join(names)}"

@@ -1,11 +1,12 @@
 """The error for what a user got wrong in a configuration, and the words for what would work.
 
-One class, so that every refusal reads alike: where it is, what it got, which rule it breaks and what would work.
-It refuses nothing itself; bugs of this library are `AssertionError`s instead.
+One class, so that every refusal says the same four things: where it is, what it got, which rule it breaks and what
+would work. Bugs of this library are `AssertionError`s instead.
 """
 
 from __future__ import annotations
 
+import difflib
 import sys
 from collections.abc import Callable, Iterable
 from types import ModuleType
@@ -59,3 +60,12 @@ def nearest(value: int, fits: Callable[[int], bool], reach: int = 4096) -> list[
 def one_of(choices: Iterable[object]) -> str:
     """The choices as English: ``"6 or 8"``."""
     return " or ".join(str(choice) for choice in choices)
+
+
+def did_you_mean(got: object, known: Iterable[str]) -> str:
+    """A sentence with the name in `known` that is nearest to `got`, and all of them."""
+    names = list(known)
+    if len(names) == 1:
+        return f"Use {names[0]!r}"
+    close = difflib.get_close_matches(str(got), names, n=1, cutoff=0.0)
+    return f"Did you mean {close[0]!r}? There are {', '.join(names)}"

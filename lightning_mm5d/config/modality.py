@@ -1,8 +1,8 @@
 """What a user may say about each modality.
 
-Plain frozen dataclasses, so that the same configuration comes from Python, YAML or the command line. They
-hold what was written and refuse nothing when they are made: `checks` does, because an error in a constructor would
-reach a command-line user as a traceback. No torch here.
+Plain frozen dataclasses, so that the same configuration comes from Python, YAML or the command line. They hold what was
+written; `checks` refuses it, because an error in a constructor would reach a command-line user as a traceback. Imports
+no torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class PipelineTemplate:
     Args:
         stages: One entry per stage, in order: either its number of layers, as in ``[8, 12, 12]``, or the
             dotted paths of its layers and modules, as in ``[["layers.0", "layers.1"], ["layers.2"]]``.
-        offsets: For each stage how many layers more it has than when they are dealt out evenly, left-over layers
+        offsets: For each stage how many layers more it has than when they are assigned evenly, left-over layers
             first, as in ``[0, 1, 1, -2]``.
     """
 
@@ -45,7 +45,7 @@ class Owner(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Modality:
-    """Where one modality of the model runs and how its work is divided. Every field is optional.
+    """Where one modality of the model runs and how its work is shared. Every field is optional.
 
     Args:
         module: Dotted path or paths, in the LightningModule, of what this modality owns. Found by itself for
@@ -56,18 +56,18 @@ class Modality:
             or a list of their indices.
         dp_size: Number of replicas. Inferred from the number of ranks when unset.
         tp_size: Tensor parallel degree: ranks that share each layer.
-        sequence_parallel: Whether what lies between the divided layers (norms, dropouts, residuals) is divided over the
-            same ranks along the sequence, which takes less memory and no more communication.
+        sequence_parallel: Whether norms, dropouts and residuals between the sharded layers are sharded over the same
+            ranks along the sequence, which takes less memory and no more communication.
         cp_size: Context parallel degree: ranks that share each sequence.
         cp_mode: How an attention reaches the tokens of other ranks. ``allgather``: keys and values are gathered, a head
             at a time; ``ring``: they are passed around; ``ulysses``: ranks exchange tokens for heads; ``hybrid``:
             ``ulysses`` within groups of `ulysses_size` ranks and ``ring`` between them; ``items``, for encoders: each
-            rank takes whole images, frames or clips, and where there is one alone, ``allgather``.
+            rank takes whole images, frames or clips, and ``allgather`` where there is only one.
         cp_distribution: Which tokens a rank takes. ``uniform``: one stretch; ``zigzag``: two, one from either end;
-            ``makespan_min``: blocks of 128, dealt out by how many keys their queries see.
+            ``makespan_min``: blocks of 128, assigned by how many keys their queries see.
         ulysses_size: Ranks of the inner groups of ``hybrid``.
         pp_size: Number of pipeline stages. Unset: as many as ``pipeline_template`` has, else 1.
-        pipeline_template: Which layers run in which stage. Unset: balanced by what they cost.
+        pipeline_template: Which layers run in which stage. Unset: balanced by their costs.
         pp_chunks: Stages that each rank of the pipeline has, of as many model chunks; for interleaved schedules.
         colocate_with: Name of the modality whose ranks this one shares, instead of having ranks of its own. With the
             number of one of its pipeline ranks, as in ``language.0``, the last stage of this one runs there, and

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_mm5d.config.checks import check
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.config.modality import Modality, loss_modality_of
+from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import SCHEDULES, Graph, Schedule, build, is_table
 from lightning_mm5d.source.names import names
@@ -46,7 +46,6 @@ def check_fields(
     own = callable(schedule) or is_table(schedule)
     check(
         modalities,
-        loss_modality=loss_modality_of(modalities),
         num_microbatches=num_microbatches,
         schedule="own" if own else schedule,  # type: ignore[arg-type]
         schedules=("own",) if own else SCHEDULES,

@@ -119,7 +119,7 @@ def test_help_describes_every_field(capsys: Any) -> None:
         assert words in shown
     for words in ("in the LightningModule", "consume the result", "pipeline stages", "whose ranks this one"):
         assert words in shown
-    for words in ("Which layers run in which stage", "One entry per stage", "dealt out evenly"):
+    for words in ("Which layers run in which stage", "One entry per stage", "assigned evenly"):
         assert words in shown
 
 
@@ -336,3 +336,21 @@ def test_a_cost_is_a_number_or_one_for_each_rank_from_yaml_too(cost: Any, tmp_pa
     modalities = command("--config", str(path))
     assert modalities["language"].cost == cost
     run(modalities)
+
+
+@pytest.mark.parametrize(
+    ("modality", "fix"),
+    [
+        (2, "Write for instance Modality(pp_size=2)"),
+        ({"pp_size": 3}, "Write Modality(pp_size=3)"),
+        ({"ppsize": 3}, "Write Modality(...), which has no field 'ppsize'. Did you mean 'pp_size'?"),
+    ],
+)
+def test_refuses_a_modality_of_another_type_before_it_reads_its_fields(modality: Any, fix: str) -> None:
+    error = refusal({"language": modality}, loss_modality=None)
+    assert (error.field, error.got) == ("modalities.language", modality)
+    assert error.fix.startswith(fix)
+
+
+def test_refuses_modalities_without_names() -> None:
+    assert refusal([Modality()], loss_modality=None).field == "modalities"
