@@ -248,7 +248,7 @@ def main() -> None:
             if encoder_scale:
                 every = [replace(case, encoder_scale=encoder_scale) for case in every if case.scale == "small"]
             title = f"{sample.images} image, clip{', recomputed' * recomputed}"
-            title += ", small language models behind large encoders" if encoder_scale else ""
+            title += ", small language models after large encoders" if encoder_scale else ""
             show_awareness(title, run(every, evaluate_awareness).values())
 
 

@@ -75,8 +75,8 @@ class Placed:
 
 def cut(row: Sequence[Unit], parts: int, trained: frozenset[str], passes_on: bool, first: float = 0.0) -> list[int]:
     """Layers of each of ``parts`` stages, balanced by what a step costs; ``first`` comes on top of the first."""
-    before, *layers, behind = step_costs(row, trained, passes_on)
-    return balance(layers, parts, first=first + before, last=behind)
+    before, *layers, after = step_costs(row, trained, passes_on)
+    return balance(layers, parts, first=first + before, last=after)
 
 
 def slices(row: Sequence[Unit], sizes: Sequence[int]) -> list[list[Unit]]:
@@ -144,7 +144,7 @@ def apart(model: Model, ranks: Ranks, believed: frozenset[str]) -> Placed | None
 def colocated(model: Model, ranks: Ranks, believed: frozenset[str]) -> Placed | None:
     """Encoders one after the other on the first ranks, balanced as if ``believed`` were trained."""
     *encoders, language = model.rows
-    behind = _any_trained(model, encoders, believed)
+    passes_on = _any_trained(model, encoders, believed)
     best: tuple[float, dict[str, list[int]]] | None = None
     for first in range(1, ranks.stages):
         if first > min(len(model.rows[name]) - 2 for name in encoders):
@@ -152,7 +152,7 @@ def colocated(model: Model, ranks: Ranks, believed: frozenset[str]) -> Placed | 
         if ranks.stages - first > len(model.rows[language]) - 2:
             continue
         sizes = {name: cut(model.rows[name], first, believed, False) for name in encoders}
-        sizes[language] = cut(model.rows[language], ranks.stages - first, believed, behind)
+        sizes[language] = cut(model.rows[language], ranks.stages - first, believed, passes_on)
         foreseen = _one_f_one_b(_chain(model, sizes, ranks, believed))
         if best is None or foreseen < best[0]:
             best = foreseen, sizes

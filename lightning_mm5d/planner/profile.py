@@ -1,12 +1,11 @@
-"""Measures how long the forward of each part of a module takes: the user's own step, run a few times with a clock.
+"""Measures the forward of each layer in a few runs of the user's own step.
 
-Estimates tell what layers of one modality cost beside each other; how many tokens of which modality pass, and how well
-a machine computes which shapes, only a run tells. The whole module runs on one process here, so what is too large for
-that is planned from the measurements of a smaller one, or from estimates.
+Estimates compare layers of one modality. Only a run shows how many tokens of each modality pass and how fast a machine
+computes which shapes. The full module runs in one process, so a model that is too large for one is planned from the
+measurements of a smaller model, or from estimates.
 
-Only forwards are measured. What a backward costs follows from them and from what is trainable, as for estimates.
-
-It refuses a step in which a modality does not run.
+Only forwards are measured; the cost of a backward follows from them and from what is trainable, as for estimates. A
+step in which a modality does not run is refused.
 """
 
 from __future__ import annotations
@@ -33,16 +32,15 @@ _WARMUP, _RUNS = 1, 5
 def measure(
     module: LightningModule, batch: Any, found: Found, rows: Mapping[str, Sequence[Unit]]
 ) -> dict[str, list[float]]:
-    """Return the seconds that the forward of each unit takes, the median of a few runs.
+    """Return for each modality the seconds of the forward of each unit: the median of a few runs.
 
-    What runs before the layers of a modality and what runs after them is measured together, and told apart as the
-    estimates have it.
+    The units before and after the layers are measured together; their time is split in the proportion of the estimates.
 
     Args:
-        module: the module, whole, on the device that is to be measured.
-        batch: one microbatch, there as well.
-        found: its modalities.
-        rows: the units of each of them, as `units` returns them.
+        module: the full module, on the device to measure.
+        batch: one microbatch, on the same device.
+        found: the modalities of the module.
+        rows: the units of each modality, as `units` returns them.
 
     Raises:
         ConfigError: a modality does not run in the step.
@@ -53,7 +51,7 @@ def measure(
     arguments = (batch, 0) if takes_index else (batch,)
     runs: list[dict[Any, float]] = []
     with _timed(module, found, clock), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that `self.log` has no trainer
+        warnings.simplefilter("ignore")  # `self.log` warns without a trainer
         for _ in range(_WARMUP + _RUNS):
             clock.spent = {}
             clock.time("step", module.training_step, *arguments)
@@ -63,22 +61,22 @@ def measure(
 
 
 def _row(name: str, row: Sequence[Unit], found: Found, spent: Mapping[Any, float]) -> list[float]:
-    """The seconds of one modality's units; keys of `spent` are modalities, pairs with a layer, and the step."""
+    """The seconds of one modality's units; keys of `spent` are modality, (modality, layer index) and ``"step"``."""
     layers = [spent.get((name, index), 0.0) for index in range(len(row) - 2)]
-    whole = spent.get(name, 0.0)
+    total = spent.get(name, 0.0)
     if name == found.loss_modality:
-        whole = spent["step"] - sum(spent.get(other, 0.0) for other in found.encoders)
-    if not whole:
+        total = spent["step"] - sum(spent.get(other, 0.0) for other in found.encoders)
+    if not total:
         rule = "It does not run in the first microbatch, so its time cannot be measured"
         raise ConfigError(f"modalities.{name}", name, rule, "Use data in which every sample has all modalities")
-    around = max(whole - sum(layers), 0.0)
+    around = max(total - sum(layers), 0.0)
     before, after = row[0].forward, row[-1].forward
     share = before / (before + after) if before + after else 1.0
     return [around * share, *layers, around * (1 - share)]
 
 
 class _Clock:
-    """Adds up what calls take, by key."""
+    """Adds up the seconds of calls by key."""
 
     def __init__(self, device: torch.device) -> None:
         self.spent: dict[Any, float] = {}
@@ -86,7 +84,7 @@ class _Clock:
         self._running: set[Any] = set()
 
     def time(self, key: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call `function`; a call inside of one with the same key is part of it."""
+        """Call `function` and count its time; a nested call with the same key counts once."""
         if key in self._running:
             return function(*args, **kwargs)
         self._running.add(key)
@@ -105,7 +103,7 @@ class _Clock:
 
 @contextmanager
 def _timed(root: nn.Module, found: Found, clock: _Clock) -> Generator[None, None, None]:
-    """Put the clock in front of the boundaries of encoders and the layers of all modalities."""
+    """Time the boundaries of encoders and the layers of all modalities until the end of the context."""
     replaced: list[tuple[nn.Module, str, Any]] = []
 
     def put(owner: nn.Module, method: str, key: Any) -> None:

@@ -12,7 +12,7 @@ because the search chooses these numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
@@ -23,7 +23,7 @@ from lightning_mm5d.partition import Encoder, Partition, StageCut
 from lightning_mm5d.partition.costs import Unit, step_costs
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.planner.placements import Placement, Space
-from lightning_mm5d.schedule import Graph, Schedule, build, lower_bound, simulate
+from lightning_mm5d.schedule import AnySchedule, Graph, build, lower_bound, simulate
 from lightning_mm5d.schedule.stage_key import StageKey
 
 _JUDGED = 48  # placements whose schedules may be simulated
@@ -57,7 +57,7 @@ def search(
     loss_modality: str,
     trainable: Collection[str],
     num_microbatches: int,
-    schedule: str | Callable[[Graph], Schedule] = "1f1b",
+    schedule: AnySchedule = "1f1b",
     late: Collection[str] = (),
 ) -> Found:
     """Return the placement of the modalities on `num_ranks` ranks whose simulated step is shortest.
@@ -84,13 +84,15 @@ def search(
             raise ConfigError(f"modalities.{name}.feeds", modality.feeds, rule, "Use 'first' or 'all'")
     plain = {name: _plain(name, row, frozenset(trainable)) for name, row in rows.items()}
     trained = frozenset(key for row in plain.values() for unit in row for key in unit.costs)
-    behind = any(
+    encoders_train = any(
         trained.intersection(unit.costs)
         for name in plain
         if name != loss_modality and not (name in late and modalities[name].feeds == "first")
         for unit in plain[name]
     )
-    costs = {name: _layers(step_costs(row, trained, behind and name == loss_modality)) for name, row in plain.items()}
+    costs = {
+        name: _layers(step_costs(row, trained, encoders_train and name == loss_modality)) for name, row in plain.items()
+    }
     space = Space(costs, modalities, num_ranks, loss_modality=loss_modality, num_microbatches=num_microbatches)
     placements = space.best(_JUDGED)
     if not placements:

@@ -1,18 +1,16 @@
-"""Draws what a training step did on every rank beside what the simulator says of the same actions.
+"""Draws the measured timeline of a training step next to a simulation of the same actions.
 
-Phases, on every rank: (1) all ranks hand the times of their own actions round; (2) rank 0 gives every kind of action of
-every stage its median time as its cost, and plays the same lists with it; (3) it draws both, two rows a rank. So a row
-pair differs by what the simulator does not know: messages on their way, and time that an action takes more than others
-of its kind.
+Phases: (1) all ranks gather the times of their actions; (2) rank 0 simulates the same lists of actions, each with the
+median time of its kind and stage; (3) rank 0 draws both, two rows a rank. The rows differ by messages on their way and
+by actions that take longer than others of their kind.
 
-It refuses nothing; a step that some rank has not recorded is not drawn, and a file that cannot be written is a warning,
-for training is over and its weights matter more.
+A step that some rank has not recorded is not drawn. A file that cannot be written gives a warning only, because
+training is over and its weights matter more.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -22,31 +20,32 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_mm5d.engine.recorder import Recorder
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.planner.drawing import chrome_trace, draw
-from lightning_mm5d.schedule import Graph, Kind, Schedule, Simulation, Span, measured, simulate
+from lightning_mm5d.schedule import AnySchedule, Graph, Kind, Schedule, Simulation, Span, measured, simulate
+from lightning_mm5d.schedule.stage_key import StageKey
 
-_MOMENT = 1e-9  # seconds, of a backward that there is and that took no time that a clock could tell
+_MOMENT = 1e-9  # seconds; a cost of 0 would mean that there is no backward
 
 
 def write_timeline(
     path: str,
     recorder: Recorder,
     plan: Plan,
-    schedule: str | Callable[[Graph], Schedule],
+    schedule: AnySchedule,
     num_microbatches: int,
     *,
     rank: int,
     wire: torch.device,
 ) -> None:
-    """Write the last step of all ranks to `path`, a picture or, where it ends in ``.json``, a Chrome trace; collective.
+    """Write the last step of all ranks to `path`: a Chrome trace if it ends in ``.json``, else a picture. Collective.
 
     Args:
-        path: of the file, which rank 0 writes.
-        recorder: this rank's.
+        path: path of the file; rank 0 writes it.
+        recorder: the recorder of this rank.
         plan: all stages.
-        schedule: that ran.
-        num_microbatches: M.
+        schedule: the schedule that ran, as `build` takes it.
+        num_microbatches: microbatches per replica, M.
         rank: global rank.
-        wire: where messages of the default group live.
+        wire: device of the default group's messages.
     """
     trainable = recorder.trainable
     recorded = torch.tensor(int(trainable is not None), device=wire)
@@ -71,8 +70,8 @@ def write_timeline(
         rank_zero_warn(f"timeline: {path} cannot be written: {error}")
 
 
-def _ran(plan: Plan, schedule: str | Callable[[Graph], Schedule], count: int, trainable: frozenset[str]) -> Schedule:
-    """What each rank ran. Ranks that depend on the same replicas have one schedule."""
+def _ran(plan: Plan, schedule: AnySchedule, count: int, trainable: frozenset[str]) -> Schedule:
+    """For each rank the actions that it ran. Ranks that depend on the same replicas have one schedule."""
     built: dict[tuple[int, ...], Schedule] = {}
     ran: Schedule = {}
     for rank in range(plan.layout.size):
@@ -84,7 +83,7 @@ def _ran(plan: Plan, schedule: str | Callable[[Graph], Schedule], count: int, tr
 
 
 def _gathered(recorder: Recorder, ran: Schedule, rank: int, wire: torch.device) -> list[Span]:
-    """The spans of all ranks. Which actions they are all ranks know, so that only times travel."""
+    """The spans of all ranks. All ranks know the actions, so only times are gathered."""
     times = recorder.times()
     longest = max(len(actions) for actions in ran.values())
     own = torch.zeros(longest, 2, dtype=torch.float64, device=wire)
@@ -95,31 +94,31 @@ def _gathered(recorder: Recorder, ran: Schedule, rank: int, wire: torch.device) 
     return [
         Span(rank, action, *moments)
         for (rank, actions), table in zip(ran.items(), every, strict=True)
-        for action, moments in zip(actions, table.tolist(), strict=False)  # rows behind the last action are padding
+        for action, moments in zip(actions, table.tolist(), strict=False)  # rows after the last action are padding
     ]
 
 
 def _costed(graph: Graph, seen: Simulation) -> Graph:
-    """The graph with the median times of what was measured as its costs."""
-    found: dict[tuple[str, int, Kind], list[float]] = {}
+    """The graph with the median measured times as its costs."""
+    found: dict[tuple[StageKey, int, Kind], list[float]] = {}
     for span in seen.spans:
         found.setdefault((span.action.stage, span.rank, span.action.kind), []).append(span.end - span.start)
     times = {key: statistics.median(values) for key, values in found.items()}
 
-    def of(stage: str, rank: int, kind: Kind) -> float:
+    def of(stage: StageKey, rank: int, kind: Kind) -> float:
         return max(times.get((stage, rank, kind), 0.0), 0.0)
 
     nodes = []
     for node in graph.nodes:
         key = node.stage, node.rank
         weight = of(*key, Kind.W)
-        whole = max(of(*key, Kind.B), of(*key, Kind.I) + weight, _MOMENT) if graph.has_backward(node.stage) else 0.0
-        nodes.append(replace(node, forward_cost=of(*key, Kind.F), backward_cost=whole, weight_cost=weight))
+        backward = max(of(*key, Kind.B), of(*key, Kind.I) + weight, _MOMENT) if graph.has_backward(node.stage) else 0.0
+        nodes.append(replace(node, forward_cost=of(*key, Kind.F), backward_cost=backward, weight_cost=weight))
     return Graph(tuple(nodes), graph.edges)
 
 
 def _side_by_side(seen: Simulation, simulated: Simulation) -> Simulation:
-    """Both in one, rank ``w`` as ``2 * w`` for what was measured and as ``2 * w + 1`` for what was simulated."""
+    """Both in one: rank r is row ``2 * r`` as measured and row ``2 * r + 1`` as simulated."""
     parts = (seen, simulated)
     spans = [replace(span, rank=2 * span.rank + which) for which, part in enumerate(parts) for span in part.spans]
     makespan = max(part.makespan for part in parts)

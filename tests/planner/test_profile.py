@@ -1,4 +1,4 @@
-"""What is measured is where the time goes, and nothing stays behind in the module."""
+"""Measured times go to the units that take them, and the module is left as it was."""
 
 from __future__ import annotations
 

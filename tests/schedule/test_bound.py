@@ -26,12 +26,12 @@ def test_a_rank_that_waits_for_its_second_chunk_bounds_the_makespan() -> None:
     *others, last = graph.nodes
     headed = replace(last, forward_cost=0.8, backward_cost=1.6, weight_cost=0.8)
     graph = Graph((*others, headed), graph.edges)
-    ready, behind = 7 * 0.5, 4 * (0.8 + 1.6 + 1.0)
-    assert lower_bound(graph) == pytest.approx(ready + behind)
-    assert simulate(build("zbv", graph), graph).makespan == pytest.approx(ready + behind)
+    ready, after = 7 * 0.5, 4 * (0.8 + 1.6 + 1.0)
+    assert lower_bound(graph) == pytest.approx(ready + after)
+    assert simulate(build("zbv", graph), graph).makespan == pytest.approx(ready + after)
 
 
-def test_a_slow_stage_in_front_sets_the_pace_behind_it() -> None:
+def test_a_slow_stage_in_front_sets_the_pace_after_it() -> None:
     """``slow`` on rank 0, ``fast`` on rank 1, forward only: the last microbatch is there after 5 * 3."""
     nodes = [
         Node(stage=stage, rank=rank, microbatches=tuple(range(5)), forward_cost=cost, backward_cost=0.0)

@@ -25,7 +25,7 @@ def test_every_mixture_of_rules_can_be_executed(seed: int) -> None:
         assert played.makespan == pytest.approx(simulate(played.schedule, graph).makespan)
 
 
-def test_lazy_rules_put_off_backwards_that_nobody_waits_for() -> None:
+def test_lazy_rules_defer_backwards_that_no_stage_waits_for() -> None:
     slow = chain(2, 4, forward_cost=3.0, backward_cost=1.0)
     for lazy, order in ((True, "FFFFBBBB"), (False, "FFFBFBBB")):
         actions = Pipeline(slow).play(Rules(lazy=lazy)).schedule[0]

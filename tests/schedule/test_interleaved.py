@@ -46,7 +46,7 @@ def test_one_chunk_a_rank_is_1f1b() -> None:
     assert build("interleaved", chain(4, 8)) == build("1f1b", chain(4, 8))
 
 
-def test_a_chunked_language_model_behind_encoders_beats_1f1b() -> None:
+def test_a_chunked_language_model_after_encoders_beats_1f1b() -> None:
     modalities = {"vision": Modality(), "audio": Modality(), "language": Modality(pp_size=4)}
     makespans = {}
     for name in ("1f1b", "interleaved"):
