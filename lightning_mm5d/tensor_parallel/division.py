@@ -37,7 +37,7 @@ def divide(root: nn.Module, partition: Partition, modalities: Mapping[str, Modal
 
     def place(parameter: str) -> tuple[str, int] | None:
         # what several modalities share stays full: their ranks are in different groups
-        users = {stage.rpartition(".")[0] for stage in partition.owners[parameter]}
+        users = {stage.modality for stage in partition.owners[parameter]}
         return (user, degrees[user]) if len(users) == 1 and (user := next(iter(users))) else None
 
     sharded = [name for name in partition.owners if (found := place(name)) is not None and found[1] > 1]
@@ -51,7 +51,7 @@ def divide(root: nn.Module, partition: Partition, modalities: Mapping[str, Modal
 
 def _check_shared(partition: Partition, modalities: Mapping[str, Modality]) -> None:
     for parameter, stages in partition.owners.items():
-        users = list(dict.fromkeys(stage.rpartition(".")[0] for stage in stages))
+        users = list(dict.fromkeys(stage.modality for stage in stages))
         for size in ("tp_size", "cp_size"):
             degrees = {user: getattr(modalities[user], size) for user in users}
             unlike = [user for user in users if degrees[user] != degrees[users[0]]]
