@@ -51,6 +51,7 @@ def test_readme_and_quickstart_show_the_layouts_that_the_example_runs() -> None:
     assert two_ranks in (ROOT / "README.md").read_text()
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
 @pytest.mark.parametrize("kind", [[], ["--lora"]])
 def test_a_model_trained_on_two_ranks_is_saved_as_one_process_saves_it(tmp_path: Path, kind: list[str]) -> None:
     two = run("examples/hugging_face/train.py", str(tmp_path / "two"), *kind)
