@@ -13,7 +13,7 @@ from wrapt import register_post_import_hook
 
 if TYPE_CHECKING:
     from lightning_mm5d.config import ConfigError, Modality, PipelineTemplate
-    from lightning_mm5d.context_parallel.hooks.interface import multimodal_mask
+    from lightning_mm5d.context_parallel.hooks.context_mask import multimodal_mask
     from lightning_mm5d.strategy import MultimodalStrategy
     from lightning_mm5d.tensor_parallel.layer_plan import TensorParallelPlan
     from lightning_mm5d.tensor_parallel.plan_lookup import register_tensor_parallel_plan
@@ -34,7 +34,7 @@ _HOMES = {
     "MultimodalStrategy": "strategy",
     "PipelineTemplate": "config",
     "TensorParallelPlan": "tensor_parallel.layer_plan",
-    "multimodal_mask": "context_parallel.hooks.interface",
+    "multimodal_mask": "context_parallel.hooks.context_mask",
     "register_tensor_parallel_plan": "tensor_parallel.plan_lookup",
 }
 

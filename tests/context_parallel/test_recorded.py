@@ -8,7 +8,6 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor
-from transformers.utils import output_capturing
 
 from lightning_mm5d import Modality, MultimodalStrategy
 from parity.harness import fit
@@ -57,10 +56,6 @@ def batches() -> list[dict[str, Tensor]]:
 def train(rank: int, fields: dict[str, Any], world: int) -> Any:
     recorder = fit(Routed(), batches(), MultimodalStrategy({"language": Modality(**fields)}), world)
     return recorder.losses, recorder.gradients
-
-
-def test_the_notes_of_transformers_are_where_this_library_looks() -> None:
-    assert output_capturing._active_collector.get() is None
 
 
 @pytest.mark.usefixtures("float64")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -574,14 +575,19 @@ def test_biases_and_dropout_that_a_layer_gives_torchs_attention_are_refused_on_a
 class Again(Layer):
     """Computes its own inside again for the backward."""
 
+    def __init__(self, *, is_reentrant: bool) -> None:
+        super().__init__(causal=True)
+        self.is_reentrant = is_reentrant
+
     def forward(self, hidden: Tensor) -> Tensor:
-        return torch.utils.checkpoint.checkpoint(super().forward, hidden, use_reentrant=True)
+        return torch.utils.checkpoint.checkpoint(super().forward, hidden, use_reentrant=self.is_reentrant)
 
 
 def test_torchs_attention_that_is_computed_again_in_the_midst_of_a_layer_is_refused_on_all_ranks() -> None:
-    def scenario(run: Run) -> str:
-        return attempt(run, Decoder(lambda: Again(causal=True)), [tokens(12)])
+    def scenario(run: Run) -> list[str]:
+        made = [partial(Again, is_reentrant=is_reentrant) for is_reentrant in (True, False)]
+        return [attempt(run, Decoder(layer), [tokens(12)]) for layer in made]
 
-    for error in together(Layout(LANGUAGE, 2), scenario):
-        assert "activation checkpointing inside of a layer" in error
-        assert F.scaled_dot_product_attention.__name__ == "scaled_dot_product_attention"
+    for errors in together(Layout(LANGUAGE, 2), scenario):
+        for error in errors:
+            assert "activation checkpointing inside of a layer" in error

@@ -231,6 +231,7 @@ class ContextParallel:
             return inner(*given.args, **given.kwargs)
         local = replaced(given, names, partial(self._part, now), where, self._local_state(state, now))
         now.call.crosses = self._crosses(layer, inner, local, names, now)
+        now.call.is_differentiated = state.requires_grad or any(one.requires_grad for one in layer.parameters())
         with ExitStack() as stack:
             stack.enter_context(self._attention.during(now.call))
             if layer.training:
@@ -298,7 +299,7 @@ class ContextParallel:
         size, degree = state.shape[-2], self._holders.degree
         if size < degree:
             return None
-        bounds, work = kwargs.get("cu_seqlens"), partial(self._attention.work, size)
+        bounds, work = kwargs.get("cu_seqlens"), partial(self._attention.masks.work, size)
         if bounds is not None:
             lengths: list[int] = self._recent.get("lengths", lambda: bounds.diff().tolist(), (bounds,))
             work = partial(_work_of_segments, lengths)

@@ -14,14 +14,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
-from transformers.utils import output_capturing
 
 from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.context_parallel.hooks.private_names import collector
 from lightning_mm5d.sharded.sequence import ShardedSequence
 from lightning_mm5d.sharded.tensor import Sharded
 
-# tests fail where it has moved
-_notes: Any = getattr(output_capturing, "_active_collector", None)
 _OF_LAYERS = "hidden_states"  # noted when a layer has returned, and the whole then
 
 
@@ -37,7 +35,7 @@ def as_wholes(name: str, sequence: ShardedSequence, batch: int) -> Iterator[None
     Raises:
         ConfigError: a record is neither ``[B, S_rank, ...]`` nor ``[B * S_rank, ...]``.
     """
-    notes = None if _notes is None else _notes.get()
+    notes = collector().get()
     if not notes:
         yield
         return
@@ -53,14 +51,12 @@ def as_wholes(name: str, sequence: ShardedSequence, batch: int) -> Iterator[None
 @contextmanager
 def nothing() -> Iterator[None]:
     """Let nothing be recorded meanwhile."""
-    if _notes is None:
-        yield
-        return
-    token = _notes.set(None)
+    records = collector()
+    token = records.set(None)
     try:
         yield
     finally:
-        _notes.reset(token)
+        records.reset(token)
 
 
 def full_of(x: Tensor, sequence: ShardedSequence, batch: int) -> Tensor | None:

@@ -182,7 +182,7 @@ def probe(
             return entry.index_select(-2, tokens) if fits else entry
 
         args, kwargs = replaced(local, names, only, where, state.index_select(dim, tokens))
-        with attention.during(Call(None, probes=dim == -2)) as call:
+        with attention.during(Call(None, is_probe=dim == -2)) as call:
             result = inner(*args, **kwargs)
         found: Tensor = result[0] if isinstance(result, (tuple, list)) else result
         return found.full() if isinstance(found, Sharded) else found, call.seen

@@ -1,0 +1,59 @@
+"""The private names of torch and transformers are where this library looks, and an error says where one has moved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import LlamaConfig
+from transformers.utils import output_capturing
+
+from lightning_mm5d.context_parallel.hooks import private_names
+
+
+def test_the_collector_holds_what_a_model_records() -> None:
+    assert private_names.collector().get() is None
+
+
+def test_a_config_takes_the_name_of_an_attention() -> None:
+    config = LlamaConfig()
+    private_names.name_attention(config, "eager")
+    assert private_names.attention_name(config) == "eager"
+
+
+def test_the_hooks_are_those_that_pack_what_autograd_saves() -> None:
+    def same(x: Tensor) -> Tensor:
+        return x
+
+    assert private_names.saved_tensor_hooks() is None
+    with saved_tensors_hooks(same, same):
+        assert private_names.saved_tensor_hooks() == (same, same)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "read"),
+    [
+        (output_capturing, "_active_collector", private_names.collector),
+        (torch._C._autograd, "_top_saved_tensors_default_hooks", private_names.saved_tensor_hooks),
+    ],
+    ids=["collector", "hooks"],
+)
+def test_a_name_that_has_moved_is_an_error(
+    owner: Any, name: str, read: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(owner, name)
+    with pytest.raises(RuntimeError, match=f"{name} has moved"):
+        read()
+
+
+def test_a_config_without_the_name_of_an_attention_is_an_error() -> None:
+    config = SimpleNamespace()
+    for use in (private_names.attention_name, lambda one: private_names.name_attention(one, "eager")):
+        with pytest.raises(RuntimeError, match="_attn_implementation has moved"):
+            use(config)
+    assert not vars(config)
