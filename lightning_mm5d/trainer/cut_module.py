@@ -5,7 +5,8 @@ from __future__ import annotations
 import lightning.pytorch as pl
 import torch
 
-from lightning_mm5d.context_parallel.hooks.apply import ContextParallel, Ranks
+from lightning_mm5d.context_parallel.hooks.apply import ContextParallel
+from lightning_mm5d.context_parallel.hooks.assignment import Ranks
 from lightning_mm5d.context_parallel.hooks.interface import Interface
 from lightning_mm5d.engine.run_groups import RunGroups
 from lightning_mm5d.plan.plan import Plan

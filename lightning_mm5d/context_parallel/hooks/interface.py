@@ -25,8 +25,8 @@ from transformers.masking_utils import (
     prepare_padding_mask,
 )
 
-from lightning_mm5d.context_parallel.hooks.attention import Attention
 from lightning_mm5d.context_parallel.hooks.context_mask import ContextMask
+from lightning_mm5d.context_parallel.hooks.layer_attention import Attention
 from lightning_mm5d.context_parallel.hooks.private_names import attention_name, name_attention
 from lightning_mm5d.context_parallel.masks.caches import Caches
 from lightning_mm5d.context_parallel.masks.mask import Mask, MaskFunction
