@@ -1,10 +1,15 @@
 """Attention of a rank's queries to keys gathered from all ranks, a few heads at a time.
 
-The next heads' keys and values travel while these are computed. In the backward they are gathered again, and gradients
-of keys and values are summed over ranks and scattered while the next heads are computed. Llama 3 was trained with
+Forward, for each step of some heads:
+
+1. post the all-gather of the next step's keys and values;
+2. compute this step's attention.
+
+The backward gathers keys and values again in the same way. It sums and scatters (reduce-scatter) their gradients while
+it computes the next step. Llama 3 was trained with
 gathered keys (Grattafiori et al. 2024, section 3.3.2), all heads at once; here a step takes one key head with its
 queries, or as many as `STEP_BYTES` hold, because small messages and small kernels cost more than their memory is worth.
-At most two steps' whole keys and values are held at a time.
+At most two steps' full keys and values are held at a time.
 
 Shapes: B batch, H query heads, G key heads, S tokens of the sequence, S_rank of this rank, D and Dv widths.
 """
@@ -81,7 +86,7 @@ class Gathered:
         return dq, dk, dv
 
     def _each_step(self, k: Tensor, v: Tensor, compute: Callable[[slice, Tensor, Tensor], None]) -> None:
-        """Call ``compute(heads, keys, values)`` with the whole keys and values of some heads, for all of them."""
+        """Call ``compute(heads, keys, values)`` with the full keys and values of some heads, for all heads in turn."""
         heads = k.shape[1]
         a_head = self._split.size * k.shape[0] * (k.shape[3] + v.shape[3]) * k.element_size()
         at_once = min(max(STEP_BYTES // a_head, 1), heads)
@@ -89,7 +94,7 @@ class Gathered:
         coming = self._post(k, v, steps[0])
         for step, following in zip(steps, [*steps[1:], None], strict=True):
             keys, values = (one.wait() for one in coming)
-            coming.clear()  # what came may be held twice until it is let go of: as it came, and in order
+            coming.clear()  # a gather holds what it received as it came and in order
             if following is not None:
                 coming = self._post(k, v, following)
             compute(step, keys, values)

@@ -1,17 +1,17 @@
-"""Attention over a sequence whose tokens lie on several ranks: `context_attention`; without others: `local_attention`.
+"""Attention over a sequence whose tokens lie on several ranks, and attention to keys that are all on this rank.
 
-Each rank gives the queries, keys and values of its tokens and gets their output. How ranks see each other's keys is the
-*mode*:
+In `context_attention` each rank gives the queries, keys and values of its tokens and gets their output. The *mode* says
+how ranks reach each other's keys:
 
 - ``allgather``: keys and values are gathered, a few heads at a time (allgather.py);
 - ``ring``: they travel around a ring, or around an inner and an outer one (ring.py);
 - ``ulysses``: ranks exchange tokens for heads (ulysses.py);
 - ``hybrid``: heads among inner ranks, a ring among outer ones.
 
-What is kept for the backward adds up over the ranks to what one process would keep: keys and values of other ranks, and
-key heads that several ranks read, travel again.
+All ranks together keep as much for the backward as one process would: keys and values of other ranks, and key heads
+that several ranks read, travel again.
 
-It refuses modes without the groups that they need, and tensors that do not fit the split.
+It refuses (`ValueError`) modes without the groups that they need, and tensors that do not fit the split.
 
 Shapes: B batch, H query heads, G key heads, S_rank tokens of this rank, D width of queries and keys, Dv of values.
 """
@@ -61,7 +61,7 @@ class ContextGroups:
 
     @property
     def is_silent(self) -> bool:
-        """Whether nothing may be communicated, because only shapes are asked for."""
+        """Whether a dry run, which computes shapes alone, forbids communication."""
         return any(group.is_silent for group in (self.whole, *(self.nested or ())))
 
 
@@ -118,7 +118,7 @@ def local_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return the attention of queries to keys that are all here, by the same kernel.
+    """Return the attention of queries to keys that are all on this rank, by the same kernel.
 
     Args:
         q: [B, H, Sq, D].
@@ -230,7 +230,9 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
             " and values have equally many heads, and queries a multiple of that."
         )
     if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q, k, v: got {q.dtype}, {k.dtype} and {v.dtype}. They travel together, so they are alike.")
+        raise ValueError(
+            f"q, k, v: got {q.dtype}, {k.dtype} and {v.dtype}. They travel together, so their types are equal."
+        )
     if sinks is not None and sinks.shape != q.shape[1:2]:
         raise ValueError(f"sinks: got shape {[*sinks.shape]}. There is one for each of {q.shape[1]} heads.")
 

@@ -1,7 +1,6 @@
-"""Attention of the queries of this rank to keys that are here, with what is empty left out.
+"""Attention of queries to keys that are both on this rank; shards that see nothing of each other cost no kernel.
 
-It is what all ways of exchanging keys have in common: shards may be without tokens or heads, and a shard of queries may
-see nothing of a shard of keys, which costs a look at the mask's tiles and no computation.
+All modes build on it. A shard may have no tokens or heads. The mask's tiles tell whether queries see any of the keys.
 
 Shapes: B batch, H query heads, G key heads, Sq queries, Sk keys, D width of queries and keys, Dv width of values.
 """

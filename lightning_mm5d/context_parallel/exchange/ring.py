@@ -1,8 +1,12 @@
 """Attention of a rank's queries to keys and values that travel around a ring (Ring Attention, Liu et al. 2023).
 
-Each block of keys and values visits every rank. While a rank computes with one block the next one arrives; results are
-merged by their log-sum-exp. In the backward the blocks travel again, and each block's gradients follow one step behind
-it: every rank adds its own to what comes from the previous rank, and the last hop brings them home.
+Each block of keys and values visits every rank. One step of the forward:
+
+1. post the hop that passes this block on and receives the next one;
+2. compute attention to this block, and merge it with the earlier blocks by their log-sum-exp.
+
+In the backward the blocks travel again, and each block's gradients follow it one step later: every rank adds its own to
+what comes from the previous rank, and the last hop returns them to the rank that holds the keys.
 
 Rings nest: the ranks of one node form an inner ring, and ranks at the same place of all nodes an outer one (the double
 ring of LoongTrain, Gu et al. 2024). A block's outer hop is posted before the inner ring runs around, so the slow link
@@ -109,7 +113,7 @@ class Ring:
         return gradient if gradients is None else gradients.wait()
 
     def _moved(self, at: list[int], level: int, steps: int) -> list[int]:
-        """Whose block is here after some steps of one ring."""
+        """The indices, one in each ring, of the rank whose block is here after some steps of one ring."""
         return [*at[:level], (at[level] - steps) % self._groups[level].size, *at[level + 1 :]]
 
     def _part(self, at: list[int]) -> int:
@@ -123,7 +127,7 @@ class Ring:
 
 
 class _Shapes:
-    """Keys and values, or their gradients, as one buffer."""
+    """Packs keys and values, or their gradients, into one buffer."""
 
     def __init__(self, k: Tensor, v: Tensor) -> None:
         self._batch, self._heads, _, self._width = k.shape

@@ -23,7 +23,7 @@ from lightning_mm5d.sharded.token_split import TokenSplit
 
 
 class Places(NamedTuple):
-    """How the parts of a sequence, one after the other, relate to the sequence. None stands for the same order.
+    """Where the tokens of a sequence are among the parts of all ranks in a row. None stands for the same order.
 
     Attributes:
         rows: of each token, its row among the parts, [S].

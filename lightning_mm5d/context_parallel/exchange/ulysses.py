@@ -1,7 +1,7 @@
 """Heads for tokens: from all heads of a rank's tokens to a rank's heads of all tokens, and back.
 
-DeepSpeed-Ulysses (Jacobs et al. 2023), with numbers of heads and tokens that need not divide. Query heads are dealt
-out in order; ranks beyond their number have none and still take part. Each rank gets the key heads that its query heads
+DeepSpeed-Ulysses (Jacobs et al. 2023), with numbers of heads and tokens that need not divide. Query heads are assigned
+in order; ranks beyond their number have none and still take part. Each rank gets the key heads that its query heads
 read: several ranks get the same one where there are few, and its gradients are summed. Where a rank's query heads do
 not read its key heads in equal shares, key heads are repeated so that each query head has its own.
 

@@ -34,7 +34,7 @@ from lightning_mm5d.context_parallel.hooks.layer_tensors import (
     sharded_result,
 )
 from lightning_mm5d.context_parallel.hooks.probe import LayerInput, mixed, probe
-from lightning_mm5d.context_parallel.hooks.recorded_states import as_wholes, nothing
+from lightning_mm5d.context_parallel.hooks.recorded_states import nothing, sharded_records
 from lightning_mm5d.context_parallel.hooks.support import takes_products
 from lightning_mm5d.context_parallel.masks.caches import Cache
 from lightning_mm5d.partition.hidden_state import at, hidden_place
@@ -189,7 +189,7 @@ class ContextParallel:
                 stack.enter_context(self._stream.inside())
             if assigned.dim == -2:
                 batch = state.shape[0] if state.dim() > 2 else 1
-                stack.enter_context(as_wholes(self._name, assigned.sequence.coarser, batch))
+                stack.enter_context(sharded_records(self._name, assigned.sequence.coarser, batch))
             result = inner(*local.args, **local.kwargs)
         shard_entries(given, assigned)
         return sharded_result(result, assigned, self._name)

@@ -1,9 +1,9 @@
-"""Which arguments of a layer go along with its tokens, and the arguments for some of them.
+"""Tells which arguments of a layer have an entry for each token, and replaces them.
 
-A layer takes, beside its hidden state ``[B, S, W]``, rotary tables, positions and other things that have an entry for
-each token, and things that have not, such as masks or the states of an encoder. Transformers names them alike in all
-families, and dims of a token stand last but one in tables and last in indices. Names decide first, then shapes; whether
-that was right is found out by running a layer on some of its tokens (`check.probe`).
+Beside its hidden state ``[B, S, W]`` a layer takes rotary tables and positions, with an entry for each token, and
+others without, such as masks or the states of an encoder. All families of transformers use the same names. The dim of
+tokens is the last but one in tables and the last in indices. Names decide first, then shapes; running the layer on some
+of its tokens checks it (probe.py).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _MASK_BY_TOKEN = "full_text_row_masked_out_mask"
 
 
 class Arguments(NamedTuple):
-    """What a call passes on."""
+    """The arguments of a call."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
 def names_of(forward: Callable[..., Any]) -> tuple[str, ...]:
-    """The names of what a bound forward takes by position."""
+    """Return the names of the positional arguments of a bound forward."""
     try:
         found = inspect.signature(forward).parameters.values()
     except (TypeError, ValueError):
@@ -37,7 +37,7 @@ def names_of(forward: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def token_dim(name: str, x: Tensor, size: int) -> int | None:
-    """The dim of `x` that counts the `size` tokens of a sequence, from the last; None where none does."""
+    """Return the dim of `x` that counts the `size` tokens of a sequence, from the last; None where none does."""
     if name in _OF_ANOTHER or ("mask" in name and name != _MASK_BY_TOKEN):
         return None
     if x.is_floating_point() or x.is_complex():
@@ -46,7 +46,7 @@ def token_dim(name: str, x: Tensor, size: int) -> int | None:
 
 
 def item_dim(name: str, x: Tensor, size: int, ndim: int) -> int | None:
-    """The first dim of `x`, counted from the last, where it counts the `size` items of a batch.
+    """Return the first dim of `x`, from the last, where it counts the `size` items of a batch; None where it does not.
 
     Args:
         name: of the argument.
@@ -61,14 +61,14 @@ def item_dim(name: str, x: Tensor, size: int, ndim: int) -> int | None:
 def replaced(
     call: Arguments, names: tuple[str, ...], change: Callable[[str, Any], Any], hidden: Place, state: Any
 ) -> Arguments:
-    """The arguments with `state` for the hidden state, and the others changed.
+    """Return the arguments with `state` for the hidden state, and the others changed.
 
     Args:
         call: what the layer was given.
         names: of its positional arguments.
-        change: takes a name and a value that is no container; lists and tuples are gone through, dicts are its own.
-        hidden: where the hidden state is.
-        state: what to put there.
+        change: takes a name and a value that is no list or tuple; it gets their entries, and dicts as they are.
+        hidden: place of the hidden state.
+        state: the new hidden state.
     """
 
     def walk(name: str, value: Any) -> Any:

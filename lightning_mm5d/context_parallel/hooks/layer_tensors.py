@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.context_parallel.hooks.arguments import Arguments, item_dim, token_dim
 from lightning_mm5d.context_parallel.hooks.assignment import Assigned
-from lightning_mm5d.context_parallel.hooks.recorded_states import full_of
+from lightning_mm5d.context_parallel.hooks.recorded_states import sharded_by_tokens
 from lightning_mm5d.context_parallel.masks.caches import Cache
 from lightning_mm5d.sharded.sequence_operations import is_tokens
 from lightning_mm5d.sharded.tensor import Sharded
@@ -117,7 +117,7 @@ def _sharded_beside(x: Any, assigned: Assigned, batch: int, name: str) -> Any:
         return x
     sequence = assigned.sequence.coarser
     if assigned.dim == -2:
-        found = full_of(x, sequence, batch)
+        found = sharded_by_tokens(x, sequence, batch)
     else:
         found = sequence.wrapped(x, -x.dim()) if x.dim() and x.shape[0] == sequence.own_size else None
     if found is None and x.requires_grad:

@@ -1,10 +1,9 @@
-"""What transformers records of modules inside of shared layers, such as the logits of routers, as values of all tokens.
+"""Turns what transformers records inside of sharded layers, such as router logits, into sharded tensors of all tokens.
 
-A model that is asked for them (``output_router_logits``) notes what such modules return, by hooks. In a shared layer
-that is of this rank's tokens; the loss over routers must see all. transformers has no public way to look at its notes,
-so this is the one place that reaches for them.
+A model that is asked for them (``output_router_logits``) records by hooks what such modules return. Inside of a sharded
+layer they return values of this rank's tokens, but the loss over routers must see all tokens.
 
-It refuses (`ConfigError`) records of which it cannot tell how they count tokens.
+It refuses (`ConfigError`) records whose shape does not tell how they count tokens.
 """
 
 from __future__ import annotations
@@ -20,32 +19,32 @@ from lightning_mm5d.context_parallel.hooks.private_names import collector
 from lightning_mm5d.sharded.sequence import ShardedSequence
 from lightning_mm5d.sharded.tensor import Sharded
 
-_OF_LAYERS = "hidden_states"  # noted when a layer has returned, and the whole then
+_OF_LAYERS = "hidden_states"  # recorded after a layer has returned, sharded by then
 
 
 @contextmanager
-def as_wholes(name: str, sequence: ShardedSequence, batch: int) -> Iterator[None]:
-    """Let what is recorded meanwhile, of this rank's tokens, act as the whole.
+def sharded_records(name: str, sequence: ShardedSequence, batch: int) -> Iterator[None]:
+    """Turn what transformers records meanwhile into sharded tensors.
 
     Args:
-        name: of the modality, for errors.
+        name: the modality, for errors.
         sequence: the tokens of all ranks.
         batch: rows of the hidden state, B.
 
     Raises:
         ConfigError: a record is neither ``[B, S_rank, ...]`` nor ``[B * S_rank, ...]``.
     """
-    notes = collector().get()
-    if not notes:
+    records = collector().get()
+    if not records:
         yield
         return
-    before = {key: len(values) for key, values in notes.items() if isinstance(values, list)}
+    before = {key: len(values) for key, values in records.items() if isinstance(values, list)}
     yield
     for key, start in before.items():
-        values: list[Any] = notes[key]
+        values: list[Any] = records[key]
         for index in range(start, len(values) if key != _OF_LAYERS else start):
             if isinstance(values[index], Tensor) and not isinstance(values[index], Sharded):
-                values[index] = _whole(name, key, values[index], sequence, batch)
+                values[index] = _sharded(name, key, values[index], sequence, batch)
 
 
 @contextmanager
@@ -59,8 +58,8 @@ def nothing() -> Iterator[None]:
         records.reset(token)
 
 
-def full_of(x: Tensor, sequence: ShardedSequence, batch: int) -> Tensor | None:
-    """The whole of which `x` is of this rank's tokens; None where it does not count them.
+def sharded_by_tokens(x: Tensor, sequence: ShardedSequence, batch: int) -> Tensor | None:
+    """Return the sharded tensor of which `x` is this rank's local one; None where `x` does not count tokens.
 
     Args:
         x: ``[B, S_rank, ...]``, ``[B * S_rank, ...]`` or ``[..., S_rank, W]``.
@@ -75,10 +74,10 @@ def full_of(x: Tensor, sequence: ShardedSequence, batch: int) -> Tensor | None:
     return sequence.wrapped(x, -2) if x.dim() > 2 and x.shape[-2] == length else None
 
 
-def _whole(name: str, key: str, x: Tensor, sequence: ShardedSequence, batch: int) -> Tensor:
-    whole, length = full_of(x, sequence, batch), sequence.lengths[sequence.index]
-    if whole is not None:
-        return whole
+def _sharded(name: str, key: str, x: Tensor, sequence: ShardedSequence, batch: int) -> Tensor:
+    found, length = sharded_by_tokens(x, sequence, batch), sequence.lengths[sequence.index]
+    if found is not None:
+        return found
     raise ConfigError(
         f"modalities.{name}.cp_size",
         f"{key} of shape {list(x.shape)}",
