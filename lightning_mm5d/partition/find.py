@@ -211,6 +211,13 @@ def _by_path(source: Source, root: nn.Module, name: str, modality: Modality) -> 
             owner, _, method = path.rpartition(".")
             if not _has_module(root, owner) or not callable(getattr(root.get_submodule(owner), method, None)):
                 _resolve(root, path, field)
+        elif isinstance(root.get_submodule(path), nn.ModuleList | nn.ModuleDict):
+            raise ConfigError(
+                field,
+                path,
+                "it is a container whose members are called one by one, so no call of it gives a result",
+                f"Name the module that calls them, {path.rpartition('.')[0] or path!r}; pp_size splits the list",
+            )
         boundaries.append(Boundary(owner, method))
     if not owns:
         for cut in boundaries:

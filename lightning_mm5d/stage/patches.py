@@ -11,6 +11,7 @@ attribute in front of it, which asks the active run what to do and, without one,
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -104,6 +105,7 @@ class Patches:
     def _patch_boundary(self, module: nn.Module, method: str, name: str, modality: str) -> None:
         original = getattr(module, method)
 
+        @functools.wraps(original)  # generation reads the signature
         def boundary(*args: Any, **kwargs: Any) -> Any:
             run = self._runtime.active
             return original(*args, **kwargs) if run is None else run.boundary(name, modality, original, args, kwargs)

@@ -114,11 +114,24 @@ class Run:
                 self.result = step()
             except Stop:
                 self.result = None
+        self._check_used()
         if self._traces and self._calls_out:
             self._runtime.skip_inputs[self._structure] = frozenset(self._found)
         if not self.stage.is_last:
             self.result = None
         return self.result
+
+    def _check_used(self) -> None:
+        """Refuse results of an encoder that arrived and were not used: they would get no gradient."""
+        for name, results in self._boundaries_in.items():
+            used = self._consumed.get(name, 0)
+            if used < len(results):
+                modality = self._runtime.modality_of(name)
+                raise StageError(
+                    f"{len(results)} results of {name} arrived in stage {self.stage.name}, and the step used {used} of "
+                    f"them there: set modalities.{modality}.feeds to the stages whose layers follow its use, or "
+                    f"modalities.{modality}.boundary to the callable whose result the step uses"
+                )
 
     def __enter__(self) -> Run:
         assert self._runtime.active is None, "stages do not nest"

@@ -144,17 +144,23 @@ class Optimization:
                 grad.fill_(float("inf"))
 
     def clip_over_all_ranks(self, plugin: Precision) -> None:
-        """Let a precision plugin clip by the norm over all ranks, until `remove`."""
+        """Let a precision plugin clip by the norm over all ranks, or by value on any, until `remove`."""
 
         def clip_grad_by_norm(optimizer: Optimizer, clip_val: float) -> None:
             parameters = list(plugin.main_params(optimizer))
             total = self._gradients.norm(parameters, None)
             torch.nn.utils.clip_grads_with_norm_(parameters, float(clip_val), total)
 
-        vars(plugin)["clip_grad_by_norm"] = clip_grad_by_norm
+        def clip_grad_by_value(optimizer: Optimizer, clip_val: float) -> None:
+            parameters = [p for p in plugin.main_params(optimizer) if p.grad is not None]
+            if parameters:  # a rank may hold none of the optimizer's
+                torch.nn.utils.clip_grad_value_(parameters, clip_value=clip_val)
+
+        vars(plugin).update(clip_grad_by_norm=clip_grad_by_norm, clip_grad_by_value=clip_grad_by_value)
         self._clipper = plugin
 
     def remove(self) -> None:
         """Leave the precision plugin as it was."""
         if self._clipper is not None:
-            vars(self._clipper).pop("clip_grad_by_norm", None)
+            for name in ("clip_grad_by_norm", "clip_grad_by_value"):
+                vars(self._clipper).pop(name, None)

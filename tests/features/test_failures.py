@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from features.toys import PAIR, PIPE, SHARED, TWINS, WIDTH, Layout, Run, Samples, Scenario, Toy, together
+from features.toys import PAIR, PIPE, SHARED, TWINS, VISION, WIDTH, Layout, Run, Samples, Scenario, Toy, together
+from lightning_mm5d import Modality
 from lightning_mm5d.config.errors import ConfigError
 
 
@@ -37,6 +38,21 @@ class UsesTheEncoderLate(Toy):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.loss(batch) + self.encoder.patch.weight.norm()
+
+
+class UsesFeaturesAfterTheLayers(Toy):
+    """What the encoder gives is used in the last stage only."""
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        decoder = self.decoder
+        hidden = decoder.embedding(batch["tokens"])
+        for layer in decoder.layers:
+            hidden = layer(hidden)
+        features = self.encoder(batch["images"])
+        return decoder.head(decoder.norm(hidden + features.unsqueeze(1)).mean(dim=1))
+
+
+FED_TOO_EARLY = Layout({**PIPE.modalities, "vision": Modality(feeds=[0], **VISION)}, 3)
 
 
 class Widening(nn.Module):
@@ -108,6 +124,7 @@ CASES = {
     "a loss that is NaN anyway": (NotANumber, PIPE, "StageError", "NaN"),
     "layers that change the shape": (ChangesShape, PIPE, "StageError", "pp_size"),
     "a model called twice": (CallsTwice, PIPE, "StageError", "pp_size=1"),
+    "features that no step uses": (UsesFeaturesAfterTheLayers, FED_TOO_EARLY, "StageError", "feeds"),
     "no loss": (NoLoss, TWINS, "ConfigError", "training_step"),
     "a reduction of one's own": (OwnReduction, PIPE, "ConfigError", "reduce_fx"),
     "a batch that cannot be cut": (Uncut, PAIR, "ConfigError", "table"),

@@ -88,6 +88,18 @@ def clipped_by_value(run: Run) -> Any:
     return train(run, Toy(lr=1.0), gradient_clip_val=0.01, gradient_clip_algorithm="value")
 
 
+class FrozenEncoder(Toy):
+    """The encoder's rank has no gradient to clip."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=1.0)
+        self.encoder.requires_grad_(False)
+
+
+def clipped_by_value_without_gradients(run: Run) -> Any:
+    return train(run, FrozenEncoder(), gradient_clip_val=0.01, gradient_clip_algorithm="value")
+
+
 def accumulated(run: Run) -> Any:
     """Three batches an epoch: the second window of each is incomplete."""
     return train(run, Toy(lr=0.5), samples=24, accumulate_grad_batches=2, gradient_clip_val=0.1)
@@ -100,6 +112,7 @@ SCENARIOS = (
     half_frozen,
     clipped_by_norm,
     clipped_by_value,
+    clipped_by_value_without_gradients,
     accumulated,
 )
 

@@ -63,6 +63,19 @@ def brain(run: Run) -> Any:
     return train(run, Precise(), precision="bf16-true")
 
 
+class HalfLoss(Precise):
+    """Its loss and its logs are in half precision too."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx).bfloat16()
+        self.log("train_loss", loss)
+        return {"loss": loss, "twice": 2 * loss.detach()}
+
+
+def brain_loss(run: Run) -> Any:
+    return train(run, HalfLoss(), precision="bf16-true")
+
+
 def brain_mixed(run: Run) -> Any:
     return train(run, Precise(), precision="bf16-mixed")
 
@@ -105,7 +118,15 @@ def overflow(run: Run) -> Any:
     return train(run, EncoderOverflows(), plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
 
 
-TOLERANCES = {single: 1e-5, double: 1e-9, brain: 0.02, brain_mixed: 0.01, half_mixed: 2e-3, overflow: 3e-3}
+TOLERANCES = {
+    single: 1e-5,
+    double: 1e-9,
+    brain: 0.02,
+    brain_loss: 0.02,
+    brain_mixed: 0.01,
+    half_mixed: 2e-3,
+    overflow: 3e-3,
+}
 
 
 @pytest.fixture(scope="module", params=[PIPE, TWINS], ids=["pipe", "twins"])
