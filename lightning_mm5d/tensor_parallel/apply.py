@@ -54,7 +54,8 @@ class TensorParallel:
     ) -> None:
         self.linear: Linear = linear
         self._root, self._division, self.groups = root, division, groups
-        self._regions = {name: Region(group, drops=drops(root), device=device) for name, group in groups.items()}
+        may_drop = drops(root)
+        self._regions = {name: Region(group, drops=may_drop, device=device) for name, group in groups.items()}
         self._undo: list[Callable[[], object]] = []
         self._here = {path: self._is_here(path, holds) for path in {*division.roles, *division.heads}}
         self._cut(holds)
