@@ -13,21 +13,19 @@ from lightning_mm5d.source.trees import Source, function_of, method_of, own_func
 
 
 def names(source: Source, function: FunctionType, variables: bool = True) -> frozenset[str] | None:
-    """Return the names of attributes, globals and variables in the body of `function`, None where it has no source.
+    """Return the names of attributes, globals and variables in the code of `function`, None where it has no source.
 
     Args:
         source: reads the function.
-        function: its annotations, defaults and decorators do not count.
+        function: its annotations and decorators count.
         variables: whether its arguments and local variables count.
     """
     tree = source.tree(function)
     if tree is None:
         return None
-    nodes = [*_evaluated(tree.args), *(node for statement in tree.body for node in _evaluated(statement))]
-    named = [(name, is_variable) for node in nodes for name, is_variable in _named(node)]
-    local = {name for name, is_variable in named if is_variable}
-    attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-    return frozenset(name for name, _ in named if variables or name in attributes or name not in local)
+    named = [one for node in ast.walk(tree) if node is not tree for one in _named(node)]
+    local = frozenset() if variables else {name for name, kind in named if kind == "variable"}
+    return frozenset(name for name, kind in named if kind == "attribute" or name not in local)
 
 
 def forward_names(source: Source, cls: type[nn.Module]) -> frozenset[str] | None:
@@ -59,7 +57,7 @@ def mentions(source: Source, cls: type, words: list[str]) -> bool:
         if name == "__init__":
             continue
         tree = source.tree(function)
-        if tree is None or any(word in words for node in ast.walk(tree) for word in _words(node, tree)):
+        if tree is None or any(word in words for node in ast.walk(tree) if node is not tree for word in _words(node)):
             return True
     return False
 
@@ -68,45 +66,21 @@ def _is_torch(cls: type) -> bool:
     return cls.__module__.startswith("torch.nn")
 
 
-def _evaluated(node: ast.AST) -> Iterator[ast.AST]:
-    """Walk what runs when a function does: no annotations, and of its own arguments no defaults."""
-    yield node
-    if isinstance(node, ast.arguments):
-        children: list[ast.AST] = [*node.posonlyargs, *node.args, *node.kwonlyargs]
-        children += [one for one in (node.vararg, node.kwarg) if one is not None]
-    elif isinstance(node, ast.arg):
-        children = []
-    elif isinstance(node, ast.AnnAssign):
-        children = [node.target, *([] if node.value is None else [node.value])]
-    elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
-        defaults = [one for one in (*node.args.defaults, *node.args.kw_defaults) if one is not None]
-        body = [node.body] if isinstance(node, ast.Lambda) else [*node.body, *node.decorator_list]
-        children = [node.args, *defaults, *body]
-    else:
-        children = list(ast.iter_child_nodes(node))
-    for child in children:
-        yield from _evaluated(child)
-
-
-def _named(node: ast.AST) -> Iterator[tuple[str, bool]]:
-    """Yield each name that a node has, and whether a local variable may be called so."""
+def _named(node: ast.AST) -> Iterator[tuple[str, str]]:
+    """Yield each name that a node has, and its kind."""
     if isinstance(node, ast.Name):
-        yield node.id, isinstance(node.ctx, ast.Store)
+        yield node.id, "variable" if isinstance(node.ctx, ast.Store) else "read"
     elif isinstance(node, ast.Attribute):
-        yield node.attr, False
+        yield node.attr, "attribute"
     elif isinstance(node, ast.arg):
-        yield node.arg, True
+        yield node.arg, "variable"
     elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-        yield node.name, True
+        yield node.name, "variable"
     elif isinstance(node, ast.alias):
-        yield node.name, False
-        if node.asname:
-            yield node.asname, True
+        yield node.asname or node.name, "variable" if node.asname else "read"
 
 
-def _words(node: ast.AST, tree: ast.FunctionDef) -> Iterator[str]:
-    if node is tree:
-        return
+def _words(node: ast.AST) -> Iterator[str]:
     yield from (name for name, _ in _named(node))
     if isinstance(node, ast.keyword) and node.arg is not None:
         yield node.arg

@@ -70,11 +70,12 @@ def test_a_function_is_found_under_decorators_and_descriptors() -> None:
     assert method_of(Attention, "no_such_method") is None
 
 
-def test_names_are_those_in_the_body() -> None:
-    found = names(Source(), method_of(Attention, "forward"))  # type: ignore[arg-type]
-    assert found == {"self", "hidden", "rate", "inner", "helper", "reshape", "getattr"}
-    outside = names(Source(), method_of(Attention, "forward"), variables=False)  # type: ignore[arg-type]
-    assert outside == {"helper", "reshape", "getattr"}
+def test_names_are_those_of_attributes_globals_and_variables() -> None:
+    forward = method_of(Attention, "forward")
+    assert forward is not None
+    outside = {"logged", "Tensor", "float", "helper", "reshape", "getattr"}
+    assert names(Source(), forward, variables=False) == outside
+    assert names(Source(), forward) == outside | {"self", "hidden", "rate", "inner"}
 
 
 def test_functions_beside_a_class_count_where_its_forward_names_them() -> None:
