@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import textwrap
 from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
@@ -61,7 +60,10 @@ def _parsed(function: FunctionType) -> ast.FunctionDef | None:
     # of a decorator's function `inspect` would return what it wraps
     code = function.__code__ if hasattr(function, "__wrapped__") else function
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(code))).body[0]
+        text = inspect.getsource(code)
+        # not by `dedent`, which fails where a docstring has lines without indent
+        tree = ast.parse(f"if 1:\n{text}" if text[:1].isspace() else text).body[0]
     except (OSError, TypeError, SyntaxError):
         return None
-    return tree if isinstance(tree, ast.FunctionDef) else None
+    found = tree.body[0] if isinstance(tree, ast.If) else tree
+    return found if isinstance(found, ast.FunctionDef) else None

@@ -70,6 +70,17 @@ def test_a_function_is_found_under_decorators_and_descriptors() -> None:
     assert method_of(Attention, "no_such_method") is None
 
 
+def test_docstrings_may_have_lines_without_indent() -> None:
+    class Documented:
+        def method(self) -> None:
+            """Does
+            nothing."""
+
+    function = method_of(Documented, "method")
+    assert function is not None
+    assert Source().tree(function) is not None
+
+
 def test_names_are_those_of_attributes_globals_and_variables() -> None:
     forward = method_of(Attention, "forward")
     assert forward is not None
