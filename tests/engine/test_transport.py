@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import os
 import signal
 import threading
-import time
-import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -24,54 +20,26 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lightning_mm5d.engine.codec import HEADER_SLOTS, PACK_BYTES
 from lightning_mm5d.engine.groups import Groups
 from lightning_mm5d.engine.transport import FIRST_BYTES, Channel, Transport, TransportError
+from ranks import run_ranks
 
-CONTEXT = multiprocessing.get_context("forkserver")
 activations = partial(Channel, "activations", name="vision.0->language.0")  # of (source rank, receiving rank)
 gradients = partial(Channel, "gradients", name="vision.0->language.0")
 LIMIT_S = 40.0  # wall clock of one multi-process test; a deadlock ends here
 
 
-@pytest.fixture(autouse=True, scope="module")
-def no_process_left() -> Iterator[None]:
-    """Ranks start from one server that has imported torch; it ends with this module."""
-    CONTEXT.set_forkserver_preload(["lightning_mm5d.engine.transport"])
-    yield
-    forkserver._forkserver._stop()
-
-
-def run_ranks(world: int, body: Callable[[int, Groups], Any], folder: Path, killed: tuple[int, ...] = ()) -> list[Any]:
+def run_on_groups(
+    world: int, body: Callable[[int, Groups], Any], folder: Path, killed: tuple[int, ...] = ()
+) -> list[Any]:
     """Results of ``body(rank, groups)`` in ``world`` processes; None for those that must be ``killed``."""
-    pipes = [CONTEXT.Pipe(duplex=False) for _ in range(world)]
-    processes = [
-        CONTEXT.Process(target=_rank_main, args=(rank, world, body, str(folder / "store"), pipe[1]))
-        for rank, pipe in enumerate(pipes)
-    ]
-    for process in processes:
-        process.start()
-    deadline = time.monotonic() + LIMIT_S
-    for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-    hung = [rank for rank, process in enumerate(processes) if process.is_alive()]
-    for process in processes:
-        process.kill()
-        process.join()
-    assert not hung, f"ranks {hung} did not end within {LIMIT_S} s"
-    expected = [-signal.SIGKILL if rank in killed else 0 for rank in range(world)]
-    assert [process.exitcode for process in processes] == expected
-    results = [None if rank in killed else pipe[0].recv() for rank, pipe in enumerate(pipes)]
-    errors = [error for error, _ in filter(None, results) if error]
-    assert not errors, "\n".join(errors)
-    return [result and result[1] for result in results]
+    return run_ranks(world, _on_rank, world, body, str(folder / "store"), limit=LIMIT_S, killed=killed)
 
 
-def _rank_main(rank: int, world: int, body: Callable[[int, Groups], Any], store: str, pipe: Any) -> None:
-    torch.set_num_threads(1)
+def _on_rank(rank: int, world: int, body: Callable[[int, Groups], Any], store: str) -> Any:
     timeout = timedelta(seconds=LIMIT_S / 2)
     dist.init_process_group("gloo", f"file://{store}", timeout, world, rank)
-    try:
-        pipe.send((None, body(rank, Groups(timeout))))
-    except BaseException:
-        pipe.send((f"rank {rank}: {traceback.format_exc()}", None))
+    result = body(rank, Groups(timeout))
+    dist.destroy_process_group()  # no barrier at the end, which would fail where a rank was killed
+    return result
 
 
 def make_transport(rank: int, groups: Groups) -> Transport:
@@ -108,7 +76,7 @@ def _interleave(rank: int, groups: Groups) -> Any:
 
 def test_each_channel_is_first_in_first_out_whatever_the_others_carry(tmp_path: Path) -> None:
     """vision, audio: rank 0; language: rank 1"""
-    assert run_ranks(2, _interleave, tmp_path)[1] == [[0, 1, 2, 3]] * 3
+    assert run_on_groups(2, _interleave, tmp_path)[1] == [[0, 1, 2, 3]] * 3
 
 
 def _exchange(rank: int, groups: Groups) -> Any:
@@ -131,7 +99,7 @@ def _exchange(rank: int, groups: Groups) -> Any:
 
 def test_large_sends_of_all_ranks_to_all_others_do_not_deadlock(tmp_path: Path) -> None:
     """one stage on each of ranks 0, 1, 2; two steps"""
-    for rank, got in enumerate(run_ranks(3, _exchange, tmp_path)):
+    for rank, got in enumerate(run_on_groups(3, _exchange, tmp_path)):
         others = [other for other in range(3) if other != rank]
         assert got == [other + index for other in others for _ in range(2) for index in range(3)] * 2
 
@@ -158,7 +126,7 @@ def _run_ahead(rank: int, groups: Groups) -> Any:
 
 def test_payloads_leave_their_sender_before_they_are_taken(tmp_path: Path) -> None:
     """vision: rank 0 (runs 30 microbatches ahead); language: rank 1"""
-    waited = run_ranks(2, _run_ahead, tmp_path)
+    waited = run_on_groups(2, _run_ahead, tmp_path)
     assert waited[0] == 0.0 < waited[1]
 
 
@@ -205,7 +173,7 @@ def _send_zoo(rank: int, groups: Groups) -> None:
 
 def test_every_dtype_shape_and_stride_arrives_as_it_was_sent(tmp_path: Path) -> None:
     """vision: rank 0; language, with a second stage of it: rank 1"""
-    run_ranks(2, _send_zoo, tmp_path)
+    run_on_groups(2, _send_zoo, tmp_path)
 
 
 def _change_shapes(rank: int, groups: Groups) -> None:
@@ -224,7 +192,7 @@ def _change_shapes(rank: int, groups: Groups) -> None:
 
 def test_more_signatures_than_either_end_remembers_still_arrive(tmp_path: Path) -> None:
     """vision: rank 0; language: rank 1"""
-    run_ranks(2, _change_shapes, tmp_path)
+    run_on_groups(2, _change_shapes, tmp_path)
 
 
 def _count(rank: int, groups: Groups) -> list[tuple[int, int]]:
@@ -242,7 +210,7 @@ def _count(rank: int, groups: Groups) -> list[tuple[int, int]]:
 
 def test_counts_every_byte_and_sends_at_most_a_hundredth_more_than_needed(tmp_path: Path) -> None:
     """vision: rank 0, with a second stage of it; language: rank 1"""
-    first, second, local = run_ranks(2, _count, tmp_path)[0]
+    first, second, local = run_on_groups(2, _count, tmp_path)[0]
     assert first[0] == 400_028
     assert first[0] + 16 < first[1] <= 1.01 * first[0]
     assert second == (2 * 400_028, first[1] + 400_028 + 16)  # with the header known, two int64
@@ -264,7 +232,7 @@ def _close(rank: int, groups: Groups) -> None:
 
 def test_close_leaves_no_thread_and_refuses_further_use(tmp_path: Path) -> None:
     """one stage on each of ranks 0, 1"""
-    run_ranks(2, _close, tmp_path)
+    run_on_groups(2, _close, tmp_path)
 
 
 def _lose_peer(rank: int, groups: Groups) -> Any:
@@ -287,7 +255,7 @@ def _lose_peer(rank: int, groups: Groups) -> Any:
 
 def test_a_killed_rank_is_named_by_all_who_wait_for_it(tmp_path: Path) -> None:
     """vision: ranks 0, 1; language: rank 2, killed after its first payload"""
-    lost = run_ranks(3, _lose_peer, tmp_path, killed=(2,))
+    lost = run_on_groups(3, _lose_peer, tmp_path, killed=(2,))
     assert lost[0][0] == 2
     assert lost[0][1].startswith("rank 0 lost rank 2 while receiving vision.0->language.0 (gradients): ")
     assert lost[1][0] in (0, 2)  # rank 0 ends at once as well: whichever is noticed first
@@ -311,7 +279,7 @@ def _lose_receiver(rank: int, groups: Groups) -> Any:
 
 def test_a_rank_killed_before_it_receives_is_named_to_its_sender(tmp_path: Path) -> None:
     """vision: rank 0; language: rank 1, killed before anything arrives"""
-    rank, message = run_ranks(2, _lose_receiver, tmp_path, killed=(1,))[0]
+    rank, message = run_on_groups(2, _lose_receiver, tmp_path, killed=(1,))[0]
     assert rank == 1
     assert message.startswith("rank 0 lost rank 1 while sending vision.0->language.0 (activations): ")
 
@@ -327,7 +295,7 @@ def _abort(rank: int, groups: Groups) -> str:
 
 def test_abort_wakes_a_waiting_recv(tmp_path: Path) -> None:
     """one stage on each of ranks 0, 1; nobody sends"""
-    assert run_ranks(2, _abort, tmp_path) == [f"the transport of rank {rank} is closed" for rank in range(2)]
+    assert run_on_groups(2, _abort, tmp_path) == [f"the transport of rank {rank} is closed" for rank in range(2)]
 
 
 @pytest.fixture
@@ -384,7 +352,7 @@ def _make_groups(rank: int, groups: Groups) -> None:
 
 def test_groups_are_made_once_for_the_same_ranks_and_tag(tmp_path: Path) -> None:
     """groups: ranks 0-1 (twice), ranks 1-2"""
-    run_ranks(3, _make_groups, tmp_path)
+    run_on_groups(3, _make_groups, tmp_path)
 
 
 def _disagree(rank: int, groups: Groups) -> list[str]:
@@ -401,4 +369,4 @@ def test_ranks_that_disagree_on_a_group_all_get_an_error_instead_of_a_hang(tmp_p
     """two ranks that ask for different groups; then one that asks for one more than the other"""
     zero = "ranks [0] want group 0: ranks [0], tag ''; ranks [1] want "
     want = [zero + "group 0: ranks [0, 1], tag ''", zero + "no more than 0 groups"]
-    assert run_ranks(2, _disagree, tmp_path) == [want, want]
+    assert run_on_groups(2, _disagree, tmp_path) == [want, want]

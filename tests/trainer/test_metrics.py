@@ -8,15 +8,10 @@ judge what the ranks report.
 from __future__ import annotations
 
 import copy
-import multiprocessing
 import pickle
-import time
-import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
-from multiprocessing import forkserver
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,6 +28,7 @@ from torchmetrics.classification import (
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.trainer.metrics import MetricSync
+from ranks import run_ranks
 
 LIMIT_S = 60.0  # wall clock of the launch; a deadlock ends here
 WORLD = 4
@@ -190,46 +186,16 @@ def rank_body(rank: int) -> dict[str, Any]:
     return found
 
 
-def rank_main(rank: int, folder: str, body: Callable[[int], Any]) -> None:
-    torch.set_num_threads(1)
+def rank_main(rank: int) -> dict[str, Any]:
     warnings.simplefilter("error")
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=WORLD,
-        timeout=timedelta(seconds=LIMIT_S / 2),
-    )
-    try:
-        result = body(rank)
-    except BaseException:
-        result = traceback.format_exc()
-    Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(result))
-    dist.destroy_process_group()
+    dist.init_process_group("gloo", timeout=timedelta(seconds=LIMIT_S / 2))
+    return rank_body(rank)
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks() -> list[dict[str, Any]]:
     """What each of the four ranks found."""
-    folder = tmp_path_factory.mktemp("ranks")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torchmetrics"])
-    processes = [context.Process(target=rank_main, args=(r, str(folder), rank_body)) for r in range(WORLD)]
-    for process in processes:
-        process.start()
-    deadline = time.monotonic() + LIMIT_S
-    for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-    hung = [rank for rank, process in enumerate(processes) if process.is_alive()]
-    for rank in hung:
-        processes[rank].kill()
-        processes[rank].join()
-    forkserver._forkserver._stop()
-    assert not hung, f"ranks {hung} did not end within {LIMIT_S} s"
-    results = [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(WORLD)]
-    errors = [f"rank {rank}: {result}" for rank, result in enumerate(results) if isinstance(result, str)]
-    assert not errors, "\n".join(errors)
-    return results
+    return run_ranks(WORLD, rank_main, limit=LIMIT_S)
 
 
 @pytest.fixture
