@@ -7,13 +7,14 @@ process. In the layouts ``{e}`` stands for every encoder: "{e} | language pp 2" 
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
 
+from compare import assert_equal_to_one_process, tolerance
 from lightning_mm5d import Modality
 from parity.harness import Recorder, fit, strategy
 from ranks import call_ranks
@@ -111,20 +112,9 @@ def check(name: str, which: str, variant: str) -> None:
     recorder, parameters = reference(name, variant)
     _, world, replicas = layout(name, which)
     ranks = call_ranks(world, train, name, which, variant)
-    exact = name in FLOAT64
-    close = partial(torch.testing.assert_close, rtol=1e-9 if exact else 1e-6, atol=1e-12 if exact else 1e-7)
-    if replicas == 1:
-        for losses, _, _ in ranks:
-            close(torch.tensor(losses), torch.tensor(recorder.losses))
-    for step, expected in enumerate(recorder.gradients):
-        found: set[str] = set()
-        for _, gradients, _ in ranks:
-            found |= set(gradients[step])
-            for key, gradient in gradients[step].items():
-                close(gradient, expected[key], msg=lambda m, key=key: f"{key}: {m}")
-        assert found == set(expected), "some gradient is on no rank, or on one too many"
-    for key, value in parameters.items():
-        close(ranks[0][2][key], value, msg=lambda m, key=key: f"{key}: {m}")
+    assert_equal_to_one_process(
+        ranks, recorder, parameters, with_losses=replicas == 1, where=which, **tolerance(name in FLOAT64)
+    )
 
 
 @pytest.mark.usefixtures("float64")

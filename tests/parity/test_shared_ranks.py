@@ -6,13 +6,13 @@ second of which runs the encoder's last stage and the language model's first one
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
 
+from compare import assert_equal_to_one_process, tolerance
 from lightning_mm5d import Modality
 from lightning_mm5d.planner.proposal import propose
 from parity.harness import fit, strategy
@@ -87,18 +87,7 @@ def check(
     modalities, ranks_per_replica = layout
     world = ranks_per_replica * replicas
     ranks = call_ranks(world, train, name, modalities, world, variant, schedule, replicas)
-    exact = name in FLOAT64
-    close = partial(torch.testing.assert_close, rtol=1e-9 if exact else 1e-6, atol=1e-12 if exact else 1e-7)
-    for losses, _, _ in ranks:
-        if replicas == 1:
-            close(torch.tensor(losses), torch.tensor(recorder.losses))
-    for step, expected in enumerate(recorder.gradients):
-        for _, gradients, _ in ranks:
-            for key, gradient in gradients[step].items():
-                close(gradient, expected[key], msg=lambda m, key=key: f"{key}: {m}")
-        assert set().union(*(gradients[step] for _, gradients, _ in ranks)) == set(expected)
-    for key, value in parameters.items():
-        close(ranks[0][2][key], value, msg=lambda m, key=key: f"{key}: {m}")
+    assert_equal_to_one_process(ranks, recorder, parameters, with_losses=replicas == 1, **tolerance(name in FLOAT64))
 
 
 @pytest.mark.usefixtures("float64")

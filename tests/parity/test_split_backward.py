@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import nn
 
+from compare import assert_equal_to_one_process
 from lightning_mm5d import Modality
 from lightning_mm5d.schedule import Action, Graph, Kind, Schedule, to_csv
 from lightning_mm5d.schedule import build as build_schedule
@@ -88,13 +89,10 @@ def assert_parity(name: str, variant: str, schedule: Any, tolerance: float = 1e-
     module = build_module(name, variant)
     alone = fit(module, batches(name), **options)
     found = call_ranks(layout(name, 2)[1], train, name, variant, schedule, options)
-    for losses, gradients, _, _ in found:
-        torch.testing.assert_close(
-            torch.tensor(losses), torch.tensor(alone.losses), rtol=tolerance, atol=tolerance / 10
-        )
-        for mine, theirs in zip(gradients, alone.gradients, strict=True):
-            torch.testing.assert_close(mine, {key: theirs[key] for key in mine}, rtol=tolerance, atol=tolerance / 10)
-    torch.testing.assert_close(found[0][2], module.state_dict(), rtol=tolerance, atol=tolerance / 10)
+    parameters = module.state_dict()
+    assert_equal_to_one_process(
+        found, alone, parameters, rtol=tolerance, atol=tolerance / 10, where=f"{name}, {schedule}"
+    )
     return [put_off for *_, put_off in found]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L
 import torch
 
+from compare import State, assert_equal_to_one_process, tolerance
 from lightning_mm5d import Modality
 from parity.harness import Recorder, fit, strategy
 from ranks import call_ranks
@@ -18,7 +19,6 @@ from zoo import CASES, apply_freeze
 STEPS, SAMPLES = 2, 8
 Fields = dict[str, dict[str, Any]]
 Prepare = Callable[[L.LightningModule], None]
-State = dict[str, torch.Tensor]
 OF_STRATEGY = ("num_microbatches", "schedule")
 
 
@@ -121,25 +121,16 @@ def check_all(world: int, *runs: Compared, limit: float = 120) -> None:
 
 
 def _compare(run: Compared, recorder: Recorder, parameters: State, ranks: list[Any]) -> None:
-    where = f"{run.name}, {run.fields}, {run.options}"
-    tolerance = {"rtol": 1e-9, "atol": 1e-12} if run.exact else {"rtol": 1e-6, "atol": run.off}
+    def cut(rank: int, key: str, full: torch.Tensor) -> torch.Tensor:
+        shard, part = ranks[rank][3].get(key, (None, None))
+        return full if shard is None else shard.cut(full, part)
 
-    def close(found: torch.Tensor, wanted: torch.Tensor, key: str) -> None:
-        torch.testing.assert_close(found, wanted, **tolerance, msg=lambda m: f"{where}: {key}: {m}")
-
-    if run.replicas == 1:
-        for losses, *_ in ranks:
-            close(torch.tensor(losses), torch.tensor(recorder.losses), "losses")
-    for step, expected in enumerate(recorder.gradients):
-        found: set[str] = set()
-        for rank, (_, gradients, _, held) in enumerate(ranks):
-            assert len(gradients) == len(recorder.gradients), where
-            found |= set(gradients[step])
-            for key, gradient in gradients[step].items():
-                whole = expected[key]
-                part = held[key][0].cut(whole, held[key][1]) if key in held else whole
-                close(gradient, part, f"rank {rank}, step {step}, gradient of {key}")
-        assert found == set(expected), f"{where}: some gradient is on no rank, or on one too many"
-    assert list(ranks[0][2]) == list(parameters), where
-    for key, value in parameters.items():
-        close(ranks[0][2][key], value, key)
+    assert_equal_to_one_process(
+        ranks,
+        recorder,
+        parameters,
+        with_losses=run.replicas == 1,
+        cut=cut,
+        where=f"{run.name}, {run.fields}, {run.options}",
+        **tolerance(run.exact, run.off),
+    )
