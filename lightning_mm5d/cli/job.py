@@ -1,13 +1,12 @@
 """Reads what a LightningCLI configuration describes, without training, processes or process groups.
 
 The parser is that of the user's own LightningCLI, so that keys, defaults and links mean what they mean in training:
-the script that makes it is run until its parser exists. Without a script it is that of a LightningCLI whose classes
-the configuration names (``class_path``). Then only model, data module and strategy are made, the model without memory
-where its code allows it.
+the script that makes it runs until its parser exists. Without a script it is that of a LightningCLI whose classes the
+configuration names (``class_path``). Then only model, data module and strategy are made, the model without memory where
+its code allows it.
 
-Where sizes alone will do, a configuration may lack the model: then it holds ``trainer.strategy``, or nothing but the
-strategy's arguments. It refuses what the parser and the strategy refuse, and settings that only the training machine
-could resolve (``devices: auto``).
+A configuration without a model holds ``trainer.strategy``, or the strategy's arguments alone. Refuses what the parser
+and the strategy refuse, and settings that only the training machine could resolve (``devices: auto``).
 """
 
 from __future__ import annotations
@@ -29,13 +28,11 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import Strategy
-from lightning_utilities.core.apply_func import apply_to_collection
 
+from lightning_mm5d.cli.configuration import Source
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality
-from lightning_mm5d.data.packed_images import describe
 from lightning_mm5d.strategy import MultimodalStrategy
-from lightning_mm5d.trainer.steps import microbatches
 
 # what Lightning's precision plugins make of a module's parameters; all other settings leave them alone
 _DTYPES = {"64-true": torch.float64, "64": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
@@ -49,7 +46,7 @@ class Job(NamedTuple):
     Attributes:
         strategy: knows its ranks.
         module: may lack memory; None where the configuration has no model.
-        modalities: as they were written, before the schedule had its say about chunks.
+        modalities: as they were written, without the chunks that a schedule adds.
         data: the data module, where the configuration has one.
     """
 
@@ -59,70 +56,26 @@ class Job(NamedTuple):
     data: LightningDataModule | None = None
 
 
-def load(
-    configs: Sequence[Path],
-    script: Path | None,
-    overrides: Sequence[str],
-    *,
-    sizes_will_do: bool = False,
-    with_memory: bool = False,
-) -> Job:
+def load(source: Source, *, with_memory: bool = False) -> Job:
     """Read a job from the configuration of a LightningCLI.
 
     Args:
-        configs: YAML files, later ones laid on top.
-        script: the file that makes the LightningCLI; unset, it is looked for if the configuration does not name
-            the model's class.
-        overrides: options of the LightningCLI, such as ``--trainer.devices=8``.
-        sizes_will_do: whether the model may be missing. It is taken to be where nothing says ``model`` or names a
-            script, and where, moreover, no ``trainer.devices`` are given or no script is found; ranks are then as many
-            as the sizes need.
+        source: as `prepare` returns it. Without a model and without ``trainer.devices``, ranks are as many as the
+            sizes need.
         with_memory: whether the model is to be run.
 
     Raises:
-        ConfigError: it cannot be read, or cannot work.
+        ConfigError: it cannot work.
         ArgumentError: the parser refuses it.
     """
-    contents = [_read(config) for config in configs]
-    if sizes_will_do and script is None and _lacks_model(contents, overrides, configs):
-        texts = [yaml.safe_dump(_without_model(content), sort_keys=False) for content in contents]
-        arguments = [part for text in texts for part in ("--config", text)] + list(map(_in_full, overrides))
+    if not source.has_model:
+        texts = [yaml.safe_dump(_without_model(content), sort_keys=False) for content in source.contents]
+        arguments = [part for text in texts for part in ("--config", text)] + list(map(_in_full, source.overrides))
         return _job_of(None, arguments, partial(LightningCLI, LightningModule))
-    named = any(option.split("=")[0] in ("--model", "--model.class_path") for option in overrides)
-    for content in contents:
-        model = content.get("model")
-        named = named or isinstance(model, str) or (isinstance(model, dict) and "class_path" in model)
-    if script is None and not named:
-        script = _script_beside(configs)
-    if script is not None and not script.is_file():
-        raise ConfigError("--script", str(script), "There is no such file", "Name the script that trains")
-    arguments = [part for config in configs for part in ("--config", str(config))] + list(overrides)
-    folders = [script.parent] if script else []
-    with _importable([*folders, *(config.parent for config in configs), Path()]):
-        return _job_of(script, arguments, with_memory=with_memory)
-
-
-def _read(config: Path) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load(config.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError("CONFIG", str(config), f"It cannot be read: {error.strerror}", "Name a YAML file") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError("CONFIG", str(config), f"It is no YAML: {error}", "Correct it there") from error
-    if not isinstance(content, dict):
-        rule = "A configuration maps keys such as trainer, model and data to settings"
-        raise ConfigError("CONFIG", str(config), rule, "Name a configuration of a LightningCLI")
-    return content
-
-
-def _lacks_model(contents: Sequence[dict[str, Any]], overrides: Sequence[str], configs: Sequence[Path]) -> bool:
-    said = {option[2:].split("=")[0] for option in overrides if option.startswith("--")}
-    for content in contents:
-        trainer = content.get("trainer")
-        said |= {*content, *(f"trainer.{key}" for key in trainer)} if isinstance(trainer, dict) else set(content)
-    if any(key.split(".")[0] == "model" for key in said):
-        return False
-    return "trainer.devices" not in said or not _scripts_beside(configs)
+    arguments = [part for config in source.configs for part in ("--config", str(config))] + list(source.overrides)
+    folders = [source.script.parent] if source.script else []
+    with _importable([*folders, *(config.parent for config in source.configs), Path()]):
+        return _job_of(source.script, arguments, with_memory=with_memory)
 
 
 def _without_model(content: dict[str, Any]) -> dict[str, Any]:
@@ -144,21 +97,6 @@ def _in_full(option: str) -> str:
     return f"--trainer.strategy.init_args.{option[2:]}" if short else option
 
 
-def _scripts_beside(configs: Sequence[Path]) -> list[Path]:
-    """The Python files in the folders of the configurations that mention LightningCLI."""
-    files = sorted({file for config in configs for file in config.parent.glob("*.py")})
-    return [file for file in files if "LightningCLI" in file.read_text(encoding="utf-8", errors="ignore")]
-
-
-def _script_beside(configs: Sequence[Path]) -> Path:
-    found = _scripts_beside(configs)
-    if len(found) != 1:
-        seen = ", ".join(map(str, found)) or "none"
-        rule = f"Without model.class_path the classes are those of a script, and of scripts beside it there are: {seen}"
-        raise ConfigError("CONFIG", str(configs[0]), rule, "Name the script that makes the LightningCLI with --script")
-    return found[0]
-
-
 @contextmanager
 def _importable(folders: Sequence[Path]) -> Generator[None, None, None]:
     before = list(sys.path)
@@ -170,38 +108,10 @@ def _importable(folders: Sequence[Path]) -> Generator[None, None, None]:
 
 
 class _Finished(BaseException):
-    """Leaves the user's script with what came of it; no `except Exception` of theirs stops it, and goes on to train."""
+    """Leaves the user's script with the outcome, past any `except Exception` after which the script would train."""
 
     def __init__(self, outcome: Job | Exception) -> None:
         self.outcome = outcome
-
-
-def first_microbatch(job: Job) -> Any:
-    """Return the first microbatch of the training data, on the device that the module is on."""
-    module, data = job.module, job.data
-    assert module is not None
-    if data is not None:
-        data.prepare_data()
-        data.setup("fit")
-    loader = (module if data is None else data).train_dataloader()
-    if isinstance(loader, (dict, list, tuple)) or loader is None:
-        rule = "Layers are measured on the batches of one training dataloader"
-        raise ConfigError("data", type(loader).__name__, rule, "Say --cost instead of --measure")
-    batch = next(iter(loader), None)
-    if batch is None:
-        raise ConfigError("data", "nothing", "The training dataloader is empty", "Say --cost instead of --measure")
-    count = 1 if job.strategy.microbatching == "loader" else job.strategy.num_microbatches
-    part = microbatches(module, batch, count, describe(module))[0].batch
-    part = module.transfer_batch_to_device(module.on_before_batch_transfer(part, 0), module.device, 0)
-    if module.dtype != torch.float32:  # as the precision plugins of Lightning do where the module is not 32-bit
-        convert = partial(_to_dtype, dtype=module.dtype)
-        part = apply_to_collection(part, torch.Tensor, convert)
-    return module.on_after_batch_transfer(part, 0)
-
-
-def _to_dtype(tensor: torch.Tensor, dtype: torch.dtype | str) -> torch.Tensor:
-    assert isinstance(dtype, torch.dtype)
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _job_of(
@@ -294,7 +204,7 @@ def _made(settings: dict[str, Any]) -> Any:
 
 
 def _settle(strategy: MultimodalStrategy, devices: int, nodes: int) -> None:
-    """Tell a strategy of how many ranks it has, as a trainer would."""
+    """Set the number of ranks of a strategy, as a trainer would."""
     strategy.parallel_devices, strategy.num_nodes = [torch.device("cpu")] * devices, nodes
     strategy.cluster_environment = LightningEnvironment()
     strategy.cluster_environment.set_world_size(devices * nodes)

@@ -1,7 +1,7 @@
 """Pictures of a simulated schedule: a Gantt chart for people, a trace for Perfetto and chrome://tracing.
 
-A bubble is easier to see than to compute, and the plan's picture beside a run's trace shows where they part.
-The chart needs matplotlib, and is refused without it; the trace needs nothing.
+A bubble is easier to see than to compute, and the picture of a plan beside the trace of a run shows where they differ.
+The chart is refused where matplotlib is missing.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_mm5d.planner.time_units import COSTS, TimeUnit
 from lightning_mm5d.schedule import Kind, Simulation, Span
 from lightning_mm5d.schedule.stage_key import StageKey
 
@@ -43,8 +44,9 @@ def draw(
     names: Mapping[int, str] | None = None,
     title: str | None = None,
     transparent: bool = False,
+    unit: TimeUnit = COSTS,
 ) -> None:
-    """Draws a row per rank: a hue per modality, forwards light, backwards dark, idle time grey.
+    """Draw a row per rank: a hue per modality, forwards light, backwards dark, idle time grey.
 
     Of split backwards the input gradient is dark and the weight gradient has a medium shade.
 
@@ -58,6 +60,7 @@ def draw(
         names: labels of ranks; by default the rank's number and its stages.
         title: a line above the chart.
         transparent: leave out the white background.
+        unit: of the simulation's times.
 
     Raises:
         ImportError: without matplotlib.
@@ -77,9 +80,9 @@ def draw(
     if title:
         figure.suptitle(title, x=0.008, ha="left", fontsize=13, color=_INK)
     labels = {rank: _label(simulation, rank) for rank in ranks} | dict(names or {})
-    _frame(axes, simulation, [labels[rank] for rank in ranks])
+    _frame(axes, simulation, [labels[rank] for rank in ranks], unit.fitted(simulation.makespan))
     _legend(axes, legend)
-    figure.draw_without_rendering()  # settles the layout, so that widths in points are known
+    figure.draw_without_rendering()  # settles the layout, after which widths in points are known
     points_per_unit = axes.get_window_extent().width * 72 / figure.dpi / (simulation.makespan or 1.0)
     for row, rank in enumerate(ranks):
         spans = [span for span in simulation.spans if span.rank == rank]
@@ -87,21 +90,28 @@ def draw(
     figure.savefig(path, dpi=160, transparent=transparent)
 
 
-def chrome_trace(simulation: Simulation, path: str | PathLike[str], *, names: Mapping[int, str] | None = None) -> None:
-    """Writes the simulation as JSON in the Trace Event Format, which Perfetto and chrome://tracing open.
+def chrome_trace(
+    simulation: Simulation,
+    path: str | PathLike[str],
+    *,
+    names: Mapping[int, str] | None = None,
+    unit: TimeUnit = COSTS,
+) -> None:
+    """Write the simulation as JSON in the Trace Event Format, which Perfetto and chrome://tracing open.
 
-    A thread per rank; the unit of the costs is taken as seconds. `names` are labels of ranks, as in `draw`.
+    A thread per rank. These viewers show seconds only, so a relative unit is written as a millisecond, which the name
+    of the process and ``otherData`` say. `names` are labels of ranks, as in `draw`.
     """
     labels = {rank: _label(simulation, rank) for rank in simulation.busy} | dict(names or {})
+    unit = unit.fitted(simulation.makespan)
+    microseconds = unit.factor * 1e3
+    shown = unit.meaning if unit.symbol == "ms" else f"{unit.meaning}, written as ms"
     events: list[dict[str, Any]] = [
-        {
-            "name": "thread_name",
-            "ph": "M",
-            "pid": 0,
-            "tid": rank,
-            "args": {"name": labels[rank]},
-        }
-        for rank in sorted(simulation.busy)
+        {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": f"ranks ({shown})"}},
+        *(
+            {"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": labels[rank]}}
+            for rank in sorted(simulation.busy)
+        ),
     ]
     for span in simulation.spans:
         action = span.action
@@ -112,12 +122,13 @@ def chrome_trace(simulation: Simulation, path: str | PathLike[str], *, names: Ma
                 "ph": "X",
                 "pid": 0,
                 "tid": span.rank,
-                "ts": span.start * 1e6,
-                "dur": (span.end - span.start) * 1e6,
+                "ts": span.start * microseconds,
+                "dur": (span.end - span.start) * microseconds,
                 "args": {"stage": action.stage, "microbatch": action.microbatch},
             }
         )
-    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
+    trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"unit of time": shown}}
+    Path(path).write_text(json.dumps(trace), encoding="utf-8")
 
 
 def _bars(axes: Axes, simulation: Simulation, spans: list[Span], row: int, points_per_unit: float) -> None:
@@ -149,13 +160,14 @@ def _bars(axes: Axes, simulation: Simulation, spans: list[Span], row: int, point
         )
 
 
-def _frame(axes: Axes, simulation: Simulation, labels: list[str]) -> None:
+def _frame(axes: Axes, simulation: Simulation, labels: list[str], unit: TimeUnit) -> None:
     axes.set_xlim(0, simulation.makespan or 1.0)
     axes.set_ylim(len(labels) - 0.5, -0.5)
     axes.set_yticks(range(len(labels)), labels, fontsize=9, color=_INK)
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", labelsize=8.5, colors=_MUTED)
-    axes.set_xlabel("time", fontsize=9, color=_MUTED)
+    axes.xaxis.set_major_formatter(lambda time, _: unit.text(time))
+    axes.set_xlabel(f"time in {unit.meaning}", fontsize=9, color=_MUTED)
     axes.spines[:].set_visible(False)
     idle = [f"{simulation.bubble[rank]:.0%}" for rank in sorted(simulation.busy)]
     right = axes.secondary_yaxis("right")
@@ -184,7 +196,7 @@ def _legend_columns(simulation: Simulation) -> list[list[tuple[str, str]]]:
         words: dict[str, list[str]] = {}
         for kind in found:
             words.setdefault(_colours(simulation)[modality, kind], []).append(_WORDS[kind])
-        columns.append([(colour, f"{modality} {' or '.join(alike)}") for colour, alike in words.items()])
+        columns.append([(colour, f"{modality} {' or '.join(several)}") for colour, several in words.items()])
     entries = [entry for column in columns for entry in column]
     return [[entry] for entry in entries] if len(entries) <= _SIDE_BY_SIDE else columns
 

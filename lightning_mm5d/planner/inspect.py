@@ -1,7 +1,7 @@
-"""What a plan puts where, as data and as text: ranks, stages, layers, parameters, bytes, cuts and copies.
+"""What a plan puts where, as data and as a page: ranks, stages, layers, parameters, bytes, cuts and copies.
 
-A layout is easier to correct on paper than on a cluster. Everything here is counted from a module that may be on the
-meta device, and from the same plan that a run executes. It refuses nothing: the plan was checked.
+A layout is easier to correct on paper than on a cluster. Everything is counted from the plan that a run executes, and
+from a module that may be on the meta device.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import nn
 from lightning_mm5d.layout.layout import Layout, Place
 from lightning_mm5d.partition import StageCut
 from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.planner.tables import Page, Table
 from lightning_mm5d.schedule.stage_key import StageKey
 
 
@@ -24,7 +25,7 @@ class Holding(NamedTuple):
         place: a rank's position in one modality.
         cuts: its stages; several where a rank has several chunks of its modality.
         layers: full names of the layers in them.
-        parameters: elements of the parameters that it uses, tied ones once, and of what is divided its part.
+        parameters: elements of the parameters that it uses, tied ones once, and of sharded ones its shard.
         bytes: memory of these parameters, without gradients and optimizer state.
     """
 
@@ -53,12 +54,12 @@ def as_json(held: Sequence[Holding]) -> list[dict[str, Any]]:
     return [one.place._asdict() | {"layers": list(one.layers), "parameters": one.parameters} for one in held]
 
 
-def report(plan: Plan, module: nn.Module, *, schedule: str, num_microbatches: int) -> str:
-    """Return the plan as text: how it runs, what is cut where, the stages, and the places of all ranks.
+def report(plan: Plan, module: nn.Module, *, schedule: str, num_microbatches: int) -> Page:
+    """Return the plan as a page: how it runs, what is cut where, the stages, and the places of all ranks.
 
     Args:
         plan: what runs where.
-        module: the module, whole; the meta device will do.
+        module: the full module; the meta device will do.
         schedule: name of the schedule.
         num_microbatches: M.
     """
@@ -73,8 +74,7 @@ def report(plan: Plan, module: nn.Module, *, schedule: str, num_microbatches: in
         *(("whole", f"{path} on every tensor parallel rank: {why}") for path, why in plan.division.whole.items()),
     ]
     width = max(len(name) for name, _ in lines)
-    head = "\n".join(f"{name:{width}}  {text}" for name, text in lines)
-    return f"{head}\n\n{_stages(plan, module)}\n\n{_places(plan, module)}"
+    return ["\n".join(f"{name:{width}}  {text}" for name, text in lines), _stages(plan, module), _places(plan, module)]
 
 
 def warnings(layout: Layout) -> list[str]:
@@ -85,22 +85,6 @@ def warnings(layout: Layout) -> list[str]:
         f"{_span({rank // layout.ranks_per_node for rank in ranks})}: their traffic crosses the slower link"
         for modality, axis, ranks in layout.straddling
     ]
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return columns of text: numbers to the right, all else to the left."""
-    cells = [[f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in row] for row in (header, *rows)]
-    columns = list(zip(*cells, strict=True))
-    widths = [max(map(len, column)) for column in columns]
-    right = [all(cell[:1].isdigit() for cell in column[1:]) for column in columns]
-    aligned = (
-        [
-            cell.rjust(width) if to_right else cell.ljust(width)
-            for cell, width, to_right in zip(row, widths, right, strict=True)
-        ]
-        for row in cells
-    )
-    return "\n".join("  ".join(row).rstrip() for row in aligned)
 
 
 def _cuts(plan: Plan) -> Iterable[tuple[str, str]]:
@@ -117,13 +101,13 @@ def _copies(plan: Plan, module: nn.Module) -> Iterable[tuple[str, str]]:
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    for alike in names.values():
-        stages = dict.fromkeys(plan.topology.stage_of[owner] for owner in plan.partition.owners[alike[0]])
+    for tied in names.values():
+        stages = dict.fromkeys(plan.topology.stage_of[owner] for owner in plan.partition.owners[tied[0]])
         if len(stages) > 1:
-            yield "copies", f"{' = '.join(alike)} in {', '.join(_title(plan, stage) for stage in stages)}, kept equal"
+            yield "copies", f"{' = '.join(tied)} in {', '.join(_title(plan, stage) for stage in stages)}, kept equal"
 
 
-def _stages(plan: Plan, module: nn.Module) -> str:
+def _stages(plan: Plan, module: nn.Module) -> Table:
     rows = []
     for stage, members in plan.topology.members.items():
         held = _parameters(module, plan, members)
@@ -132,16 +116,16 @@ def _stages(plan: Plan, module: nn.Module) -> str:
         rows.append(
             (_title(plan, stage), _span(plan.topology.ranks_of(stage)), total, trained, ", ".join(targets) or "-")
         )
-    return table(("stage", "ranks", "parameters", "trainable", "feeds"), rows)
+    return Table.of(("stage", "ranks", "parameters", "trainable", "feeds"), rows)
 
 
-def _places(plan: Plan, module: nn.Module) -> str:
+def _places(plan: Plan, module: nn.Module) -> Table:
     rows = []
     for place, cuts, layers, parameters, size in holdings(plan, module):
         slices = ", ".join(f"[{cut.first}:{cut.last}]" for cut in cuts)
         where = f"{plan.partition.layers[place.modality]}{slices}" if layers else "-"
         rows.append((*place, where, parameters, _memory(size)))
-    return table((*Place._fields, "layers", "parameters", "bytes"), rows)
+    return Table.of((*Place._fields, "layers", "parameters", "bytes"), rows)
 
 
 def _parameters(module: nn.Module, plan: Plan, stages: Iterable[str]) -> dict[str, nn.Parameter]:

@@ -10,11 +10,12 @@ step in which a modality does not run is refused.
 
 from __future__ import annotations
 
-import statistics
 import time
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -25,22 +26,44 @@ from torch import nn
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.partition.costs import Unit
 from lightning_mm5d.partition.find import Found
+from lightning_mm5d.planner.tables import Table
+from lightning_mm5d.planner.time_units import SECONDS
 
 _WARMUP, _RUNS = 1, 5
 
 
-def measure(
-    module: LightningModule, batch: Any, found: Found, rows: Mapping[str, Sequence[Unit]]
-) -> dict[str, list[float]]:
-    """Return for each modality the seconds of the forward of each unit: the median of a few runs.
+@dataclass(frozen=True)
+class Measured:
+    """Seconds that the forward of each unit took, for each run, modality and unit."""
 
-    The units before and after the layers are measured together; their time is split in the proportion of the estimates.
+    runs: tuple[Mapping[str, Sequence[float]], ...]
+
+    @property
+    def medians(self) -> dict[str, list[float]]:
+        """Seconds of each unit's forward, the median of the runs."""
+        return {name: list(map(median, zip(*(run[name] for run in self.runs), strict=True))) for name in self.runs[0]}
+
+    def table(self) -> Table:
+        """A row per modality with the median and the range of its whole forward, in milliseconds."""
+        rows = []
+        for name in self.runs[0]:
+            totals = [sum(run[name]) for run in self.runs]
+            low, high = SECONDS.text(min(totals)), SECONDS.text(max(totals))
+            rows.append((name, SECONDS.text(median(totals)), f"{low} - {high}", len(totals)))
+        return Table.of(("modality", "forward, median (ms)", "min - max (ms)", "runs"), rows)
+
+
+def measure(module: LightningModule, batch: Any, found: Found, rows: Mapping[str, Sequence[Unit]]) -> Measured:
+    """Run the step of the module a few times and measure the forward of each unit.
+
+    The units before and after the layers of a modality are measured together, and get shares of that time by their
+    estimates.
 
     Args:
-        module: the full module, on the device to measure.
-        batch: one microbatch, on the same device.
-        found: the modalities of the module.
-        rows: the units of each modality, as `units` returns them.
+        module: the full module, on the device that is to be measured.
+        batch: one microbatch, there as well.
+        found: its modalities.
+        rows: the units of each of them, as `units` returns them.
 
     Raises:
         ConfigError: a modality does not run in the step.
@@ -56,8 +79,7 @@ def measure(
             clock.spent = {}
             clock.time("step", module.training_step, *arguments)
             runs.append(clock.spent)
-    spent = {key: statistics.median(run.get(key, 0.0) for run in runs[_WARMUP:]) for key in runs[-1]}
-    return {name: _row(name, row, found, spent) for name, row in rows.items()}
+    return Measured(tuple({name: _row(name, row, found, run) for name, row in rows.items()} for run in runs[_WARMUP:]))
 
 
 def _row(name: str, row: Sequence[Unit], found: Found, spent: Mapping[Any, float]) -> list[float]:

@@ -1,9 +1,9 @@
-"""Proposes a layout for a model: searches one, sets it beside the configured one, and writes it down to be pasted.
+"""Proposes a layout for a model: searches one, sets it beside the configured one, and writes it as YAML to paste.
 
-Costs are estimated from the model's parameters. How many tokens of which modality pass is not known here, so where an
-encoder sees more or fewer of them than the language model durations should be given: for each modality's whole
-forward, for each of its layers as `profile` measures them, or by the `cost` of the configured modalities for each
-pipeline rank. They scale the estimates, which still say how much of it each layer takes where that is not measured.
+Costs are estimated from the model's parameters, without the number of tokens of each modality. Where these numbers
+differ, give durations: of each modality's whole forward, of each of its layers as `profile` measures them, or as the
+`cost` of the configured modalities for each pipeline rank. Durations of whole modalities or ranks scale the estimates
+of their layers.
 
 It refuses worlds that the replicas of the loss modality do not divide, durations of some modalities only, and what
 `search` refuses.
@@ -25,8 +25,9 @@ from lightning_mm5d.partition import StageCut, partition
 from lightning_mm5d.partition.costs import Unit, units
 from lightning_mm5d.partition.find import find
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.planner.inspect import table
 from lightning_mm5d.planner.search import Found, search
+from lightning_mm5d.planner.tables import Page, Table
+from lightning_mm5d.planner.time_units import COSTS, WORK, TimeUnit
 from lightning_mm5d.schedule import AnySchedule, Outcome, compare
 
 
@@ -68,20 +69,23 @@ class Proposal:
         found: by the search; where durations are known its modalities have them as `cost`.
         proposed: the step of the layout that was found.
         configured: the step of the configured one.
+        unit: of all durations.
     """
 
     found: Found
     proposed: Step
     configured: Step
+    unit: TimeUnit
 
     def as_json(self) -> dict[str, Any]:
-        """Return ``{"modalities", "proposed", "configured", "placed", "simulated"}``; the steps are as in `Step`."""
+        """Return ``{"modalities", "proposed", "configured", "placed", "simulated", "unit"}``; steps as in `Step`."""
         return {
             "modalities": self._said(),
             "proposed": self.proposed.as_json(),
             "configured": self.configured.as_json(),
             "placed": self.found.placed,
             "simulated": self.found.simulated,
+            "unit": self.unit.meaning,
         }
 
     def as_yaml(self) -> str:
@@ -91,30 +95,30 @@ class Proposal:
         )
         return "".join(f"{name}: {line}" for name, line in zip(self.found.modalities, lines, strict=True))
 
-    def as_text(self) -> str:
-        """Return it as text: both layouts in numbers, each rank of the proposed one, and what to paste."""
+    def page(self) -> Page:
+        """Return it as a page: both layouts in numbers, each rank of the proposed one, and what to paste."""
         found, plan, outcome = self.found, self.proposed.plan, self.proposed.outcome
         replicas = plan.layout.num_replicas
-        rows = []
-        for name, step in (("configured", self.configured), ("proposed", self.proposed)):
-            said = step.as_json()
-            times = [f"{said[key]:.5g}" for key in ("makespan", "busiest", "pace")]
-            rows.append((name, said["replicas"], *times, f"{said['idle']:.1%}"))
-        each = [
-            (rank, _holds(plan, rank), f"{outcome.simulation.busy[rank]:.5g}", f"{outcome.simulation.bubble[rank]:.1%}")
-            for rank in range(plan.layout.size)
-        ]
-        paste = "".join(f"\n  {line}" for line in self.as_yaml().splitlines())
-        parts = [
+        steps = {"configured": self.configured.as_json(), "proposed": self.proposed.as_json()}
+        unit = self.unit.fitted(max(step["makespan"] for step in steps.values()))
+        layouts = []
+        for name, step in steps.items():
+            durations = [unit.text(step[key]) for key in ("makespan", "busiest", "pace")]
+            layouts.append((name, step["replicas"], *durations, f"{step['idle']:.1%}"))
+        busy, bubble = outcome.simulation.busy, outcome.simulation.bubble
+        each = [(n, _holds(plan, n), unit.text(busy[n]), f"{bubble[n]:.1%}") for n in range(plan.layout.size)]
+        times = [f"{what} ({unit.symbol})" for what in ("makespan", "busiest rank", "per microbatch")]
+        page: Page = [
             f"ranks: {plan.layout.size}, microbatches: {self.proposed.num_microbatches // replicas} per replica, "
-            f"placements divided: {found.placed}, simulated under {outcome.schedule}: {found.simulated}",
-            table(("layout", "replicas", "makespan", "busiest rank", "per microbatch", "idle"), rows),
-            table(("rank", "layers", "busy", "idle"), each),
-            f"modalities:{paste}",
+            f"placements divided: {found.placed}, simulated under {outcome.schedule}: {found.simulated}, "
+            f"times in {unit.meaning}",
+            Table.of(("layout", "replicas", *times, "idle"), layouts),
+            Table.of(("rank", "layers", f"busy ({unit.symbol})", "idle"), each),
+            "modalities:" + "".join(f"\n  {line}" for line in self.as_yaml().splitlines()),
         ]
         if self.proposed.pace > self.configured.pace * (1 - 1e-6):
-            parts.insert(2, "What is configured is as good as anything that was found.")
-        return "\n\n".join(parts)
+            page.insert(2, "The configured layout is as good as the best that was found.")
+        return page
 
     def _said(self) -> dict[str, dict[str, Any]]:
         before = self.configured.plan.modalities
@@ -128,17 +132,19 @@ def propose(
     schedule: AnySchedule,
     num_microbatches: int,
     durations: Mapping[str, float | Sequence[float]] | None = None,
+    unit: TimeUnit | None = None,
 ) -> Proposal:
     """Search a layout for the ranks of a plan.
 
     Args:
         plan: the configured one. Its loss modality's `dp_size` says how many replicas share the ranks, one where
             it is unset.
-        module: the module, whole; the meta device will do.
+        module: the full module; the meta device will do.
         schedule: by which layouts are judged.
         num_microbatches: per replica, M.
         durations: of the forward of each whole modality, or of each of its units as `measure` returns them, in any
             unit; by default those of the configured `cost`, or estimates where there are none.
+        unit: of the durations; by default what is known of it, `COSTS` or `WORK`.
 
     Raises:
         ConfigError: replicas do not divide the ranks, only some durations are known, or the search refuses.
@@ -176,7 +182,9 @@ def propose(
         graph = costed.graphs.full_graph(schedule, num_microbatches, module)
         outcome = compare(graph, [schedule])[0]
         steps.append(Step(costed, outcome, num_microbatches * one.layout.num_replicas))
-    return Proposal(replace(found, modalities=dict(steps[0].plan.modalities)), *steps)
+    unit = unit or (COSTS if costs else WORK)
+    found = replace(found, modalities=dict(steps[0].plan.modalities))
+    return Proposal(found, steps[0], steps[1], unit)
 
 
 def _timed(plan: Plan, module: nn.Module, durations: Mapping[str, float | Sequence[float]]) -> dict[str, list[Unit]]:

@@ -20,6 +20,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_mm5d.engine.recorder import Recorder
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.planner.drawing import chrome_trace, draw
+from lightning_mm5d.planner.time_units import SECONDS
 from lightning_mm5d.schedule import AnySchedule, Graph, Kind, Schedule, Simulation, Span, measured, simulate
 from lightning_mm5d.schedule.stage_key import StageKey
 
@@ -65,7 +66,7 @@ def write_timeline(
         for which, label in enumerate((", ".join(plan.topology.stages_of(rank)), "simulated"))
     }
     try:
-        (chrome_trace if path.endswith(".json") else draw)(both, path, names=names)
+        (chrome_trace if path.endswith(".json") else draw)(both, path, names=names, unit=SECONDS)
     except (OSError, ValueError) as error:
         rank_zero_warn(f"timeline: {path} cannot be written: {error}")
 

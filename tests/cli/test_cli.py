@@ -23,6 +23,7 @@ from lightning_mm5d.planner.inspect import warnings
 from zoo.handwritten import FlatModule
 
 DIGITS = Path(__file__).parents[2] / "examples" / "digits"
+SCRIPTED = f"--script={DIGITS / 'train.py'}"
 KEYS = ["rank", "node", "modality", "dp", "pp", "cp", "tp", "layers", "parameters"]
 VISION = {"module": "encoder"}
 
@@ -147,7 +148,7 @@ def elements(module: torch.nn.Module, *prefixes: str) -> int:
 
 
 def test_shows_the_digits_example_with_the_classes_of_its_script(inspect: Inspect) -> None:
-    entries = inspect.entries(DIGITS / "config.yaml")
+    entries = inspect.entries(DIGITS / "config.yaml", SCRIPTED)
     assert all(list(entry) == KEYS for entry in entries)
     assert [(entry["rank"], entry["modality"], entry["pp"]) for entry in entries] == [
         (0, "vision", 0),
@@ -166,9 +167,11 @@ def test_shows_the_digits_example_with_the_classes_of_its_script(inspect: Inspec
     assert entries[0]["parameters"] == elements(whole, "model.vision")
 
 
-def test_a_script_that_is_named_is_the_one_that_is_found(inspect: Inspect) -> None:
-    found = inspect.text(DIGITS / "config.yaml")
-    assert inspect.text(DIGITS / "config.yaml", "--script", str(DIGITS / "train.py")) == found
+def test_a_script_beside_the_configuration_is_named_but_not_run(inspect: Inspect) -> None:
+    message = inspect.refusal(DIGITS / "config.yaml")
+    assert f"Add --script {DIGITS / 'train.py'}" in message
+    assert "model" not in sys.modules
+    found = inspect.text(DIGITS / "config.yaml", "--script", str(DIGITS / "train.py"))
     assert "cut at model.get_image_features, sends to language.0" in found
     assert "1f1b, microbatches: 4 per replica" in found
 
@@ -236,11 +239,10 @@ def test_keeps_the_links_of_the_users_own_command(inspect: Inspect) -> None:
     script = inspect.folder / "train.py"
     script.write_text(SCRIPT)
     made = tied() | {"model": {"freeze": True}, "data": {"width": 16}}
-    (first, last), text = inspect.entries(made), inspect.text(made)
+    first, last = inspect.entries(made, f"--script={script}")
     assert (first["parameters"], last["parameters"]) == (160 + 2 * 272, 160 + 272)
-    assert text == inspect.text(made, f"--script={script}")
     # what the script catches does not let it go on
-    assert "trainer.devices: got 'auto'" in inspect.refusal(made, "--trainer.devices=auto")
+    assert "trainer.devices: got 'auto'" in inspect.refusal(made, f"--script={script}", "--trainer.devices=auto")
 
 
 def test_options_and_later_files_override_the_configuration(inspect: Inspect) -> None:
@@ -268,8 +270,14 @@ def test_refuses_devices_that_only_the_training_machine_can_count(inspect: Inspe
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--trainer.strategy.scheduel=x"], ["trainer.strategy", "Option 'scheduel' is not accepted"]),
-        (["--trainer.strategy.modalities.vision.tp=2"], ["modalities", "Option 'tp' is not accepted"]),
+        (
+            ["--trainer.strategy.scheduel=x"],
+            ["trainer.strategy", "Option 'scheduel' is not accepted", "Did you mean 'schedule'?"],
+        ),
+        (
+            ["--trainer.strategy.modalities.vision.tp=2"],
+            ["modalities", "Option 'tp' is not accepted", "Did you mean 'tp_size'?"],
+        ),
         (["--trainer.strategy.schedule=2f2b"], ["schedule: got '2f2b'", "gpipe, 1f1b"]),
         (["--trainer.strategy.modalities.vision.dp_size=0"], ["modalities.vision.dp_size: got 0", "at least 1"]),
         (["--trainer.strategy.modalities.vision.module=encodr"], ["no such module", "'encoder'"]),
@@ -294,7 +302,7 @@ def test_refuses_in_one_line_what_cannot_work(inspect: Inspect, options: list[st
         ("trainer: [", "It is no YAML"),
         ("- a list", "maps keys"),
         ("trainer: !!python/object/apply:os.getcwd []", "It is no YAML"),
-        ("trainer: {devices: 4}\nmodel: {width: 8}", "scripts beside it there are: none"),
+        ("trainer: {devices: 4}\nmodel: {width: 8}", "Name that script with --script"),
     ],
 )
 def test_refuses_files_that_are_no_configuration(inspect: Inspect, content: str, words: str) -> None:
@@ -305,6 +313,7 @@ def test_refuses_an_unknown_key_of_the_file(inspect: Inspect) -> None:
     made = two_nodes()
     made["trainer"]["strategy"]["init_args"]["num_microbatch"] = 4
     assert "num_microbatch" in inspect.refusal(made)
+    assert "Did you mean 'num_microbatches'?" in inspect.refusal(made)
     assert "traner" in inspect.refusal(two_nodes() | {"traner": {"devices": 1}})
 
 

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import yaml
 
+from lightning_mm5d.cli.configuration import prepare
 from lightning_mm5d.cli.job import load
 from lightning_mm5d.cli.main import main
 from lightning_mm5d.schedule import build, to_csv
 
 CONFIG = Path(__file__).parents[2] / "examples" / "digits" / "config.yaml"
+SCRIPT = CONFIG.with_name("train.py")
 MODALITIES = "--trainer.strategy.init_args.modalities"
 
 
@@ -25,7 +27,7 @@ class Plan:
         self._capsys = capsys
 
     def run(self, *options: str, command: str = "plan") -> tuple[int, str, str]:
-        code = main([command, str(CONFIG), *options])
+        code = main([command, str(CONFIG), f"--script={SCRIPT}", *options])
         out, err = self._capsys.readouterr()
         return code, out, err
 
@@ -86,11 +88,11 @@ def test_durations_of_whole_modalities_are_written_down_for_other_commands(plan:
 def test_it_says_where_the_configured_layout_is_as_good(plan: Plan, tmp_path: Path) -> None:
     written = tmp_path / "modalities.yaml"
     assert "as good" not in plan.run("--out", str(written))[1]
-    assert "What is configured is as good as anything that was found." in plan.run(f"{MODALITIES}={written}")[1]
+    assert "The configured layout is as good as the best that was found." in plan.run(f"{MODALITIES}={written}")[1]
 
 
 def test_refuses_what_it_cannot_search(plan: Plan, tmp_path: Path) -> None:
-    strategy, module, *_ = load([CONFIG], None, [])
+    strategy, module, *_ = load(prepare([CONFIG], SCRIPT, []))
     graph = strategy.plan(module).graphs.full_graph("1f1b", 4, module)
     table = tmp_path / "mine.csv"
     table.write_text(to_csv(build("1f1b", graph), graph))
@@ -103,10 +105,11 @@ def test_refuses_what_it_cannot_search(plan: Plan, tmp_path: Path) -> None:
 
 
 def test_layers_can_be_measured_instead_of_estimated(plan: Plan) -> None:
-    proposed = plan.found("--measure", "--trainer.strategy.init_args.num_microbatches=8")["modalities"]
-    for name in ("vision", "audio", "language"):  # seconds of a small model on any machine
-        cost = proposed[name]["cost"]
-        assert all(0 < one < 10 for one in (cost if isinstance(cost, list) else [cost])), (name, cost)
+    measured = plan.found("--measure", "--trainer.strategy.init_args.num_microbatches=8")
+    assert measured["unit"] == "milliseconds"
+    for name in ("vision", "audio", "language"):  # milliseconds of a small model on any machine
+        cost = measured["modalities"][name]["cost"]
+        assert all(0 < one < 10_000 for one in (cost if isinstance(cost, list) else [cost])), (name, cost)
 
 
 def test_durations_are_measured_or_given_but_not_both(plan: Plan) -> None:

@@ -19,6 +19,7 @@ from schedule.graphs import chain
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DIGITS = EXAMPLES / "digits"
+SCRIPTED = f"--script={DIGITS / 'train.py'}"
 PAPER = {"audio": {}, "vision": {"pp_size": 2}, "language": {"pp_size": 3}}  # six ranks
 FLAT = "zoo.handwritten.FlatModule"  # one encoder; a decoder of four layers
 
@@ -134,7 +135,7 @@ def test_json_holds_every_schedule_and_table_marks_the_configured_one(simulate: 
             assert set(rank) == {"rank", "modality", "stage", "peak_activations", "actions"}
     lines = simulate.text(case(schedule="gpipe")).splitlines()
     rows = [line.split() for line in lines[2:9]]
-    assert rows[0][:3] == ["schedule", "makespan", "bubble"]
+    assert rows[0][:3] == ["schedule", "makespan", "(units)"]
     assert [row[0] for row in rows[1:]] == list(SCHEDULES)
     assert [row for row in rows if "*" in row] == [["gpipe", "*", "30", "40.0%", "6", "3"]]
     assert lines[-1].split() == ["5", "language.2", "18", "40.0%", "6"]
@@ -235,23 +236,22 @@ def test_a_configuration_without_a_model_is_simulated_from_its_sizes(simulate: S
     assert simulate.json(config) == simulate.json(case())
 
 
-def test_a_script_beside_is_asked_only_where_the_training_machine_is_said(simulate: Simulate) -> None:
+def test_a_script_beside_is_not_run(simulate: Simulate) -> None:
     (simulate.folder / "train.py").write_text("# LightningCLI\nraise SystemError('run')")
     config = {"trainer": {"strategy": case()}}
     assert simulate.json(config) == simulate.json(case())
     config["trainer"] |= {"devices": 6}
-    path = simulate.folder / "case.yaml"
-    path.write_text(yaml.safe_dump(config, sort_keys=False))
+    assert simulate.json(config) == simulate.json(case())
     with pytest.raises(SystemError, match="run"):
-        main(["simulate", str(path)])
+        simulate.run(config, f"--script={simulate.folder / 'train.py'}")
 
 
 def test_simulates_the_digits_example_with_the_model_of_its_script(simulate: Simulate) -> None:
-    entries = simulate.json(DIGITS / "config.yaml")
+    entries = simulate.json(DIGITS / "config.yaml", SCRIPTED)
     assert warm_ups(entries["1f1b"]) == [3, 3, 2, 1]
     assert "F0.1" in entries["zbv"]["ranks"][3]["actions"]
-    text = simulate.text(DIGITS / "config.yaml")
-    assert "microbatches: 4 per replica, ranks: 4, unit of time: a multiply-add per token" in text
+    text = simulate.text(DIGITS / "config.yaml", SCRIPTED)
+    assert "microbatches: 4 per replica, ranks: 4, times in thousand units of work (multiply-adds per token)" in text
 
 
 def test_costs_replace_the_estimates_of_a_model(simulate: Simulate) -> None:
@@ -305,7 +305,7 @@ def test_draws_pictures_and_traces_in_one_run(simulate: Simulate) -> None:
     assert png.read_bytes().startswith(b"\x89PNG")
     root = ElementTree.parse(svg, ElementTree.XMLParser(target=ElementTree.TreeBuilder(insert_comments=True)))
     texts = "".join(e.text or "" for e in root.iter() if e.tag is ElementTree.Comment)
-    assert "zbv: makespan 22, ranks idle 18.2% of a step" in texts
+    assert "zbv: makespan 22 units, ranks idle 18.2% of a step" in texts
 
 
 def test_plays_a_table_of_ones_own(simulate: Simulate) -> None:

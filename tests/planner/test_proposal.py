@@ -16,6 +16,7 @@ from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.partition import partition
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.planner.proposal import Proposal, propose
+from lightning_mm5d.planner.tables import as_text
 from zoo import CASES, apply_freeze
 
 COUNT = 8
@@ -130,7 +131,7 @@ def test_what_is_said_replaces_what_was_configured() -> None:
 
 def test_the_report_names_every_rank_and_what_to_paste() -> None:
     found, _ = proposal("handwritten_two", {"vision": {}, "audio": {}, "language": {}}, 3)
-    text = found.as_text()
+    text = as_text(found.page())
     assert "configured" in text
     assert "vision 0-1, language 0" in text
     block = yaml.safe_load(text[text.index("modalities:") :])["modalities"]
@@ -141,6 +142,6 @@ def test_the_report_names_every_rank_and_what_to_paste() -> None:
 def test_as_json_holds_both_layouts() -> None:
     found, _ = proposal("handwritten", {"vision": {}, "language": {"pp_size": 2}}, 3)
     said = found.as_json()
-    assert list(said) == ["modalities", "proposed", "configured", "placed", "simulated"]
+    assert list(said) == ["modalities", "proposed", "configured", "placed", "simulated", "unit"]
     assert said["proposed"]["makespan"] <= said["configured"]["makespan"]
     assert set(said["proposed"]) == {"replicas", "makespan", "idle", "busiest", "pace"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -12,6 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 from lightning_mm5d.planner import chrome_trace, draw
+from lightning_mm5d.planner.time_units import COSTS, SECONDS, WORK, TimeUnit
 from lightning_mm5d.schedule import Graph, Node, Simulation, build, simulate
 from schedule.graphs import chain, chunked, tree
 
@@ -97,15 +99,45 @@ def test_without_matplotlib_the_error_names_the_extra(
     assert not (tmp_path / "plan.png").exists()
 
 
+def test_picture_and_trace_name_their_unit(simulation: Simulation, tmp_path: Path) -> None:
+    million = replace(WORK, factor=1e6)
+    draw(simulation, tmp_path / "plan.svg", unit=million)
+    assert "time in million units of work (multiply-adds per token)" in _texts(tmp_path / "plan.svg")
+    chrome_trace(simulation, tmp_path / "plan.json", unit=million)
+    trace = json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))
+    shown = "million units of work (multiply-adds per token), written as ms"
+    assert trace["otherData"] == {"unit of time": shown}
+    assert trace["traceEvents"][0]["args"]["name"] == f"ranks ({shown})"
+    chrome_trace(simulation, tmp_path / "plan.json", unit=SECONDS)
+    spans = [event for event in json.loads((tmp_path / "plan.json").read_text())["traceEvents"] if event["ph"] == "X"]
+    assert max(span["ts"] + span["dur"] for span in spans) == pytest.approx(simulation.makespan * 1e6)
+
+
+@pytest.mark.parametrize(
+    ("duration", "unit", "text"),
+    [
+        (48.0, COSTS, "48 units"),
+        (1_712_345.0, WORK, "1712.3 thousand units"),
+        (52_300_000.0, WORK, "52.3 million units"),
+        (0.0000123, COSTS, "0.00001 units"),
+        (0.25, SECONDS, "250 ms"),
+        (2500.0, SECONDS, "2500000 ms"),
+    ],
+)
+def test_durations_have_a_unit_and_no_exponent(duration: float, unit: TimeUnit, text: str) -> None:
+    fitted = unit.fitted(duration)
+    assert f"{fitted.text(duration)} {fitted.symbol}" == text
+
+
 def test_trace_has_every_action_on_the_thread_of_its_rank(simulation: Simulation, tmp_path: Path) -> None:
     chrome_trace(simulation, tmp_path / "plan.json")
     events = json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))["traceEvents"]
-    threads = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    threads = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert threads == {0: "0  vision.0", 1: "1  language.0", 2: "2  language.1"}
     spans = [event for event in events if event["ph"] == "X"]
     assert len(spans) == len(simulation.spans) == 3 + 6 + 6
     last = max(spans, key=lambda event: event["ts"])
-    assert last["ts"] + last["dur"] == pytest.approx(simulation.makespan * 1e6)
+    assert last["ts"] + last["dur"] == pytest.approx(simulation.makespan * 1e3)
     assert last["args"] == {"stage": "language.0", "microbatch": 2}
 
 

@@ -1,0 +1,138 @@
+"""The command before it plans anything: help, versions, early refusals, interrupts, and what it finds of the machine."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_mm5d.cli import doctor, terminal
+from lightning_mm5d.cli.main import main
+from lightning_mm5d.planner.tables import Table
+
+NO_TORCH = (
+    "import sys; from lightning_mm5d.cli.main import main; code = 1\n"
+    "try: code = main(sys.argv[1:])\n"
+    "except SystemExit as stopped: code = stopped.code\n"
+    "found = [name for name in ('torch', 'lightning') if name in sys.modules]\n"
+    "sys.exit(f'imported {found}' if found else code)"
+)
+STRATEGY = """
+trainer:
+  devices: 4
+  strategy:
+    class_path: lightning_mm5d.MultimodalStrategy
+    init_args:
+      modalities: {vision: {VISION}, language: {pp_size: 3}}
+      schedule: SCHEDULE
+      num_microbatches: COUNT
+model: {class_path: nothing.Here}
+"""
+
+
+def without_torch(*arguments: str) -> tuple[int, str]:
+    done = subprocess.run([sys.executable, "-c", NO_TORCH, *arguments], capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--help"], [], ["--version"], ["simulate", "--help"]])
+def test_help_and_version_import_no_torch(arguments: list[str]) -> None:
+    code, text = without_torch(*arguments)
+    assert code == 0, text
+    assert "mm5d" in text
+
+
+@pytest.mark.parametrize(
+    ("vision", "schedule", "count", "words"),
+    [
+        ("tp: 2", "1f1b", "4", "Option 'tp' is not accepted. Did you mean 'tp_size'?"),
+        ("tp_size: 0", "1f1b", "4", "modalities.vision.tp_size: got 0"),
+        ("", "2f2b", "4", "schedule: got '2f2b'"),
+        ("", "1f1b", "0", "num_microbatches: got 0"),
+        ("colocate_with: langage", "1f1b", "4", "modalities.vision.colocate_with: got 'langage'"),
+    ],
+)
+def test_refuses_a_wrong_strategy_before_torch_is_imported(
+    vision: str, schedule: str, count: str, words: str, tmp_path: Path
+) -> None:
+    text = STRATEGY.replace("VISION", vision).replace("SCHEDULE", schedule).replace("COUNT", count)
+    (tmp_path / "config.yaml").write_text(text)
+    code, printed = without_torch("inspect", str(tmp_path / "config.yaml"))
+    assert (code, words in printed) == (2, True), printed
+
+
+def test_options_that_mend_a_configuration_are_checked_with_it(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("modalities: {language: {pp_size: 2}}\nschedule: 2f2b")
+    assert main(["simulate", str(config), "--schedule", "gpipe", "--json"]) == 0
+    assert main(["simulate", str(config), "--json"]) == 2
+
+
+def test_a_script_in_place_of_a_configuration_is_told_to_be_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "train.py"]) == 2
+    assert "add --script train.py" in capsys.readouterr().err
+
+
+def test_an_interrupt_ends_it_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "doctor", interrupted)
+    assert main(["doctor"]) == 130
+    assert capsys.readouterr().err == "mm5d: interrupted\n"
+
+
+def test_doctor_shows_versions_devices_and_backends(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    for words in ("python", "torch", "lightning", "transformers", "numpy", "cpu", "gloo", "nccl", "mpi"):
+        assert words in out
+    assert out.endswith("Training can work here.\n")
+
+
+@pytest.mark.parametrize(
+    ("package", "found", "words", "code"),
+    [
+        ("lightning", "2.6.2", "error: lightning 2.6.2 was a malicious upload", 1),
+        ("torchmetrics", None, "error: torchmetrics is missing", 1),
+        ("matplotlib", None, "warning: matplotlib is missing, so no pictures are drawn", 0),
+        ("transformers", "4.0", "warning: transformers 4.0 was not tested", 0),
+    ],
+)
+def test_doctor_says_what_would_not_work(
+    package: str,
+    found: str | None,
+    words: str,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    version = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda name: found if name == package else version(name))
+    assert doctor.doctor() == code
+    assert words in capsys.readouterr().out
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_tables_fold_to_the_terminal_and_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = Table.of(("rank", "layers"), [(number, "word" * 20) for number in range(2)])
+    narrow, plain = Terminal(), io.StringIO()
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr(sys, "stdout", narrow)
+    terminal.show([table, "x" * 60])
+    monkeypatch.setattr(sys, "stdout", plain)
+    terminal.show([table])
+    lines = narrow.getvalue().splitlines()
+    assert max(map(len, lines[:-1])) <= 60  # with what makes the header bold
+    assert narrow.getvalue().count("word") >= 36
+    assert lines[-1] == "x" * 60
+    assert plain.getvalue() == f"rank  layers\n   0  {'word' * 20}\n   1  {'word' * 20}\n"
