@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Iterable
 
+from lightning_mm5d.cli.configuration import CHECKED
 from lightning_mm5d.config.errors import did_you_mean
 
 _UNION = "Does not validate against any of the Union subtypes"
@@ -35,7 +36,9 @@ def _suggestion(message: str) -> str:
         return ""
     path, _, key = (found["key"] or found["option"]).rpartition(".")
     owner = found["owner"] or {"trainer": "lightning.pytorch.Trainer"}.get(path)
-    known = _parameters(owner) if owner else ["trainer", "model", "data", "seed_everything"] if not path else []
+    known = (
+        _parameters(owner) if owner else ["trainer", "model", "data", "seed_everything", *CHECKED] if not path else []
+    )
     if not known:
         return ""
     advice = did_you_mean(key, known)

@@ -272,11 +272,11 @@ def test_refuses_devices_that_only_the_training_machine_can_count(inspect: Inspe
     [
         (
             ["--trainer.strategy.scheduel=x"],
-            ["trainer.strategy", "Option 'scheduel' is not accepted", "Did you mean 'schedule'?"],
+            ["Option 'scheduel' is not accepted. Did you mean 'schedule'?"],
         ),
         (
             ["--trainer.strategy.modalities.vision.tp=2"],
-            ["modalities", "Option 'tp' is not accepted", "Did you mean 'tp_size'?"],
+            ["Option 'tp' is not accepted. Did you mean 'tp_size'?"],
         ),
         (["--trainer.strategy.schedule=2f2b"], ["schedule: got '2f2b'", "gpipe, 1f1b"]),
         (["--trainer.strategy.modalities.vision.dp_size=0"], ["modalities.vision.dp_size: got 0", "at least 1"]),

@@ -1,4 +1,4 @@
-"""The command before it plans anything: help, versions, early refusals, interrupts, and what it finds of the machine."""
+"""The command before it plans: help, versions, early refusals, interrupts, and what it finds of the machine."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def train(rank: int, schedule: str, path: str) -> None:
 def events(path: Path) -> dict[str, list[dict[str, Any]]]:
     """Spans by the name of their thread, in order."""
     found = json.loads(path.read_text())["traceEvents"]
-    names = {event["tid"]: event["args"]["name"] for event in found if event["ph"] == "M"}
+    names = {event["tid"]: event["args"]["name"] for event in found if event["name"] == "thread_name"}
     spans = sorted((event for event in found if event["ph"] == "X"), key=lambda event: event["ts"])
     return {name: [event for event in spans if event["tid"] == tid] for tid, name in names.items()}
 
