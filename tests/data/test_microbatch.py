@@ -157,7 +157,7 @@ class TestRefusals:
         with pytest.raises(ConfigError, match="pixel_values"):
             split(batch, 2)
 
-    def test_rows_that_can_be_dealt_out_in_two_ways_are_refused(self) -> None:
+    def test_rows_that_can_be_assigned_in_two_ways_are_refused(self) -> None:
         batch = {
             "input_ids": ids([IMAGE], [IMAGE]),
             "pixel_values": numbered(2, 3, 4, 4),
@@ -184,7 +184,7 @@ class TestPackedFields:
         assert owned(batch, 4) == [[0, 1], [], [2], [3, 4, 5]]
         assert owned(batch, 2) == [[0, 1], [2, 3, 4, 5]]
 
-    def test_as_many_images_as_samples_are_still_dealt_out_by_tokens(self) -> None:
+    def test_as_many_images_as_samples_are_still_assigned_by_tokens(self) -> None:
         batch = {
             "input_ids": ids([IMAGE, 9, IMAGE], [], [IMAGE], [IMAGE]),
             "pixel_values": numbered(4, 3, 4, 4),

@@ -1,4 +1,4 @@
-"""Cross entropy over divided classes against torch's own, and how little of the logits travels.
+"""Cross entropy over sharded classes against torch's own, and how little of the logits travels.
 
 Layout of all tests with processes: ranks 0-1 hold 4 and 3 of 7 classes, ranks 0-2 hold 4, 0 and 3.
 """
@@ -28,7 +28,7 @@ WORLDS = pytest.mark.parametrize("world", [2, 3])
 
 
 class Case:
-    """Logits ``[N, C]`` whole and as this rank's part, both leaves."""
+    """Logits ``[N, C]``, full and local, both leaves."""
 
     def __init__(self, world: int, rows: int = len(TARGET), dtype: torch.dtype = torch.float64) -> None:
         dist.init_process_group("gloo", timeout=timedelta(seconds=30))
@@ -83,7 +83,7 @@ def test_rows_that_do_not_count_and_classes_that_are_masked(world: int) -> None:
                 case.compare(case.loss(ignored, **options), F.cross_entropy(case.whole, ignored, **options))
         assert case.loss(ignored).isnan()
         logits = case.whole.detach().clone()
-        logits[0, 4:] = logits[1, :2] = logits[2, :4] = -torch.inf  # whole parts, and some of one
+        logits[0, 4:] = logits[1, :2] = logits[2, :4] = -torch.inf  # all classes of a rank, and some of one
         logits[4, 4] = -torch.inf  # a target
         case.set(logits)
         case.compare(case.loss(reduction="none"), F.cross_entropy(case.whole, TARGET, reduction="none"))
@@ -154,7 +154,7 @@ def test_what_torch_refuses_is_refused(
 
 
 @WORLDS
-def test_divided_logits_are_never_gathered(world: int) -> None:
+def test_sharded_logits_are_never_gathered(world: int) -> None:
     def counted(rank: int, world: int) -> None:
         case = Case(world)
         logits = from_local(case.local, -1, case.lengths, case.group)
@@ -170,7 +170,7 @@ def test_divided_logits_are_never_gathered(world: int) -> None:
 
 
 @WORLDS
-def test_other_forms_of_cross_entropy_see_the_whole_logits(world: int) -> None:
+def test_other_forms_of_cross_entropy_see_the_full_logits(world: int) -> None:
     def compared(rank: int, world: int) -> None:
         case = Case(world)
         target, weight = TARGET.clamp(min=0), torch.linspace(0.5, 1, CLASSES, dtype=torch.float64)
@@ -191,7 +191,7 @@ def test_other_forms_of_cross_entropy_see_the_whole_logits(world: int) -> None:
 
 
 @WORLDS
-def test_the_causal_loss_of_transformers_stays_divided(world: int) -> None:
+def test_the_causal_loss_of_transformers_stays_sharded(world: int) -> None:
     def compared(rank: int, world: int) -> None:
         case = Case(world)
         labels = TARGET.view(2, 4)

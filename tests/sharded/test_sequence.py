@@ -1,10 +1,10 @@
-"""A tensor of which each rank holds some tokens against the whole one: values, gradients, what stays in parts.
+"""A tensor of which each rank holds some tokens against the full one: values, gradients, what stays sharded.
 
 Layout of all tests with processes: ranks 0-3. They share sequences of 7 tokens in fours, in twos (ranks 0-1 and 2-3 do
 the same) or as two context parallel ranks of two tensor parallel ranks each; see `LAYOUTS`.
 
-A part has R times the gradient that it has in one process, R being the context parallel degree, and the mean over ranks
-of a parameter's gradient is that of one process; so is, without any mean, the gradient of what is whole.
+The gradient of a local tensor is R times that of one process, R being the context parallel degree. The mean over ranks
+of a parameter's gradient is that of one process; the gradient of a full tensor is, without any mean.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Layout:
-    """A shared sequence: ranges of each context parallel rank, and how many tensor parallel ranks divide them."""
+    """A shared sequence: ranges of each context parallel rank, and how many tensor parallel ranks shard them."""
 
     ranges: tuple[tuple[tuple[int, int], ...], ...]
     tensor: int = 1
@@ -75,7 +75,7 @@ class Ranks:
         return id(x) in self.averaged
 
     def share(self, layout: Layout) -> ShardedSequence:
-        """The sequence of a layout, divided as far as it goes."""
+        """The sequence of a layout, over all of its ranks."""
         degree = len(layout.ranges)
         if layout.tensor == 1:
             ranks = self.all if degree == WORLD else self.neighbours
@@ -102,7 +102,7 @@ def close(found: Tensor, expected: Tensor, what: str = "") -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """What is called on a tensor in parts and on the whole one.
+    """What is called on a sharded tensor and on the full one.
 
     Args:
         function: takes the tensor and `others`.
@@ -123,17 +123,17 @@ class Case:
 
 def compare(ranks: Ranks, sequence: ShardedSequence, case: Case, where: str) -> None:
     whole = random(*case.shape).requires_grad_()
-    part = sequence.local_of(whole.detach(), case.dim, sequence.lengths).clone().requires_grad_()
+    local = sequence.local_of(whole.detach(), case.dim, sequence.lengths).clone().requires_grad_()
     theirs, ours = ([other.clone() for other in case.others] for _ in range(2))
     for other in (*theirs, *ours):
         other.requires_grad_(other.is_floating_point())
     ranks.averaged = {id(other) for other in ours} if case.kind == "parameters" else set()
     taken = [other * 1 for other in ours] if case.kind == "computed" else ours
-    x = sequence.wrapped(part, case.dim) * 1
+    x = sequence.wrapped(local, case.dim) * 1
     before = sequence.holders.ranks.moved
     found, expected = case.function(x, *taken), case.function(whole * 1, *theirs)
     if case.stays is not None:
-        assert isinstance(found, Sharded) == case.stays, f"{where}: stays in parts: {not case.stays}"
+        assert isinstance(found, Sharded) == case.stays, f"{where}: stays sharded: {not case.stays}"
     if case.stays:
         assert sequence.holders.ranks.moved == before, f"{where}: something was communicated"
     assert (found.shape, found.dtype) == (expected.shape, expected.dtype), where
@@ -146,7 +146,7 @@ def compare(ranks: Ranks, sequence: ShardedSequence, case: Case, where: str) -> 
     (value * weights).sum().backward()
     (expected * weights).sum().backward()
     own = sequence.local_of(whole.grad, case.dim, sequence.lengths)  # type: ignore[arg-type]
-    gradient = torch.zeros_like(part) if part.grad is None else part.grad
+    gradient = torch.zeros_like(local) if local.grad is None else local.grad
     close(gradient, own * sequence.holders.degree, f"{where}: gradient of the part")
     for mine, other in zip(ours, theirs, strict=True):
         assert (mine.grad is None) == (other.grad is None), where
@@ -175,7 +175,7 @@ def on(stays: bool | None, *functions: Function, **options: Any) -> Iterator[Cas
 # --- along other dims ---
 
 
-def test_pointwise_functions_stay_in_parts() -> None:
+def test_pointwise_functions_stay_sharded() -> None:
     functions: list[Function] = [
         lambda x: 2 * x + 1 - x / 3,
         lambda x: -x.pow(3).abs().sqrt().exp() + torch.rsqrt(x).tanh() * torch.sigmoid(x),
@@ -200,7 +200,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("kind", ["parameters", "computed", "leaves"])
-def test_whole_tensors_beside_parts_get_the_gradient_of_one_process(kind: str) -> None:
+def test_full_tensors_beside_local_ones_get_the_gradient_of_one_process(kind: str) -> None:
     functions: list[Function] = [
         lambda x, y: x * y,
         lambda x, y: y - x,
@@ -214,7 +214,7 @@ def test_whole_tensors_beside_parts_get_the_gradient_of_one_process(kind: str) -
 
 
 @pytest.mark.parametrize("kind", ["parameters", "computed", "leaves"])
-def test_norms_and_projections_stay_in_parts(kind: str) -> None:
+def test_norms_and_projections_stay_sharded(kind: str) -> None:
     norms: list[Function] = [
         lambda x, w, b: F.layer_norm(x, (W,), w, b),
         lambda x, w, b: F.layer_norm(x, (W,), 1 + w, b * 2),
@@ -236,7 +236,7 @@ def test_norms_and_projections_stay_in_parts(kind: str) -> None:
     )
 
 
-def test_functions_along_other_dims_stay_in_parts() -> None:
+def test_functions_along_other_dims_stay_sharded() -> None:
     functions: list[Function] = [
         lambda x: x.mean(-1, keepdim=True) * x,
         lambda x: x.sum(-1) + x.amax(-1) - x.logsumexp(-1),
@@ -293,7 +293,7 @@ def test_pooled_tokens_have_the_gradient_of_one_process() -> None:
 # --- views, stretches and indices ---
 
 
-def test_sequences_in_a_row_stay_in_parts() -> None:
+def test_sequences_in_a_row_stay_sharded() -> None:
     functions: list[Function] = [
         lambda x: x.view(-1, W),
         lambda x: x.reshape(B * S, -1) * 2,
@@ -341,7 +341,7 @@ def test_views_that_mix_tokens_gather() -> None:
     run(*on(None, *functions))
 
 
-def test_stretches_of_tokens_stay_in_parts() -> None:
+def test_stretches_of_tokens_stay_sharded() -> None:
     functions: list[Function] = [
         lambda x: x[:, :-1],
         lambda x: x[:, 1:],
@@ -360,7 +360,7 @@ def test_stretches_of_tokens_stay_in_parts() -> None:
     run(*on(True, *functions))
 
 
-def test_stretches_that_lie_unlike_meet_whole() -> None:
+def test_stretches_of_other_ranks_meet_in_full() -> None:
     functions: list[Function] = [
         lambda x: x[:, 1:] - x[:, :-1],
         lambda x: x[:, :3] * x[:, 3:6],
@@ -393,7 +393,7 @@ def test_indices_of_tokens_are_right() -> None:
     run(*on(False, *functions), *on(True, *in_parts))
 
 
-def test_writes_in_place_go_to_the_parts() -> None:
+def test_writes_in_place_go_to_the_local_tensor() -> None:
     mask = torch.tensor([[1, 0, 1, 0, 0, 1, 0], [0, 1, 0, 0, 1, 1, 1]], dtype=torch.bool).unsqueeze(-1)
 
     def written(x: Tensor, y: Tensor) -> Tensor:
@@ -491,16 +491,16 @@ def test_cross_entropies_are_those_of_one_process() -> None:
     run(*cases, *on(None, *functions))
 
 
-def test_the_loss_of_whole_logits_is_never_gathered() -> None:
+def test_the_loss_of_full_logits_is_never_gathered() -> None:
     run(*on(True, lambda x: shifted(x, reduction="none")))
 
     def counted(rank: int) -> None:
         ranks = Ranks()
         for layout in LAYOUTS.values():
             sequence = ranks.share(layout)
-            part = sequence.local_of(random(B, S, W), -2, sequence.lengths).clone().requires_grad_()
+            local = sequence.local_of(random(B, S, W), -2, sequence.lengths).clone().requires_grad_()
             group, before = sequence.holders.ranks, sequence.holders.ranks.moved
-            shifted(sequence.wrapped(part, -2)).backward()
+            shifted(sequence.wrapped(local, -2)).backward()
             assert group.moved - before == 2 * 8 * (group.size - 1) / group.size, "one number was summed"
 
     run_ranks(WORLD, counted, limit=60)
@@ -567,8 +567,8 @@ def test_hooks_see_the_gradient_of_one_process() -> None:
         for name, layout in LAYOUTS.items():
             sequence = ranks.share(layout)
             whole = random(B, S, W).requires_grad_()
-            part = sequence.local_of(whole.detach(), -2, sequence.lengths).clone().requires_grad_()
-            x = sequence.wrapped(part, -2)
+            local = sequence.local_of(whole.detach(), -2, sequence.lengths).clone().requires_grad_()
+            x = sequence.wrapped(local, -2)
             weights, seen = random(B, S, 1, seed=5), []
             y, z = x * 2, whole * 2
             y.register_hook(lambda g, seen=seen: seen.append(g) or g * 3)
@@ -576,15 +576,15 @@ def test_hooks_see_the_gradient_of_one_process() -> None:
             (y.mean(-1, keepdim=True) * weights).sum().backward()
             (z.mean(-1, keepdim=True) * weights).sum().backward()
             close(seen[0].full(), seen[1], name)
-            close(part.grad, sequence.local_of(whole.grad, -2, sequence.lengths) * sequence.factor, name)
+            close(local.grad, sequence.local_of(whole.grad, -2, sequence.lengths) * sequence.factor, name)
             y, z = x * 2, whole * 2
             (found,) = torch.autograd.grad((y.cumsum(1) * y).sum(), [y])
             (expected,) = torch.autograd.grad((z.cumsum(1) * z).sum(), [z])
             close(found.full(), expected, name)
-            part.grad = whole.grad = None
+            local.grad = whole.grad = None
             torch.autograd.backward([x * x], [weights.expand(B, S, W)])
             (whole * whole).backward(weights.expand(B, S, W))
-            close(part.grad, sequence.local_of(whole.grad, -2, sequence.lengths) * sequence.factor, name)
+            close(local.grad, sequence.local_of(whole.grad, -2, sequence.lengths) * sequence.factor, name)
             assert x.is_leaf
             close(x.grad.full(), whole.grad, f"{name}: the gradient that is kept of a leaf")
             y, z = x * 2, whole * 2
@@ -614,7 +614,7 @@ def test_checkpoints_recompute_it() -> None:
     run(*on(None, once, nested, within, others=(random(W),)))
 
 
-def test_autocast_acts_on_the_parts() -> None:
+def test_autocast_acts_on_the_local_tensor() -> None:
     def cast(x: Tensor, w: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             y = F.linear(x.float(), w.float())
@@ -638,13 +638,13 @@ def test_dropout_draws_apart_for_tokens_of_ranks_and_alike_afterwards() -> None:
         for layout in LAYOUTS.values():
             sequence = ranks.share(layout)
             torch.manual_seed(1)
-            part = torch.ones(500, sequence.lengths[sequence.index], 1, requires_grad=True)
-            x = sequence.wrapped(part, -2)
+            local = torch.ones(500, sequence.lengths[sequence.index], 1, requires_grad=True)
+            x = sequence.wrapped(local, -2)
             y = F.dropout(x, 0.25)
             assert isinstance(y, Sharded)
             assert F.dropout(x, 0.25, training=False) is x
             y.sum().backward()
-            close(part.grad, y.local.detach() * sequence.factor)
+            close(local.grad, y.local.detach() * sequence.factor)
             found.append((y.full().detach() == 0, torch.rand(3)))
         return found
 
@@ -655,8 +655,8 @@ def test_dropout_draws_apart_for_tokens_of_ranks_and_alike_afterwards() -> None:
             assert after.equal(masks[0][1])
             assert abs(float(mask.double().mean()) - 0.25) < 0.03
             columns = mask.squeeze(-1).unbind(1)
-            alike = [(a == b).double().mean() for i, a in enumerate(columns) for b in columns[:i]]
-            assert max(alike) < 0.75, "tokens drop out independently"
+            equal = [(a == b).double().mean() for i, a in enumerate(columns) for b in columns[:i]]
+            assert max(equal) < 0.75, "tokens drop out independently"
 
 
 def test_a_finer_sequence_knows_the_coarser_one() -> None:
@@ -682,6 +682,6 @@ def test_a_finer_sequence_knows_the_coarser_one() -> None:
             y = coarse.wrapped(coarse.local_of(whole, -2, coarse.lengths), -2)
             assert not isinstance(coarse.own_tokens(y), Sharded)
             close(x.full(), y.full())
-            close(x + y, whole * 2)  # unlike divisions meet whole
+            close(x + y, whole * 2)  # other shardings meet in full
 
     run_ranks(WORLD, found, limit=60)

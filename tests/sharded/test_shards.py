@@ -1,4 +1,4 @@
-"""Whatever is divided becomes whole again, and everybody knows who else holds what."""
+"""Cut tensors merge into the full one, and every rank knows who else holds its rows."""
 
 from __future__ import annotations
 
@@ -70,11 +70,11 @@ def full_of(shard: Shard) -> torch.Tensor:
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape)
 
 
-# --- parts and wholes ---
+# --- local and full tensors ---
 
 
 @pytest.mark.parametrize(("seed", "dim"), SHARDS)
-def test_the_parts_of_a_tensor_merge_into_it(seed: int, dim: int) -> None:
+def test_the_local_tensors_merge_into_the_full_one(seed: int, dim: int) -> None:
     shard = random_shard(random.Random(seed), dim)
     whole = full_of(shard)
     parts = [shard.cut(whole, rank) for rank in range(len(shard.ranges))]
@@ -156,7 +156,7 @@ def test_segments_part_where_only_some_rows_are_shared() -> None:
     assert shard.segments(1) == (Segment(0, 2, (0, 1)), Segment(2, 2, (1,)))
 
 
-# --- dealing out ---
+# --- assigning ---
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 5, 12, 13])
@@ -194,7 +194,7 @@ def test_every_query_head_is_where_its_key_and_value_head_is(seed: int) -> None:
         (3, 1, 2, [((0, 2), (0, 1)), ((2, 3), (0, 1))]),
     ],
 )
-def test_heads_are_dealt_out_by_key_and_value_heads(query: int, key_value: int, ranks: int, expected: list) -> None:
+def test_heads_are_assigned_by_key_and_value_heads(query: int, key_value: int, ranks: int, expected: list) -> None:
     assert heads_of(query, key_value, ranks) == tuple(HeadRanges(*one) for one in expected)
 
 

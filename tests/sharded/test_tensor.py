@@ -1,4 +1,4 @@
-"""A divided tensor against the whole one: values, gradients, what stays divided and what is gathered.
+"""A sharded tensor against the full one: values, gradients, what stays sharded and what is gathered.
 
 Layout of all tests with processes: ranks 0-1 hold 3 and 2 of 5, ranks 0-2 hold 3, 0 and 2.
 """
@@ -40,11 +40,11 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def make(dim: int, group: TensorGroup, seed: int = 0) -> tuple[Sharded, Tensor, Tensor]:
-    """A divided tensor, the leaf that is its part, and its whole."""
+    """A sharded tensor, the leaf that is its local one, and the full one."""
     whole = random(*SHAPES[dim], seed=seed).requires_grad_()
     lengths = LENGTHS[group.size]
-    part = group.local_of(whole.detach(), dim, lengths).clone().requires_grad_()
-    return from_local(part, dim, lengths, group), part, whole
+    local = group.local_of(whole.detach(), dim, lengths).clone().requires_grad_()
+    return from_local(local, dim, lengths, group), local, whole
 
 
 def close(found: Tensor, expected: Tensor | None) -> None:
@@ -53,15 +53,15 @@ def close(found: Tensor, expected: Tensor | None) -> None:
 
 
 def compare(group: TensorGroup, dim: int, function: Function, stays: bool | None, *others: Tensor) -> None:
-    """Call `function` on the divided and on the whole tensor (and `others`), and compare values and gradients."""
-    x, part, whole = make(dim, group)
+    """Call `function` on the sharded and on the full tensor (and `others`), and compare values and gradients."""
+    x, local, whole = make(dim, group)
     theirs = [other.clone().requires_grad_(other.is_floating_point()) for other in others]
     ours = [other.clone().requires_grad_(other.is_floating_point()) for other in others]
     before = group.moved
     found = function(x * 1, *ours)
     expected = function(whole * 1, *theirs)
     if stays is not None:
-        assert isinstance(found, Sharded) == stays, f"{function} stays divided: {not stays}"
+        assert isinstance(found, Sharded) == stays, f"{function} stays sharded: {not stays}"
         assert (group.moved == before) == stays
     assert found.shape == expected.shape
     assert found.dtype == expected.dtype
@@ -73,7 +73,7 @@ def compare(group: TensorGroup, dim: int, function: Function, stays: bool | None
     weights = random(*expected.shape, seed=7).to(expected.dtype)
     (value * weights).sum().backward()
     (expected * weights).sum().backward()
-    close(part.grad, group.local_of(whole.grad, dim, LENGTHS[group.size]))
+    close(local.grad, group.local_of(whole.grad, dim, LENGTHS[group.size]))
     for mine, other in zip(ours, theirs, strict=True):
         if other.grad is not None:
             close(mine.grad, other.grad)
@@ -90,7 +90,7 @@ def run(world: int, *cases: tuple[int, Function, bool | None, list[Tensor]]) -> 
 
 
 @WORLDS
-def test_pointwise_functions_of_numbers_stay_divided(world: int) -> None:
+def test_pointwise_functions_of_numbers_stay_sharded(world: int) -> None:
     functions: list[Function] = [
         lambda x: 2 * x + 1 - x / 3,
         lambda x: (1 - x) ** 2 + 2 / x + 2**x,
@@ -111,7 +111,7 @@ def test_pointwise_functions_of_numbers_stay_divided(world: int) -> None:
 
 
 @WORLDS
-def test_operations_in_place_write_to_the_parts(world: int) -> None:
+def test_operations_in_place_write_to_the_local_tensor(world: int) -> None:
     def assigned(x: Tensor, y: Tensor) -> Tensor:
         same = x
         x += y
@@ -147,10 +147,10 @@ def test_other_operands_are_matched_by_broadcasting(world: int) -> None:
 
 
 @WORLDS
-def test_tensors_divided_alike_meet_in_parts_and_others_whole(world: int) -> None:
+def test_equal_shardings_meet_locally_and_others_in_full(world: int) -> None:
     def met(rank: int, world: int) -> None:
         group = start(world)
-        x, part, whole = make(-1, group)  # [2, 4, 5]
+        x, local, whole = make(-1, group)  # [2, 4, 5]
         y, other_part, other = make(-2, group, seed=1)  # [2, 5, 4]
         found = x * y.mT + y.mT
         assert isinstance(found, Sharded)
@@ -163,7 +163,7 @@ def test_tensors_divided_alike_meet_in_parts_and_others_whole(world: int) -> Non
             close(ours.full() if isinstance(ours, Sharded) else ours, theirs)
         found.sin().sum().backward()
         expected.sin().sum().backward()
-        close(part.grad, group.local_of(whole.grad, -1, LENGTHS[world]))
+        close(local.grad, group.local_of(whole.grad, -1, LENGTHS[world]))
         close(other_part.grad, group.local_of(other.grad, -2, LENGTHS[world]))
         elsewhere = from_local(torch.ones(2, 4, LENGTHS[world][::-1][rank]), -1, LENGTHS[world][::-1], group)
         close(x + elsewhere, whole + 1)
@@ -172,7 +172,7 @@ def test_tensors_divided_alike_meet_in_parts_and_others_whole(world: int) -> Non
 
 
 @WORLDS
-def test_functions_along_other_dims_stay_divided(world: int) -> None:
+def test_functions_along_other_dims_stay_sharded(world: int) -> None:
     functions: list[Function] = [
         lambda x: x.mean(-1, keepdim=True),
         lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6),
@@ -204,7 +204,7 @@ def test_functions_along_other_dims_stay_divided(world: int) -> None:
 
 
 @WORLDS
-def test_functions_along_the_divided_dim_gather(world: int) -> None:
+def test_functions_along_the_sharded_dim_gather(world: int) -> None:
     functions: list[Function] = [
         lambda x: x.mean(-2),
         lambda x: x.sum(),
@@ -237,7 +237,7 @@ def test_functions_along_the_divided_dim_gather(world: int) -> None:
 
 
 @WORLDS
-def test_views_and_indices_that_leave_the_divided_dim_whole_stay_divided(world: int) -> None:
+def test_views_and_indices_that_keep_the_sharded_dim_stay_sharded(world: int) -> None:
     mask = torch.tensor([[True, False, True, True], [False, True, True, False]])
     rows = torch.tensor([1, 0, 1])
     logits: list[Function] = [
@@ -286,7 +286,7 @@ def test_views_and_indices_that_leave_the_divided_dim_whole_stay_divided(world: 
 
 
 @WORLDS
-def test_clones_are_whole_because_they_are_made_to_write_to(world: int) -> None:
+def test_clones_are_full_because_they_are_made_to_write_to(world: int) -> None:
     def written(x: Tensor) -> Tensor:
         x = x.clone()
         x[:, 0] = 3.0
@@ -329,7 +329,7 @@ def test_writes_that_would_go_to_a_gathered_copy_are_refused() -> None:
                 write()
         assert x.local.equal(before)
         whole = other.clone()
-        whole[:] = x  # a plain tensor takes the whole
+        whole[:] = x  # a plain tensor takes the full one
         close(whole, x.full())
         whole.add_(x).copy_(x)
         close(whole, x.full())
@@ -338,10 +338,10 @@ def test_writes_that_would_go_to_a_gathered_copy_are_refused() -> None:
 
 
 @WORLDS
-def test_metadata_is_that_of_the_whole_without_communication(world: int) -> None:
+def test_metadata_is_that_of_the_full_tensor_without_communication(world: int) -> None:
     def asked(rank: int, world: int) -> None:
         group = start(world)
-        x, part, whole = make(-2, group)
+        x, local, whole = make(-2, group)
         y = x * 2
         for a, b in ((x, whole), (y, whole * 2), (x.detach().float(), whole.detach().float())):
             assert isinstance(a, Tensor)
@@ -360,7 +360,7 @@ def test_metadata_is_that_of_the_whole_without_communication(world: int) -> None
             assert "local of rank" in repr(a)
             assert "local of rank" in f"{a}"
         assert (x.sharded_dim, x.lengths, x.group) == (-2, LENGTHS[world], group)
-        assert x.local is part
+        assert x.local is local
         assert not x.detach().requires_grad_().local.grad_fn
         assert group.moved == 0
         assert y.requires_grad
@@ -370,10 +370,10 @@ def test_metadata_is_that_of_the_whole_without_communication(world: int) -> None
 
 
 @WORLDS
-def test_gradients_of_a_divided_tensor_are_divided(world: int) -> None:
+def test_gradients_of_a_sharded_tensor_are_sharded(world: int) -> None:
     def hooked(rank: int, world: int) -> None:
         group = start(world)
-        x, part, whole = make(-2, group)
+        x, local, whole = make(-2, group)
         weights = random(2, 5, 4, seed=5)
         seen: list[Tensor] = []
         y, z = x * 2, whole * 2
@@ -389,7 +389,7 @@ def test_gradients_of_a_divided_tensor_are_divided(world: int) -> None:
         (expected,) = torch.autograd.grad(z.cumsum(1) * z, [z], grad_outputs=weights)
         assert isinstance(found, Sharded)
         close(found.full(), expected)
-        part.grad = whole.grad = None
+        local.grad = whole.grad = None
         torch.autograd.backward([x * x], [weights])
         (whole * whole).backward(weights)
         close(x.grad.full(), whole.grad)
@@ -481,10 +481,10 @@ def test_modes_see_it_and_it_works_under_them(world: int) -> None:
 
 
 @WORLDS
-def test_autocast_acts_on_the_parts(world: int) -> None:
+def test_autocast_acts_on_the_local_tensor(world: int) -> None:
     def cast(rank: int, world: int) -> None:
         group = start(world)
-        x, part, whole = make(-2, group)
+        x, local, whole = make(-2, group)
         w = random(6, 4)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             found, expected = F.linear(x.float(), w.float()), F.linear(whole.float(), w.float())
@@ -494,25 +494,25 @@ def test_autocast_acts_on_the_parts(world: int) -> None:
         torch.testing.assert_close(found.full(), expected)
         found.float().sum().backward()
         expected.float().sum().backward()
-        torch.testing.assert_close(part.grad, group.local_of(whole.grad, -2, LENGTHS[world]))
+        torch.testing.assert_close(local.grad, group.local_of(whole.grad, -2, LENGTHS[world]))
 
     run_ranks(world, cast, world, limit=60)
 
 
 @WORLDS
-def test_dropout_draws_apart_for_parts_and_alike_afterwards(world: int) -> None:
+def test_dropout_draws_independently_on_each_rank_and_equally_afterwards(world: int) -> None:
     def dropped(rank: int, world: int) -> tuple[Tensor, Tensor]:
         group = start(world)
         torch.manual_seed(1)
-        part = torch.ones(LENGTHS[world][rank] * 1000, requires_grad=True)
-        x = from_local(part, 0, [length * 1000 for length in LENGTHS[world]], group)
+        local = torch.ones(LENGTHS[world][rank] * 1000, requires_grad=True)
+        x = from_local(local, 0, [length * 1000 for length in LENGTHS[world]], group)
         y = F.dropout(x, 0.25)
         assert isinstance(y, Sharded)
         assert F.dropout(x, 0.25, training=False) is x
         assert F.dropout(x, 0.0) is x
         assert not F.dropout(x, 1.0).any()
         y.sum().backward()
-        close(part.grad, y.local)
+        close(local.grad, y.local)
         z = F.dropout(x.detach() * 1, 0.25, inplace=True)
         assert z.unique().tolist() == pytest.approx([0, 4 / 3])
         whole = y.full()
