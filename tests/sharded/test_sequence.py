@@ -147,7 +147,7 @@ def compare(ranks: Ranks, sequence: ShardedSequence, case: Case, where: str) -> 
     (expected * weights).sum().backward()
     own = sequence.local_of(whole.grad, case.dim, sequence.lengths)  # type: ignore[arg-type]
     gradient = torch.zeros_like(local) if local.grad is None else local.grad
-    close(gradient, own * sequence.holders.degree, f"{where}: gradient of the part")
+    close(gradient, own * sequence.holders.degree, f"{where}: gradient of the local tensor")
     for mine, other in zip(ours, theirs, strict=True):
         assert (mine.grad is None) == (other.grad is None), where
         if other.grad is not None and mine.grad is not None:
