@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from features.toys import Layout, Run, assert_same, together, weights
 from lightning_mm5d import Modality
+from lightning_mm5d.data.random_state import torch_states
 from lightning_mm5d.sharded.tensor import Sharded
 from lightning_mm5d.tensor_parallel.region import Region, drops
 from parity.harness import Batches
@@ -242,7 +243,7 @@ def region(index: int = 0, *, drops: bool = True) -> Region:
 def test_without_dropout_no_stream_is_switched() -> None:
     one, x = region(drops=False), torch.ones(2, 3)
     before = torch.get_rng_state()
-    with patch.object(Region, "_states", side_effect=AssertionError):
+    with patch("lightning_mm5d.tensor_parallel.region.torch_states", side_effect=AssertionError):
         one.enter(x, training=True)
         one.leave(x)
         with one.inside(), one.outside():
@@ -295,7 +296,7 @@ def test_an_error_in_a_row_layer_ends_the_region() -> None:
     torch.manual_seed(0)
     torch.randint(0, 2**62, ())
     assert torch.equal(after, torch.rand(3))
-    with patch.object(one, "_states", wraps=one._states) as states:
+    with patch("lightning_mm5d.tensor_parallel.region.torch_states", wraps=torch_states) as states:
         one.enter(x, training=True)
         assert states.called, "the next region draws from the rank's own stream again"
     one.leave(x)
