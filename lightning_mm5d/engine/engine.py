@@ -149,11 +149,7 @@ class Engine:
             graph, schedule = self._plan.graphs.schedule(
                 "1f1b" if table else self._schedule, count, trainable, rank=self._rank, forward_only=forward_only
             )
-            actions = [
-                action
-                for action in schedule[self._plan.topology.lead_of_rank[self._rank]]
-                if self._rank in self._plan.topology.ranks_at(action.stage, *divmod(action.microbatch, count))
-            ]
+            actions = self._plan.topology.actions_of(self._rank, schedule, count)
             arrivals: Counter[Bridge] = Counter()
             for action in actions:
                 if action.kind is Kind.W:

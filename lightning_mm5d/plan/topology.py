@@ -14,7 +14,7 @@ from typing import Literal
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.layout import Layout
 from lightning_mm5d.partition import Partition, StageCut
-from lightning_mm5d.schedule import pp_rank_of
+from lightning_mm5d.schedule import Action, Schedule, pp_rank_of
 from lightning_mm5d.schedule.stage_key import StageKey
 
 
@@ -155,3 +155,17 @@ class Topology:
             if more <= found:
                 return tuple(sorted(found))
             found |= more
+
+    def actions_of(self, rank: int, schedule: Schedule, count: int) -> list[Action]:
+        """Return the actions that `rank` itself runs, of those that a schedule lists for its lead.
+
+        Args:
+            rank: global rank.
+            schedule: actions by lead, see `lead_of_rank`.
+            count: microbatches per replica, M.
+        """
+        return [
+            action
+            for action in schedule[self.lead_of_rank[rank]]
+            if rank in self.ranks_at(action.stage, *divmod(action.microbatch, count))
+        ]

@@ -21,7 +21,7 @@ from lightning_mm5d.engine.recorder import Recorder
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.planner.drawing import chrome_trace, draw
 from lightning_mm5d.planner.time_units import SECONDS
-from lightning_mm5d.schedule import AnySchedule, Graph, Kind, Schedule, Simulation, Span, measured, simulate
+from lightning_mm5d.schedule import Action, AnySchedule, Graph, Kind, Schedule, Simulation, Span, measured, simulate
 from lightning_mm5d.schedule.stage_key import StageKey
 
 _MOMENT = 1e-9  # seconds; a cost of 0 would mean that there is no backward
@@ -54,16 +54,16 @@ def write_timeline(
     if trainable is None or not recorded:
         return
     ran = _ran(plan, schedule, num_microbatches, trainable)
-    spans = _gathered(recorder, ran, rank, wire)
+    spans = _gathered(recorder, plan, ran, num_microbatches, rank, wire)
     if rank != 0:
         return
     graph = plan.graphs.graph(range(plan.layout.num_replicas), num_microbatches, trainable)
     seen = measured(spans)
     both = _side_by_side(seen, simulate(ran, _costed(graph, seen)))
     names = {
-        2 * rank + which: f"{rank}  {label}"
-        for rank in ran
-        for which, label in enumerate((", ".join(plan.topology.stages_of(rank)), "simulated"))
+        2 * lead + which: f"{lead}  {label}"
+        for lead in ran
+        for which, label in enumerate((", ".join(plan.topology.stages_of(lead)), "simulated"))
     }
     try:
         (chrome_trace if path.endswith(".json") else draw)(both, path, names=names, unit=SECONDS)
@@ -72,31 +72,32 @@ def write_timeline(
 
 
 def _ran(plan: Plan, schedule: AnySchedule, count: int, trainable: frozenset[str]) -> Schedule:
-    """For each rank the actions that it ran. Ranks that depend on the same replicas have one schedule."""
+    """For each rank that leads others, or itself, the actions of them all: see `Topology.lead_of_rank`."""
     built: dict[tuple[int, ...], Schedule] = {}
     ran: Schedule = {}
-    for rank in range(plan.layout.size):
-        replicas = plan.topology.connected_replicas(rank)
+    for lead in sorted(set(plan.topology.lead_of_rank.values())):
+        replicas = plan.topology.connected_replicas(lead)
         if replicas not in built:
-            built[replicas] = plan.graphs.schedule(schedule, count, trainable, rank=rank)[1]
-        ran[rank] = built[replicas][rank]
+            built[replicas] = plan.graphs.schedule(schedule, count, trainable, rank=lead)[1]
+        ran[lead] = built[replicas][lead]
     return ran
 
 
-def _gathered(recorder: Recorder, ran: Schedule, rank: int, wire: torch.device) -> list[Span]:
-    """The spans of all ranks. All ranks know the actions, so only times are gathered."""
+def _gathered(recorder: Recorder, plan: Plan, ran: Schedule, count: int, rank: int, wire: torch.device) -> list[Span]:
+    """The spans of all leads. All ranks know the actions, so only times are gathered; the first rank's time counts."""
     times = recorder.times()
-    longest = max(len(actions) for actions in ran.values())
-    own = torch.zeros(longest, 2, dtype=torch.float64, device=wire)
-    for index, action in enumerate(ran[rank]):
-        own[index] = torch.tensor(times[action], dtype=torch.float64)
-    every = [torch.empty_like(own) for _ in ran]
-    dist.all_gather(every, own)
-    return [
-        Span(rank, action, *moments)
-        for (rank, actions), table in zip(ran.items(), every, strict=True)
-        for action, moments in zip(actions, table.tolist(), strict=False)  # rows after the last action are padding
-    ]
+    own = {other: plan.topology.actions_of(other, ran, count) for other in range(plan.layout.size)}
+    table = torch.zeros(max(map(len, own.values())), 2, dtype=torch.float64, device=wire)
+    for index, action in enumerate(own[rank]):
+        table[index] = torch.tensor(times[action], dtype=torch.float64)
+    tables = [torch.empty_like(table) for _ in own]
+    dist.all_gather(tables, table)
+    spans: dict[tuple[int, Action], Span] = {}
+    for (other, actions), gathered in zip(own.items(), tables, strict=True):
+        lead = plan.topology.lead_of_rank[other]
+        for action, moments in zip(actions, gathered.tolist(), strict=False):  # later rows are padding
+            spans.setdefault((lead, action), Span(lead, action, *moments))
+    return list(spans.values())
 
 
 def _costed(graph: Graph, seen: Simulation) -> Graph:

@@ -18,11 +18,12 @@ from ranks import run_ranks
 from zoo import CASES
 
 M = 4
+PIPELINE = Modality(pp_size=2)
 
 
-def train(rank: int, schedule: str, path: str) -> None:
+def train(rank: int, schedule: str, path: str, language: Modality = PIPELINE) -> None:
     case = CASES["llava"]
-    modalities = {"vision": Modality(), "language": Modality(pp_size=2)}
+    modalities = {"vision": Modality(), "language": language}
     batches = [case.batch(8, seed=1), case.batch(8, seed=2), case.batch(3, seed=3)]  # the last one is not whole
     fit(case.build(), batches, strategy(modalities, schedule=schedule, num_microbatches=M, timeline=path), 3)
 
@@ -51,6 +52,14 @@ def test_measured_and_simulated_run_the_same_actions_in_the_same_order(schedule:
     stages = 5 if schedule == "zbv" else 3
     assert len(forwards) == 2 * stages * M
     assert any(span["cat"] == "weight gradient" for spans in found.values() for span in spans) == (schedule == "zbv")
+
+
+def test_ranks_that_share_layers_are_drawn_once(tmp_path: Path) -> None:
+    """vision: rank 0; language: ranks 1-2, with tp_size=2."""
+    run_ranks(3, train, "1f1b", str(tmp_path / "run.json"), Modality(tp_size=2))
+    found = events(tmp_path / "run.json")
+    assert sorted(name.split()[0] for name in found) == ["0", "0", "1", "1"]
+    assert all(len(spans) == 2 * M and all(span["dur"] > 0 for span in spans) for spans in found.values())
 
 
 def test_a_run_draws_a_picture(tmp_path: Path) -> None:
