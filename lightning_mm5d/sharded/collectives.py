@@ -10,7 +10,7 @@ Shards may be of unequal lengths: shorter ones travel padded.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_mm5d.sharded.torch_internals import is_view
+
+OfTensor = Callable[[Tensor], Tensor]
 
 
 class TensorGroup:
@@ -154,96 +156,74 @@ def dry_run(groups: Iterable[TensorGroup]) -> Iterator[None]:
             group.is_silent = False
 
 
+class _Differentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: OfTensor, backward: OfTensor) -> Tensor:
+        ctx.backward_of = backward
+        return forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.backward_of(gradient[0]), None, None
+
+
+def differentiable(x: Tensor, forward: OfTensor, backward: OfTensor) -> Tensor:
+    """Return ``forward(x)``; the gradient of `x` is ``backward`` of that of the result."""
+    return _Differentiable.apply(x, forward, backward)
+
+
+def view(x: Tensor) -> Tensor:
+    """Return `x` as another tensor, as the forward of an autograd function must."""
+    return x.view_as(x)
+
+
 def copy(x: Tensor, group: TensorGroup) -> Tensor:
     """Return the replicated `x` for work on sharded weights; its gradients, which are partial, are summed."""
-    return _Copy.apply(x, group)
+    return differentiable(x, view, group.sum)
 
 
 def reduce(x: Tensor, group: TensorGroup) -> Tensor:
     """Return the sum of the partial `x`, replicated; the gradient of the sum is that of each rank's summand."""
-    return _Reduce.apply(x, group)
+    return differentiable(x, group.sum, lambda gradient: gradient)
 
 
 def gather(x: Tensor, dim: int, lengths: Sequence[int], group: TensorGroup) -> Tensor:
     """Return the sharded `x` in full, for work that all ranks repeat; each takes the gradient of its shard."""
-    return _Gather.apply(x, dim, tuple(lengths), group, False)
+    return differentiable(
+        x, lambda x: group.gather(x, dim, lengths), lambda gradient: group.local_of(gradient, dim, lengths)
+    )
 
 
 def gather_for_shards(x: Tensor, dim: int, lengths: Sequence[int], group: TensorGroup) -> Tensor:
     """Return the sharded `x` in full, for work on sharded weights: its gradients, which are partial, are summed."""
-    return _Gather.apply(x, dim, tuple(lengths), group, True)
+    return differentiable(
+        x, lambda x: group.gather(x, dim, lengths), lambda gradient: group.sum_scattered(gradient, dim, lengths)
+    )
 
 
 def scatter(x: Tensor, dim: int, lengths: Sequence[int], group: TensorGroup) -> Tensor:
     """Return this rank's shard of the replicated `x`; the gradients of all shards are gathered."""
-    return _Scatter.apply(x, dim, tuple(lengths), group, False)
+
+    def local(x: Tensor) -> Tensor:
+        # a copy, never a view: it may be written to, and lets go of the full tensor
+        return group.local_of(x, dim, lengths).clone(memory_format=torch.contiguous_format)
+
+    return differentiable(x, local, lambda gradient: group.gather(gradient, dim, lengths))
 
 
 def reduce_scatter(x: Tensor, dim: int, lengths: Sequence[int], group: TensorGroup) -> Tensor:
     """Return this rank's shard of the sum of the partial `x`; the gradients of all shards are gathered."""
-    return _Scatter.apply(x, dim, tuple(lengths), group, True)
+    return differentiable(
+        x, lambda x: group.sum_scattered(x, dim, lengths), lambda gradient: group.gather(gradient, dim, lengths)
+    )
 
 
 def exchange(
     x: Tensor, source: int, before: Sequence[int], target: int, after: Sequence[int], group: TensorGroup
 ) -> Tensor:
     """Return this rank's shard along `target` of an `x` sharded along `source`; gradients go the way back."""
-    return _Exchange.apply(x, (source, tuple(before)), (target, tuple(after)), group)
-
-
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.group.sum(gradient[0]), None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
-        return group.sum(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return gradient[0], None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, lengths: tuple[int, ...], group: TensorGroup, sums: bool) -> Tensor:
-        ctx.dim, ctx.lengths, ctx.group, ctx.sums = dim, lengths, group, sums
-        return group.gather(x, dim, lengths)
-
-    @staticmethod
-    def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor | None, ...]:
-        take = ctx.group.sum_scattered if ctx.sums else ctx.group.local_of
-        return take(gradient[0], ctx.dim, ctx.lengths), None, None, None, None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, lengths: tuple[int, ...], group: TensorGroup, sums: bool) -> Tensor:
-        ctx.dim, ctx.lengths, ctx.group = dim, lengths, group
-        if sums:
-            return group.sum_scattered(x, dim, lengths)
-        # a copy, never a view: it may be written to, and lets go of the full tensor
-        return group.local_of(x, dim, lengths).clone(memory_format=torch.contiguous_format)
-
-    @staticmethod
-    def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.group.gather(gradient[0], ctx.dim, ctx.lengths), None, None, None, None
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, source: Any, target: Any, group: TensorGroup) -> Tensor:
-        ctx.source, ctx.target, ctx.group = source, target, group
-        return group.exchange(x, *source, *target)
-
-    @staticmethod
-    def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.group.exchange(gradient[0], *ctx.target, *ctx.source), None, None, None
+    return differentiable(
+        x,
+        lambda x: group.exchange(x, source, before, target, after),
+        lambda gradient: group.exchange(gradient, target, after, source, before),
+    )

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_mm5d.layout.even_split import even_lengths
-from lightning_mm5d.sharded.collectives import TensorGroup, copy
+from lightning_mm5d.sharded.collectives import TensorGroup, copy, differentiable, view
 from lightning_mm5d.sharded.tensor import Sharded, from_local
 from lightning_mm5d.sharded.token_split import TokenSplit
 from lightning_mm5d.sharded.torch_internals import is_view
@@ -87,19 +87,31 @@ class ShardedSequence:
         """The replicated `x` for work on local tensors."""
         if x.is_leaf and self.holders.averages(x):
             return x if self.holders.tensor is None else copy(x, self.holders.tensor)
-        return _Copied.apply(x, self)
+        ranks, degree = self.holders.ranks, self.factor
+        return differentiable(x, view, lambda gradient: ranks.sum(gradient) / degree)
 
     def scattered(self, x: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
         """This rank's tokens of the replicated `x`; the gradients of all tokens are gathered."""
-        return _Scattered.apply(x, dim, self)
+
+        def own(x: Tensor) -> Tensor:
+            local = self.local_of(x, dim, lengths)
+            # never a view: it may be written to, and lets go of the full tensor
+            return local.clone(memory_format=torch.contiguous_format) if is_view(local) else local
+
+        return differentiable(x, own, lambda gradient: self.gather(gradient, dim, lengths) / self.factor)
 
     def gathered(self, x: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
         """The full tensor, for work that all ranks repeat; each takes the gradient of its tokens."""
-        return _Gathered.apply(x, dim, self)
+        return differentiable(
+            x,
+            lambda x: self.gather(x, dim, lengths),
+            lambda gradient: self.local_of(gradient, dim, lengths) * self.factor,
+        )
 
     def total(self, x: Tensor) -> Tensor:
         """The sum over ranks of what each computed of its tokens, replicated."""
-        return _Total.apply(x, self)
+        factor = self.factor
+        return differentiable(x, self.holders.ranks.sum, lambda gradient: gradient * factor)
 
     def merged(self, count: int) -> ShardedSequence:
         """`count` sequences of this kind in a row, as one."""
@@ -215,52 +227,3 @@ def refined(split: TokenSplit, count: int) -> TokenSplit:
                     pieces.insert(0, (end, stop))
             ranges.append(taken)
     return TokenSplit.of(ranges, split.size)
-
-
-class _Copied(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sequence: ShardedSequence) -> Tensor:
-        ctx.holders = sequence.holders
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.holders.ranks.sum(gradient[0]) / ctx.holders.degree, None
-
-
-class _Scattered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, sequence: ShardedSequence) -> Tensor:
-        ctx.dim, ctx.sequence = dim, sequence
-        local = sequence.local_of(x, dim, sequence.lengths)
-        # never a view: it may be written to, and lets go of the full tensor
-        return local.clone(memory_format=torch.contiguous_format) if is_view(local) else local
-
-    @staticmethod
-    def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor | None, ...]:
-        sequence = ctx.sequence
-        full = sequence.gather(gradient[0], ctx.dim, sequence.lengths)
-        return full / sequence.holders.degree, None, None
-
-
-class _Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, sequence: ShardedSequence) -> Tensor:
-        ctx.dim, ctx.sequence = dim, sequence
-        return sequence.gather(x, dim, sequence.lengths)
-
-    @staticmethod
-    def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor | None, ...]:
-        sequence = ctx.sequence
-        return sequence.local_of(gradient[0], ctx.dim, sequence.lengths) * sequence.holders.degree, None, None
-
-
-class _Total(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sequence: ShardedSequence) -> Tensor:
-        ctx.degree = sequence.holders.degree
-        return sequence.holders.ranks.sum(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return gradient[0] * ctx.degree, None
