@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from lightning import seed_everything
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from context_parallel.runs import PAIR, PIPE, Stream, same_steps, shared, steps, text
@@ -505,3 +506,29 @@ def test_torchs_attention_is_found_wherever_a_layer_calls_it(layer: type[nn.Modu
         return steps(run, Own(layer), Stream((16, 11)))
 
     same_steps(outcomes(layout, scenario, num_microbatches=1)["scenario"], 1e-9)
+
+
+class Recomputing(Own):
+    """Computes each of its layers, which call torch's attention by themselves, again for the backward."""
+
+    def __init__(self, *, is_reentrant: bool) -> None:
+        super().__init__(Layer)
+        self.is_reentrant = is_reentrant
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        hidden = self.embedding(batch["input_ids"])
+        for layer in self.layers:
+            hidden = checkpoint(layer, hidden, use_reentrant=self.is_reentrant)
+        return F.cross_entropy(self.head(hidden)[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten())
+
+
+@pytest.mark.usefixtures("float64")
+def test_layers_that_call_torchs_attention_may_be_computed_again_as_a_whole() -> None:
+    layout = Layout({"language": Modality(cp_size=2, module=["embedding", "layers", "head"])}, 2)
+
+    def scenario(run: Run) -> Any:
+        return [steps(run, Recomputing(is_reentrant=is_reentrant), Stream((16, 11))) for is_reentrant in (True, False)]
+
+    outcome = outcomes(layout, scenario, num_microbatches=1)["scenario"]
+    for index in range(2):
+        same_steps(Outcome(outcome.one[index], [rank[index] for rank in outcome.ranks]), 1e-9)
