@@ -21,7 +21,7 @@ _LONG = 20  # names; longer lists are not printed
 
 
 def one_line(message: str) -> str:
-    """The message in one line, without the types that jsonargparse tried in vain, with the key that is nearest."""
+    """The message in one line, without the list of types that jsonargparse tried, and with the nearest key."""
     lines = [line.strip().removeprefix("- ") for line in message.splitlines()]
     kept = " ".join(line for line in lines if not line.startswith(_NOISE)).replace(_UNION, "")
     text = " ".join((" ".join(lines) if kept.rstrip().endswith(":") else kept).split())

@@ -9,7 +9,7 @@ idle; sent from each source to each target, it would cross several times. So, fo
 2. *Join*: each target puts the pieces of its interval together.
 3. *Gather*: the targets exchange their intervals, all tensors in one collective.
 
-Tensors under 1 KiB are not divided: each target gets the full tensor from the source that covers its beginning, so they
+Tensors under 1 KiB are not split: each target gets the full tensor from the source that covers its beginning, so they
 cross once per target. So do *own* tensors, of which each source holds a shard for the target of the same index.
 
 A piece whose source and target are the same rank does not touch the network. Where every target is a source too,
@@ -35,7 +35,7 @@ from torch import Tensor
 from lightning_mm5d.engine import codec
 from lightning_mm5d.engine.transport import Channel, Transport
 
-WHOLE_BYTES = 1024  # a tensor of fewer bytes is not divided
+WHOLE_BYTES = 1024  # a tensor of fewer bytes is not split
 
 
 class Bridge:
@@ -86,7 +86,7 @@ class Bridge:
             self._transport.expect(channel, count)
 
     def send(self, meta: Any, tensors: Sequence[Tensor], own: frozenset[int] = frozenset()) -> None:
-        """Send one payload, on every source alike, without waiting; see `Transport.send`.
+        """Send one payload without waiting; every source calls it with equal arguments. See `Transport.send`.
 
         Args:
             meta: JSON, equal on all sources.
@@ -100,7 +100,7 @@ class Bridge:
         """
         a, b = len(self._sources), len(self._targets)
         assert self._rank in self._sources, f"rank {self._rank} does not send on {self._name}"
-        assert not own or a == b, f"{a} sources of {self._name} have no parts of their own for {b} targets"
+        assert not own or a == b, f"{a} sources of {self._name} have no shards of their own for {b} targets"
         assert own <= set(range(len(tensors))), f"{self._name}: no tensors at {sorted(own)} of {len(tensors)}"
         if self._is_plain:
             for channel, _, _ in self._outgoing:
@@ -120,10 +120,10 @@ class Bridge:
             self._transport.send(channel, [meta, shapes], pieces)
 
     def recv(self) -> tuple[Any, list[Tensor]]:
-        """Return the next payload as (meta, tensors), on every target alike, waiting until it is there.
+        """Return the next payload as (meta, tensors), equal on every target, waiting until it is there.
 
         Tensors are contiguous, except where every target is a source: then they are the very memory that was sent, of
-        any strides. What is not divided may be that memory too where it comes from this rank.
+        any strides. A tensor that is not split may be that memory too, where it comes from this rank.
 
         Raises:
             TransportError: when a peer was lost meanwhile, whichever it was.
@@ -136,9 +136,9 @@ class Bridge:
         meta, shapes = arrived[0][0]
         for channel, ((_, others), _) in zip(self._incoming, arrived, strict=True):
             assert others == shapes, f"{channel}: {others} from {channel.src_rank}, {shapes} from another rank"
-        divided = [shape for shape in shapes if shape is not None]
-        whole = iter(arrived[0][1][len(divided) :])
-        joined = iter(self._join([tensors[: len(divided)] for _, tensors in arrived], divided))
+        split = [shape for shape in shapes if shape is not None]
+        whole = iter(arrived[0][1][len(split) :])
+        joined = iter(self._join([tensors[: len(split)] for _, tensors in arrived], split))
         return meta, [next(whole).contiguous() if shape is None else next(joined) for shape in shapes]
 
     def _pairs(self) -> list[tuple[int, int]]:

@@ -289,7 +289,7 @@ class Engine:
         if highest - lowest > 1e-4 * max(abs(highest), abs(lowest)):
             raise StageError(
                 f"the ranks that share stage {stage} have unequal losses in the first step, from {lowest:.6g} to "
-                f"{highest:.6g}. The step takes the values of a divided parameter by itself (`lm_head.weight`, or a "
+                f"{highest:.6g}. The step reads the values of a sharded parameter itself (`lm_head.weight`, or a "
                 "penalty over `self.parameters()`), or depends on the rank: call the module instead, use the "
                 "optimizer's weight_decay, or set tp_size and cp_size to 1"
             )

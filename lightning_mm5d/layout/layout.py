@@ -211,7 +211,7 @@ class Layout:
         return tuple(sorted({share.replica for served in shares for share in served}))
 
     def same_ranks(self, a: str, b: str) -> bool:
-        """Whether two modalities run as one: a single stage each, divided alike over the same ranks."""
+        """Whether two modalities run as one: a single stage each, with equal sizes on the same ranks."""
         return self.axes[a].pp == 1 and self.axes[a] == self.axes[b] and self.ranks[a] == self.ranks[b]
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Enumerates placements of modalities on ranks; each is divided so that its largest load is smallest.
+"""Enumerates placements of modalities on ranks; each splits layers so that the largest load of a rank is smallest.
 
 There are four ways to place an encoder. It has its own ranks; its last stage shares the language model's first rank,
 after own ranks or without any; each of the language model's ranks runs a replica of it on some of the microbatches; or
@@ -23,7 +23,7 @@ _BITS = 50  # of the sum of all costs, which are scaled and rounded to integers
 
 @dataclass(frozen=True)
 class Placement:
-    """Where each modality runs, and how its layers are divided.
+    """Where each modality runs, and how its layers are split.
 
     Attributes:
         owners: whose ranks each encoder shares; None for ranks of its own.
@@ -60,7 +60,7 @@ class Space:
 
     Attributes:
         scale: factor from costs to loads, before rounding.
-        seen: number of placements that `best` has divided.
+        seen: number of placements that `best` has split.
     """
 
     def __init__(

@@ -110,7 +110,7 @@ class Proposal:
         times = [f"{what} ({unit.symbol})" for what in ("makespan", "busiest rank", "per microbatch")]
         page: Page = [
             f"ranks: {plan.layout.size}, microbatches: {self.proposed.num_microbatches // replicas} per replica, "
-            f"placements divided: {found.placed}, simulated under {outcome.schedule}: {found.simulated}, "
+            f"placements split: {found.placed}, simulated under {outcome.schedule}: {found.simulated}, "
             f"times in {unit.meaning}",
             Table.of(("layout", "replicas", *times, "idle"), layouts),
             Table.of(("rank", "layers", f"busy ({unit.symbol})", "idle"), each),

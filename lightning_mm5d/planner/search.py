@@ -38,7 +38,7 @@ class Found:
         modalities: the configuration, with `pp_size`, `pipeline_template` and `colocate_with` chosen.
         busiest: the largest work of a rank in a step, in the unit of the costs.
         makespan: duration of the simulated step of one replica, in the unit of the costs.
-        placed: number of placements that were divided.
+        placed: number of placements that were split.
         simulated: number of placements whose step was simulated.
     """
 

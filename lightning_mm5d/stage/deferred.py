@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D  # the projections of GPT-2 and its kin
 
+from lightning_mm5d.config.errors import private
+
 
 class Deferred:
     """The weight gradients of one microbatch in one stage that are still to be computed.
@@ -99,7 +101,7 @@ def defers(module: nn.Module, x: Tensor) -> bool:
         and weight.requires_grad
         and x.requires_grad
         and torch.is_grad_enabled()
-        and not (weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None))
+        and not (private(weight, "_backward_hooks") or private(weight, "_post_accumulate_grad_hooks"))
         and not weight.is_complex()
     )
 

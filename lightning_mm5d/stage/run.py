@@ -254,7 +254,7 @@ class Run:
         """
         packer = Packer(keeps_sharded=True)
         boundaries = [
-            # other modalities may be divided over other ranks
+            # other modalities may be sharded over other ranks
             [name, packer.describe(unsharded(self._runtime.read_fields(name, result)))]
             for name, result in self._boundaries_out
             if self._runtime.modality_of(name) in modalities

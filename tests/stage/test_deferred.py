@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
+from lightning_mm5d.config.errors import private
 from lightning_mm5d.stage.deferred import Deferred, deferred_linear, defers, is_linear
 
 
@@ -206,3 +207,8 @@ def test_results_can_be_changed_in_place() -> None:
 
 def test_complex_weights_are_left_to_the_layer() -> None:
     assert not defers(nn.Linear(2, 2, dtype=torch.complex64), torch.zeros(1, 2, dtype=torch.complex64).requires_grad_())
+
+
+@pytest.mark.parametrize("name", ["_backward_hooks", "_post_accumulate_grad_hooks"])
+def test_torch_has_the_private_names_that_tell_of_hooks(name: str) -> None:
+    assert private(nn.Linear(1, 1).weight, name) is None

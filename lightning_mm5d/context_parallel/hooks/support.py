@@ -46,7 +46,7 @@ def check_layers(modalities: Mapping[str, Modality], root: nn.Module, layers: Ma
             continue
         path = layers.get(name)
         if path is None:
-            rule = f"{name!r} has no list of layers, between which its sequences could be divided"
+            rule = f"{name!r} has no list of layers, between which its sequences could be sharded"
             raise ConfigError(f"modalities.{name}.cp_size", modality.cp_size, rule, "Use 1")
         if modality.cp_mode == "items":
             continue
@@ -83,7 +83,7 @@ def _check_layer(
         bias = next((found for found in sorted(names) if found.startswith(_BIASES)), None)
         mixes = next((found for found in _MIXES if found in names), None)
         if module in attends and bias is not None:
-            raise refuse(module, f"adds a bias by position to its scores ({bias}), which would have to be divided")
+            raise refuse(module, f"adds a bias by position to its scores ({bias}), which would have to be sharded")
         if module in attends and "arange" in names and _scales_by_position(part):
             how = " (with attn_temperature_tuning; set it to False)" if hasattr(part, "attn_temperature_tuning") else ""
             raise refuse(module, f"counts positions in what it is given, which are some of the tokens{how}")
