@@ -354,7 +354,7 @@ def test_where_every_target_is_a_source_each_gets_its_own_memory(
 
 def test_own_tensors_between_groups_of_different_sizes_are_refused(transport: Transport) -> None:
     way = make(transport, (0,), (1, 2))
-    with pytest.raises(AssertionError, match=r"1 sources of .* have no parts of their own for 2 targets"):
+    with pytest.raises(AssertionError, match=r"1 sources of .* have no shards of their own for 2 targets"):
         way.send(None, [torch.ones(3)], frozenset({0}))
 
 
