@@ -7,6 +7,7 @@ of the configuration, variables, and strategies that are no `MultimodalStrategy`
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,19 @@ import yaml
 from lightning_mm5d.config.checks import check
 from lightning_mm5d.config.errors import ConfigError
 
+FIELDS = (
+    "modalities",
+    "schedule",
+    "num_microbatches",
+    "microbatching",
+    "loss_weight",
+    "placement",
+    "start_method",
+    "process_group_backend",
+    "timeout",
+    "timeline",
+)
+"""What a user may say of the strategy."""
 CHECKED = ("modalities", "schedule", "num_microbatches")
 _PREFIXES = ("--trainer.strategy.init_args.", "--trainer.strategy.", "--")
 
@@ -88,6 +102,9 @@ def _read(config: Path) -> dict[str, Any]:
         raise ConfigError("CONFIG", str(config), f"It cannot be read: {error.strerror}", "Name a YAML file") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError("CONFIG", str(config), f"It is no YAML: {error}", "Correct it there") from error
+    if isinstance(content, dict) and "trainer" in content and not isinstance(content["trainer"], dict):
+        rule = "It maps settings of the trainer, such as devices and strategy, to their values"
+        raise ConfigError("trainer", content["trainer"], rule, "Leave the key out, or name a setting under it")
     if not isinstance(content, dict):
         rule = "A configuration maps keys such as trainer, model and data to settings"
         raise ConfigError("CONFIG", str(config), rule, "Name a configuration of a LightningCLI")
@@ -124,7 +141,8 @@ def check_early(contents: Sequence[Mapping[str, Any]], overrides: Sequence[str])
     parser.add_argument("--num_microbatches", type=int, default=1)
     parsed = parser.parse_args(arguments)
     made = (getattr(parser, "instantiate", None) or parser.instantiate_classes)(parsed)
-    own = is_table(made.schedule) or "." in made.schedule  # a table, or the path of a function
+    # a table, or the path of a function
+    own = made.schedule is not None and (is_table(made.schedule) or "." in made.schedule)
     check(
         made.modalities or {"model": Modality()},
         num_microbatches=made.num_microbatches,
@@ -146,11 +164,27 @@ def _checked(content: Mapping[str, Any]) -> str:
     ):
         raise _UnresolvedError
     arguments = found.get("init_args", found)
+    if isinstance(arguments, dict):
+        _check_keys(arguments, only_near="trainer" not in content)
     kept = {key: arguments[key] for key in CHECKED if key in arguments} if isinstance(arguments, dict) else {}
     text = yaml.safe_dump(kept, sort_keys=False)
     if "${" in text or not isinstance(kept.get("modalities") or {}, dict):
         raise _UnresolvedError
     return text
+
+
+def _check_keys(arguments: Mapping[str, Any], *, only_near: bool) -> None:
+    """Refuse keys that are no fields of the strategy: the parser of the LightningCLI passes over some of them.
+
+    Args:
+        arguments: of the strategy, or a whole file that gives sizes alone.
+        only_near: whether other keys are fine unless they look like a field.
+    """
+    for key in arguments:
+        near = difflib.get_close_matches(str(key), FIELDS, n=1, cutoff=0.8 if only_near else 0.0)
+        if key not in (*FIELDS, "class_path", "dict_kwargs") and near:
+            fix = f"Did you mean {near[0]!r}? There are {', '.join(FIELDS)}"
+            raise ConfigError(str(key), arguments[key], "The strategy has no such field", fix)
 
 
 def _overriding(overrides: Sequence[str]) -> Iterator[str]:
@@ -164,6 +198,13 @@ def _overriding(overrides: Sequence[str]) -> Iterator[str]:
         field = next((name.removeprefix(prefix) for prefix in _PREFIXES if name.startswith(prefix)), "")
         if field.split(".")[0] not in CHECKED:
             continue
-        if field == "modalities" and not isinstance(yaml.safe_load(value), dict):
+        if field == "modalities" and not isinstance(_loaded(name, value), dict):
             raise _UnresolvedError
         yield f"--{field}={value}"
+
+
+def _loaded(option: str, value: str) -> Any:
+    try:
+        return yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(option, value, "It is no YAML", "Write for instance {language: {pp_size: 2}}") from error

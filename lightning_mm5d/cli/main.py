@@ -11,6 +11,7 @@ cannot work; an interrupt ends it with exit code 130.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -41,6 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("mm5d: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # the reader, for instance `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 def _run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:

@@ -15,6 +15,8 @@ from typing import Any, TypeGuard, get_args, get_type_hints
 from lightning_mm5d.config.errors import ConfigError, did_you_mean, one_of
 from lightning_mm5d.config.modality import Modality, PipelineTemplate, colocated_dp, loss_modality_of
 
+MOST = 2**20  # more ranks, stages or microbatches than any run has
+
 
 def check(
     modalities: Mapping[str, Modality],
@@ -258,6 +260,8 @@ def _check_shared_stage(name: str, modality: Modality, owner: str, pp: int, shar
 
 
 def _check_count(field: str, value: object) -> None:
+    if isinstance(value, int) and value > MOST:
+        raise ConfigError(field, value, f"It is a whole number of at most {MOST}", f"The nearest is {MOST}")
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         near = max(1, int(value)) if isinstance(value, int | float) and value < 2**31 else 1
         raise ConfigError(field, value, "It is a whole number of at least 1", f"The nearest is {near}")

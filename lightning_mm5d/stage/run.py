@@ -122,11 +122,10 @@ class Run:
         return self.result
 
     def _check_used(self) -> None:
-        """Refuse results of an encoder that arrived and were not used: they would get no gradient."""
+        """Refuse results of an encoder that arrived in its last consumer and were not used: they get no gradient."""
         for name, results in self._boundaries_in.items():
-            used = self._consumed.get(name, 0)
-            if used < len(results):
-                modality = self._runtime.modality_of(name)
+            used, modality = self._consumed.get(name, 0), self._runtime.modality_of(name)
+            if modality in self.stage.must_use and used < len(results):
                 raise StageError(
                     f"{len(results)} results of {name} arrived in stage {self.stage.name}, and the step used {used} of "
                     f"them there: set modalities.{modality}.feeds to the stages whose layers follow its use, or "

@@ -25,6 +25,7 @@ class StageView:
         name: key of the stage.
         cuts: the layers that it holds, by modality (several where modalities run as one).
         consumes: the encoders whose results it is sent.
+        must_use: those of them that no later stage is sent.
         is_last: whether the step runs to its end here.
         stops_early: whether everything that it computes is made before the layers of the loss modality run.
     """
@@ -32,6 +33,7 @@ class StageView:
     name: StageKey
     cuts: Mapping[str, StageCut]
     consumes: frozenset[str]
+    must_use: frozenset[str]
     is_last: bool
     stops_early: bool
 
@@ -48,6 +50,7 @@ def views(
     """
     cuts = {cut.name: cut for stages in partition.stages.values() for cut in stages}
     last = partition.stages[partition.loss_modality][-1].name
+    final = {encoder: key for key in members for encoder in consumes.get(key, ())}  # stages stand in their order
     found = {}
     for key, names in members.items():
         held = {cuts[name].modality: cuts[name] for name in names}
@@ -55,6 +58,7 @@ def views(
             name=key,
             cuts=held,
             consumes=consumes.get(key, frozenset()),
+            must_use=frozenset(encoder for encoder, last_key in final.items() if last_key == key),
             is_last=last in names,
             stops_early=all(name in partition.encoders and partition.encoders[name].precedes for name in held),
         )

@@ -62,6 +62,13 @@ class Optimization:
         for optimizer in optimizers:
             inner = getattr(optimizer, "optimizer", optimizer)
             names = {cls.__name__ for cls in type(inner).__mro__}
+            if "LBFGS" in names and self._plan.topology.edges:
+                raise ConfigError(
+                    "configure_optimizers",
+                    type(inner).__name__,
+                    "Its update of a parameter depends on all others, and ranks of several stages hold parts of them",
+                    "Use an optimizer that works by parameter, such as AdamW, or one stage (colocate all, pp_size=1)",
+                )
             if self._plan.division.shards and not names.isdisjoint(_OVER_FULL_MATRICES):
                 raise ConfigError(
                     "configure_optimizers",

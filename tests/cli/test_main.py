@@ -6,11 +6,14 @@ import io
 import re
 import subprocess
 import sys
+from inspect import signature
 from pathlib import Path
 
 import pytest
 
+from lightning_mm5d import MultimodalStrategy
 from lightning_mm5d.cli import doctor, terminal
+from lightning_mm5d.cli.configuration import FIELDS
 from lightning_mm5d.cli.main import main
 from lightning_mm5d.planner.tables import Table
 
@@ -137,3 +140,39 @@ def test_tables_fold_to_the_terminal_and_nothing_is_cut_off(monkeypatch: pytest.
     assert "".join(line[4:].strip() for line in lines[1:-1]) == "word" * 40
     assert lines[-1] == "x" * 60
     assert plain.getvalue() == f"rank  layers\n   0  {'word' * 20}\n   1  {'word' * 20}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("modalitys: {language: {}}", "Did you mean 'modalities'"),
+        (
+            "trainer: {strategy: {class_path: lightning_mm5d.MultimodalStrategy, init_args: {modalites: {}}}}",
+            "modalities",
+        ),
+        ("trainer:", "trainer: got None"),
+        ("schedule:", "schedule: got None"),
+        ("modalities: {language: {tp_size: 99999999999999999999}}", "at most"),
+    ],
+)
+def test_a_file_that_says_something_else_is_refused(
+    text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "sizes.yaml").write_text(text)
+    assert main(["simulate", str(tmp_path / "sizes.yaml")]) == 2
+    printed = capsys.readouterr()
+    assert words in printed.err
+    assert len(printed.err.strip().splitlines()) == 1
+
+
+def test_an_option_that_is_no_yaml_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "sizes.yaml").write_text("modalities: {language: {pp_size: 2}}")
+    assert main(["simulate", str(tmp_path / "sizes.yaml"), "--modalities=["]) == 2
+    assert "It is no YAML" in capsys.readouterr().err
+
+
+def test_the_fields_are_those_of_the_strategy() -> None:
+    """The trainer sets the others."""
+    parameters = list(signature(MultimodalStrategy).parameters)
+    assert parameters[: len(FIELDS)] == list(FIELDS)
+    assert parameters[len(FIELDS)] == "accelerator"

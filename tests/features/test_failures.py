@@ -93,6 +93,13 @@ class NoLoss(Toy):
         self.loss(batch)
 
 
+class OverAllParameters(Toy):
+    """Its optimizer's update of a parameter depends on all others."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
 class OwnReduction(Toy):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.loss(batch)
@@ -125,6 +132,7 @@ CASES = {
     "layers that change the shape": (ChangesShape, PIPE, "StageError", "pp_size"),
     "a model called twice": (CallsTwice, PIPE, "StageError", "pp_size=1"),
     "features that no step uses": (UsesFeaturesAfterTheLayers, FED_TOO_EARLY, "StageError", "feeds"),
+    "an optimizer over all parameters": (OverAllParameters, PAIR, "ConfigError", "AdamW"),
     "no loss": (NoLoss, TWINS, "ConfigError", "training_step"),
     "a reduction of one's own": (OwnReduction, PIPE, "ConfigError", "reduce_fx"),
     "a batch that cannot be cut": (Uncut, PAIR, "ConfigError", "table"),

@@ -667,9 +667,9 @@ def test_a_finer_sequence_knows_the_coarser_one() -> None:
             holders = fine.holders.coarser
             assert holders is not None
             coarse = ShardedSequence(layout.split, holders)
-            assert fine.coarser.split is layout.split
+            assert fine.coarser.split == layout.split
             assert fine.coarser.holders is holders
-            assert coarse.finer.split is fine.split
+            assert coarse.finer.split == fine.split
             assert coarse.finer is coarse.finer
             assert coarse.coarser is coarse
             assert fine.finer is fine

@@ -163,7 +163,7 @@ def test_the_example_in_the_error_works() -> None:
     path = next(path for path, module in root.named_modules() if isinstance(module, nn.ModuleList))
     with pytest.raises(ConfigError) as caught:
         plans_of(root, layers={"vision": path})
-    example = caught.value.fix.partition("divided: ")[2]
+    example = caught.value.fix.partition("sharded: ")[2]
     eval(example, {one.__name__: one for one in (register_tensor_parallel_plan, TensorParallelPlan)})
     assert plans_of(root, layers={"vision": path})[f"{path}.0"] == (UP_AND_DOWN,)
 

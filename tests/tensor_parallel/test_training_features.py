@@ -95,7 +95,7 @@ class Writer(Judge):
             self.model.generate(prompt, max_new_tokens=6, do_sample=False, use_cache=cached)  # type: ignore[operator]
             for cached in (True, False)
         ]
-        sampled = self.model.generate(prompt, max_new_tokens=6, do_sample=True, top_k=8)  # type: ignore[operator]
+        sampled = self.model.generate(prompt, min_new_tokens=6, max_new_tokens=6, do_sample=True, top_k=8)  # type: ignore[operator]
         return {"greedy": written[0], "without cache": written[1], "sampled": sampled}
 
 
