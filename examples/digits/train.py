@@ -67,8 +67,9 @@ class Report(L.Callback):
         draw_answers(self.shown, folder / "answers.png")
         if simulation is not None:
             from lightning_mm5d.planner.drawing import draw
+            from lightning_mm5d.planner.time_units import WORK
 
-            draw(simulation, folder / "timeline.png")
+            draw(simulation, folder / "timeline.png", unit=WORK)
         accuracy = float(trainer.callback_metrics["val_accuracy"])
         print(f"\nheld-out accuracy {accuracy:.1%} (by chance about 1%); see {folder}")
 
