@@ -269,7 +269,7 @@ class Engine:
         if self._checked:
             return
         self._checked = True
-        self._check_alike(loss, stage)
+        self._check_equal_losses(loss, stage)
         if self._plan.topology.edges and bool(loss.detach().isnan()):
             remote = sorted(set(self._plan.partition.layers) - set(self._views[stage].cuts)) or ["earlier layers"]
             raise StageError(
@@ -279,7 +279,7 @@ class Engine:
                 "pp_size to 1 where a modality uses states from between its layers"
             )
 
-    def _check_alike(self, loss: Tensor, stage: StageKey) -> None:
+    def _check_equal_losses(self, loss: Tensor, stage: StageKey) -> None:
         """Refuse unequal losses of the ranks that share the last layers: their weights would drift apart."""
         group = self._runtime.sharing(self._plan.partition.loss_modality)
         if group is None:
