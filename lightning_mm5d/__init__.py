@@ -13,6 +13,13 @@ from wrapt import register_post_import_hook
 
 if TYPE_CHECKING:
     from lightning_mm5d.config import ConfigError, Modality, PipelineTemplate
+    from lightning_mm5d.config.errors import (
+        NonFiniteError,
+        RankLostError,
+        RankMismatchError,
+        RemoteParameterError,
+        WatchdogTimeoutError,
+    )
     from lightning_mm5d.context_parallel.hooks.context_mask import multimodal_mask
     from lightning_mm5d.strategy import MultimodalStrategy
     from lightning_mm5d.tensor_parallel.layer_plan import TensorParallelPlan
@@ -22,8 +29,13 @@ __all__ = [
     "ConfigError",
     "Modality",
     "MultimodalStrategy",
+    "NonFiniteError",
     "PipelineTemplate",
+    "RankLostError",
+    "RankMismatchError",
+    "RemoteParameterError",
     "TensorParallelPlan",
+    "WatchdogTimeoutError",
     "multimodal_mask",
     "register_tensor_parallel_plan",
 ]
@@ -32,8 +44,13 @@ _HOMES = {
     "ConfigError": "config",
     "Modality": "config",
     "MultimodalStrategy": "strategy",
+    "NonFiniteError": "config.errors",
     "PipelineTemplate": "config",
+    "RankLostError": "config.errors",
+    "RankMismatchError": "config.errors",
+    "RemoteParameterError": "config.errors",
     "TensorParallelPlan": "tensor_parallel.layer_plan",
+    "WatchdogTimeoutError": "config.errors",
     "multimodal_mask": "context_parallel.hooks.context_mask",
     "register_tensor_parallel_plan": "tensor_parallel.plan_lookup",
 }

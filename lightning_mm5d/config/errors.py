@@ -1,7 +1,7 @@
-"""The error for what a user got wrong in a configuration, and the words for what would work.
+"""The errors that a user meets by name, and the words for what would work.
 
-One class, so that every refusal says the same four things: where it is, what it got, which rule it breaks and what
-would work. Bugs of this library are `AssertionError`s instead.
+`ConfigError` is one class, so that every refusal says the same four things: where it is, what it got, which rule it
+breaks and what would work. The others tell what ended a run. Bugs of this library are `AssertionError`s instead.
 """
 
 from __future__ import annotations
@@ -29,6 +29,26 @@ class ConfigError(ValueError):
 
     def __reduce__(self) -> tuple[type, tuple[str, Any, str, str]]:
         return type(self), (self.field, self.got, self.rule, self.fix)
+
+
+class RankLostError(RuntimeError):
+    """Another rank failed, died or no longer answers; the message names it, and its error where that is known."""
+
+
+class RankMismatchError(RuntimeError):
+    """Ranks disagree: on what they run, or on what comes next, so that they would wait for each other."""
+
+
+class WatchdogTimeoutError(RuntimeError):
+    """No rank made progress for longer than the watchdog allows; the message names the rank that others wait for."""
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or a gradient is NaN or infinite; no parameter was changed by it."""
+
+
+class RemoteParameterError(RuntimeError):
+    """A value was asked of a parameter that other ranks hold."""
 
 
 def private(holder: Any, name: str) -> Any:
