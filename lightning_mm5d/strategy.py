@@ -34,6 +34,7 @@ from lightning_mm5d.schedule import AnySchedule, Simulation, loaded
 from lightning_mm5d.trainer.process_group import message_device
 from lightning_mm5d.trainer.process_strategy import ProcessStrategy
 from lightning_mm5d.trainer.session import RunOptions, Session
+from lightning_mm5d.trainer.statements import loader, optimizers, structure
 from lightning_mm5d.trainer.validation import (
     check_batches,
     check_callbacks,
@@ -193,6 +194,8 @@ class MultimodalStrategy(ProcessStrategy):
         check_callbacks(vars(trainer)["callbacks"], plan)
         if trainer.state.fn == TrainerFn.FITTING:
             self._fit_plan = plan
+        assert self._agreement is not None
+        self._agreement.check("model", structure(module))
         equalize(module, message_device(self.root_device))
         self._failed = False
         options = RunOptions(
@@ -209,6 +212,7 @@ class MultimodalStrategy(ProcessStrategy):
         self.model_to_device()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
+            self._agreement.check("optimizers", optimizers(self.optimizers))
             self._session.optimization.adopt(self.optimizers)
         self.setup_precision_plugin()
         self._session.attach(trainer)
@@ -244,6 +248,8 @@ class MultimodalStrategy(ProcessStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         # also before `setup`: a module may ask in its own hook how many steps there will be
+        if self._agreement is not None:
+            self._agreement.check("dataloader", loader(dataloader))
         count = self.layout.num_replicas
         if any(len(self.layout.replica_ranks(number)) > 1 for number in range(count)):
             served = self.layout.replicas_of_rank(self.global_rank)

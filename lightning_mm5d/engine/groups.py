@@ -1,8 +1,8 @@
 """The one place that makes process groups, on all ranks, in one order.
 
 `torch.distributed.new_group` is collective over all ranks, members or not: a rank that calls it in another order hangs
-the others for longer than any timeout. So the ranks compare their wishes before each creation (one `all_gather_object`,
-little beside the creation itself). The hang becomes an immediate error that shows which rank asked for which group.
+the others for longer than any timeout. So the ranks compare their wishes before each creation, by a digest of 8 bytes.
+The hang becomes an immediate error that shows which rank asked for which group.
 
 It refuses ranks that do not ascend: `new_group` would sort them silently, and a mesh over such a group would
 compute wrong results.
@@ -14,7 +14,13 @@ import hashlib
 from collections.abc import Sequence
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
+
+from lightning_mm5d.config.errors import RankMismatchError
+
+_SHOWN_BYTES = 512  # of a wish, in an error
 
 
 class Groups:
@@ -23,9 +29,11 @@ class Groups:
     Args:
         timeout: how long an operation on one of the groups may wait for its peers.
         backend: for instance ``"gloo"``; None takes the default group's.
+        device: where messages of the default group live; None is host memory.
     """
 
-    def __init__(self, timeout: timedelta, backend: str | None = None) -> None:
+    def __init__(self, timeout: timedelta, backend: str | None = None, device: torch.device | None = None) -> None:
+        self._device = device
         self._timeout = timeout
         self._backend = backend
         self._made: dict[tuple[tuple[int, ...], str], dist.ProcessGroup | None] = {}
@@ -37,7 +45,7 @@ class Groups:
         same ``tag`` give the same group; another tag gives another communicator.
 
         Raises:
-            RuntimeError: on all ranks, when they do not agree on what to make.
+            RankMismatchError: on all ranks, when they do not agree on what to make.
         """
         key = (tuple(ranks), tag)
         assert key[0] == tuple(sorted(set(key[0]))), f"ranks of group {tag!r} must ascend, got {list(ranks)}"
@@ -54,7 +62,7 @@ class Groups:
             plan: what all ranks must agree on beside the number of groups; only its digest travels.
 
         Raises:
-            RuntimeError: on all ranks, when some are still making groups, or plan otherwise.
+            RankMismatchError: on all ranks, when some are still making groups, or plan otherwise.
         """
         digest = hashlib.blake2b(plan.encode(), digest_size=8).hexdigest()
         self._agree(f"no more than {len(self._made)} groups" + (f" and the plan {digest}" if plan else ""))
@@ -67,11 +75,21 @@ class Groups:
         self._made.clear()
 
     def _agree(self, plan: str) -> None:
-        plans: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(plans, plan)
-        if len(set(plans)) > 1:
-            asked = {p: [r for r, other in enumerate(plans) if other == p] for p in plans}
-            raise RuntimeError(
-                "ranks disagree on the next process group: "
-                + "; ".join(f"ranks {ranks} want {plan}" for plan, ranks in asked.items())
-            )
+        text = plan.encode()[:_SHOWN_BYTES]
+        digest = int.from_bytes(hashlib.blake2b(plan.encode(), digest_size=8).digest(), "big", signed=True)
+        if len(set(self._gathered(torch.tensor([digest]))[:, 0].tolist())) == 1:
+            return
+        texts = self._gathered(torch.tensor([*text, *bytes(_SHOWN_BYTES - len(text))], dtype=torch.uint8))
+        plans = [bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore") for row in texts]
+        asked = {p: [r for r, other in enumerate(plans) if other == p] for p in plans}
+        raise RankMismatchError(
+            "ranks disagree on the next process group: "
+            + "; ".join(f"ranks {ranks} want {plan}" for plan, ranks in asked.items())
+        )
+
+    def _gathered(self, row: Tensor) -> Tensor:
+        """Return the rows of all ranks ``[ranks, length]``, in host memory."""
+        row = row.to(self._device)
+        rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+        dist.all_gather(rows, row)
+        return torch.stack(rows).cpu()

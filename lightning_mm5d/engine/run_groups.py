@@ -65,7 +65,7 @@ def make_groups(
         is_plain: whether every rank is a replica of the whole module, which needs no groups for steps.
 
     Raises:
-        RuntimeError: on all ranks, when they plan otherwise.
+        RankMismatchError: on all ranks, when they plan otherwise.
     """
     layout, topology = plan.layout, plan.topology
     world = range(layout.size)

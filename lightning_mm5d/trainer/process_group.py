@@ -1,4 +1,8 @@
-"""The default process group: made once, and asked where messages live and which seed all ranks use."""
+"""The default process group: made once, and asked where messages live and which seed all ranks use.
+
+Ranks meet at a store, which the first of them serves. The process group is made over it; what ranks compare before any
+collective goes through it as well.
+"""
 
 from __future__ import annotations
 
@@ -11,24 +15,53 @@ import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 
 
-def connect(environment: ClusterEnvironment, backend: str | None, timeout: timedelta, device: torch.device) -> None:
-    """Make the default process group, unless there is one.
+def rendezvous_store(environment: ClusterEnvironment, timeout: timedelta) -> dist.Store:
+    """Return the store that all ranks meet at; a new connection with keys of this package alone.
+
+    It does not wait for other ranks. Where torchrun's agent serves a store, that one is used, with other keys after
+    each restart.
 
     Args:
         environment: knows the address, the port and this rank.
+        timeout: of the connection, and of every wait for a key.
+    """
+    os.environ["MASTER_ADDR"] = environment.main_address
+    os.environ["MASTER_PORT"] = str(environment.main_port)
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = dist.TCPStore(
+        environment.main_address,
+        environment.main_port,
+        is_master=environment.global_rank() == 0 and not has_agent,
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+    return dist.PrefixStore(f"lightning_mm5d {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+
+def connect(
+    environment: ClusterEnvironment, store: dist.Store, backend: str | None, timeout: timedelta, device: torch.device
+) -> None:
+    """Make the default process group, unless there is one.
+
+    Args:
+        environment: knows this rank and how many there are.
+        store: what `rendezvous_store` returns.
         backend: of torch.distributed; None chooses ``nccl`` on CUDA and ``gloo`` elsewhere.
         timeout: of every operation between ranks.
         device: where this rank computes.
     """
     if dist.is_initialized():
         return
-    os.environ["MASTER_ADDR"] = environment.main_address
-    os.environ["MASTER_PORT"] = str(environment.main_port)
+    rank = environment.global_rank()
     chosen = backend or ("nccl" if device.type == "cuda" else "gloo")
+    # a store that outlives a group still has the addresses of that one
+    number = store.add(f"groups of {rank}", 1)
     dist.init_process_group(
         chosen,
-        rank=environment.global_rank(),
+        rank=rank,
         world_size=environment.world_size(),
+        store=dist.PrefixStore(f"group {number}", store),
         timeout=timeout,
         device_id=device if chosen == "nccl" else None,
     )

@@ -16,8 +16,10 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from typing_extensions import override
 
+from lightning_mm5d.engine.agreement import Agreement
 from lightning_mm5d.trainer.launch import cpu_threads, make_launcher
-from lightning_mm5d.trainer.process_group import agreed_seed, broadcast_object, connect, decided
+from lightning_mm5d.trainer.process_group import agreed_seed, broadcast_object, connect, decided, rendezvous_store
+from lightning_mm5d.trainer.statements import configuration
 
 
 class ProcessStrategy(ParallelStrategy, ABC):
@@ -48,8 +50,9 @@ class ProcessStrategy(ParallelStrategy, ABC):
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         self.num_nodes = 1
-        self._start_method, self._backend, self._timeout = start_method, backend, timeout
+        self._start_method, self._process_group_backend, self._timeout = start_method, backend, timeout
         self._seed = 0
+        self._agreement: Agreement | None = None
 
     @abstractmethod
     def validate_before_launch(self, module: pl.LightningModule, *data: Any) -> Any:
@@ -93,8 +96,22 @@ class ProcessStrategy(ParallelStrategy, ABC):
         self.set_world_ranks()
         if self.root_device.type == "cpu":
             torch.set_num_threads(cpu_threads(self.num_processes))
-        connect(self.cluster_environment, self._backend, self._timeout, self.root_device)
+        environment, timeout = self.cluster_environment, self._timeout
+        store = rendezvous_store(environment, timeout)
+        self._agreement = Agreement(store, rank=self.global_rank, world_size=self.world_size, timeout=timeout)
+        self._agreement.check("configuration", self._configuration())
+        connect(environment, store, self._process_group_backend, timeout, self.root_device)
         self._seed = agreed_seed(self.root_device)
+
+    def _configuration(self) -> dict[str, Any]:
+        """Return what must be equal on all ranks before they connect."""
+        module = self.lightning_module
+        assert module is not None, "Lightning connects the module before it sets up the environment"
+        sizes = {"number of ranks": self.world_size, "ranks per node": self.num_processes}
+        return {**sizes, "device": self.root_device.type, **configuration(self, module.trainer, module)}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_agreement": None}
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

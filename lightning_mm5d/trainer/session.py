@@ -89,7 +89,7 @@ class Session:
         self.is_plain = is_replicated and not (weighs and plan.layout.num_replicas > 1)
         self.plan = plan
         self._module, self._options = module, options
-        self._groups = Groups(options.timeout)
+        self._groups = Groups(options.timeout, device=message_device(options.device))
         self._hooked: list[Any] = []
         groups = make_groups(
             self._groups,

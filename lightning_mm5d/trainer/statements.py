@@ -1,0 +1,218 @@
+"""What a rank states to the others before it relies on them: JSON values by name, equal on all ranks of a sound run.
+
+`Agreement.check` compares them. Rank-dependent values stay out: devices by number, paths, progress bars, loggers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import inspect
+import os
+import platform
+import re
+import sysconfig
+from collections.abc import Callable, Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    Checkpoint,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    ModelPruning,
+    StochasticWeightAveraging,
+    Timer,
+    WeightAveraging,
+)
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_mm5d.schedule import is_table
+
+_PACKAGES = ("lightning_mm5d", "torch", "lightning", "transformers", "torchmetrics")
+_TRAINER = (
+    "accumulate_grad_batches",
+    "check_val_every_n_epoch",
+    "fast_dev_run",
+    "gradient_clip_algorithm",
+    "gradient_clip_val",
+    "limit_predict_batches",
+    "limit_test_batches",
+    "limit_train_batches",
+    "limit_val_batches",
+    "max_epochs",
+    "max_steps",
+    "min_epochs",
+    "min_steps",
+    "num_nodes",
+    "num_sanity_val_steps",
+    "overfit_batches",
+    "precision",
+    "val_check_interval",
+)
+_SET_BY_TRAINER = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")
+# those that work together over all ranks; others, such as progress bars, may be those of one rank
+_COLLECTIVE = (
+    BaseFinetuning,
+    Checkpoint,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    ModelPruning,
+    StochasticWeightAveraging,
+    Timer,
+    WeightAveraging,
+)
+_RANK_DEPENDENT = re.compile(r" at 0x[0-9a-f]+|(?<=cuda):\d+")
+
+
+def configuration(strategy: object, trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Any]:
+    """Return what a run is configured with: fields of the strategy, trainer, versions, code and seed.
+
+    Args:
+        strategy: keeps each argument of its constructor under that name, or that name after an underscore.
+        trainer: after its own checks.
+        module: before `setup` and `configure_model`.
+    """
+    found: dict[str, Any] = {}
+    for field in _arguments(type(strategy)):
+        for name in (field, f"_{field}"):
+            if hasattr(strategy, name):
+                found |= _flat(field, getattr(strategy, name))
+                break
+    found |= {f"Trainer.{name}": _plain(getattr(trainer, name)) for name in _TRAINER}
+    callbacks = [callback for callback in vars(trainer)["callbacks"] if isinstance(callback, _COLLECTIVE)]
+    found |= {
+        "LightningModule": type(module).__qualname__,
+        "Trainer method": trainer.state.fn,
+        "Trainer.callbacks": sorted(callback.state_key for callback in callbacks),
+        "version of Python": ".".join(platform.python_version_tuple()[:2]),
+        "default dtype": str(torch.get_default_dtype()),
+        "PL_GLOBAL_SEED": os.environ.get("PL_GLOBAL_SEED"),
+        "source of lightning_mm5d": _package_digest(),
+    }
+    found |= {f"version of {name}": found_version for name in _PACKAGES if (found_version := _version(name))}
+    return found | {f"source of {name}": digest for name, digest in _sources(module).items()}
+
+
+def structure(module: nn.Module) -> dict[str, Any]:
+    """Return the classes of all submodules, and shape, dtype and `requires_grad` of parameters and buffers."""
+    found: dict[str, Any] = {}
+    for path, part in module.named_modules():
+        name = path or "the module"
+        found[name] = _RANK_DEPENDENT.sub("", f"{type(part).__name__}({part.extra_repr()})")
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        found[name] = f"{_form(parameter)} {'trained' if parameter.requires_grad else 'frozen'}"
+    return found | {name: _form(buffer) for name, buffer in module.named_buffers(remove_duplicate=False)}
+
+
+def loader(dataloader: object) -> dict[str, Any]:
+    """Return what ranks must agree on in a dataloader: batch size, and how samples are distributed over replicas."""
+    found: dict[str, Any] = {"dataloader": type(dataloader).__name__}
+    if isinstance(dataloader, DataLoader):
+        found |= {"batch_size": dataloader.batch_size, "drop_last": dataloader.drop_last}
+        sampler = dataloader.sampler
+        if isinstance(sampler, DistributedSampler):
+            found |= {
+                "number of samples": len(dataloader.dataset),  # type: ignore[arg-type]
+                "num_replicas": sampler.num_replicas,
+                "shuffle": sampler.shuffle,
+                "seed of the sampler": sampler.seed,
+            }
+    return found
+
+
+def optimizers(found: Iterable[Optimizer]) -> dict[str, Any]:
+    """Return class and settings of each optimizer's groups."""
+    stated: dict[str, Any] = {}
+    for number, optimizer in enumerate(found):
+        inner = getattr(optimizer, "optimizer", optimizer)
+        stated[f"optimizer {number}"] = type(inner).__name__
+        for index, group in enumerate(inner.param_groups):
+            name = f"optimizer {number}, group {index}: "
+            stated[f"{name}number of parameters"] = len(group["params"])
+            stated |= {
+                f"{name}{key}": _plain(value) for key, value in group.items() if key not in ("params", "param_names")
+            }
+    return stated
+
+
+def _arguments(cls: type) -> list[str]:
+    """Return the arguments of the constructors of `cls` and its bases, but those that the trainer sets."""
+    found = (inspect.signature(base.__init__).parameters for base in cls.__mro__ if "__init__" in vars(base))  # type: ignore[misc]
+    return [name for name in dict.fromkeys(name for names in found for name in names) if name not in _SET_BY_TRAINER]
+
+
+def _form(tensor: Tensor) -> str:
+    if is_lazy(tensor):
+        return "uninitialized"
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _flat(name: str, value: Any) -> dict[str, Any]:
+    """Return the plain values in a field, by path."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {path: one for key, inner in value.items() for path, one in _flat(f"{name}.{key}", inner).items()}
+    if name == "schedule" and is_table(value):
+        return {name: f"a table with digest {_digest([Path(value)])}"}
+    if name == "timeline":  # only rank 0 writes it
+        return {name: "unset" if value is None else "set"}
+    return {name: _plain(value)}
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that JSON can hold, and which is equal where values are."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return repr(value)  # JSON has no infinity
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, Tensor):
+        return _plain(value.tolist())
+    if isinstance(value, Callable | type):  # type: ignore[arg-type]
+        return f"{value.__module__}.{value.__qualname__}" if hasattr(value, "__qualname__") else type(value).__name__
+    return _RANK_DEPENDENT.sub("", str(value))
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _sources(module: nn.Module) -> dict[str, str]:
+    """Return a digest of each file with classes of the user's own, by the class that was found in it first."""
+    installed = tuple(sysconfig.get_paths()[key] for key in ("purelib", "platlib", "stdlib"))
+    files: dict[str, str] = {}
+    classes = dict.fromkeys(cls for part in module.modules() for cls in type(part).__mro__)
+    for cls in classes:
+        try:
+            file = inspect.getsourcefile(cls)
+        except TypeError:  # built in, or written in a notebook
+            continue
+        if file is not None and not file.startswith(installed) and Path(file).is_file():
+            files.setdefault(file, cls.__name__)
+    return {name: _digest([Path(file)]) for file, name in files.items()}
+
+
+def _package_digest() -> str:
+    return _digest(sorted(Path(__file__).parents[1].rglob("*.py")))
+
+
+def _digest(files: Iterable[Path]) -> str:
+    digest = hashlib.blake2b(digest_size=4)
+    for file in files:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
