@@ -108,7 +108,7 @@ class Agreement:
         raise AssertionError("pauses never end")
 
     def _statement(self, store: dist.Store, digest: str) -> dict[str, Any]:
-        """Return the statement with this digest; it says that it is unknown where its ranks have gone before they published it."""
+        """Return the statement with this digest; "unknown" where its ranks ended before they published it."""
         key, end = f"statement {digest}", time.monotonic() + _GRACE_S
         for pause in _pauses():
             if store.check([key]):
