@@ -130,6 +130,15 @@ class LogCapture:
         self._microbatch, self._samples = index, samples
         self._calls[index] = []
 
+    @contextmanager
+    def discarded(self) -> Iterator[None]:
+        """Drop what is recorded inside the block."""
+        kept = dict(self._calls)
+        try:
+            yield
+        finally:
+            self._calls = kept
+
     def merge(self) -> list[MergedLog]:
         """The records merged over microbatches, in the order of first appearance; no communication.
 

@@ -24,6 +24,7 @@ from lightning_mm5d.checkpoint.module_state import restore_full
 from lightning_mm5d.data.batches import per_replica
 from lightning_mm5d.engine.engine import Engine
 from lightning_mm5d.engine.groups import Groups
+from lightning_mm5d.engine.lock_step import LockStep
 from lightning_mm5d.engine.recorder import Recorder
 from lightning_mm5d.engine.run_groups import RunGroups, make_groups
 from lightning_mm5d.engine.transport import Transport
@@ -144,10 +145,22 @@ class Session:
             if not self.is_plain
         }
         alone = all(len(plan.layout.replica_ranks(number)) == 1 for number in replicas)
+        lock_step = None
+        if plan.topology.edges:
+            lock_step = LockStep(
+                plan,
+                self._cut.runtime,
+                groups.replicas,
+                own=next((number for number, replica in replicas.items() if replica.ends_here), None),
+                rank=rank,
+                device=device,
+                wire=message_device(device),
+            )
         self.steps = Steps(
             module,
             plan,
             self._engine,
+            lock_step,
             gradients,
             replicas,
             self._metrics,

@@ -27,11 +27,13 @@ from lightning_mm5d.data.batches import LoaderBatches, split_replicas
 from lightning_mm5d.data.microbatch import Microbatch, batch_samples, merge, split
 from lightning_mm5d.data.packed_images import PackedTokens, describe
 from lightning_mm5d.engine.engine import Engine
+from lightning_mm5d.engine.lock_step import LockStep
 from lightning_mm5d.gradients.gradients import Gradients
 from lightning_mm5d.gradients.publish import published
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.trainer.logs import LogCapture, replay
 from lightning_mm5d.trainer.metrics import MetricSync
+from lightning_mm5d.trainer.several_passes import passes_several_times
 from lightning_mm5d.trainer.step_result import ResultChannel, StepResult, Weights
 from lightning_mm5d.trainer.user_step import Context, TrainingStep, UserStep
 
@@ -80,6 +82,7 @@ class Steps:
         module: the user's module.
         plan: all stages.
         engine: executes schedules on this rank.
+        lock_step: runs evaluations that pass several times through the model; None with one stage.
         gradients: of the parameters that this rank holds.
         replicas: those that this rank serves, by number.
         metrics: the module's metrics, which must not communicate inside a schedule.
@@ -96,6 +99,7 @@ class Steps:
         module: LightningModule,
         plan: Plan,
         engine: Engine,
+        lock_step: LockStep | None,
         gradients: Gradients,
         replicas: Mapping[int, Replica],
         metrics: MetricSync,
@@ -111,6 +115,7 @@ class Steps:
         self._replicas, self._metrics, self._rank, self._device = replicas, metrics, rank, device
         self._loss_group, self._num_microbatches = loss_group, num_microbatches
         self._loss_weight, self._seed = loss_weight, seed
+        self._lock_step, self._several = lock_step, dict[str, bool]()
         self._capture = LogCapture(module)
         self._packed = describe(module)
         self._own = next((number for number, replica in replicas.items() if replica.ends_here), None)
@@ -178,7 +183,10 @@ class Steps:
         parts = self._split(batch, arguments)
         weights = self._weights(parts)
         step = UserStep(self._module, name, arguments, parts, weights, **self._options(context, arguments))
-        self._run(step, frozenset())
+        if self._passes_several_times(name):
+            self._run_in_lock_step(step)
+        else:
+            self._run(step, frozenset())
         return self._shared(None if self._own is None else self._merged(step, None)).outputs
 
     # --- phase 1 ---
@@ -243,6 +251,18 @@ class Steps:
     def _run(self, step: UserStep, trainable: frozenset[str]) -> None:
         with self._capture.capture(), self._metrics.local():
             self._engine.execute(step, trainable)
+
+    def _passes_several_times(self, name: str) -> bool:
+        if self._lock_step is None:
+            return False
+        if name not in self._several:
+            self._several[name] = passes_several_times(self._module, name)
+        return self._several[name]
+
+    def _run_in_lock_step(self, step: UserStep) -> None:
+        assert self._lock_step is not None
+        with self._capture.capture(), self._metrics.local():
+            self._lock_step.execute(step)
 
     # --- phases 3 to 5 ---
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -66,7 +66,8 @@ class UserStep:
 
     def run(self, microbatch: Microbatch, index: int) -> Any:
         """Call the user's method; return its result, with full tensors in place of sharded ones."""
-        weight = self.weights.own[index] if self.weights.own else microbatch.samples
+        own = self.weights.own
+        weight = own[index] if index < len(own) else microbatch.samples  # of another replica
         self._capture.begin_microbatch(index, weight)
         return unsharded(getattr(self._module, self._name)(microbatch.batch, *self._arguments))
 
@@ -75,9 +76,11 @@ class UserStep:
         self.results[index] = detached(result)
         return None
 
-    def uncounted(self) -> AbstractContextManager[Any]:
-        """Enter around a run whose metric updates are dropped."""
-        return self._metrics.discarded()
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Enter around a run whose metric updates and logs are dropped."""
+        with self._metrics.discarded(), self._capture.discarded():
+            yield
 
 
 class TrainingStep(UserStep):

@@ -1,0 +1,162 @@
+"""What a call does beside its result, on the rank that computes it and again on ranks that only get the result.
+
+A layer updates a cache of keys and values, puts states into a dict that layers share, draws random numbers, or writes to
+its arguments. `Effects` records this around the call and describes it as a pytree; elsewhere it repeats the description.
+A cache gets stand-ins there: ``[B, 1, S, 1]`` for keys ``[B, H, S, D]``, so that lengths, masks and the order of beams
+are right and no memory is needed.
+
+It refuses other objects that a call changes, because ranks that do not compute it would go on with the old ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mm5d.data.random_state import set_torch_states, torch_states
+from lightning_mm5d.stage.payload import tensors_in
+from lightning_mm5d.stage.view import StageError
+
+_PLAIN = (Tensor, nn.Module, type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
+
+
+class Effects:
+    """The effects of one call.
+
+    Args:
+        args: of the call.
+        kwargs: of the call.
+        device: whose random generator may be drawn from.
+
+    Attributes:
+        args: of the call.
+        kwargs: of the call.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> None:
+        self.args, self.kwargs, self._device = args, kwargs, device
+        self._calls: list[Any] = []
+        self._entries: list[Any] = []
+        self._written: list[Any] = []
+        self._states: list[Tensor] | None = None
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Record what happens to the arguments and to the random generators meanwhile.
+
+        Raises:
+            StageError: an argument changes that is neither a tensor, a dict nor a cache of transformers.
+        """
+        values = [*self.args, *self.kwargs.values()]
+        dicts = [dict(value) if isinstance(value, MutableMapping) else None for value in values]
+        others = [_state(value) for value in values]
+        tensors = [tensor for _, tensor in tensors_in(values)]
+        versions = [_version(tensor) for tensor in tensors]
+        states = torch_states(self._device)
+        with ExitStack() as stack:
+            for number, cache in enumerate(self._caches()):
+                for name in _updates(cache):
+                    self._record(stack, number, cache, name)
+            yield
+        for place, (value, before) in enumerate(zip(values, dicts, strict=True)):
+            if before is not None:
+                new = {key: entry for key, entry in value.items() if entry is not before.get(key, _NOTHING)}
+                self._entries += [[place, new]] if new else []
+        for value, other in zip(values, others, strict=True):
+            if _state(value) != other:
+                raise StageError(
+                    f"a layer or module changes its argument of type {type(value).__name__}, which other ranks cannot "
+                    "follow while a step passes several times through layers of several ranks: return the new state, "
+                    "pass a dict or a cache of transformers, or call the model without a cache"
+                )
+        for place, (tensor, version) in enumerate(zip(tensors, versions, strict=True)):
+            self._written += [[place, tensor]] if _version(tensor) != version else []
+        after = torch_states(self._device)
+        if not all(map(torch.equal, states, after)):
+            self._states = after
+
+    def description(self) -> Any:
+        """Return what was recorded as a pytree."""
+        return [self._calls, self._entries, self._written, self._states]
+
+    def repeat(self, description: Any) -> None:
+        """Do to this rank's arguments and generators what was recorded on another rank."""
+        calls, entries, written, states = description
+        values = [*self.args, *self.kwargs.values()]
+        tensors = [tensor for _, tensor in tensors_in(values)]
+        for place, value in written:
+            tensors[place].copy_(value)
+        for place, new in entries:
+            values[place].update(new)
+        caches = list(self._caches()) if calls else []
+        for number, name, args, kwargs in calls:
+            named = {key: self._stand_in(one) for key, one in kwargs.items()}
+            getattr(caches[number], name)(*map(self._stand_in, args), **named)
+        if states is not None:
+            set_torch_states([state.cpu() for state in states], self._device)
+
+    # --- caches ---
+
+    def _caches(self) -> Iterator[Any]:
+        """Yield the caches among the arguments, and those inside of caches, in an order equal on all ranks."""
+        for value in (*self.args, *self.kwargs.values()):
+            if _is_cache(value):
+                yield value
+                yield from (inner for _, inner in sorted(vars(value).items()) if _is_cache(inner))
+
+    def _record(self, stack: ExitStack, number: int, cache: Any, name: str) -> None:
+        original: Callable[..., Any] = getattr(cache, name)
+
+        def update(*args: Any, **kwargs: Any) -> Any:
+            named = {key: _description(one, name) for key, one in kwargs.items()}
+            self._calls.append([number, name, [_description(one, name) for one in args], named])
+            return original(*args, **kwargs)
+
+        vars(cache)[name] = update
+        stack.callback(vars(cache).pop, name)
+
+    def _stand_in(self, described: Any) -> Any:
+        if not isinstance(described, Mapping) or set(described) != {"dtype", "shape"}:
+            return described
+        return torch.zeros((), dtype=described["dtype"], device=self._device).expand(described["shape"])
+
+
+_NOTHING = object()
+
+
+def _is_cache(value: Any) -> bool:
+    return callable(getattr(value, "update", None)) and callable(getattr(value, "get_seq_length", None))
+
+
+def _updates(cache: Any) -> list[str]:
+    """The methods by which layers write to a cache: ``update``, and those of other states."""
+    return [name for name in dir(type(cache)) if name == "update" or name.startswith("update_")]
+
+
+def _description(value: Any, name: str) -> Any:
+    """Describe an argument of a cache's update: of a tensor its dtype, and the shape of its stand-in."""
+    if not isinstance(value, Tensor):
+        return value
+    shape = [value.shape[0], 1, value.shape[-2], 1] if name == "update" and value.dim() == 4 else list(value.shape)
+    return {"dtype": value.dtype, "shape": shape}
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _state(value: Any) -> Any:
+    """Something that changes with `value` where that is neither a tensor, a module, a dict nor a cache."""
+    if isinstance(value, (list, tuple)):
+        return len(value), [_state(one) for one in value]
+    if isinstance(value, (*_PLAIN, Mapping)) or _is_cache(value) or not hasattr(value, "__dict__"):
+        return None
+    return {
+        name: (id(one), _version(one) if isinstance(one, Tensor) else None, len(one) if hasattr(one, "__len__") else 0)
+        for name, one in vars(value).items()
+        if not callable(one)
+    }

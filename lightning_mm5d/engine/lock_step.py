@@ -1,0 +1,279 @@
+"""Runs a step on all ranks of a replica at once, so that it may pass through the layers as often as it likes.
+
+In a pipeline each rank runs the user's step with its own layers, once, and stops after them. Generation passes through
+all layers for each token and looks at the logits in between. So every rank runs the whole step, and each call of a
+*unit* (a layer, an embedding, a head, the boundary of an encoder) is answered by its owner:
+
+1. The owner, a stage that holds all parameters of the unit, computes the call.
+2. Its first rank broadcasts the result to all ranks of the replica, with the effects of the call on caches, on dicts
+   that layers share states in, on tensors that it wrote to, and on random generators.
+3. The other ranks return the result and repeat the effects. Keys and values stay with their owner: elsewhere a cache
+   holds stand-ins of the same length.
+
+All ranks thus see equal logits, draw equal tokens and end after the same number of them. Microbatches run one after the
+other, in the same order on all ranks. Parameters of modules whose parts lie on several ranks are broadcast beforehand.
+
+It refuses gradients, and objects that a call changes where the other ranks could not follow.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_mm5d.config.errors import RankLostError, RankMismatchError
+from lightning_mm5d.data.random_state import kept_random_state, seed_all, seed_of
+from lightning_mm5d.engine.codec import TreeChannel
+from lightning_mm5d.engine.effects import Effects
+from lightning_mm5d.engine.step import Step
+from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.stage import Runtime, StageError
+from lightning_mm5d.stage.payload import map_tensors, unsharded
+
+
+@dataclass(frozen=True, eq=False)
+class _Unit:
+    """A callable that one stage answers for all ranks.
+
+    Attributes:
+        module: that it belongs to.
+        method: its name there.
+        path: of the module, for messages.
+        stage: the owner.
+        boundary: name of the boundary that it is, None for other callables.
+    """
+
+    module: nn.Module
+    method: str
+    path: str
+    stage: StageKey
+    boundary: str | None = None
+
+
+@dataclass
+class _Place:
+    """A microbatch that runs: which ranks run a stage on it, and how these reach the others."""
+
+    ranks: Mapping[StageKey, tuple[int, ...]]
+    group: dist.ProcessGroup | None
+    replica: int
+    inside: int = 0  # how many units compute here
+
+
+class LockStep:
+    """Runs steps of one rank in lock step with the other ranks of its replicas.
+
+    Args:
+        plan: all stages.
+        runtime: the patched module.
+        groups: the ranks that work for each replica that this rank serves.
+        own: the replica whose steps end on this rank, if any.
+        rank: global rank.
+        device: where this rank computes.
+        wire: where messages live.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        runtime: Runtime,
+        groups: Mapping[int, dist.ProcessGroup | None],
+        *,
+        own: int | None,
+        rank: int,
+        device: torch.device,
+        wire: torch.device,
+    ) -> None:
+        self._plan, self._runtime, self._groups, self._own = plan, runtime, groups, own
+        self._rank, self._device, self._wire = rank, device, wire
+        self._channels: dict[tuple[int, int], TreeChannel] = {}
+
+    def execute(self, step: Step) -> None:
+        """Run all microbatches of an evaluation; results of this rank's own replica go to ``step.finish``.
+
+        Args:
+            step: what to run, without gradients.
+        """
+        assert not step.trains
+        with kept_random_state(self._device) if step.random_key is not None else nullcontext():
+            # one order on all ranks, so that no two of them wait for each other in different replicas
+            for replica in sorted(step.microbatches):
+                for index, part in enumerate(step.microbatches[replica]):
+                    if step.random_key is not None:
+                        seed_all(seed_of(*step.random_key, index, replica), self._device)
+                    is_own = replica == self._own
+                    counted = nullcontext() if is_own else step.uncounted()
+                    with torch.no_grad(), counted, self.during(replica, index), step.context():
+                        result = step.run(part, index)
+                    if is_own:
+                        step.finish(result, index)
+
+    @contextmanager
+    def during(self, replica: int, index: int) -> Iterator[None]:
+        """Let remote modules be answered by their owners, on all ranks of a replica at once.
+
+        Args:
+            replica: of the loss modality.
+            index: of the microbatch, on which it depends which instance of an encoder answers.
+        """
+        topology = self._plan.topology
+        ranks = {stage: topology.ranks_at(stage, replica, index) for stage in topology.members}
+        place = _Place(ranks, self._groups[replica], replica)
+        with ExitStack() as stack:
+            self._fetch(place, stack)
+            for unit in self._units:
+                self._patch(place, unit, stack)
+            yield
+
+    # --- what is answered ---
+
+    @functools.cached_property
+    def _units(self) -> list[_Unit]:
+        partition, root = self._plan.partition, self._runtime.root
+        found = []
+        for name, encoder in partition.encoders.items():
+            if len(partition.stages[name]) == 1:
+                stage = self._plan.topology.stage_of[partition.stages[name][0].name]
+                for cut in encoder.boundaries:
+                    found.append(_Unit(root.get_submodule(cut.path), cut.method, cut.name, stage, cut.name))
+        taken = {(unit.module, unit.method) for unit in found}
+        for path, module in root.named_modules():
+            stage = None if self._is_spread(path) else self._owner(path, module)
+            callable_ = type(module).forward is not nn.Module.forward
+            if stage is not None and callable_ and (module, "forward") not in taken:
+                found.append(_Unit(module, "forward", path, stage))
+        return found
+
+    @functools.cached_property
+    def _loose(self) -> list[tuple[nn.Module, str, str, StageKey]]:
+        """The parameters of modules whose parts lie on several ranks: module, name, full name, and a stage with it."""
+        found = []
+        for path, module in self._runtime.root.named_modules():
+            if not self._is_spread(path) and self._owner(path, module) is not None:
+                continue
+            for name, parameter in module.named_parameters(recurse=False):
+                full = f"{path}.{name}" if path else name
+                stages = self._holders([full])
+                if parameter is not None and stages and full not in self._plan.division.shards:
+                    found.append((module, name, full, stages[0]))
+        return found
+
+    def _is_spread(self, path: str) -> bool:
+        """Whether a module is the root, or has a modality's list of layers inside."""
+        lists = [layers for layers in self._plan.partition.layers.values() if layers]
+        return path == "" or any(layers == path or layers.startswith(f"{path}.") for layers in lists)
+
+    def _owner(self, path: str, module: nn.Module) -> StageKey | None:
+        """The stage that answers calls of a module; None without one, and where all stages hold it."""
+        names = [name for name, _ in module.named_parameters(path, remove_duplicate=False)]
+        return next(iter(self._holders(names)), None) if names else None
+
+    def _holders(self, names: list[str]) -> list[StageKey]:
+        """The stages that hold all of some parameters; none where all stages do."""
+        every = self._plan.ownership.parameters
+        found = [stage for stage, held in every.items() if held.issuperset(names)]
+        return found if len(found) < len(every) else []
+
+    # --- how it is answered ---
+
+    def _fetch(self, place: _Place, stack: ExitStack) -> None:
+        for module, name, full, stage in self._loose:
+            channel, src = self._channel(place, stage)
+            held = module._parameters[name]
+            if self._rank == src:
+                assert held is not None
+                channel.send([full, held.data])
+                continue
+            sent, value = channel.receive()
+            self._check(sent, full)
+            if self._rank not in place.ranks[stage]:
+                module._parameters[name] = nn.Parameter(value.to(self._device), requires_grad=False)
+                stack.callback(module._parameters.__setitem__, name, held)
+
+    def _patch(self, place: _Place, unit: _Unit, stack: ExitStack) -> None:
+        if set(place.ranks[unit.stage]) == set(self._plan.layout.replica_ranks(place.replica)):
+            return
+        attributes, original = vars(unit.module), getattr(unit.module, unit.method)
+        before = attributes.get(unit.method)
+
+        @functools.wraps(original)  # generation reads the signature
+        def answered(*args: Any, **kwargs: Any) -> Any:
+            if place.inside:
+                return original(*args, **kwargs)
+            return self._answer(place, unit, original, args, kwargs)
+
+        def undo() -> None:
+            attributes.pop(unit.method)
+            if before is not None:
+                attributes[unit.method] = before
+
+        attributes[unit.method] = answered
+        stack.callback(undo)
+
+    def _answer(self, place: _Place, unit: _Unit, original: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        if torch.is_grad_enabled():
+            raise StageError(
+                f"{unit.path} is called with gradients in an evaluation that passes several times through layers of "
+                "other ranks: gradients do not cross there; leave torch.enable_grad out, or use one stage"
+            )
+        channel, src = self._channel(place, unit.stage)
+        is_owner = self._rank in place.ranks[unit.stage]
+        effects = Effects(args, kwargs, self._device)
+        result = self._computed(place, unit, original, effects, fails=channel if self._rank == src else None)
+        if self._rank == src:
+            channel.send([unit.path, None, result, effects.description()])
+            return result
+        sent, failure, result, description = channel.receive()
+        self._check(sent, unit.path)
+        if failure is not None:
+            raise RankLostError(f"rank {src} failed first, in {unit.path}: {failure}")
+        if not is_owner:
+            effects.repeat(description)
+        return result if self._wire == self._device else map_tensors(result, lambda x: x.to(self._device))
+
+    def _computed(
+        self,
+        place: _Place,
+        unit: _Unit,
+        original: Callable[..., Any],
+        effects: Effects,
+        fails: TreeChannel | None,
+    ) -> Any:
+        """Compute a call where its owner is; `fails` tells the others of an error."""
+        if self._rank not in place.ranks[unit.stage]:
+            return None
+        place.inside += 1
+        try:
+            with effects.recorded():
+                result = original(*effects.args, **effects.kwargs)
+            if unit.boundary is not None:
+                result = self._runtime.read_fields(unit.boundary, result)
+            return unsharded(result)
+        except Exception as error:
+            if fails is not None:
+                fails.send([unit.path, f"{type(error).__name__}: {error}", None, None])
+            raise
+        finally:
+            place.inside -= 1
+
+    def _channel(self, place: _Place, stage: StageKey) -> tuple[TreeChannel, int]:
+        """How the first rank of a stage reaches the replica, and that rank."""
+        src = place.ranks[stage][0]
+        if (place.replica, src) not in self._channels:
+            self._channels[place.replica, src] = TreeChannel.within(place.group, src, self._wire)
+        return self._channels[place.replica, src], src
+
+    def _check(self, sent: str, expected: str) -> None:
+        if sent != expected:
+            raise RankMismatchError(
+                f"rank {self._rank} calls {expected} where another rank of its replica calls {sent}: what the step "
+                "does must not depend on the rank (random numbers of its own, the clock, files)"
+            )

@@ -1,0 +1,71 @@
+"""Says whether an evaluation step passes several times through the model, from the source code of the step.
+
+It does where it names something with ``generate`` in its name, or calls a module with parameters in a loop: in its own
+code, and in methods of the LightningModule and functions of its Python module that it names. A step without source code,
+or with calls that cannot be followed, is found out when it runs.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from types import FunctionType
+
+from torch import nn
+
+from lightning_mm5d.source.names import names
+from lightning_mm5d.source.trees import Source, function_of, method_of
+
+_LOOPS = (ast.For, ast.While, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+
+
+def passes_several_times(module: nn.Module, step: str) -> bool:
+    """Whether the method `step` of `module` generates, or calls a module with parameters in a loop."""
+    source = Source()
+    return any(
+        any("generate" in name for name in names(source, function) or ())
+        or any(_calls_model(module, call) for call in _calls_in_loops(source, function))
+        for function in _reached(source, type(module), step)
+    )
+
+
+def _reached(source: Source, cls: type, step: str) -> Iterator[FunctionType]:
+    """Yield the code of `step`, and the methods and functions beside it that it names, directly or through others."""
+    first = method_of(cls, step)
+    waiting, known = [first] if first is not None else [], set[FunctionType]()
+    while waiting:
+        function = waiting.pop()
+        if function in known:
+            continue
+        known.add(function)
+        yield function
+        for name in names(source, function) or ():
+            beside = function_of(function.__globals__.get(name))
+            own = method_of(cls, name) if not hasattr(nn.Module, name) or name == "forward" else None
+            waiting += [
+                one
+                for one in (own, beside)
+                if one is not None and one.__module__.partition(".")[0] not in ("torch", "lightning", "transformers")
+            ]
+
+
+def _calls_in_loops(source: Source, function: FunctionType) -> Iterator[ast.Call]:
+    tree = source.tree(function)
+    for loop in ast.walk(tree) if tree is not None else ():
+        if isinstance(loop, _LOOPS):
+            yield from (node for node in ast.walk(loop) if isinstance(node, ast.Call))
+
+
+def _calls_model(module: nn.Module, call: ast.Call) -> bool:
+    """Whether a call is one of `module`, or of a module with parameters inside of it: ``self.model(...)``."""
+    path: list[str] = []
+    node: ast.expr = call.func
+    while isinstance(node, ast.Attribute):
+        path.insert(0, node.attr)
+        node = node.value
+    if not isinstance(node, ast.Name) or node.id != "self":
+        return False
+    found: object = module
+    for name in path:
+        found = getattr(found, name, None)
+    return isinstance(found, nn.Module) and any(True for _ in found.parameters())
