@@ -1,9 +1,9 @@
 """What a call does beside its result, on the rank that computes it and again on ranks that only get the result.
 
-A layer updates a cache of keys and values, puts states into a dict that layers share, draws random numbers, or writes to
-its arguments. `Effects` records this around the call and describes it as a pytree; elsewhere it repeats the description.
-A cache gets stand-ins there: ``[B, 1, S, 1]`` for keys ``[B, H, S, D]``, so that lengths, masks and the order of beams
-are right and no memory is needed.
+A layer updates a cache of keys and values, puts states into a dict that layers share, draws random numbers, or writes
+to its arguments. `Effects` records this around the call and describes it as a pytree; on other ranks it repeats the
+description. A cache gets stand-ins there: ``[B, 1, S, 1]`` for keys ``[B, H, S, D]``, so that lengths, masks and the
+order of beams are right without the memory.
 
 It refuses other objects that a call changes, because ranks that do not compute it would go on with the old ones.
 """

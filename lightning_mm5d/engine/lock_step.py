@@ -146,10 +146,10 @@ class LockStep:
                     found.append(_Unit(root.get_submodule(cut.path), cut.method, cut.name, stage, cut.name))
         taken = {(unit.module, unit.method) for unit in found}
         for path, module in root.named_modules():
-            stage = None if self._is_spread(path) else self._owner(path, module)
-            callable_ = type(module).forward is not nn.Module.forward
-            if stage is not None and callable_ and (module, "forward") not in taken:
-                found.append(_Unit(module, "forward", path, stage))
+            owner = None if self._is_spread(path) else self._owner(path, module)
+            is_callable = type(module).forward is not nn.Module.forward
+            if owner is not None and is_callable and (module, "forward") not in taken:
+                found.append(_Unit(module, "forward", path, owner))
         return found
 
     @functools.cached_property

@@ -1,8 +1,8 @@
 """Says whether an evaluation step passes several times through the model, from the source code of the step.
 
 It does where it names something with ``generate`` in its name, or calls a module with parameters in a loop: in its own
-code, and in methods of the LightningModule and functions of its Python module that it names. A step without source code,
-or with calls that cannot be followed, is found out when it runs.
+code, and in methods of the LightningModule and functions of its Python module that it names. A step of which the source
+says too little is found out when it runs.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from features.toys import assert_same
@@ -51,7 +50,9 @@ class Speaker(L.LightningModule):
         }
         torch.manual_seed(3)
         said["sampled"] = self.model.generate(**inputs, do_sample=True, temperature=4.0, **ends)  # type: ignore[operator]
-        return {name: [[token for token in row if token != PAD] for row in rows.tolist()] for name, rows in said.items()}
+        return {
+            name: [[token for token in row if token != PAD] for row in rows.tolist()] for name, rows in said.items()
+        }
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.05)
