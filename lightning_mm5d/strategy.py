@@ -39,9 +39,9 @@ from lightning_mm5d.trainer.validation import (
     check_batches,
     check_callbacks,
     check_computed,
+    check_drawn,
     check_fields,
     check_module,
-    check_timeline,
 )
 
 
@@ -104,17 +104,21 @@ class MultimodalStrategy(ProcessStrategy):
         self._fit_plan: Plan | None = None
         self._failed = False
         self._syncs = True
-        modalities = modalities or {"model": Modality()}
+        modalities = {"model": Modality()} if modalities is None else modalities
         check_fields(
             modalities,
             schedule=schedule,
             num_microbatches=num_microbatches,
-            choices={
-                "microbatching": (microbatching, "split", "loader"),
-                "loss_weight": (loss_weight, "samples", "tokens"),
+            options={
+                "microbatching": microbatching,
+                "loss_weight": loss_weight,
+                "placement": placement,
+                "start_method": start_method,
+                "process_group_backend": process_group_backend,
+                "timeout": timeout,
+                "timeline": timeline,
             },
         )
-        check_timeline(timeline)
         self.modalities = for_schedule(modalities, schedule, loss_modality_of(modalities))
 
     # --- configuration ---
@@ -150,7 +154,8 @@ class MultimodalStrategy(ProcessStrategy):
         if type(module).configure_model.__module__.startswith("lightning."):
             plan = self.plan(module)
             check_module(module, plan, self.num_microbatches, self.schedule)
-            check_timeline(self._timeline, is_plain=plan.topology.is_replicated and self.num_microbatches == 1)
+            if plan.topology.is_replicated and self.num_microbatches == 1:
+                check_drawn(self._timeline)
         if self.microbatching == "split" and not callable(getattr(module, "split_batch", None)):
             check_batches(data, self.num_microbatches)
         return plan

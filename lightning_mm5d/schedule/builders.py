@@ -7,12 +7,12 @@ With one chunk a rank they equal ``1f1b`` and ``zero_bubble``.
 
 from __future__ import annotations
 
-import difflib
+import inspect
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.errors import ConfigError, did_you_mean
 from lightning_mm5d.schedule.actions import Kind, Schedule
 from lightning_mm5d.schedule.auto import auto
 from lightning_mm5d.schedule.custom import from_csv, from_function
@@ -65,17 +65,33 @@ def build(
         return _forwards(from_function(schedule, graph), forward_only)
     if is_table(schedule):
         return _forwards(from_csv(_table(schedule), graph), forward_only)
-    if schedule not in SCHEDULES:
-        nearest = difflib.get_close_matches(str(schedule), SCHEDULES, n=1, cutoff=0.4) or ["1f1b"]
-        names = ", ".join(SCHEDULES)
-        raise ConfigError(
-            "schedule", schedule, f"It must be one of {names}, a table or a function", f"Use {nearest[0]!r}"
-        )
+    check_schedule(schedule)
     if forward_only:
         return Pipeline(graph, forward_only=True).play(Rules()).schedule
     if schedule == "auto":
         return auto(graph, max_activations).schedule
     return Pipeline(graph).best(_RULES[schedule](graph)).schedule
+
+
+def check_schedule(schedule: object) -> None:
+    """Refuse what no schedule can be made of, whatever the graph.
+
+    Raises:
+        ConfigError: the name is not known, the table cannot be read, or the function does not take a graph alone.
+    """
+    if callable(schedule):
+        try:
+            inspect.signature(schedule).bind(None)
+        except (TypeError, ValueError) as error:
+            rule = f"It is called with the graph of stages alone, which fails: {error}"
+            raise ConfigError(
+                "schedule", schedule, rule, "Use a function such as `def schedule(graph): ...`"
+            ) from error
+    elif is_table(schedule):
+        _table(str(schedule))
+    elif schedule not in SCHEDULES:
+        rule = f"It must be one of {', '.join(SCHEDULES)}, a table or a function"
+        raise ConfigError("schedule", schedule, rule, did_you_mean(schedule, SCHEDULES))
 
 
 def is_table(schedule: object) -> bool:

@@ -17,7 +17,7 @@ Text that is no such table is refused with its line; `validate` refuses a schedu
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from lightning_mm5d.schedule.actions import Action, Kind, Schedule
 from lightning_mm5d.schedule.graph import Graph
@@ -68,9 +68,18 @@ def from_function(make: Callable[[Graph], Schedule], graph: Graph) -> Schedule:
     """Calls ``make(graph)`` and validates the schedule that it returns.
 
     Raises:
-        ScheduleError: `validate` refuses it.
+        ScheduleError: it returns something else than a list of actions for each rank, or `validate` refuses it.
     """
     schedule = make(graph)
+    if not isinstance(schedule, Mapping) or not all(
+        isinstance(actions, list | tuple) and all(isinstance(action, Action) for action in actions)
+        for actions in schedule.values()
+    ):
+        got = type(schedule).__name__ if not isinstance(schedule, Mapping) else schedule
+        raise ScheduleError(
+            f"schedule: the function returned {got!r}. It returns a list of Action for each rank, as a dict. "
+            "Return for instance build('1f1b', graph)."
+        )
     validate(schedule, graph)
     return schedule
 

@@ -8,19 +8,19 @@ that are too small to be split.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from torch.utils.data import DataLoader
 
 from lightning_mm5d.config.checks import check
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality
+from lightning_mm5d.config.options import BACKENDS, check_options
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.schedule import SCHEDULES, Graph, Schedule, build, is_table
+from lightning_mm5d.schedule import SCHEDULES, Graph, Schedule, build, check_schedule, is_table
 from lightning_mm5d.source.names import names
 from lightning_mm5d.source.trees import Source, decorated
 
@@ -30,7 +30,7 @@ def check_fields(
     *,
     schedule: str | Callable[[Graph], Schedule],
     num_microbatches: int,
-    choices: Mapping[str, tuple[str, ...]],
+    options: Mapping[str, Any],
 ) -> None:
     """Refuse fields that cannot work with any model and number of ranks.
 
@@ -38,11 +38,12 @@ def check_fields(
         modalities: what the user wrote, by name.
         schedule: its name, a table or a function.
         num_microbatches: microbatches per batch.
-        choices: other fields, each with the user's value and then the known values.
+        options: the strategy's other fields, by name.
 
     Raises:
         ConfigError: at the first field that cannot work.
     """
+    check_schedule(schedule)
     own = callable(schedule) or is_table(schedule)
     check(
         modalities,
@@ -50,9 +51,7 @@ def check_fields(
         schedule="own" if own else schedule,  # type: ignore[arg-type]
         schedules=("own",) if own else SCHEDULES,
     )
-    for field, (got, *known) in choices.items():
-        if got not in known:
-            raise ConfigError(field, got, f"It is one of {', '.join(known)}", f"Use {known[0]!r}")
+    check_options(options, {*BACKENDS, *dist.Backend.backend_list})
 
 
 def check_computed(modalities: Mapping[str, Modality]) -> None:
@@ -108,28 +107,15 @@ def check_module(
                 )
 
 
-def check_timeline(path: str | None, is_plain: bool = False) -> None:
-    """Refuse files that no timeline can be written to, and runs that have none.
-
-    Args:
-        path: what the user wrote.
-        is_plain: whether all ranks run the whole model in one piece.
+def check_drawn(timeline: str | None) -> None:
+    """Refuse a timeline where all ranks run the whole model in one piece.
 
     Raises:
-        ConfigError: by its suffix, because matplotlib is missing for a picture, or because there is no schedule.
+        ConfigError: there is no schedule to draw.
     """
-    if path is None:
-        return
-    suffix = Path(path).suffix
-    if suffix not in (".json", ".png", ".svg", ".pdf"):
-        rule = "A timeline is a picture (.png, .svg, .pdf) or a Chrome trace (.json)"
-        raise ConfigError("timeline", path, rule, f"Use {Path(path).with_suffix('.json').name!r}")
-    if suffix != ".json" and find_spec("matplotlib") is None:
-        rule = "Pictures are drawn by matplotlib, which is not installed"
-        raise ConfigError("timeline", path, rule, "Install lightning_mm5d[plot], or use a .json file")
-    if is_plain:
+    if timeline is not None:
         rule = "Every rank runs the whole model in one piece, so there is no schedule to draw"
-        raise ConfigError("timeline", path, rule, "Leave it unset, or set num_microbatches or a layout with stages")
+        raise ConfigError("timeline", timeline, rule, "Leave it unset, or set num_microbatches or a layout with stages")
 
 
 def check_callbacks(callbacks: Sequence[pl.Callback], plan: Plan) -> None:

@@ -1,0 +1,116 @@
+"""Checks of the strategy's plain options: choices, durations, ranks and files.
+
+They need neither the model nor the number of ranks, and no torch. `checks` has those of modalities, `schedule` those of
+schedules.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from lightning_mm5d.config.checks import MOST
+from lightning_mm5d.config.errors import ConfigError, did_you_mean
+
+CHOICES = {
+    "microbatching": ("split", "loader"),
+    "loss_weight": ("samples", "tokens"),
+    "start_method": ("popen", "spawn", "fork"),
+}
+"""Options that are one of a few words."""
+BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
+"""Backends of torch.distributed that need no package of a user's own."""
+
+
+def check_options(options: Mapping[str, Any], backends: Collection[str] = BACKENDS) -> None:
+    """Refuse options that cannot work whatever the model and the number of ranks.
+
+    Args:
+        options: by name; those that are missing have their defaults.
+        backends: that torch.distributed knows here.
+
+    Raises:
+        ConfigError: at the first option that cannot work.
+    """
+    for name, known in CHOICES.items():
+        got = options.get(name, known[0])
+        if not isinstance(got, str) or got not in known:
+            raise ConfigError(name, got, f"It is one of {', '.join(known)}", did_you_mean(got, known))
+    if options.get("placement") is not None:
+        _check_placement(options["placement"])
+    if options.get("process_group_backend") is not None:
+        _check_backend(options["process_group_backend"], backends)
+    if "timeout" in options:
+        _check_timeout(options["timeout"])
+    check_timeline(options.get("timeline"))
+
+
+def _check_placement(placement: object) -> None:
+    if not isinstance(placement, list | tuple) or not placement:
+        rule = "It lists the rank of each position of the layout"
+        raise ConfigError("placement", placement, rule, "Use for instance [0, 1], or leave it unset")
+    for index, rank in enumerate(placement):
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < MOST:
+            rule = "It lists ranks, which are whole numbers of at least 0"
+            raise ConfigError(
+                f"placement[{index}]", rank, rule, f"Use {list(range(len(placement)))}, or leave it unset"
+            )
+        if rank in placement[:index]:
+            rule = "It names each rank once"
+            raise ConfigError(
+                f"placement[{index}]", rank, rule, f"Use {list(range(len(placement)))}, or leave it unset"
+            )
+
+
+def _check_backend(backend: object, known: Collection[str]) -> None:
+    # "gloo", or one for each kind of device, as "cpu:gloo,cuda:nccl"
+    parts = [part.split(":")[-1] for part in backend.split(",")] if isinstance(backend, str) else [backend]
+    for part in parts:
+        if not isinstance(part, str) or part.lower() not in known:
+            rule = "torch.distributed has no such backend"
+            raise ConfigError("process_group_backend", backend, rule, did_you_mean(part, known))
+
+
+def _check_timeout(timeout: object) -> None:
+    if not isinstance(timeout, timedelta):
+        near = timeout if isinstance(timeout, int | float) and not isinstance(timeout, bool) else 1800
+        fix = f"Use timedelta(seconds={near if 0 < near < MOST else 1800})"
+        raise ConfigError("timeout", timeout, "It is a datetime.timedelta", fix)
+    if timeout <= timedelta(0):
+        rule = "Operations between ranks take some time"
+        raise ConfigError("timeout", timeout, rule, "Use a positive one, such as timedelta(minutes=30)")
+
+
+def check_timeline(path: object) -> None:
+    """Refuse files that no timeline can be written to.
+
+    Raises:
+        ConfigError: it is no path, its suffix stands for no kind of file, matplotlib is missing for a picture, or the
+            file cannot be written.
+    """
+    if path is None:
+        return
+    if not isinstance(path, str | os.PathLike) or not str(path):
+        rule = "It is the path of a file"
+        raise ConfigError("timeline", path, rule, "Use for instance 'timeline.json', or leave it unset")
+    file = Path(path)
+    if file.suffix not in (".json", ".png", ".svg", ".pdf"):
+        rule = "A timeline is a picture (.png, .svg, .pdf) or a Chrome trace (.json)"
+        raise ConfigError(
+            "timeline", path, rule, f"Use {(file.with_suffix('.json').name if file.name else 'a.json')!r}"
+        )
+    if file.suffix != ".json" and find_spec("matplotlib") is None:
+        rule = "Pictures are drawn by matplotlib, which is not installed"
+        raise ConfigError("timeline", path, rule, "Install lightning_mm5d[plot], or use a .json file")
+    if file.is_dir():
+        raise ConfigError("timeline", path, "It is a folder", f"Name a file in it, such as {str(file / 'a.json')!r}")
+    if not file.parent.is_dir():
+        rule = f"There is no folder {str(file.parent)!r}"
+        raise ConfigError("timeline", path, rule, "Make it, or name a file in a folder that is there")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        rule = "This process may not write it"
+        raise ConfigError("timeline", path, rule, "Name a file in a folder that it may write to")

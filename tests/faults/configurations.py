@@ -1,0 +1,2 @@
+def score():
+    return ("configurations",) + ("",) * 6, 0
