@@ -26,11 +26,12 @@ from typing_extensions import override
 from lightning_mm5d.checkpoint.module_state import collect_module, equalize, load_module
 from lightning_mm5d.checkpoint.optimizer_state import collect_optimizer, load_optimizer
 from lightning_mm5d.config.modality import Modality, for_schedule, loss_modality_of
+from lightning_mm5d.config.options import BACKENDS
 from lightning_mm5d.data.batches import per_replica
 from lightning_mm5d.data.loader import group_batches, shard_loader
 from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.schedule import AnySchedule, Simulation, loaded
+from lightning_mm5d.schedule import AnySchedule, Simulation, check_fields, loaded
 from lightning_mm5d.trainer.process_group import message_device
 from lightning_mm5d.trainer.process_strategy import ProcessStrategy
 from lightning_mm5d.trainer.session import RunOptions, Session
@@ -40,7 +41,6 @@ from lightning_mm5d.trainer.validation import (
     check_callbacks,
     check_computed,
     check_drawn,
-    check_fields,
     check_module,
 )
 
@@ -104,21 +104,20 @@ class MultimodalStrategy(ProcessStrategy):
         self._fit_plan: Plan | None = None
         self._failed = False
         self._syncs = True
+        fields = {
+            "modalities": modalities,
+            "schedule": schedule,
+            "num_microbatches": num_microbatches,
+            "microbatching": microbatching,
+            "loss_weight": loss_weight,
+            "placement": placement,
+            "start_method": start_method,
+            "process_group_backend": process_group_backend,
+            "timeout": timeout,
+            "timeline": timeline,
+        }
+        check_fields(fields, {*BACKENDS, *dist.Backend.backend_list})
         modalities = {"model": Modality()} if modalities is None else modalities
-        check_fields(
-            modalities,
-            schedule=schedule,
-            num_microbatches=num_microbatches,
-            options={
-                "microbatching": microbatching,
-                "loss_weight": loss_weight,
-                "placement": placement,
-                "start_method": start_method,
-                "process_group_backend": process_group_backend,
-                "timeout": timeout,
-                "timeline": timeline,
-            },
-        )
         self.modalities = for_schedule(modalities, schedule, loss_modality_of(modalities))
 
     # --- configuration ---

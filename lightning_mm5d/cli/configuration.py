@@ -1,6 +1,6 @@
 """Reads YAML configurations and refuses at once what they alone show to be wrong, without importing torch.
 
-Checks `modalities`, `schedule` and `num_microbatches` of the strategy, with the options that override them. Leaves the
+Checks the fields of the strategy, with the options that override them. Leaves the
 rest to the parser of the LightningCLI, and also everything that only that parser resolves: files that are named inside
 of the configuration, variables, and strategies that are no `MultimodalStrategy`.
 """
@@ -8,14 +8,20 @@ of the configuration, variables, and strategies that are no `MultimodalStrategy`
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
-from lightning_mm5d.config.checks import check
-from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.checks import MOST
+from lightning_mm5d.config.errors import ConfigError, did_you_mean
+from lightning_mm5d.config.modality import Modality, PipelineTemplate, for_schedule, loss_modality_of
+from lightning_mm5d.layout.layout import Layout
+from lightning_mm5d.schedule import check_fields, is_table
 
 FIELDS = (
     "modalities",
@@ -30,7 +36,7 @@ FIELDS = (
     "timeline",
 )
 """What a user may say of the strategy."""
-CHECKED = ("modalities", "schedule", "num_microbatches")
+_DURATION = re.compile(r"(-?\d+ days?, )?\d+:\d+:[\d.]+")
 _PREFIXES = ("--trainer.strategy.init_args.", "--trainer.strategy.", "--")
 
 
@@ -97,7 +103,7 @@ def _read(config: Path) -> dict[str, Any]:
         rule = "A configuration is a YAML file, and this is a script"
         raise ConfigError("CONFIG", str(config), rule, f"Name the YAML file, and add --script {config}")
     try:
-        content = yaml.safe_load(config.read_text(encoding="utf-8"))
+        content = yaml.load(config.read_text(encoding="utf-8"), _Loader)  # a SafeLoader
     except OSError as error:
         raise ConfigError("CONFIG", str(config), f"It cannot be read: {error.strerror}", "Name a YAML file") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -109,6 +115,20 @@ def _read(config: Path) -> dict[str, Any]:
         rule = "A configuration maps keys such as trainer, model and data to settings"
         raise ConfigError("CONFIG", str(config), rule, "Name a configuration of a LightningCLI")
     return content
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses keys that are given twice, of which YAML's own loader takes the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen and key.tag != "tag:yaml.org,2002:merge":
+                rule = f"The key is given twice, again in line {key.start_mark.line + 1}"
+                raise ConfigError(str(key.value), "two values", rule, "Leave it in once")
+            if isinstance(key.value, str):
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
 def _scripts_beside(configs: Sequence[Path]) -> list[Path]:
@@ -124,10 +144,7 @@ def check_early(contents: Sequence[Mapping[str, Any]], overrides: Sequence[str])
         ConfigError: at the first field that cannot work.
         ArgumentError: a field is not there, or has a value of another type.
     """
-    from jsonargparse import ArgumentParser
-
-    from lightning_mm5d.config.modality import Modality
-    from lightning_mm5d.schedule import SCHEDULES, is_table
+    from jsonargparse import ArgumentError, ArgumentParser
 
     try:
         arguments = [part for content in contents for part in ("--config", _checked(content))]
@@ -136,19 +153,119 @@ def check_early(contents: Sequence[Mapping[str, Any]], overrides: Sequence[str])
         return
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--config", action="config")
-    parser.add_argument("--modalities", type=dict[str, Modality], default=None)
-    parser.add_argument("--schedule", type=str, default="1f1b")
-    parser.add_argument("--num_microbatches", type=int, default=1)
-    parsed = parser.parse_args(arguments)
+    types = {"modalities": dict[str, Modality], "timeout": timedelta}
+    for field in FIELDS:
+        parser.add_argument(f"--{field}", type=types.get(field, Any), default=None)
+    try:
+        parsed = parser.parse_args(arguments)
+    except ArgumentError:
+        _check_as_written(arguments)
+        raise
     made = (getattr(parser, "instantiate", None) or parser.instantiate_classes)(parsed)
-    # a table, or the path of a function
-    own = made.schedule is not None and (is_table(made.schedule) or "." in made.schedule)
-    check(
-        made.modalities or {"model": Modality()},
-        num_microbatches=made.num_microbatches,
-        schedule="own" if own else made.schedule,
-        schedules=("own",) if own else SCHEDULES,
+    given = {field: value for field in FIELDS if (value := made[field]) is not None}
+    if isinstance(schedule := given.get("schedule"), str) and "." in schedule and not is_table(schedule):
+        del given["schedule"]  # the path of a function
+    check_fields(given)
+    _check_world(contents, overrides, given)
+
+
+def _check_world(contents: Sequence[Mapping[str, Any]], overrides: Sequence[str], given: Mapping[str, Any]) -> None:
+    """Refuse sizes that do not fill the ranks, where their number is written down."""
+    trainer: dict[str, Any] = {}
+    for content in contents:
+        trainer |= content.get("trainer", {})
+    for name, value in _pairs(overrides):
+        if name in ("--trainer.devices", "--trainer.num_nodes"):
+            trainer[name.rpartition(".")[2]] = _loaded(name, value)
+    nodes = trainer.get("num_nodes", 1)
+    if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
+        raise ConfigError("trainer.num_nodes", nodes, "It is a whole number of at least 1", "Use 1 for one machine")
+    if trainer.get("devices", "auto") in ("auto", -1, "-1"):
+        return
+    per_node = devices(trainer["devices"])
+    modalities = given.get("modalities") or {"model": Modality()}
+    loss_modality = loss_modality_of(modalities)
+    Layout.build(
+        for_schedule(modalities, given.get("schedule"), loss_modality),
+        world_size=per_node * nodes,
+        loss_modality=loss_modality,
+        ranks_per_node=per_node,
+        placement=given.get("placement"),
     )
+
+
+def devices(given: Any) -> int:
+    """Return the number of processes per node, from the forms that Lightning knows.
+
+    Args:
+        given: a number, a list of devices, or either as text.
+
+    Raises:
+        ConfigError: only the training machine can tell, or it is none of these.
+    """
+    ids = given if isinstance(given, list) else [part for part in str(given).split(",") if part.strip()]
+    if isinstance(given, list) and len(set(map(repr, ids))) < len(ids):
+        raise ConfigError("trainer.devices", given, "It lists each device once", f"Use {len(set(map(repr, ids)))}")
+    if ids and (isinstance(given, list) or len(ids) > 1):
+        return len(ids)
+    if str(given).isdecimal() and 0 < int(given) <= MOST:
+        return int(given)
+    if str(given) not in ("auto", "-1"):
+        rule = f"It is a number of devices from 1 to {MOST}, or a list of them"
+        raise ConfigError("trainer.devices", given, rule, "Use for instance 8")
+    rule = "It depends on the machine that trains, which may not be this one, so it must be a number here"
+    raise ConfigError("trainer.devices", given, rule, "Add --trainer.devices=8, or whatever that machine has")
+
+
+def _check_as_written(arguments: Sequence[str]) -> None:
+    """Refuse in the words of `check_fields` what the parser found to have another type.
+
+    Args:
+        arguments: each ``--config`` with the text of a file, and ``--modalities.vision.tp_size=2``.
+    """
+    written: dict[str, Any] = {}
+    for argument in arguments:
+        name, given, value = argument.removeprefix("--").partition("=")
+        if argument == "--config":
+            continue
+        if argument.startswith("--") and given:
+            *path, last = name.split(".")
+            found: Any = {last: _loaded(argument, value)}
+            for key in reversed(path):
+                found = {key: found}
+        else:
+            found = yaml.safe_load(argument)
+        _lay(written, found)
+    if isinstance(modalities := written.get("modalities"), Mapping):
+        written["modalities"] = {name: _made(f"modalities.{name}", Modality, one) for name, one in modalities.items()}
+    written = {field: value for field, value in written.items() if value is not None}
+    timeout = written.pop("timeout", None)
+    if timeout is not None and not (isinstance(timeout, str) and _DURATION.fullmatch(timeout)):
+        rule = "It is a duration, written as hours:minutes:seconds in quotes"
+        raise ConfigError("timeout", timeout, rule, "Use for instance '0:30:00'")
+    check_fields(written)
+
+
+def _made(field: str, kind: type, said: Any) -> Any:
+    """The object whose fields are said, which may have values of any type."""
+    if not isinstance(said, Mapping):
+        return said
+    known = [each.name for each in fields(kind)]
+    for key in said:
+        if key not in known:
+            raise ConfigError(f"{field}.{key}", said[key], "There is no such field", did_you_mean(key, known))
+    values = dict(said)
+    if isinstance(template := values.get("pipeline_template"), Mapping):
+        values["pipeline_template"] = _made(f"{field}.pipeline_template", PipelineTemplate, template)
+    return kind(**values)
+
+
+def _lay(under: dict[str, Any], over: Mapping[str, Any]) -> None:
+    for key, value in over.items():
+        if isinstance(value, Mapping) and isinstance(under.get(key), dict):
+            _lay(under[key], value)
+        else:
+            under[key] = value
 
 
 def _checked(content: Mapping[str, Any]) -> str:
@@ -166,9 +283,9 @@ def _checked(content: Mapping[str, Any]) -> str:
     arguments = found.get("init_args", found)
     if isinstance(arguments, dict):
         _check_keys(arguments, only_near="trainer" not in content)
-    kept = {key: arguments[key] for key in CHECKED if key in arguments} if isinstance(arguments, dict) else {}
+    kept = {key: arguments[key] for key in FIELDS if key in arguments} if isinstance(arguments, dict) else {}
     text = yaml.safe_dump(kept, sort_keys=False)
-    if "${" in text or not isinstance(kept.get("modalities") or {}, dict):
+    if "${" in text or isinstance(kept.get("modalities"), str):
         raise _UnresolvedError
     return text
 
@@ -189,18 +306,23 @@ def _check_keys(arguments: Mapping[str, Any], *, only_near: bool) -> None:
 
 def _overriding(overrides: Sequence[str]) -> Iterator[str]:
     """The options that override checked fields, as ``--modalities.vision.tp_size=2``."""
-    rest = iter(overrides)
-    for option in rest:
-        name, given, value = option.partition("=")
-        value = value if given else next(rest, "")
+    for name, value in _pairs(overrides):
         if name in ("--trainer", "--trainer.strategy", "--trainer.strategy.class_path", "--trainer.strategy.init_args"):
             raise _UnresolvedError
         field = next((name.removeprefix(prefix) for prefix in _PREFIXES if name.startswith(prefix)), "")
-        if field.split(".")[0] not in CHECKED:
+        if field.split(".")[0] not in FIELDS:
             continue
-        if field == "modalities" and not isinstance(_loaded(name, value), dict):
+        if field == "modalities" and isinstance(_loaded(name, value), str):
             raise _UnresolvedError
         yield f"--{field}={value}"
+
+
+def _pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """The options' names and values, of ``--name=value`` and ``--name value``."""
+    rest = iter(overrides)
+    for option in rest:
+        name, given, value = option.partition("=")
+        yield name, value if given else next(rest, "")
 
 
 def _loaded(option: str, value: str) -> Any:

@@ -29,7 +29,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import Strategy
 
-from lightning_mm5d.cli.configuration import Source
+from lightning_mm5d.cli.configuration import Source, devices
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.strategy import MultimodalStrategy
@@ -154,7 +154,7 @@ def _parsed(parser: Any, command: list[str], arguments: list[str], with_model: b
     if not with_model and settings.devices == "auto":
         _settle(strategy, _needed(modalities), 1)
     else:
-        _settle(strategy, _devices(settings.devices), settings.num_nodes)
+        _settle(strategy, devices(settings.devices), settings.num_nodes)
     if not with_model:
         assert strategy.layout.size  # raises where the sizes do not fill the world
         return Job(strategy, None, modalities)
@@ -212,17 +212,6 @@ def _settle(strategy: MultimodalStrategy, devices: int, nodes: int) -> None:
 
 def _instantiate(parser: Any, config: Namespace) -> Namespace:
     return (getattr(parser, "instantiate", None) or parser.instantiate_classes)(config)  # renamed in jsonargparse 4.49
-
-
-def _devices(devices: Any) -> int:
-    """Processes per node, of the forms that Lightning knows: a number, a list of devices, or either as text."""
-    ids = devices if isinstance(devices, list) else [part for part in str(devices).split(",") if part.strip()]
-    if isinstance(devices, list) or len(ids) > 1:
-        return len(ids)
-    if str(devices).isdigit() and int(devices) > 0:
-        return int(devices)
-    rule = "It depends on the machine that trains, which may not be this one, so it must be a number here"
-    raise ConfigError("trainer.devices", devices, rule, "Add --trainer.devices=8, or whatever that machine has")
 
 
 def _needed(modalities: Mapping[str, Modality]) -> int:

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Iterable
 
-from lightning_mm5d.cli.configuration import CHECKED
+from lightning_mm5d.cli.configuration import FIELDS
 from lightning_mm5d.config.errors import did_you_mean
 
 _UNION = "Does not validate against any of the Union subtypes"
@@ -37,7 +37,7 @@ def _suggestion(message: str) -> str:
     path, _, key = (found["key"] or found["option"]).rpartition(".")
     owner = found["owner"] or {"trainer": "lightning.pytorch.Trainer"}.get(path)
     known = (
-        _parameters(owner) if owner else ["trainer", "model", "data", "seed_everything", *CHECKED] if not path else []
+        _parameters(owner) if owner else ["trainer", "model", "data", "seed_everything", *FIELDS] if not path else []
     )
     if not known:
         return ""

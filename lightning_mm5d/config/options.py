@@ -24,6 +24,7 @@ CHOICES = {
 """Options that are one of a few words."""
 BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
 """Backends of torch.distributed that need no package of a user's own."""
+LONGEST = timedelta(days=365)
 
 
 def check_options(options: Mapping[str, Any], backends: Collection[str] = BACKENDS) -> None:
@@ -53,17 +54,13 @@ def _check_placement(placement: object) -> None:
     if not isinstance(placement, list | tuple) or not placement:
         rule = "It lists the rank of each position of the layout"
         raise ConfigError("placement", placement, rule, "Use for instance [0, 1], or leave it unset")
+    fix = f"Use {list(range(len(placement)))}, or leave it unset"
     for index, rank in enumerate(placement):
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < MOST:
             rule = "It lists ranks, which are whole numbers of at least 0"
-            raise ConfigError(
-                f"placement[{index}]", rank, rule, f"Use {list(range(len(placement)))}, or leave it unset"
-            )
-        if rank in placement[:index]:
-            rule = "It names each rank once"
-            raise ConfigError(
-                f"placement[{index}]", rank, rule, f"Use {list(range(len(placement)))}, or leave it unset"
-            )
+            raise ConfigError(f"placement[{index}]", rank, rule, fix)
+    if len(set(placement)) < len(placement):
+        raise ConfigError("placement", placement, "It names each rank once", fix)
 
 
 def _check_backend(backend: object, known: Collection[str]) -> None:
@@ -83,6 +80,9 @@ def _check_timeout(timeout: object) -> None:
     if timeout <= timedelta(0):
         rule = "Operations between ranks take some time"
         raise ConfigError("timeout", timeout, rule, "Use a positive one, such as timedelta(minutes=30)")
+    if timeout > LONGEST:
+        rule = f"It is at most {LONGEST.days} days"
+        raise ConfigError("timeout", timeout, rule, "Use for instance timedelta(minutes=30)")
 
 
 def check_timeline(path: object) -> None:

@@ -11,13 +11,13 @@ from lightning_mm5d.schedule.builders import (
     UNSPLIT_SCHEDULES,
     AnySchedule,
     build,
-    check_schedule,
     is_table,
     loaded,
     place,
     pp_rank_of,
 )
 from lightning_mm5d.schedule.custom import from_csv, to_csv
+from lightning_mm5d.schedule.fields import check_fields
 from lightning_mm5d.schedule.graph import Graph, Node
 from lightning_mm5d.schedule.plain import in_flight_limits
 from lightning_mm5d.schedule.report import Outcome, compare, name_of
@@ -40,7 +40,7 @@ __all__ = [
     "Simulation",
     "Span",
     "build",
-    "check_schedule",
+    "check_fields",
     "compare",
     "cost",
     "dependencies",

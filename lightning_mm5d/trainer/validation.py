@@ -11,47 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
-import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from torch.utils.data import DataLoader
 
-from lightning_mm5d.config.checks import check
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality
-from lightning_mm5d.config.options import BACKENDS, check_options
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.schedule import SCHEDULES, Graph, Schedule, build, check_schedule, is_table
+from lightning_mm5d.schedule import Graph, Schedule, build, is_table
 from lightning_mm5d.source.names import names
 from lightning_mm5d.source.trees import Source, decorated
-
-
-def check_fields(
-    modalities: Mapping[str, Modality],
-    *,
-    schedule: str | Callable[[Graph], Schedule],
-    num_microbatches: int,
-    options: Mapping[str, Any],
-) -> None:
-    """Refuse fields that cannot work with any model and number of ranks.
-
-    Args:
-        modalities: what the user wrote, by name.
-        schedule: its name, a table or a function.
-        num_microbatches: microbatches per batch.
-        options: the strategy's other fields, by name.
-
-    Raises:
-        ConfigError: at the first field that cannot work.
-    """
-    check_schedule(schedule)
-    own = callable(schedule) or is_table(schedule)
-    check(
-        modalities,
-        num_microbatches=num_microbatches,
-        schedule="own" if own else schedule,  # type: ignore[arg-type]
-        schedules=("own",) if own else SCHEDULES,
-    )
-    check_options(options, {*BACKENDS, *dist.Backend.backend_list})
 
 
 def check_computed(modalities: Mapping[str, Modality]) -> None:

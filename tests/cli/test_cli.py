@@ -276,7 +276,7 @@ def test_refuses_devices_that_only_the_training_machine_can_count(inspect: Inspe
         ),
         (
             ["--trainer.strategy.modalities.vision.tp=2"],
-            ["Option 'tp' is not accepted. Did you mean 'tp_size'?"],
+            ["modalities.vision.tp: got 2. There is no such field. Did you mean 'tp_size'?"],
         ),
         (["--trainer.strategy.schedule=2f2b"], ["schedule: got '2f2b'", "gpipe, 1f1b"]),
         (["--trainer.strategy.modalities.vision.dp_size=0"], ["modalities.vision.dp_size: got 0", "at least 1"]),

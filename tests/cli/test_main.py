@@ -52,7 +52,7 @@ def test_help_and_version_import_no_torch(arguments: list[str]) -> None:
 @pytest.mark.parametrize(
     ("vision", "schedule", "count", "words"),
     [
-        ("tp: 2", "1f1b", "4", "Option 'tp' is not accepted. Did you mean 'tp_size'?"),
+        ("tp: 2", "1f1b", "4", "modalities.vision.tp: got 2. There is no such field. Did you mean 'tp_size'?"),
         ("tp_size: 0", "1f1b", "4", "modalities.vision.tp_size: got 0"),
         ("", "2f2b", "4", "schedule: got '2f2b'"),
         ("", "1f1b", "0", "num_microbatches: got 0"),

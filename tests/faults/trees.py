@@ -247,9 +247,10 @@ class _Forked(subprocess.Popen):
 
 
 _EXECUTE_CHILD = (
-    "executable preexec_fn close_fds pass_fds cwd env startupinfo creationflags shell p2cread p2cwrite c2pread "
-    "c2pwrite errread errwrite restore_signals gid gids uid umask start_new_session process_group"
-).split()
+    *("executable", "preexec_fn", "close_fds", "pass_fds", "cwd", "env", "startupinfo", "creationflags", "shell"),
+    *("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite", "restore_signals"),
+    *("gid", "gids", "uid", "umask", "start_new_session", "process_group"),
+)
 
 
 def _as_script(argv: list[str], environment: dict[str, str]) -> None:

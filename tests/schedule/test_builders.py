@@ -221,7 +221,9 @@ def test_building_takes_a_number_of_looks_that_grows_with_the_actions_only(
 
 
 def test_unknown_schedule_is_refused_with_the_nearest_name() -> None:
-    with pytest.raises(ConfigError, match=r"schedule: got '1F1B'\. It must be one of gpipe, 1f1b, .*Use '1f1b'"):
+    with pytest.raises(
+        ConfigError, match=r"schedule: got '1F1B'\. It must be one of gpipe, 1f1b, .*Did you mean '1f1b'"
+    ):
         build("1F1B", chain(2, 2))
 
 

@@ -1,0 +1,35 @@
+"""Checks of all that a user says to the strategy, as far as neither the model nor the number of ranks matters.
+
+Imports no torch, so that a wrong field is refused before anything slow starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from lightning_mm5d.config.checks import check
+from lightning_mm5d.config.modality import Modality
+from lightning_mm5d.config.options import BACKENDS, check_options
+from lightning_mm5d.schedule.builders import SCHEDULES, check_schedule
+
+
+def check_fields(fields: Mapping[str, Any], backends: Collection[str] = BACKENDS) -> None:
+    """Refuse fields of the strategy that cannot work with any model and number of ranks.
+
+    Args:
+        fields: by name; those that are missing have their defaults.
+        backends: that torch.distributed knows here.
+
+    Raises:
+        ConfigError: at the first field that cannot work.
+    """
+    schedule, modalities = fields.get("schedule", "1f1b"), fields.get("modalities")
+    check_schedule(schedule)
+    check(
+        {"model": Modality()} if modalities is None else modalities,
+        num_microbatches=fields.get("num_microbatches", 1),
+        schedule="own",
+        schedules=("own", *SCHEDULES),
+    )
+    check_options(fields, backends)
