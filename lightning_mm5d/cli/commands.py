@@ -33,6 +33,9 @@ from lightning_mm5d.schedule import SCHEDULES, AnySchedule, Graph, Outcome, comp
 _FORWARDS = TimeUnit("units", "units of a forward on one rank of any modality")
 _MIXED = TimeUnit("units", "units of the given costs, 1 where none is given")
 
+MOST_FORWARDS = 3000
+"""of a step for which all schedules are compared, at about a millisecond each and schedule"""
+
 
 def inspect(arguments: Namespace, source: Source) -> None:
     """Print which rank holds what."""
@@ -53,7 +56,7 @@ def simulate(arguments: Namespace, source: Source) -> None:
     job = job._replace(modalities=_costed(job, arguments.cost))
     frozen = _frozen(job, arguments.frozen)
     configured = job.strategy.schedule
-    schedules = [*SCHEDULES, *([configured] if configured not in SCHEDULES else [])]
+    schedules, left_out = _compared(_graph(job, configured, frozen), configured)
     outcomes = compare(lambda schedule: _graph(job, schedule, frozen), schedules)
     at = schedules.index(configured)
     if configured == "auto" and job.module is not None:  # training chooses the order only, not the placement
@@ -65,7 +68,18 @@ def simulate(arguments: Namespace, source: Source) -> None:
         print(json.dumps([outcome.as_json() for outcome in outcomes]))
     else:
         show(_simulated(job, outcomes, chosen, unit))
-    warn(_chunks_missing(job, chosen))
+    warn([*_chunks_missing(job, chosen), *left_out])
+
+
+def _compared(graph: Graph, configured: AnySchedule) -> tuple[list[AnySchedule], list[str]]:
+    """The schedules to be shown: all, or the quickly built ones of a large graph, with a warning that says so."""
+    schedules: list[AnySchedule] = [*SCHEDULES, *([configured] if configured not in SCHEDULES else [])]
+    forwards = sum(len(node.microbatches) for node in graph.nodes)
+    if forwards <= MOST_FORWARDS:
+        return schedules, []
+    kept = [schedule for schedule in schedules if schedule in ("gpipe", "1f1b", configured)]
+    names = ", ".join(name_of(schedule) for schedule in schedules if schedule not in kept)
+    return kept, [f"{names} are left out, which take minutes for {forwards} forwards: configure one to see it"]
 
 
 def plan(arguments: Namespace, source: Source) -> None:

@@ -109,11 +109,19 @@ class Topology:
         Ranks that share the layers of a stage run the same actions in the same order, so a schedule lists the first of
         them only: with ``tp_size=2`` it is ``{0: 0, 1: 0, 2: 2, 3: 2}``. Instances that overlap are joined.
         """
-        found = {rank: rank for rank in range(self.layout.size)}
+        lead = list(range(self.layout.size))
+
+        def lead_of(rank: int) -> int:
+            while lead[rank] != rank:
+                lead[rank] = rank = lead[lead[rank]]
+            return rank
+
         for ranks in (ranks for stage in self.members for ranks in self.instances(stage) if len(ranks) > 1):
-            joined = {found[rank] for rank in ranks}
-            found = {rank: min(joined) if lead in joined else lead for rank, lead in found.items()}
-        return found
+            joined = {lead_of(rank) for rank in ranks}
+            first = min(joined)
+            for rank in joined:
+                lead[rank] = first
+        return {rank: lead_of(rank) for rank in range(self.layout.size)}
 
     def ranks_at(self, stage: StageKey, replica: int, index: int) -> tuple[int, ...]:
         """Return the ranks that run a stage on a microbatch.
