@@ -19,10 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_mm5d.config.errors import ConfigError, private
 from lightning_mm5d.sharded.collectives import dry_run
 from lightning_mm5d.sharded.tensor import Sharded
 from lightning_mm5d.source.order import used_fields
 from lightning_mm5d.stage.deferred import deferred_linear, defers, is_linear
+from lightning_mm5d.stage.payload import tensors_in
 from lightning_mm5d.stage.remote import ShapeMemory
 from lightning_mm5d.stage.run import hidden_of
 from lightning_mm5d.stage.runtime import Runtime
@@ -78,6 +80,27 @@ class Patches:
             if not all(cut is not None and cut.last - cut.first == len(layers) for cut in cuts):
                 for index, layer in enumerate(layers):
                     self._patch_layer(layer, name, index)
+                self._watch_parents(self._runtime.partition.layers[name] or "", name)
+
+    def _watch_parents(self, layers: str, modality: str) -> None:
+        """Refuse full backward hooks on modules around split layers, whose input and output are on different ranks."""
+
+        def check(path: str, module: nn.Module, args: tuple) -> None:
+            hooked = private(module, "_backward_hooks") and private(module, "_is_full_backward_hook")
+            if hooked and self._runtime.active is not None and any(x.requires_grad for _, x in tensors_in(args)):
+                raise ConfigError(
+                    f"{path}.register_full_backward_hook",
+                    type(module).__name__,
+                    f"It is given the gradients of the input and the output, and modalities.{modality}.pp_size > 1 puts "
+                    "these on different ranks",
+                    "Register hooks on layers, or Tensor.register_hook on the input or the output, or use pp_size=1",
+                )
+
+        parts = layers.split(".")
+        for length in range(1, len(parts)):
+            path = ".".join(parts[:length])
+            watched = self._runtime.root.get_submodule(path)
+            self._undo.append(watched.register_forward_pre_hook(functools.partial(check, path)).remove)
 
     def _patch_leaves(self) -> None:
         runtime, root = self._runtime, self._runtime.root
@@ -149,6 +172,7 @@ class Patches:
     def _patch_layer(self, layer: nn.Module, modality: str, index: int) -> None:
         original = layer.forward
         checked = False
+        arrived: tuple[tuple, dict[str, Any]] = (), {}
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             nonlocal checked
@@ -162,6 +186,7 @@ class Patches:
                     checked = True
                     self._learn(modality, index, hidden_of(args, kwargs), result)
                 return result
+            args, kwargs = arrived
             hidden = run.skip(modality, index, args, kwargs)
             if modality not in self._returns_tuple:
                 self._probe(modality, index, original, args, kwargs)
@@ -169,15 +194,21 @@ class Patches:
             return hidden if length is None else (hidden, *[None] * (length - 1))
 
         def enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+            nonlocal arrived
             run = self._runtime.active
             cut = run.stage.cuts.get(modality) if run is not None else None
-            if run is None or cut is None or not cut.first <= index < cut.last:
+            if run is None:
                 return None
-            return run.enters(modality, index, args, kwargs)
+            if cut is not None and cut.first <= index < cut.last:
+                return run.enters(modality, index, args, kwargs)
+            arrived = args, kwargs
+            sent = hidden_of(args, kwargs) if cut is not None and index == cut.last else None
+            return _shown(args, sent), {key: _shown(value, sent) for key, value in kwargs.items()}
 
         self._replace(layer, "forward", forward)
-        # a hook, not the forward: it stays outside of activation checkpointing
-        self._undo.append(layer.register_forward_pre_hook(enter, with_kwargs=True).remove)
+        # a hook, not the forward: it stays outside of activation checkpointing. The first, so that hooks of the user's
+        # own act where the layer is local, and nowhere else
+        self._undo.append(layer.register_forward_pre_hook(enter, with_kwargs=True, prepend=True).remove)
 
     def _probe(self, modality: str, index: int, original: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
         """Find out whether a remote layer returns a tuple, by running it once on its NaN parameters."""
@@ -196,3 +227,14 @@ class Patches:
                 f"{list(first.shape)}; layers that change its shape cannot be split over stages: set "
                 f"modalities.{modality}.pp_size to 1"
             )
+
+
+def _shown(value: Any, sent: Tensor | None) -> Any:
+    """Return an argument of a remote layer for the user's hooks on it: what they do to it must not act on `sent`."""
+    if type(value) is tuple:
+        return tuple(_shown(one, sent) for one in value)
+    if not isinstance(value, Tensor):
+        return value
+    if value is sent and not isinstance(value, Sharded):
+        return value.clone()
+    return value.view_as(value) if value.requires_grad else value

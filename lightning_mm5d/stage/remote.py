@@ -84,14 +84,19 @@ class ShapeMemory:
         """Return NaN in the shape of ``original(*args, **kwargs)``, the forward of `module`.
 
         Not zero-stride: models write features into embeddings in place.
+        It carries a gradient where the result would, because hooks may be registered on it; they are never called.
         """
+        grad = torch.is_grad_enabled() and (
+            any(parameter.requires_grad for parameter in module.parameters())
+            or any(tensor.requires_grad for _, tensor in tensors_in((args, kwargs)))
+        )
         if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and args:
             device = args[0].device
             enabled = torch.is_autocast_enabled(device.type)
             dtype = torch.get_autocast_dtype(device.type) if enabled else module.weight.dtype
-            return _filled((*args[0].shape[:-1], module.out_features), dtype, device)
+            return _filled((*args[0].shape[:-1], module.out_features), dtype, device, grad)
         if isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward and args:
-            return _filled((*args[0].shape, module.embedding_dim), module.weight.dtype, args[0].device)
+            return _filled((*args[0].shape, module.embedding_dim), module.weight.dtype, args[0].device, grad)
         signature = tuple((path, tensor.shape, tensor.dtype) for path, tensor in tensors_in((args, kwargs)))
         others = tuple(repr(value) for value in (*args, *kwargs.values()) if isinstance(value, (int, float, str)))
         key = (id(module), signature, others, torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"))
@@ -102,11 +107,16 @@ class ShapeMemory:
             description = packer.describe(result)
             self._known[key] = description, [(t.shape, t.dtype, t.device) for t in packer.tensors]
         description, specs = self._known[key]
-        return rebuild(description, [_filled(*spec) for spec in specs])
+        return rebuild(description, [_filled(*spec, grad) for spec in specs])
 
 
-def _filled(shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    filler = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-    tensor = torch.full(tuple(shape), filler, dtype=dtype, device=device)
+def _filled(shape: Iterable[int], dtype: torch.dtype, device: torch.device, grad: bool) -> Tensor:
+    can_be_nan = dtype.is_floating_point or dtype.is_complex
+    if grad and can_be_nan:
+        # no leaf, because a leaf that carries a gradient cannot be written to in place
+        leaf = torch.full((), float("nan"), dtype=dtype, device=device, requires_grad=True)
+        tensor = leaf.expand(tuple(shape)).clone()
+    else:
+        tensor = torch.full(tuple(shape), float("nan") if can_be_nan else 0, dtype=dtype, device=device)
     mark_dependent(tensor)
     return tensor

@@ -25,7 +25,17 @@ from torch import Tensor
 from lightning_mm5d.partition.hidden_state import at, hidden_place
 from lightning_mm5d.sharded.tensor import Sharded
 from lightning_mm5d.stage.deferred import Deferred
-from lightning_mm5d.stage.payload import Packer, Path, Payload, arguments, put, rebuild, tensors_in, unsharded
+from lightning_mm5d.stage.payload import (
+    Packer,
+    Path,
+    Payload,
+    arguments,
+    map_tensors,
+    put,
+    rebuild,
+    tensors_in,
+    unsharded,
+)
 from lightning_mm5d.stage.runtime import Runtime
 from lightning_mm5d.stage.taint import Trace, mark_dependent, mark_stand_in, must_travel
 from lightning_mm5d.stage.view import StageError, StageView, Stop
@@ -159,7 +169,7 @@ class Run:
                     f"{name} is called {index + 1} times in stage {self.stage.name}, and the stage that computes it "
                     f"called it {len(results)} times: what the step does must not depend on the stage"
                 )
-            return results[index]
+            return _copies(results[index])
         self._depth += 1
         try:
             result = original(*args, **kwargs)
@@ -168,6 +178,7 @@ class Run:
         cut = self.stage.cuts.get(modality)
         if cut is not None and cut.index == self._runtime.last_stage(modality):
             self._boundaries_out.append((name, result))
+            return _copies(result)
         return result
 
     def enters(self, modality: str, layer: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -207,16 +218,19 @@ class Run:
             return hidden_of(args, kwargs)
         if layer < cut.first:
             calls, index = self._calls_in.get(modality, []), self._entered.get(modality, 0)
-            # the last one before the stage shows the real state to hooks that record it
+            # the last one before the stage shows the real state to hooks that record it, as a copy: hooks on its
+            # gradient have acted where it was computed
             if layer == cut.first - 1 and index < len(calls):
-                return calls[index].hidden
+                return _copy(calls[index].hidden)
             return hidden_of(args, kwargs)
         args, kwargs = self.enters(modality, layer, args, kwargs)
         hidden = hidden_of(args, kwargs)
         if layer == cut.last:
             self._calls_out.setdefault(modality, []).append(LayerCall(hidden, {}))
-            # a copy: the model may write to it in place, and the original is being sent
-            hidden = hidden.detach() if isinstance(hidden, Sharded) else hidden.detach().clone()
+            # it carries a gradient where the original does: hooks may be registered on it, and are never called
+            leaf = hidden.detach().requires_grad_(hidden.requires_grad)
+            mark_stand_in(leaf)
+            hidden = _copy(leaf)
             mark_stand_in(hidden)
         self._collect(modality, layer, args, kwargs)
         if modality == loss_modality and self._is_over(modality, layer):
@@ -283,3 +297,16 @@ def hidden_of(args: tuple, kwargs: Mapping[str, Any]) -> Tensor:
     """Return the hidden state among a layer's arguments."""
     found: Tensor = at(hidden_path(args, kwargs), args, kwargs)  # type: ignore[arg-type]
     return found
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """Return a copy that the model may write to, and register hooks on, while the original is sent or computed with."""
+    return tensor if isinstance(tensor, Sharded) else tensor.clone()
+
+
+def _copies(result: Any) -> Any:
+    """Return `result` with copies of its tensors; a result with objects of the user's own stays as it is."""
+    try:
+        return map_tensors(result, _copy)
+    except ValueError:
+        return result

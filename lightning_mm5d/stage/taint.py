@@ -51,7 +51,24 @@ def mark_stand_in(tensor: Tensor) -> None:
 def must_travel(tensor: Tensor) -> bool:
     """Whether a later stage cannot compute `tensor` by itself."""
     mark = getattr(tensor, "_mm5d_mark", None)
-    return mark == _DEPENDS or (mark is None and (tensor.requires_grad or isinstance(tensor, torch.nn.Parameter)))
+    if mark is not None:
+        return mark == _DEPENDS
+    return isinstance(tensor, torch.nn.Parameter) or (tensor.requires_grad and not _from_stand_in(tensor))
+
+
+def _from_stand_in(tensor: Tensor) -> bool:
+    """Whether the graph of an unmarked tensor, the result of a custom autograd function, begins at a stand-in."""
+    waiting, seen = [tensor.grad_fn], set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and getattr(leaf, "_mm5d_mark", None) == _STANDS_IN:
+            return True
+        waiting += [following for following, _ in node.next_functions]
+    return False
 
 
 class Trace(TorchFunctionMode):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_mm5d.checkpoint.optimizer_state import drop_remote_state
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.gradients.gradients import Gradients
+from lightning_mm5d.gradients.parameter_hooks import ParameterHooks, called
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.trainer.process_group import message_device
 
@@ -41,13 +42,22 @@ class Optimization:
         module: the user's module.
         plan: all stages.
         gradients: of the parameters that this rank holds.
+        hooks: of the module's parameters.
         is_plain: whether every rank is a replica of the full model, with a loss of its own.
         device: where this rank computes.
     """
 
     def __init__(
-        self, module: pl.LightningModule, plan: Plan, gradients: Gradients, *, is_plain: bool, device: torch.device
+        self,
+        module: pl.LightningModule,
+        plan: Plan,
+        gradients: Gradients,
+        hooks: ParameterHooks,
+        *,
+        is_plain: bool,
+        device: torch.device,
     ) -> None:
+        self._hooks = hooks
         self._module, self._plan, self._gradients = module, plan, gradients
         self._is_plain, self._device = is_plain, device
         self._unsynced = False
@@ -93,9 +103,9 @@ class Optimization:
         Gradients that an earlier backward has summed already are kept out of it.
 
         Args:
-            enabled: False leaves the sum to a later backward.
+            enabled: False leaves the sum to a later backward, unless hooks of parameters wait for it.
         """
-        if not enabled:
+        if not enabled and not self._hooks.exist():
             self._unsynced = True
             yield
             return
@@ -104,8 +114,9 @@ class Optimization:
         # a schedule has given each replica its share of the loss; plain replicas have their own mean
         self._gradients.reduce(1.0 / self._plan.layout.num_replicas if self._is_plain else 1.0)
         self._unsynced = False
-        if older is not None:
-            self._gradients.add(older)
+        with nullcontext() if self._is_plain else called(self._gradients.parameters):
+            if older is not None:
+                self._gradients.add(older)
 
     @contextmanager
     def overflow_agreed(

@@ -29,6 +29,7 @@ from lightning_mm5d.engine.recorder import Recorder
 from lightning_mm5d.engine.run_groups import RunGroups, make_groups
 from lightning_mm5d.engine.transport import Transport
 from lightning_mm5d.gradients.gradients import make_gradients
+from lightning_mm5d.gradients.parameter_hooks import ParameterHooks
 from lightning_mm5d.gradients.sums import sum_groups
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import UNSPLIT_SCHEDULES, Graph, Schedule
@@ -92,6 +93,7 @@ class Session:
         self._module, self._options = module, options
         self._groups = Groups(options.timeout, device=message_device(options.device))
         self._hooked: list[Any] = []
+        self._hooks = ParameterHooks(module)
         groups = make_groups(
             self._groups,
             plan,
@@ -171,7 +173,7 @@ class Session:
             loss_weight=self._options.loss_weight,
             seed=None if alone else self._options.seed,
         )
-        self.optimization = Optimization(module, plan, gradients, is_plain=self.is_plain, device=device)
+        self.optimization = Optimization(module, plan, gradients, self._hooks, is_plain=self.is_plain, device=device)
         self.collectives = ReplicaCollectives(
             self._cut.runtime,
             tuple(ranks[0] for ranks in last),

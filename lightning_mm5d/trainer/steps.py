@@ -29,6 +29,7 @@ from lightning_mm5d.data.packed_images import PackedTokens, describe
 from lightning_mm5d.engine.engine import Engine
 from lightning_mm5d.engine.lock_step import LockStep
 from lightning_mm5d.gradients.gradients import Gradients
+from lightning_mm5d.gradients.parameter_hooks import set_aside
 from lightning_mm5d.gradients.publish import published
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.trainer.logs import LogCapture, replay
@@ -151,7 +152,8 @@ class Steps:
         )
         older = self._gradients.take()
         try:
-            self._run(step, self.trainable())
+            with set_aside(self._gradients.parameters):
+                self._run(step, self.trainable())
         finally:
             fresh = self._gradients.take()
             self._gradients.put(older)

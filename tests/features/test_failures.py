@@ -107,6 +107,13 @@ class OwnReduction(Toy):
         return loss
 
 
+class HooksAroundLayers(Toy):
+    """A hook that wants the gradients of what the first and the last stage have."""
+
+    def on_fit_start(self) -> None:
+        self.decoder.register_full_backward_hook(lambda _, inputs, outputs: None)
+
+
 class NotANumber(Toy):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.loss(batch) * float("nan")
@@ -133,6 +140,7 @@ CASES = {
     "a model called twice": (CallsTwice, PIPE, "StageError", "pp_size=1"),
     "features that no step uses": (UsesFeaturesAfterTheLayers, FED_TOO_EARLY, "StageError", "feeds"),
     "an optimizer over all parameters": (OverAllParameters, PAIR, "ConfigError", "AdamW"),
+    "a backward hook around split layers": (HooksAroundLayers, PIPE, "ConfigError", "decoder.register_full_backward"),
     "no loss": (NoLoss, TWINS, "ConfigError", "training_step"),
     "a reduction of one's own": (OwnReduction, PIPE, "ConfigError", "reduce_fx"),
     "a batch that cannot be cut": (Uncut, PAIR, "ConfigError", "table"),

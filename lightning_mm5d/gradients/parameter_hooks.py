@@ -1,0 +1,69 @@
+"""Hooks on parameters: called once for each batch, with the gradient of all its microbatches, replicas and stages.
+
+A schedule runs a backward for each microbatch, so autograd would call a hook as often, with a part of the gradient each
+time: a hook that clamps or adds noise would give another result than on one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from lightning_mm5d.config.errors import private
+
+_KINDS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+class ParameterHooks:
+    """Knows whether a module's parameters have hooks, which a parameter that leaves this rank does not take along.
+
+    Args:
+        module: full, before any of its parameters leaves this rank.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._from_start = any(_found(parameter) for parameter in module.parameters())
+
+    def exist(self) -> bool:
+        """Return whether any parameter has hooks, also one of other ranks: the same on all ranks."""
+        return self._from_start or any(_found(parameter) for parameter in self._module.parameters())
+
+
+@contextmanager
+def set_aside(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Enter around backwards that give parts of the gradients of `parameters`: none of their hooks is called."""
+    aside = [(hooks, dict(hooks)) for parameter in parameters for hooks in _found(parameter)]
+    for hooks, _ in aside:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in aside:
+            registered = dict(hooks)  # by the step
+            hooks.clear()
+            hooks.update(before | registered)
+
+
+@contextmanager
+def called(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Call the hooks of `parameters` with their new gradients, as autograd would; inside, those are added to older ones."""
+    fresh = [parameter for parameter in parameters if parameter.grad is not None]
+    before, after = _KINDS
+    for parameter in fresh:
+        for hook in list((private(parameter, before) or {}).values()):
+            changed = hook(parameter.grad)
+            if changed is not None:
+                parameter.grad = changed
+    yield
+    for parameter in fresh:
+        for hook in list((private(parameter, after) or {}).values()):
+            hook(parameter)
+
+
+def _found(parameter: nn.Parameter) -> list[dict[int, Any]]:
+    """The hooks of a parameter: one dict for each kind that it has."""
+    return [hooks for kind in _KINDS if (hooks := private(parameter, kind))]
