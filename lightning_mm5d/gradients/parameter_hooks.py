@@ -50,7 +50,7 @@ def set_aside(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 @contextmanager
 def called(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Call the hooks of `parameters` with their new gradients, as autograd would; inside, those are added to older ones."""
+    """Call the hooks of `parameters` as autograd would; inside, their new gradients are added to older ones."""
     fresh = [parameter for parameter in parameters if parameter.grad is not None]
     before, after = _KINDS
     for parameter in fresh:

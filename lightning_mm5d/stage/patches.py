@@ -91,8 +91,8 @@ class Patches:
                 raise ConfigError(
                     f"{path}.register_full_backward_hook",
                     type(module).__name__,
-                    f"It is given the gradients of the input and the output, and modalities.{modality}.pp_size > 1 puts "
-                    "these on different ranks",
+                    "It is given the gradients of the input and the output, which are on different ranks with "
+                    f"modalities.{modality}.pp_size > 1",
                     "Register hooks on layers, or Tensor.register_hook on the input or the output, or use pp_size=1",
                 )
 
