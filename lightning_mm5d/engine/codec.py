@@ -95,14 +95,21 @@ class TreeChannel:
         return cls(lambda message: dist.broadcast(message, src, group=group), device)
 
     def send(self, tree: Any) -> None:
-        """Send `tree`: tensors and plain values in containers.
+        """Send `tree`: tensors, paths and plain values in containers.
 
         Raises:
-            ValueError: the tree holds another object.
+            ValueError: on all ranks of the channel, when the tree holds another object.
         """
         packer = Packer()
-        description = packer.describe(tree)
-        leaves = [tensor.detach().to(self._device) for tensor in packer.tensors]
+        try:
+            description = [None, packer.describe(tree)]
+        except ValueError as error:
+            self._send([str(error), None], [])
+            raise
+        self._send(description, packer.tensors)
+
+    def _send(self, description: Any, tensors: Sequence[Tensor]) -> None:
+        leaves = [tensor.detach().to(self._device) for tensor in tensors]
         parts = [bytes_of(leaf) for leaf in leaves if leaf.numel()]
         first, *others = messages(*self._sent.slot(describe(description, leaves)), parts, _TREE_ROOM, self._device)
         padded = first.new_zeros(_TREE_ROOM)  # a broadcast has one length on all ranks
@@ -111,7 +118,11 @@ class TreeChannel:
             self._move(message)
 
     def receive(self) -> Any:
-        """Return the next tree; its tensors are on the channel's device."""
+        """Return the next tree; its tensors are on the channel's device.
+
+        Raises:
+            ValueError: the sender refused its tree.
+        """
 
         def fill(*buffers: Tensor) -> None:
             for buffer in buffers:
@@ -119,7 +130,29 @@ class TreeChannel:
 
         first = torch.empty(_TREE_ROOM, dtype=torch.uint8, device=self._device)
         header, tensors = receive(fill, first, self._received)
-        return rebuild(header.meta, tensors)
+        refused, description = header.meta
+        if refused is not None:
+            raise ValueError(refused)
+        return rebuild(description, tensors)
+
+
+def broadcast_tree(tree: Any, src: int, device: torch.device, group: dist.ProcessGroup | None = None) -> Any:
+    """Return the tree of the global rank `src` on every rank of `group`; collective.
+
+    Args:
+        tree: read on that rank only, which gets this very object.
+        src: global rank.
+        device: where messages live, and tensors on other ranks.
+        group: None for the default group.
+
+    Raises:
+        ValueError: on all ranks, when the tree holds something other than tensors, paths and plain values.
+    """
+    channel = TreeChannel.within(group, src, device)
+    if dist.get_rank() != src:
+        return channel.receive()
+    channel.send(tree)
+    return tree
 
 
 def send_tree(tree: Any, dst: int, device: torch.device) -> None:

@@ -9,11 +9,14 @@ It refuses trees with other objects in them, by name.
 
 from __future__ import annotations
 
+import base64
+import pathlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -67,7 +70,7 @@ class Packer:
         """Return the JSON description of `tree`.
 
         Raises:
-            ValueError: it holds something that is neither a container, a tensor nor a plain value.
+            ValueError: it holds something that is neither a container, a tensor, a path nor a plain value.
         """
         if self._keeps_sharded and isinstance(tree, Sharded):
             return self._describe_sharded(tree)
@@ -75,6 +78,14 @@ class Packer:
             return {"t": self.add(tree)}
         if tree is None or isinstance(tree, (bool, int, float, str)):
             return tree
+        if isinstance(tree, pathlib.PurePath):
+            return {"f": str(tree)}
+        if isinstance(tree, bytes):
+            return {"b": base64.b64encode(tree).decode()}
+        if isinstance(tree, set):
+            return {"s": [self.describe(value) for value in tree]}
+        if isinstance(tree, np.generic):
+            return tree.item()
         if isinstance(tree, torch.Size):
             return {"u": list(tree)}
         if isinstance(tree, torch.dtype):
@@ -91,8 +102,8 @@ class Packer:
         if isinstance(tree, Mapping):
             return {"d": [[_key(key), self.describe(value)] for key, value in tree.items()]}
         raise ValueError(
-            f"a value of type {type(tree).__name__} cannot cross from one stage to another; tensors, numbers, strings, "
-            "dicts, lists, tuples and dataclasses of these can"
+            f"a value of type {type(tree).__name__} cannot be sent to other ranks; tensors, numbers, strings, bytes, "
+            "paths, dicts, lists, tuples, sets and dataclasses of these can"
         )
 
     def _describe_sharded(self, tensor: Sharded) -> Any:
@@ -114,6 +125,12 @@ def rebuild(description: Any, tensors: list[Tensor], group: Callable[[Any], Grou
         return from_local(tensors[description["t"]], dim, lengths, group(holders))
     if "t" in description:
         return tensors[description["t"]]
+    if "f" in description:
+        return pathlib.Path(description["f"])
+    if "b" in description:
+        return base64.b64decode(description["b"])
+    if "s" in description:
+        return {rebuild(value, tensors, group) for value in description["s"]}
     if "y" in description:
         return getattr(torch, description["y"])
     if "d" in description:
@@ -201,7 +218,7 @@ def put(tree: Any, path: Path, value: Any) -> Any:
 
 def _key(key: Any) -> Any:
     if not isinstance(key, (str, int)):
-        raise ValueError(f"a dict that crosses from one stage to another has keys of str or int, got {key!r}")
+        raise ValueError(f"a dict that is sent to other ranks has keys of str or int, got {key!r}")
     return key
 
 

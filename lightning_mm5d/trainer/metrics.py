@@ -26,6 +26,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning_utilities import apply_to_collection
 from torch import Tensor
@@ -34,6 +35,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 from torchmetrics.utilities.exceptions import TorchMetricsUserError
 
 from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.engine.codec import broadcast_tree
 from lightning_mm5d.trainer.metric_state import (
     Kept,
     begin_sync,
@@ -169,19 +171,17 @@ class MetricSync:
     def _publish(self, metric: Metric) -> None:
         """Broadcast the states from the source; all but ranks of the last stage adopt them on their own device.
 
-        As objects, since states may be lists of anything (the mean average precision keeps run-length masks);
-        they go through host memory, once per `compute`.
+        States may be lists of anything that JSON and tensors hold (the mean average precision keeps run-length masks).
         """
-        payload = [None]
-        if dist.get_rank() == self._src:
-            payload = [apply_to_collection(metric.metric_state, Tensor, lambda state: state.detach().cpu())]
-        dist.broadcast_object_list(payload, src=self._src, group=self._world)
+        device = metric.device if dist.get_backend(self._world) == "nccl" else torch.device("cpu")
+        states = apply_to_collection(metric.metric_state, Tensor, Tensor.detach)
+        states = broadcast_tree(states, self._src, device, self._world)
         if self._is_last:
             return
-        assert payload[0] is not None
-        for attr, state in payload[0].items():
+        for attr, state in states.items():
             stays = metric.compute_on_cpu and isinstance(state, list)
-            setattr(metric, attr, state if stays else apply_to_collection(state, Tensor, Tensor.to, metric.device))
+            goal = torch.device("cpu") if stays else metric.device
+            setattr(metric, attr, apply_to_collection(state, Tensor, Tensor.to, goal))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MetricSync:
         return self

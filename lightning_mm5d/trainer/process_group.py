@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -85,10 +84,3 @@ def decided(decision: bool, all_ranks: bool, device: torch.device) -> bool:
     flag = torch.tensor(int(decision), device=device)
     dist.all_reduce(flag, dist.ReduceOp.MIN if all_ranks else dist.ReduceOp.MAX)
     return bool(flag)
-
-
-def broadcast_object(value: Any, src: int) -> Any:
-    """Return the object of rank `src` on every rank, for Lightning's own; collective."""
-    objects = [value]
-    dist.broadcast_object_list(objects, src)
-    return objects[0]

@@ -16,9 +16,12 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from typing_extensions import override
 
+from lightning_mm5d.checkpoint.fingerprint import fingerprint
+from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.engine.agreement import Agreement
+from lightning_mm5d.engine.codec import broadcast_tree
 from lightning_mm5d.trainer.launch import cpu_threads, make_launcher
-from lightning_mm5d.trainer.process_group import agreed_seed, broadcast_object, connect, decided, rendezvous_store
+from lightning_mm5d.trainer.process_group import agreed_seed, connect, decided, message_device, rendezvous_store
 from lightning_mm5d.trainer.statements import configuration
 
 
@@ -124,4 +127,37 @@ class ProcessStrategy(ParallelStrategy, ABC):
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return broadcast_object(obj, src) if dist.is_initialized() else obj
+        """Return the object of rank `src` on every rank; collective. It travels as JSON and tensors, never pickled.
+
+        Raises:
+            ConfigError: on all ranks, when it holds something other than tensors, numbers, strings, bytes, paths, None,
+                dicts, lists, tuples, sets and dataclasses of these.
+        """
+        if not dist.is_initialized():
+            return obj
+        try:
+            return broadcast_tree(obj, src, message_device(self.root_device))
+        except ValueError as error:
+            fix = "Send what the object is made of, such as its `state_dict()` or `str()`"
+            raise ConfigError("broadcast", type(obj).__name__, str(error), fix) from None
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Return what the file holds, equal on all ranks; collective where ranks are connected.
+
+        Raises:
+            RankMismatchError: ranks have read unequal files, or some could not read theirs.
+        """
+        checkpoint: dict[str, Any] = {}
+        failed: Exception | None = None
+        try:
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        except Exception as error:
+            failed = error
+        if self._agreement is not None:
+            found = "read" if failed is None else f"not read ({type(failed).__name__}: {failed})"[:300]
+            self._agreement.check("reading a checkpoint", {"checkpoint": found})
+            self._agreement.check("checkpoint", fingerprint(checkpoint))
+        if failed is not None:
+            raise failed
+        return checkpoint

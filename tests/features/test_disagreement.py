@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -119,15 +120,28 @@ CASES: dict[str, Case] = {
 }
 
 
-def _messages(rank: int) -> dict[str, str]:
+RESUMED = {
+    "checkpoints of other steps": ("1.ckpt", "rank 2 has global_step 1, ranks 0 and 1 have 2"),
+    "checkpoints of other weights": ("other.ckpt", "rank 2 has state_dict.encoder.patch.bias float64[8] with bits"),
+    "checkpoints that are missing": ("no.ckpt", "rank 2 has checkpoint not read (FileNotFoundError: "),
+}
+"""what rank 2 resumes from, while the others resume from 2.ckpt"""
+
+
+def _messages(rank: int, folder: Path) -> dict[str, str]:
     warnings.simplefilter("ignore")
     found, alive = {}, []
     environment = dict(os.environ)
-    for name, (make, _) in CASES.items():
-        module, trainer, data = make(rank == ODD)
+    for name in (*CASES, *RESUMED):
+        path = None
+        if name in CASES:
+            module, trainer, data = CASES[name][0](rank == ODD)
+        else:
+            module, trainer, data = Toy(), Run(PIPE).trainer(max_epochs=2), Run(PIPE).training()
+            path = folder / (RESUMED[name][0] if rank == ODD else "2.ckpt")
         alive.append(trainer)  # rank 0's first store serves all cases
         try:
-            trainer.fit(module, data)
+            trainer.fit(module, data, ckpt_path=path)
         except RankMismatchError as error:
             found[name] = str(error)
         except Exception as error:
@@ -139,12 +153,22 @@ def _messages(rank: int) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def messages() -> list[dict[str, str]]:
-    return run_ranks(3, _messages, limit=120)
+def messages(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for steps in (1, 2):
+            trainer = Run().trainer(max_steps=steps)
+            trainer.fit(Toy(), Run().training())
+            trainer.save_checkpoint(folder / f"{steps}.ckpt")
+    saved = torch.load(folder / "2.ckpt", weights_only=False)
+    saved["state_dict"]["encoder.patch.bias"][3] += 1e-9
+    torch.save(saved, folder / "other.ckpt")
+    return run_ranks(3, _messages, folder, limit=120)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *RESUMED])
 def test_ranks_that_disagree_are_all_told(name: str, messages: list[dict[str, str]]) -> None:
     """vision: rank 0; language: ranks 1-2 as stages; rank 2 differs"""
     for rank, found in enumerate(messages):
-        assert CASES[name][1] in found.get(name, "no error"), f"rank {rank}"
+        assert {**CASES, **RESUMED}[name][1] in found.get(name, "no error"), f"rank {rank}"
