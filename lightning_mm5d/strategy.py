@@ -23,8 +23,8 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_mm5d.checkpoint.module_state import collect_module, equalize, load_module
-from lightning_mm5d.checkpoint.optimizer_state import collect_optimizer, load_optimizer
+from lightning_mm5d.checkpoint.module_state import collect_module, equalize, is_partial, load_module
+from lightning_mm5d.checkpoint.optimizer_state import collect_optimizer, load_optimizers
 from lightning_mm5d.config.modality import Modality, for_schedule, loss_modality_of
 from lightning_mm5d.config.options import BACKENDS
 from lightning_mm5d.data.batches import per_replica
@@ -34,6 +34,7 @@ from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import AnySchedule, Simulation, check_fields, loaded
 from lightning_mm5d.trainer.process_group import message_device
 from lightning_mm5d.trainer.process_strategy import ProcessStrategy
+from lightning_mm5d.trainer.replica_collectives import ReplicaCollectives
 from lightning_mm5d.trainer.session import RunOptions, Session
 from lightning_mm5d.trainer.statements import loader, optimizers, structure
 from lightning_mm5d.trainer.validation import (
@@ -42,6 +43,8 @@ from lightning_mm5d.trainer.validation import (
     check_computed,
     check_drawn,
     check_module,
+    lost_weights,
+    required,
 )
 
 
@@ -102,6 +105,7 @@ class MultimodalStrategy(ProcessStrategy):
         self._placement, self._timeline = placement, timeline
         self._session: Session | None = None
         self._fit_plan: Plan | None = None
+        self._last_plan: Plan | None = None
         self._failed = False
         self._syncs = True
         fields = {
@@ -174,8 +178,7 @@ class MultimodalStrategy(ProcessStrategy):
             module: what to train; the trainer's where unset. The unit of time is that of `Modality.cost`, or a
                 multiply-add per token.
         """
-        module = module or self.lightning_module
-        assert module is not None, "simulate() needs a module, or to be called after fit"
+        module = module or self._module("simulate")
         return self.plan(module).graphs.simulate(self.schedule, self.num_microbatches, module)
 
     # --- the life of a run ---
@@ -196,10 +199,13 @@ class MultimodalStrategy(ProcessStrategy):
         self.model = module
         plan = self.validate_before_launch(module) or self.plan(module)
         check_callbacks(vars(trainer)["callbacks"], plan)
+        self._last_plan = plan
         if trainer.state.fn == TrainerFn.FITTING:
             self._fit_plan = plan
         assert self._agreement is not None
         self._agreement.check("model", structure(module))
+        if self.reduce_boolean_decision(self.is_global_zero and is_partial(module), all=False):
+            raise lost_weights()
         equalize(module, message_device(self.root_device))
         self._failed = False
         options = RunOptions(
@@ -223,12 +229,10 @@ class MultimodalStrategy(ProcessStrategy):
 
     @override
     def model_to_device(self) -> None:
-        assert self.lightning_module is not None
-        self.lightning_module.to(self.root_device)
+        self._module("model_to_device").to(self.root_device)
 
     @override
     def teardown(self) -> None:
-        assert self.lightning_module is not None
         if self._session is not None:
             targets = range(0, self.layout.size, self.num_processes)
             self._session.close(targets, gather=not self._failed)
@@ -271,10 +275,10 @@ class MultimodalStrategy(ProcessStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._session is not None
-        if self._session.is_plain:
+        run = self._run("training_step")
+        if run.is_plain:
             return super().training_step(*args, **kwargs)
-        return self._session.train(self.optimizers, self.precision_plugin, (*args, *kwargs.values()))
+        return run.train(self.optimizers, self.precision_plugin, (*args, *kwargs.values()))
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -289,20 +293,18 @@ class MultimodalStrategy(ProcessStrategy):
         return self._evaluate("predict_step", self.precision_plugin.predict_step_context, super().predict_step, args)
 
     def _evaluate(self, name: str, context: Any, plain: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        assert self._session is not None
-        return plain(*args) if self._session.is_plain else self._session.steps.evaluate(name, args, context)
+        run = self._run(name)
+        return plain(*args) if run.is_plain else run.steps.evaluate(name, args, context)
 
     # --- gradients ---
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """As Lightning's own, but with gradients summed over ranks before `on_after_backward` shows them to users."""
-        module = self.lightning_module
-        assert self._session is not None
-        assert module is not None
+        module, run = self._module("backward"), self._run("backward")
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        with self._session.optimization.synced(self._syncs):
+        with run.optimization.synced(self._syncs):
             self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
@@ -319,10 +321,10 @@ class MultimodalStrategy(ProcessStrategy):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        assert self._session is not None
+        run = self._run("optimizer_step")
         if getattr(self.precision_plugin, "scaler", None) is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-        with self._session.optimization.overflow_agreed(optimizer, closure) as agreed:
+        with run.optimization.overflow_agreed(optimizer, closure) as agreed:
             return super().optimizer_step(optimizer, agreed, model, **kwargs)
 
     # --- communication of Lightning's own ---
@@ -330,47 +332,67 @@ class MultimodalStrategy(ProcessStrategy):
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the replicas of the loss modality, each counted once; the same result on all ranks."""
-        if not isinstance(tensor, Tensor) or self._session is None:
-            return tensor
-        return self._session.collectives.reduce(tensor, reduce_op)
+        collectives = self._collectives
+        return collectives.reduce(tensor, reduce_op) if isinstance(tensor, Tensor) and collectives else tensor
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gather ``[D, ...]`` from the D replicas of the loss modality; inside a step, from within it."""
         # a LightningModule passes the world where its user passed nothing
-        if self._session is None or self._session.is_plain or group not in (None, dist.group.WORLD):
+        collectives = self._collectives
+        if collectives is None or collectives.is_plain or group not in (None, dist.group.WORLD):
             return super().all_gather(tensor, group, sync_grads)
-        return self._session.collectives.all_gather(tensor, sync_grads)
+        return collectives.all_gather(tensor, sync_grads)
+
+    @property
+    def _collectives(self) -> ReplicaCollectives | None:
+        """Those of the run, or after it those of its layout; None before the first run."""
+        if self._session is not None:
+            return self._session.collectives
+        if self._last_plan is None or not dist.is_initialized():
+            return None
+        return ReplicaCollectives.after(self._last_plan, self.global_rank)
 
     # --- checkpoints ---
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self.lightning_module is not None
+        module = self._module("lightning_module_state_dict")
         if self._session is None:
-            return self.lightning_module.state_dict()
-        return collect_module(self.lightning_module, self._session.plan, self.global_rank)
+            if self._failed and is_partial(module):
+                raise lost_weights()
+            return module.state_dict()
+        return collect_module(module, self._session.plan, self.global_rank)
 
     @override
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True, **kwargs: Any) -> None:
-        assert self.lightning_module is not None
+        module = self._module("load_model_state_dict")
         if self._session is None:  # before anything is cut
-            self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
+            module.load_state_dict(checkpoint["state_dict"], strict=strict)
         else:
-            load_module(self.lightning_module, checkpoint["state_dict"], strict, self._session.plan, self.global_rank)
+            load_module(module, checkpoint["state_dict"], strict, self._session.plan, self.global_rank)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        module = self.lightning_module
-        assert module is not None
-        # after fit as well, when another plan may come out: it depends on what is trainable
-        plan = self._fit_plan or self.plan(module)
+        module, plan = self._module("optimizer_state"), self._fitted("optimizer_state")
         inner = getattr(optimizer, "optimizer", optimizer)
         return collect_optimizer(inner, module, plan, self.global_rank, message_device(self.root_device))
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Any, **kwargs: Any) -> None:
-        assert self.lightning_module is not None
-        assert self._session is not None
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            load_optimizer(optimizer, state, self.lightning_module, self._session.plan, self.global_rank)
+        module, plan = self._module("load_optimizer_state_dict"), self._fitted("load_optimizer_state_dict")
+        load_optimizers(self.optimizers, checkpoint["optimizer_states"], module, plan, self.global_rank)
+
+    # --- what a call needs ---
+
+    def _module(self, method: str) -> pl.LightningModule:
+        rule = "The strategy has no module before a trainer is given one"
+        return required(self.lightning_module, method, rule, "Call trainer.fit, validate, test or predict first")
+
+    def _run(self, method: str) -> Session:
+        rule = "It is called while the trainer fits, validates, tests or predicts, and nothing runs now"
+        return required(self._session, method, rule, "Call the trainer, or the method of the module itself on rank 0")
+
+    def _fitted(self, method: str) -> Plan:
+        # of the last fit, also after it: another may come out then, because it depends on what is trainable
+        return required(self._fit_plan, method, "Optimizers exist from the start of a fit on", "Call trainer.fit first")

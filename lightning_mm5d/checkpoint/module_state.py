@@ -23,6 +23,11 @@ from lightning_mm5d.stage.remote import Placeholder, give_memory, is_placeholder
 _BUCKET_ELEMENTS = 8 * 2**20
 
 
+def is_partial(root: nn.Module) -> bool:
+    """Whether parameters of `root` are on other ranks only, as during a run and after one that failed."""
+    return any(is_placeholder(parameter) for parameter in root.parameters())
+
+
 def equalize(root: nn.Module, device: torch.device) -> None:
     """Give all ranks the full parameters and buffers of rank 0; collective.
 

@@ -6,7 +6,7 @@ is sharded as the parameter is; any other, such as a step count, is equal on all
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mm5d.checkpoint.shard_shapes import full_shape, is_local, local_shape, senders
+from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.engine.codec import receive_tree, send_tree
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.shards import Shard
@@ -63,6 +64,21 @@ def collect_optimizer(
                 merged = next(iter(found_by_shard.values()))
                 state[index] = merged if shard is None else _merged(found_by_shard, shard, parameter.shape)
     return {**full, "state": state}
+
+
+def load_optimizers(
+    optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]], root: nn.Module, plan: Plan, rank: int
+) -> None:
+    """Load what this rank holds of state dicts of one process, one for each of `optimizers`, as `load_optimizer` does.
+
+    Raises:
+        ConfigError: there is another number of states.
+    """
+    if len(states) != len(optimizers):
+        rule = f"A checkpoint holds a state for each optimizer, and there are {len(optimizers)}"
+        raise ConfigError("checkpoint.optimizer_states", len(states), rule, "Load a checkpoint of this module")
+    for optimizer, state in zip(optimizers, states, strict=True):
+        load_optimizer(optimizer, state, root, plan, rank)
 
 
 def load_optimizer(optimizer: Optimizer, full: Mapping[str, Any], root: nn.Module, plan: Plan, rank: int) -> None:

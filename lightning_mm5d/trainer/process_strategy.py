@@ -118,7 +118,7 @@ class ProcessStrategy(ParallelStrategy, ABC):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        return decided(decision, all, self.root_device)
+        return decided(decision, all, self.root_device) if dist.is_initialized() else decision
 
     @override
     def barrier(self, name: str | None = None) -> None:

@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.nn.functional import all_gather
 
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.stage import Runtime
 
 
@@ -16,24 +18,34 @@ class ReplicaCollectives:
     """Collectives over the D replicas of the loss modality.
 
     Args:
-        runtime: tells whether a step is under way.
+        runtime: tells whether a step is under way; None after a run.
         sources: the rank of each replica where its step ends.
         world_size: number of all ranks.
         rank: global rank.
         loss_group: one rank of each replica, this rank among them; None elsewhere and with one replica.
+
+    Attributes:
+        is_plain: whether every rank is a replica.
     """
 
     def __init__(
         self,
-        runtime: Runtime,
+        runtime: Runtime | None,
         sources: tuple[int, ...],
         *,
         world_size: int,
         rank: int,
         loss_group: dist.ProcessGroup | None,
     ) -> None:
+        self.is_plain = len(sources) == world_size
         self._runtime, self._sources, self._world_size = runtime, sources, world_size
         self._rank, self._loss_group = rank, loss_group
+
+    @classmethod
+    def after(cls, plan: Plan, rank: int) -> ReplicaCollectives:
+        """Return those of `rank` after a run of `plan`."""
+        sources = tuple(ranks[0] for ranks in plan.topology.instances(plan.topology.last_stage))
+        return cls(None, sources, world_size=plan.layout.size, rank=rank, loss_group=None)
 
     def reduce(self, tensor: Tensor, reduce_op: Any) -> Tensor:
         """Return the reduction over one rank of each replica, the same on all ranks; collective.
@@ -41,8 +53,14 @@ class ReplicaCollectives:
         Args:
             tensor: of this rank.
             reduce_op: ``"mean"``, ``"sum"``, ``"max"`` or ``"min"``, or an operation of torch.distributed.
+
+        Raises:
+            ConfigError: another operation.
         """
         name = str(getattr(reduce_op, "name", reduce_op)).lower().rpartition(".")[2]
+        if name not in ("mean", "avg", "sum", "max", "min", "none"):
+            rule = "Replicas are reduced by mean, sum, max or min"
+            raise ConfigError("strategy.reduce(reduce_op)", reduce_op, rule, "Use one of these, or all_gather")
         if name in ("max", "min"):
             result = tensor.detach().clone()
             dist.all_reduce(result, dist.ReduceOp.MAX if name == "max" else dist.ReduceOp.MIN)
@@ -58,11 +76,12 @@ class ReplicaCollectives:
             tensor: of this rank, of the same shape on all.
             sync_grads: whether gradients flow back to the replicas; inside of a step only.
         """
-        if self._runtime.active is None:
+        active = None if self._runtime is None else self._runtime.active
+        if active is None:
             everywhere = [torch.empty_like(tensor) for _ in range(self._world_size)]
             dist.all_gather(everywhere, tensor.detach().contiguous())
             return torch.stack([everywhere[rank] for rank in self._sources])
-        if not self._runtime.active.stage.is_last or self._loss_group is None:
+        if not active.stage.is_last or self._loss_group is None:
             return torch.stack([tensor] * len(self._sources))
         if sync_grads:
             return torch.stack(list(all_gather(tensor, self._loss_group)))

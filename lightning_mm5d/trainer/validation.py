@@ -8,7 +8,7 @@ that are too small to be split.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
@@ -20,6 +20,8 @@ from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Graph, Schedule, build, is_table
 from lightning_mm5d.source.names import names
 from lightning_mm5d.source.trees import Source, decorated
+
+T = TypeVar("T")
 
 
 def check_computed(modalities: Mapping[str, Modality]) -> None:
@@ -108,6 +110,27 @@ def check_callbacks(callbacks: Sequence[pl.Callback], plan: Plan) -> None:
                 "It works on full parameters, and tensor parallel ranks have shards of them",
                 "Leave it out, or use tp_size=1",
             )
+
+
+def required(value: T | None, method: str, rule: str, fix: str) -> T:
+    """Return `value`, which a method of the strategy needs.
+
+    Raises:
+        ConfigError: it is None, because the method is called at another time than it is for.
+    """
+    if value is None:
+        raise ConfigError(f"strategy.{method}", None, rule, fix)
+    return value
+
+
+def lost_weights() -> ConfigError:
+    """Return the error for a module that a failed run has left without the weights of other ranks."""
+    return ConfigError(
+        "module",
+        "parts of its weights",
+        "A run that fails leaves each rank with its own part of the module, because nobody is left to send the others",
+        "Make a new module, and give trainer.fit the ckpt_path of the last checkpoint",
+    )
 
 
 def check_batches(data: Sequence[Any], num_microbatches: int) -> None:

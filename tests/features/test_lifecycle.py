@@ -1,0 +1,107 @@
+"""What may be called before a run, between runs and after one that failed: right, or one error that says what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from features.toys import PAIR, PIPE, TWINS, Layout, Run, Toy, alone, assert_same, together, weights
+from lightning_mm5d.config.errors import ConfigError
+
+
+class Adam(Toy):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+class FailsOnce(Adam):
+    fails = True
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.fails:
+            raise KeyError("the user's own mistake")
+
+
+def error(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except ConfigError as refused:
+        return str(refused)
+    return "no error"
+
+
+def after_fit(run: Run) -> Any:
+    """Loads its own checkpoint between two fits; `reduced` counts every replica once."""
+    module, trainer = Adam(), run.trainer()
+    trainer.fit(module, run.training(16))
+    path = run.folder / "after.ckpt"
+    trainer.save_checkpoint(path)
+    trainer.strategy.barrier()
+    checkpoint = torch.load(path, weights_only=True)
+    trainer.strategy.load_model_state_dict(checkpoint)
+    trainer.strategy.load_optimizer_state_dict(checkpoint)
+    reduced = trainer.strategy.reduce(torch.tensor(1.0), reduce_op="sum")
+    trainer.save_checkpoint(path.with_name("again.ckpt"))
+    trainer.strategy.barrier()
+    again = torch.load(path.with_name("again.ckpt"), weights_only=True)
+    found = {
+        "weights": weights(module),
+        "states": [dict(saved["optimizer_states"][0]["state"]) for saved in (checkpoint, again)],
+    }
+    if run.layout is None:
+        return found
+    return {
+        **found,
+        "reduced": float(reduced),
+        "fewer": error(lambda: trainer.strategy.load_optimizer_state_dict({"optimizer_states": []})),
+        "product": error(lambda: trainer.strategy.reduce(torch.ones(1), reduce_op="product")),
+        "step": error(lambda: trainer.strategy.validation_step({}, 0)),
+    }
+
+
+def failed(run: Run) -> list[str]:
+    module, trainer = FailsOnce(), run.trainer()
+    with pytest.raises(KeyError):
+        trainer.fit(module, run.training(16))
+    saved = error(lambda: trainer.save_checkpoint(run.folder / "failed.ckpt"))
+    module.fails = False
+    return [saved, error(lambda: run.trainer().fit(module, run.training(16)))]
+
+
+@pytest.mark.parametrize("layout", [PIPE, TWINS], ids=["pipe", "twins"])
+def test_a_trainer_saves_loads_and_reduces_after_fit(layout: Layout, tmp_path: Path) -> None:
+    """vision: rank 0; language: ranks 1-2 as stages | as replicas"""
+    for found in check_after_fit(layout, tmp_path):
+        assert found["reduced"] == layout.replicas
+        assert "optimizer_states" in found["fewer"]
+        assert "reduce_op" in found["product"]
+        assert "strategy.validation_step" in found["step"]
+
+
+def check_after_fit(layout: Layout, folder: Path) -> list[Any]:
+    for name in ("one", "ranks"):
+        (folder / name).mkdir()
+    one, ranks = alone(after_fit, folder / "one"), together(layout, after_fit, folder / "ranks")
+    assert_same(ranks[0]["weights"], one["weights"])
+    for states in ranks[0]["states"]:
+        assert_same(states, one["states"][0])
+    return ranks
+
+
+def test_weights_that_a_failed_run_has_lost_are_neither_saved_nor_trained(tmp_path: Path) -> None:
+    """vision: rank 0; language: rank 1"""
+    for saved, trained in together(PAIR, failed, tmp_path):
+        assert "ckpt_path" in saved
+        assert "ckpt_path" in trained
+
+
+def test_calls_before_any_run_say_what_to_call_first() -> None:
+    chosen = Run(PIPE).trainer().strategy
+    for call in (chosen.simulate, chosen.lightning_module_state_dict, chosen.model_to_device):
+        assert "trainer.fit" in error(call)
+    assert "Call the trainer" in error(lambda: chosen.training_step({}, 0))
+    assert chosen.reduce_boolean_decision(True)
