@@ -87,5 +87,7 @@ def did_you_mean(got: object, known: Iterable[str]) -> str:
     names = list(known)
     if len(names) == 1:
         return f"Use {names[0]!r}"
-    close = difflib.get_close_matches(str(got), names, n=1, cutoff=0.0)
+    if not isinstance(got, str):
+        return f"Use one of {', '.join(names)}"
+    close = difflib.get_close_matches(got, names, n=1, cutoff=0.0)
     return f"Did you mean {close[0]!r}? There are {', '.join(names)}"
