@@ -38,6 +38,7 @@ from lightning_mm5d.trainer.replica_collectives import ReplicaCollectives
 from lightning_mm5d.trainer.session import RunOptions, Session
 from lightning_mm5d.trainer.statements import loader, optimizers, structure
 from lightning_mm5d.trainer.validation import (
+    check_backend,
     check_batches,
     check_callbacks,
     check_computed,
@@ -139,6 +140,7 @@ class MultimodalStrategy(ProcessStrategy):
 
     def validate_before_launch(self, module: pl.LightningModule, *data: Any) -> Plan | None:
         """Return what `validate` returns; refuse what can be laid out but not computed. The launchers call it."""
+        check_backend(self._process_group_backend, self.root_device)
         check_computed(self.modalities)
         return self.validate(module, *data)
 

@@ -49,6 +49,7 @@ def check(
         _check_paths(f"modalities.{name}.boundary", modality.boundary)
         _check_cost(f"modalities.{name}.cost", modality)
         _check_context(f"modalities.{name}", modality, is_loss_modality=name == loss_modality)
+    _check_owners(modalities)
     for name in modalities:
         _check_feeds(name, modalities, loss_modality)
         _check_colocation(name, modalities)
@@ -194,6 +195,15 @@ def _check_paths(field: str, paths: object) -> None:
             raise ConfigError(field, path, rule, "Use a path such as 'model.vision_tower'")
         if path in listed[:index]:
             raise ConfigError(field, path, "The path is given twice", "Leave it in once")
+
+
+def _check_owners(modalities: Mapping[str, Modality]) -> None:
+    owners: dict[str, str] = {}
+    for name, modality in modalities.items():
+        for path in modality.module if _is_list(modality.module) else [modality.module]:
+            if isinstance(path, str) and owners.setdefault(path, name) != name:
+                rule = f"{owners[path]!r} owns it already"
+                raise ConfigError(f"modalities.{name}.module", path, rule, f"Name another module, or drop {name!r}")
 
 
 def _check_feeds(name: str, modalities: Mapping[str, Modality], loss_modality: str) -> None:

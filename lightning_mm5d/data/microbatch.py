@@ -84,13 +84,19 @@ def split(batch: Any, num_microbatches: int, *, image_tokens: PackedTokens | Non
         min(B, M) microbatches. With M = 1 the batch itself, whatever is in it.
 
     Raises:
-        ConfigError: tensors disagree on the number of samples, or packed rows cannot be assigned exactly.
+        ConfigError: there are no samples, tensors disagree on their number, or packed rows cannot be assigned exactly.
     """
     if num_microbatches < 1:
         raise ConfigError("num_microbatches", num_microbatches, "It counts microbatches", "Use 1 or more")
     samples = batch_samples(batch)
+    if samples == 0:
+        rule = "A batch has at least one sample"
+        raise ConfigError("batch", "0 samples", rule, "Use drop_last=True, or a sampler that gives no empty batch")
     if num_microbatches == 1:
         return [Microbatch(batch, 1 if samples is None else samples)]
+    if samples is None and not any(_has_length(value) for _, value in _leaves(batch)):
+        rule = "A batch that is split into microbatches holds tensors or lists with one row per sample"
+        raise ConfigError("batch", batch, rule, REMEDY)
     if samples is None:
         rule = "The tensors of a batch must agree on dim 0, or some must have names such as input_ids"
         raise _disagreement(dict(_leaves(batch)), rule)

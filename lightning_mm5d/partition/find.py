@@ -218,6 +218,9 @@ def _by_path(source: Source, root: nn.Module, name: str, modality: Modality) -> 
                 "it is a container whose members are called one by one, so no call of it gives a result",
                 f"Name the module that calls them, {path.rpartition('.')[0] or path!r}; pp_size splits the list",
             )
+        if owns and not any(_under(owner, [path]) or _under(path, [owner]) for path in owns):
+            rule = f"It lies outside of what the modality owns, {', '.join(owns)}"
+            raise ConfigError(field, path, rule, f"Name a callable in {owns[-1]!r}, or leave it unset")
         boundaries.append(Boundary(owner, method))
     if not owns:
         for cut in boundaries:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from datetime import timedelta
 from typing import Any, Literal
@@ -10,6 +11,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins import Precision
@@ -17,6 +19,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from typing_extensions import override
 
 from lightning_mm5d.checkpoint.fingerprint import fingerprint
+from lightning_mm5d.config.environment import check_environment
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.engine.agreement import Agreement
 from lightning_mm5d.engine.codec import broadcast_tree
@@ -87,6 +90,8 @@ class ProcessStrategy(ParallelStrategy, ABC):
         Lightning calls it before it makes a launcher, so that a layout can be checked before any process starts.
         """
         assert self.cluster_environment is not None
+        if type(self.cluster_environment) is LightningEnvironment:
+            check_environment(os.environ, num_processes=self.num_processes, num_nodes=self.num_nodes)
         self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
         self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]

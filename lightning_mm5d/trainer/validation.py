@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from torch.utils.data import DataLoader
 
@@ -75,6 +76,17 @@ def check_module(
                     "A loss over the routers of all layers (output_router_logits) needs all layers on one rank",
                     "Use 1, or set output_router_logits to False in the model's config",
                 )
+
+
+def check_backend(backend: str | None, device: torch.device) -> None:
+    """Refuse backends of torch.distributed that do not carry tensors of the device that ranks compute on.
+
+    Raises:
+        ConfigError: NCCL, and ranks compute on CPUs.
+    """
+    if backend is not None and backend.lower() == "nccl" and device.type == "cpu":
+        rule = "NCCL carries tensors of NVIDIA GPUs, and the trainer has CPUs"
+        raise ConfigError("process_group_backend", backend, rule, "Use 'gloo', or leave it unset")
 
 
 def check_drawn(timeline: str | None) -> None:

@@ -397,3 +397,13 @@ def test_the_loss_of_the_batch_is_the_weighted_loss_of_its_microbatches(build: A
     joined = merge(losses, [microbatch.samples for microbatch in microbatches])
     assert len(losses) == parts
     torch.testing.assert_close(joined, whole, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("batch", "words"), [({"x": torch.zeros(0, 3)}, "0 samples"), ("text", "'text'"), (3, "3")])
+@pytest.mark.parametrize("count", [1, 2])
+def test_batches_without_samples_are_refused(batch: object, words: str, count: int) -> None:
+    if count == 1 and words != "0 samples":
+        assert split(batch, count)[0].batch == batch  # as one process takes it
+        return
+    with pytest.raises(ConfigError, match=f"batch: got .*{words}"):
+        split(batch, count)

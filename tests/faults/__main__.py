@@ -29,9 +29,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     failed = 0
     start = time.monotonic()
     if not options.list and (not options.only or options.only in "configurations"):
-        row, wrong = configurations.score()
+        row, lines = configurations.score()
+        print(*lines, sep="\n", end="\n" if lines else "")
         rows.append(row)
-        failed += wrong
+        failed += len(lines)
     for kind, cases in tree_cases(options.seed).items():
         chosen = [case for case in cases if options.only in f"{kind}: {case.name}"]
         chosen = chosen[::8] if options.quick else chosen

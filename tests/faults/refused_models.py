@@ -27,8 +27,8 @@ class Wrong(NamedTuple):
     fields: dict[str, Any]
     field: str
     fix: str
-    trainer: dict[str, Any] = {}
-    environment: dict[str, str] = {}
+    trainer: Any = ()
+    environment: Any = ()
     module: type[Toy] = Toy
 
 
@@ -82,22 +82,34 @@ CASES: dict[str, Wrong] = {
     ),
     "a module that is not there": Wrong(_vision(module="encodr"), "modalities.vision.module", "'encoder'"),
     "a boundary that is not there": Wrong(_vision(boundary="encodr"), "modalities.vision.boundary", "'encoder'"),
-    "a boundary that is a parameter": Wrong(
-        _vision(boundary="encoder.patch.weight"), "modalities.vision.boundary", ""
-    ),
+    "a boundary that is a parameter": Wrong(_vision(boundary="encoder.patch.weight"), "modalities.vision.boundary", ""),
     "a boundary of another modality": Wrong(_vision(boundary="decoder.norm"), "modalities.vision.boundary", ""),
     "a module of two modalities": Wrong(
-        {"modalities": {"vision": Modality(module="encoder"), "audio": Modality(module="encoder"),
-                        "language": Modality(**LANGUAGE)}},
-        "modalities.audio.module", "", {"devices": 3},
+        {
+            "modalities": {
+                "vision": Modality(module="encoder"),
+                "audio": Modality(module="encoder"),
+                "language": Modality(**LANGUAGE),
+            }
+        },
+        "modalities.audio.module",
+        "",
+        {"devices": 3},
     ),
     "a module inside of another's": Wrong(
-        {"modalities": {"vision": Modality(module="encoder"), "audio": Modality(module="encoder.layers"),
-                        "language": Modality(**LANGUAGE)}},
-        "modalities.audio.module", "", {"devices": 3},
+        {
+            "modalities": {
+                "vision": Modality(module="encoder"),
+                "audio": Modality(module="encoder.layers"),
+                "language": Modality(**LANGUAGE),
+            }
+        },
+        "modalities.audio.module",
+        "",
+        {"devices": 3},
     ),
     "a modality that is not found": Wrong(
-        {"modalities": {"audio": Modality(), "language": Modality()}}, "modalities.audio.module", ""
+        {"modalities": {"audio": Modality(), "language": Modality()}}, "modalities.audio", "modalities.audio.module"
     ),
     "two modalities that compute the loss": Wrong(
         {"modalities": {"language": Modality(), "text": Modality()}}, "modalities", ""
@@ -112,7 +124,12 @@ CASES: dict[str, Wrong] = {
     "ranks that are not filled": Wrong(_language(pp_size=2), _WORLD, "3 ranks", {"devices": 4}),
     "one device": Wrong(_language(), _WORLD, "2 ranks", {"devices": 1}),
     "devices as they come": Wrong(_language(pp_size=4), _WORLD, "5", {"devices": "auto"}),
-    "too many nodes": Wrong(_language(dp_size=1), _WORLD, "2 ranks", {"devices": 2, "num_nodes": 3}),
+    "too many nodes": Wrong(
+        {"modalities": {"vision": Modality(dp_size=1, **VISION), "language": Modality(dp_size=1, **LANGUAGE)}},
+        _WORLD,
+        "2 ranks",
+        {"devices": 2, "num_nodes": 3},
+    ),
     "nccl on CPUs": Wrong({**_language(), "process_group_backend": "nccl"}, "process_group_backend", "gloo"),
     "a timeline of nothing": Wrong(
         {"modalities": {"model": Modality()}, "timeline": f"{tempfile.gettempdir()}/a.json"}, "timeline", "unset"
@@ -126,12 +143,14 @@ CASES: dict[str, Wrong] = {
     "a table of words": Wrong({**_language(), "schedule": "0, F0, now\n"}, "schedule", "F0"),
     "a table of a rank that is not there": Wrong({**_language(), "schedule": "7, F0\n"}, "schedule", "0, 1"),
     "a table without backwards": Wrong({**_language(), "schedule": "0, F0\n1, F0\n"}, "schedule", "once"),
-    "a table that waits for itself": Wrong(
-        {**_language(), "schedule": "0, B0, F0\n1, F0, B0\n"}, "schedule", "after"
-    ),
+    "a table that waits for itself": Wrong({**_language(), "schedule": "0, B0, F0\n1, F0, B0\n"}, "schedule", "after"),
     "stages that are fed and not there": Wrong(_vision(feeds=[1]), "modalities.vision.feeds", "0"),
     "a local rank that is a word": Wrong(_language(), "LOCAL_RANK", "unset", environment={"LOCAL_RANK": "zero"}),
     "a port that is a word": Wrong(_language(), "MASTER_PORT", "unset", environment={"MASTER_PORT": "port"}),
+    "a world of another size": Wrong(
+        _language(), "WORLD_SIZE", "unset", environment={"WORLD_SIZE": "3", "LOCAL_RANK": "0"}
+    ),
+    "a local rank beyond the devices": Wrong(_language(), "LOCAL_RANK", "unset", environment={"LOCAL_RANK": "2"}),
     "a node rank beyond the nodes": Wrong(_language(), "NODE_RANK", "unset", environment={"NODE_RANK": "3"}),
 }
 
@@ -154,7 +173,7 @@ def _fit(case: Wrong) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
         max_epochs=1,
-        **{"devices": 2, **case.trainer},
+        **{"devices": 2, **dict(case.trainer)},
     )
     strategy.launcher.__class__._call_children_scripts = _never  # type: ignore[union-attr, method-assign]
     trainer.fit(case.module(), DataLoader(Samples(16), batch_size=8))
@@ -166,7 +185,7 @@ def _never(*_: Any) -> None:
 
 def _problems(check: Callable[[], None], case: Wrong, folder: Path) -> list[str]:
     kept = dict(os.environ)
-    os.environ.update(case.environment)
+    os.environ.update(dict(case.environment))
     try:
         check()
     except ScheduleError as error:

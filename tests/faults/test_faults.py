@@ -1,0 +1,41 @@
+"""The fast part of the scorecard: all wrong configurations that need no torch, and one fault of each kind on ranks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from . import trees
+from .cases import trees as tree_cases
+
+QUICK = (
+    "disagreements: microbatches, rank 1, pipe",
+    "batches: one sample",
+)
+
+
+def test_wrong_configurations_are_refused_by_field_and_fix_before_torch_is_imported() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.faults.configurations"],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    found = dict(map(json.loads, done.stdout.splitlines()))
+    assert len(found) > 150
+    assert {name: problems for name, problems in found.items() if problems} == {}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", QUICK)
+def test_a_fault_ends_all_ranks_and_the_last_line_names_it(name: str) -> None:
+    """Four ranks: vision: rank 0; language: ranks 1-3 as stages"""
+    cases = {f"{kind}: {case.name}": case for kind, kinds in tree_cases(0).items() for case in kinds}
+    record = trees.run(cases[name])
+    assert record.problems == [], record.printed
