@@ -167,7 +167,7 @@ class TestRefusals:
             split(batch, 2, image_tokens=TOKENS)
 
     def test_a_batch_without_any_length_and_zero_microbatches_are_refused(self) -> None:
-        with pytest.raises(ConfigError, match="agree on dim 0|one row per sample"):
+        with pytest.raises(ConfigError, match="one row per sample"):
             split({"x": torch.tensor(1.0)}, 2)
         with pytest.raises(ConfigError, match="num_microbatches: got 0"):
             split(torch.zeros(2), 0)

@@ -10,7 +10,7 @@ from .trees import TreeCase
 PHASES = ("group", "setup", "first step", "forward", "backward", "sum", "validation", "checkpoint", "teardown")
 """in the order of a run: before the process group, in `setup`, in the first training step, in a layer's forward and
 backward, between the gradient sum and the optimizer's step, in validation, while a checkpoint is saved, at the end"""
-WATCHDOG: dict[str, Any] = {}
+WATCHDOG: dict[str, Any] = {"watchdog": 8.0}
 """options of the strategy that let a hang be found within seconds"""
 LOST = r"(?i)lost|died|killed|ended|exit|signal|SIGKILL|no longer|gone"
 STOPPED = r"(?i)watchdog|no longer answers|no progress|stopped|hang|hung|waits? for|lost"

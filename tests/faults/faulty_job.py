@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -375,6 +376,8 @@ def main(arguments: list[str]) -> None:
     L.seed_everything(7, verbose=False)
     modalities, replicas = LAYOUTS[case.get("layout", "pipe")]
     options: dict[str, Any] = {"modalities": modalities, "num_microbatches": MICROBATCHES, **case.get("options", {})}
+    if "watchdog" in options:
+        options["watchdog"] = timedelta(seconds=options["watchdog"])
     model = Faulty(fault)
     count = unequal(case, fault, model, options)
     FaultyStrategy.fault = fault
