@@ -31,7 +31,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from numbers import Number
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +92,14 @@ class MergedLog:
     """0-dim, float32 or float64"""
     batch_size: float
     """samples that the value stands for"""
+
+    def weighted(self, samples: float, factor: float) -> MergedLog:
+        """Return the log of a batch of `samples`, whose value counts `factor` times in a mean over replicas."""
+        value = self.value
+        is_mean = self.options.sync_dist and self.options.reduce_fx == "mean" and self.options.metric_attribute is None
+        if value is not None and is_mean and factor != 1.0:
+            value = value * factor if factor else torch.zeros_like(value)  # a mean over no tokens is NaN
+        return replace(self, value=value, batch_size=samples)
 
 
 class LogCapture:

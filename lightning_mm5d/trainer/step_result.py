@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -27,13 +28,16 @@ class Weights:
     total: float = 1.0
 
     def share(self, index: int) -> float:
-        """Return the factor of a microbatch's loss in the mean over all replicas."""
-        return self.own[index] / self.total
+        """Return the factor of a microbatch's loss in the mean over all replicas; NaN where nothing weighs anything."""
+        return self.own[index] / self.total if self.total else math.nan
 
-    def mean(self, losses: Sequence[Tensor]) -> Tensor:
-        """Return the mean of this replica's losses, in their dtype."""
-        total = torch.stack([loss.double() * weight for loss, weight in zip(losses, self.own, strict=True)]).sum()
-        return (total / sum(self.own)).to(losses[0].dtype)
+    def weighted_sum(self, losses: Sequence[Tensor]) -> Tensor:
+        """Return the sum of this replica's losses times their weights, in float64.
+
+        A loss of weight 0 is left out: a mean over no tokens is NaN, and on one process it would not be there.
+        """
+        kept = [loss.double() * weight for loss, weight in zip(losses, self.own, strict=True) if weight]
+        return torch.stack(kept).sum() if kept else losses[0].new_zeros((), dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -44,11 +48,13 @@ class StepResult:
         loss: mean over the replica's microbatches; None outside of training.
         outputs: what the user's step returned beside it, merged over microbatches.
         logs: merged calls of ``self.log``.
+        has_graph: whether the loss of any microbatch of any replica has a gradient.
     """
 
     loss: Tensor | None = None
     outputs: Any = None
     logs: list[MergedLog] = field(default_factory=list)
+    has_graph: bool = True
 
 
 class ResultChannel:
@@ -81,16 +87,17 @@ class ResultChannel:
 
 
 def _to_tree(result: StepResult) -> Any:
-    # batch sizes are a tensor, because a header is sent again when plain values in it change
-    sizes = torch.tensor([log.batch_size for log in result.logs], dtype=torch.float64)
+    # numbers are a tensor, because a header is sent again when plain values in it change
+    numbers = torch.tensor([result.has_graph, *(log.batch_size for log in result.logs)], dtype=torch.float64)
     options = [asdict(log.options) for log in result.logs]
-    return [result.loss, result.outputs, options, [log.value for log in result.logs], sizes]
+    return [result.loss, numbers, result.outputs, options, [log.value for log in result.logs]]
 
 
 def _from_tree(tree: Any) -> StepResult:
-    loss, outputs, options, values, sizes = tree
+    loss, numbers, outputs, options, values = tree
+    has_graph, *sizes = numbers.tolist()
     logs = [
         MergedLog(options=LogOptions(**one), value=value, batch_size=size)
-        for one, value, size in zip(options, values, sizes.tolist(), strict=True)
+        for one, value, size in zip(options, values, sizes, strict=True)
     ]
-    return StepResult(loss, outputs, logs)
+    return StepResult(loss, outputs, logs, bool(has_graph))

@@ -159,10 +159,17 @@ class Steps:
             self._gradients.put(older)
         merged = None
         if self._own is not None:
-            loss = step.weights.mean([step.losses[index] for index in sorted(step.losses)])
-            merged = self._merged(step, loss)
+            loss, has_graph = self._mean_loss(step)
+            merged = dataclasses.replace(self._merged(step, loss), has_graph=has_graph)
         result = self._shared(merged)
         assert result.loss is not None
+        if not result.has_graph:
+            raise ConfigError(
+                "training_step",
+                "a loss that does not require grad",
+                "No microbatch's loss has a gradient, so that nothing would be trained",
+                "Return a loss that depends on a trainable parameter; frozen ones, `detach` and `no_grad` cut it off",
+            )
         factor = 1.0 / scale(torch.ones((), device=self._device))
 
         def publish(gradient: Tensor) -> None:
@@ -268,6 +275,19 @@ class Steps:
 
     # --- phases 3 to 5 ---
 
+    def _mean_loss(self, step: TrainingStep) -> tuple[Tensor, bool]:
+        """Return the mean loss of this rank's replica, and whether any replica's loss has a gradient.
+
+        A replica of weight 0 has no mean of its own, and gets that of all replicas.
+        """
+        losses, weights = [step.losses[index] for index in sorted(step.losses)], step.weights
+        own, weight = weights.weighted_sum(losses), sum(weights.own)
+        everywhere = torch.stack([own, own.new_tensor(step.has_graph)])
+        if self._loss_group is not None:
+            dist.all_reduce(everywhere, group=self._loss_group)
+        total, with_graph = everywhere
+        return (own / weight if weight else total / weights.total).to(losses[0].dtype), bool(with_graph)
+
     def _merged(self, step: UserStep, loss: Tensor | None) -> StepResult:
         """Merge this replica's results and logs over its microbatches."""
         assert self._own is not None
@@ -275,9 +295,11 @@ class Steps:
         results = [step.results[index] for index in sorted(step.results)]
         outputs = None if all(result is None for result in results) else merge(results, samples)
         weight = sum(step.weights.own)
+        # replicas count by their samples in a synced mean, and the value must count by its weight
+        total = step.weights.total
+        factor = weight * self._plan.layout.num_replicas / total if total else 1.0
         logs = [
-            dataclasses.replace(log, batch_size=sum(samples) if log.batch_size == weight else log.batch_size)
-            for log in self._capture.merge()
+            log.weighted(sum(samples), factor) if log.batch_size == weight else log for log in self._capture.merge()
         ]
         return StepResult(loss, outputs, logs)
 

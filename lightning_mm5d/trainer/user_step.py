@@ -93,6 +93,7 @@ class TrainingStep(UserStep):
 
     Attributes:
         losses: of the last stage, by index of the microbatch, without a graph.
+        has_graph: whether any of them had one.
     """
 
     trains = True
@@ -100,6 +101,7 @@ class TrainingStep(UserStep):
     def __init__(self, *args: Any, scale: Callable[[Tensor], Tensor], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.losses: dict[int, Tensor] = {}
+        self.has_graph = False
         self._scale = scale
 
     def finish(self, result: Any, index: int) -> Tensor:
@@ -119,7 +121,10 @@ class TrainingStep(UserStep):
         self.losses[index] = loss.detach()
         kept = {k: detached(v) for k, v in result.items() if k != "loss"} if isinstance(result, Mapping) else None
         self.results[index] = kept
-        return self._scale(loss * self.weights.share(index))
+        self.has_graph |= loss.requires_grad
+        share = self.weights.share(index)
+        # a mean over no tokens is NaN, and so would be its gradients, which no weight of 0 takes away
+        return self._scale(loss * share) if share else loss.new_zeros(loss.shape)
 
 
 def detached(tree: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 from unittest.mock import patch
 
@@ -25,10 +26,18 @@ def sample_logs() -> list[MergedLog]:
     ]
 
 
-def test_a_share_is_of_all_replicas_and_a_mean_is_of_this_one() -> None:
+def test_a_share_is_of_all_replicas_and_a_sum_is_of_this_one() -> None:
     weights = Weights((1.0, 3.0), total=8.0)
     assert [weights.share(index) for index in range(2)] == [1 / 8, 3 / 8]
-    assert weights.mean([torch.tensor(2.0), torch.tensor(4.0)]) == torch.tensor((2 + 3 * 4) / 4)
+    assert weights.weighted_sum([torch.tensor(2.0), torch.tensor(4.0)]) == 2 + 3 * 4
+
+
+def test_a_loss_of_no_weight_is_left_out_of_a_sum_and_shares_of_nothing_are_nan() -> None:
+    weights = Weights((0.0, 3.0), total=3.0)
+    assert weights.weighted_sum([torch.tensor(float("nan")), torch.tensor(4.0)]) == 12
+    assert weights.share(0) == 0
+    assert Weights((0.0,), total=3.0).weighted_sum([torch.tensor(float("nan"))]) == 0
+    assert math.isnan(Weights((0.0,), total=0.0).share(0))
 
 
 def test_alone_the_result_is_the_very_same() -> None:
