@@ -65,24 +65,25 @@ def units(root: nn.Module, found: Found, source: Source | None = None) -> dict[s
         source: reads the code; shared with others that read the same.
     """
     owned = {path: name for name, encoder in found.encoders.items() for path in encoder.owns}
-    lists = {name: list(root.get_submodule(path)._modules) if path else [] for name, path in found.layers.items()}
-    rows: dict[str, list[dict[str, float]]] = {name: [{} for _ in range(len(keys) + 2)] for name, keys in lists.items()}
+    rows: dict[str, list[dict[str, float]]] = {
+        name: [{} for _ in range(len(parts.paths) + 2)] for name, parts in found.parts.items()
+    }
     around = cache(partial(position, source or Source(), root))
     memo: dict[str, tuple[str, list[int]]] = {}
     for full, cost, lookup in _costs(root, frozenset(path for path in found.layers.values() if path)):
         # whatever a leaf module holds stays together, so its parameters are placed once; not what is held by modules
         # that hold layers too
         holder = full if full in owned else full.rpartition(".")[0] or full
-        if any(path and path.startswith(f"{holder}.") for path in found.layers.values()):
+        if any(parts.holds(holder) for parts in found.parts.values()):
             holder = full
         if holder not in memo:
-            memo[holder] = _place(full, found, owned, lists, around)
+            memo[holder] = _place(full, found, owned, around)
         name, places = memo[holder]
         for place in places:
             # a table that is looked up before the layers is a head where it is used again after them
             free = lookup and (place == 0 or len(places) == 1)
             rows[name][place][full] = 0.0 if free else cost
-    again = {name: [_recomputed(root, f"{found.layers[name]}.{key}") for key in keys] for name, keys in lists.items()}
+    again = {name: [_recomputed(root, path) for path in parts.paths] for name, parts in found.parts.items()}
     return {name: tuple(map(Unit.of, row, [False, *again[name], False])) for name, row in rows.items()}
 
 
@@ -130,22 +131,28 @@ def _place(
     full: str,
     found: Found,
     owned: Mapping[str, str],
-    lists: Mapping[str, list[str]],
     around: Callable[[str, str], tuple[bool, bool]],
 ) -> tuple[str, list[int]]:
     """The modality that a parameter or buffer belongs to, and the units in it that use it; `around` is `position`."""
     prefixes = (full.rsplit(".", cut)[0] for cut in range(full.count(".") + 1))
     name = next((owned[prefix] for prefix in prefixes if prefix in owned), found.loss_modality)
-    layers = found.layers[name]
-    if layers is None:
+    layers, parts = found.layers[name], found.parts[name]
+    count, index = len(parts.paths), parts.index(full)
+    if not count:
         return name, [0]
-    if full.startswith(f"{layers}."):
-        return name, [1 + lists[name].index(full[len(layers) + 1 :].split(".")[0])]
+    if parts.uses is not None:
+        # what is used after a part runs on its stage; what the code does not name runs on all of them
+        used = [gap if gap < count else count + 1 for gap in parts.gaps(full)]
+        inside = [] if index is None else [1 + index]
+        return name, sorted({*used, *inside}) or list(range(count + 2))
+    if index is not None:
+        return name, [1 + index]
+    assert layers is not None
     # all that is below the module where it parts from the layers runs when that module does
     path, other = full.split("."), layers.split(".")
-    parts = next(depth for depth, (mine, its) in enumerate(zip(path, other, strict=False)) if mine != its)
-    before, after = around(".".join(path[: parts + 1]), layers)
-    return name, [0] * before + [len(lists[name]) + 1] * after
+    shared = next(depth for depth, (mine, its) in enumerate(zip(path, other, strict=False)) if mine != its)
+    before, after = around(".".join(path[: shared + 1]), layers)
+    return name, [0] * before + [count + 1] * after
 
 
 def _costs(root: nn.Module, layers: frozenset[str]) -> Iterator[tuple[str, float, bool]]:

@@ -19,6 +19,7 @@ from torch import nn
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality, canonical_name, loss_modality_of
+from lightning_mm5d.partition.parts import Parts, of_code, of_list
 from lightning_mm5d.source.names import mentions
 from lightning_mm5d.source.order import accesses
 from lightning_mm5d.source.trees import Source, method_of
@@ -68,11 +69,17 @@ class Encoder:
 
 @dataclass(frozen=True)
 class Found:
-    """The modalities of a module: the `loss_modality` one, the `encoders` and the list of layers of each, if any."""
+    """The modalities of a module: the `loss_modality` one, and the `encoders`.
+
+    Attributes:
+        layers: the list of layers of each, if any.
+        parts: what each can be cut between.
+    """
 
     loss_modality: str
     encoders: dict[str, Encoder]
     layers: dict[str, str | None]
+    parts: dict[str, Parts]
 
 
 def find(root: nn.Module, modalities: Mapping[str, Modality], source: Source | None = None) -> Found:
@@ -99,14 +106,28 @@ def find(root: nn.Module, modalities: Mapping[str, Modality], source: Source | N
         else:
             encoders[name] = _by_path(source, root, name, modality)
     owned = [path for encoder in encoders.values() for path in encoder.owns]
-    layers = {name: _largest_list(root, encoder.owns) for name, encoder in encoders.items()}
     others = [path for encoder in candidates.values() for path in encoder.owns]
-    layers[loss_modality] = _largest_list(root, ("",), without=(*owned, *others)) or _largest_list(
-        root, ("",), without=owned
-    )
+    layers: dict[str, str | None] = {}
+    parts: dict[str, Parts] = {}
+    for name, modality in modalities.items():
+        encoder, wanted = encoders.get(name), modality.num_cuts
+        if encoder is not None:
+            lists = _longest_lists(root, encoder.owns)
+        else:
+            lists = _longest_lists(root, ("",), without=(*owned, *others)) or _longest_lists(root, ("",), without=owned)
+        by_code = None
+        # of several nn.Sequential none is the list of layers
+        if wanted > 1 and (not lists or (len(lists) > 1 and isinstance(root.get_submodule(lists[0]), nn.Sequential))):
+            if encoder is None:
+                by_code = of_code(source, root, ("", "training_step"), wanted, without=owned)
+            elif len(encoder.boundaries) == 1:
+                cut = encoder.boundaries[0]
+                by_code = of_code(source, root, (cut.path, cut.method), wanted, within=encoder.owns)
+        layers[name] = lists[0] if lists and by_code is None else None
+        parts[name] = by_code or (of_list(root, lists[0], wanted) if lists else Parts())
     for name, encoder in encoders.items():
-        encoders[name] = _placed(source, root, encoder, layers[loss_modality])
-    return Found(loss_modality, encoders, {name: layers[name] for name in modalities})
+        encoders[name] = _placed(source, root, encoder, parts[loss_modality], layers[loss_modality])
+    return Found(loss_modality, encoders, layers, parts)
 
 
 def discover(root: nn.Module, source: Source | None = None) -> dict[str, Encoder]:
@@ -136,7 +157,7 @@ def _with_getters(source: Source, root: nn.Module) -> dict[str, Encoder]:
             if getter in accesses(source, module, "forward"):
                 cuts = [Boundary(path, getter)]
             else:
-                owns = [item for item in owns if _largest_list(root, (item,))]
+                owns = [item for item in owns if _longest_lists(root, (item,))]
                 cuts = [Boundary(item) for item in owns]
             held, boundaries = found.setdefault(name, ([], []))
             held.extend(item for item in owns if item not in held)
@@ -238,11 +259,15 @@ def _by_path(source: Source, root: nn.Module, name: str, modality: Modality) -> 
     return Encoder(tuple(owns), tuple(boundaries))
 
 
-def _placed(source: Source, root: nn.Module, encoder: Encoder, layers: str | None) -> Encoder:
-    """Find out whether `encoder` runs before `layers`, and whether its result is used only after them."""
-    precedes, late = bool(layers), False
-    for cut in encoder.boundaries if layers else ():
-        before, after = position(source, root, cut.name, layers or "")
+def _placed(source: Source, root: nn.Module, encoder: Encoder, parts: Parts, layers: str | None) -> Encoder:
+    """Find out whether `encoder` runs before the `parts`, and whether its result is used only after them."""
+    precedes, late = bool(parts.paths), False
+    for cut in encoder.boundaries if parts.paths else ():
+        if layers is None:
+            gaps = parts.gaps(cut.name) or [0, len(parts.paths)]
+            before, after = gaps[0] < len(parts.paths), gaps[-1] > 0
+        else:
+            before, after = position(source, root, cut.name, layers)
         precedes = precedes and before and not after
         late = late or (after and not before)
         owner = root.get_submodule(cut.path)
@@ -289,8 +314,8 @@ def position(source: Source, root: nn.Module, path: str, layers: str) -> tuple[b
     return before, not before
 
 
-def _largest_list(root: nn.Module, within: tuple[str, ...], without: tuple[str, ...] | list[str] = ()) -> str | None:
-    """The longest list in `within` of modules that have parts; of equally long ones that with more parameters."""
+def _longest_lists(root: nn.Module, within: tuple[str, ...], without: tuple[str, ...] | list[str] = ()) -> list[str]:
+    """The lists in `within` of modules that have parts, longest first; more parameters first where equally long."""
     for kind in (nn.ModuleList, nn.Sequential):
         lists: dict[str, tuple[int, int]] = {}
         for start in within:
@@ -308,8 +333,8 @@ def _largest_list(root: nn.Module, within: tuple[str, ...], without: tuple[str, 
                     lists[path] = (len(module), sum(parameter.numel() for parameter in module.parameters()))
         lists = {path: size for path, size in lists.items() if size[1]}
         if lists:
-            return max(lists, key=lambda path: lists[path])
-    return None
+            return sorted(lists, key=lambda path: lists[path], reverse=True)
+    return []
 
 
 def _submodules(module: nn.Module, touched: list[str]) -> list[str]:

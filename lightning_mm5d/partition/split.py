@@ -25,6 +25,7 @@ from lightning_mm5d.layout.even_split import even_lengths
 from lightning_mm5d.partition.balance import balance
 from lightning_mm5d.partition.costs import Unit, step_costs, units
 from lightning_mm5d.partition.find import Encoder, Found, find, position
+from lightning_mm5d.partition.parts import Parts
 from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.source.trees import Source
 
@@ -52,6 +53,7 @@ class Partition:
         loss_modality: the modality that computes the loss.
         encoders: the other modalities.
         layers: path of each modality's list of layers.
+        parts: what each modality is cut between; the members of that list, where there is one.
         stages: the stages of each modality, in order.
         owners: for every parameter and buffer (tied ones under each of their names), the stages that use it.
         units: what each stage consists of and costs, in the order in which it runs.
@@ -60,6 +62,7 @@ class Partition:
     loss_modality: str
     encoders: dict[str, Encoder]
     layers: dict[str, str | None]
+    parts: dict[str, Parts]
     stages: dict[str, tuple[StageCut, ...]]
     owners: dict[str, tuple[StageKey, ...]]
     units: dict[StageKey, tuple[Unit, ...]]
@@ -82,6 +85,7 @@ def partition(root: nn.Module, modalities: Mapping[str, Modality]) -> Partition:
     named: dict[str, StageKey] = {}
     for name, modality in modalities.items():
         template, count = modality.pipeline_template, len(rows[name]) - 2
+        _check_distinct(root, name, modality, found.parts[name])
         if template is None:
             sizes[name] = even_lengths(_enough(name, modality, count), modality.num_cuts)
             if modality.num_cuts > 1:
@@ -90,7 +94,7 @@ def partition(root: nn.Module, modalities: Mapping[str, Modality]) -> Partition:
         elif template.offsets is not None:
             sizes[name] = _from_offsets(name, template.offsets, count)
         elif template.stages is not None and isinstance(template.stages[0], list):
-            sizes[name], extra = _from_names(root, name, template.stages, found.layers[name], count)
+            sizes[name], extra = _from_names(root, name, template.stages, found.parts[name])
             named |= {module: StageKey(name, stage) for module, stage in extra.items()}
         else:
             sizes[name] = _from_sizes(name, template, count)
@@ -99,7 +103,8 @@ def partition(root: nn.Module, modalities: Mapping[str, Modality]) -> Partition:
         ends = [0, *accumulate(counts)]
         stages[name] = tuple(StageCut(name, index, *span) for index, span in enumerate(pairwise(ends)))
     held = _held(source, root, found, rows, stages, named)
-    return Partition(found.loss_modality, found.encoders, found.layers, stages, _owners(root, held), held)
+    owners = _owners(root, held)
+    return Partition(found.loss_modality, found.encoders, found.layers, found.parts, stages, owners, held)
 
 
 def _after_trained(
@@ -133,6 +138,15 @@ def _enough(name: str, modality: Modality, num_layers: int) -> int:
     return num_layers
 
 
+def _check_distinct(root: nn.Module, name: str, modality: Modality, parts: Parts) -> None:
+    seen: dict[int, str] = {}
+    for path in parts.paths if modality.num_cuts > 1 else ():
+        other = seen.setdefault(id(root.get_submodule(path)), path)
+        if other != path:
+            rule = f"{other} and {path} are the same module, and a module is in one stage only"
+            raise ConfigError(f"modalities.{name}.pp_size", modality.stages, rule, "Use 1, or modules of their own")
+
+
 def _from_sizes(name: str, template: PipelineTemplate, num_layers: int) -> list[int]:
     sizes = [size for size in template.stages or () if isinstance(size, int)]
     if sum(sizes) != num_layers:
@@ -162,12 +176,10 @@ def _from_offsets(name: str, offsets: Sequence[int], num_layers: int) -> list[in
     return sizes
 
 
-def _from_names(
-    root: nn.Module, name: str, stages: Sequence[Any], path: str | None, num_layers: int
-) -> tuple[list[int], dict[str, int]]:
+def _from_names(root: nn.Module, name: str, stages: Sequence[Any], parts: Parts) -> tuple[list[int], dict[str, int]]:
     field = f"modalities.{name}.pipeline_template.stages"
     every = {full: full for full, _ in root.named_modules() if full}
-    layer_of = {f"{path}.{index}": index for index in range(num_layers)}
+    layer_of = {path: index for index, path in enumerate(parts.paths)}
     stage_of: dict[int, int] = {}
     extra: dict[str, int] = {}
     for stage, modules in enumerate(stages):
@@ -192,7 +204,7 @@ def _from_names(
     missing = [full for full, index in layer_of.items() if index not in stage_of]
     if missing:
         raise ConfigError(field, stages, f"the stages leave out {missing}", "Add them to a stage")
-    order = [stage_of[index] for index in range(num_layers)]
+    order = [stage_of[index] for index in range(len(parts.paths))]
     if order != sorted(order):
         raise ConfigError(field, stages, "the layers of a stage must be consecutive", "Keep the layers in order")
     sizes = [order.count(stage) for stage in range(len(stages))]
@@ -221,7 +233,8 @@ def _held(
     moved = {full: path for full in costs if (path := _nearest_above(full, named)) is not None}
     extra: dict[tuple[StageKey, bool], dict[str, float]] = {}
     for full, path in moved.items():
-        before, _ = position(source, root, path, found.layers[named[path].modality] or "")
+        parts, layers = found.parts[named[path].modality], found.layers[named[path].modality]
+        before = 0 in parts.gaps(path) if layers is None else position(source, root, path, layers)[0]
         extra.setdefault((named[path], before), {})[full] = costs[full]
     held: dict[StageKey, tuple[Unit, ...]] = {}
     for name, cuts in stages.items():

@@ -109,7 +109,5 @@ class Ownership:
     def _is_of_one_stage(self, buffer: str) -> bool:
         """Whether only the owner of a buffer runs its module; of other buffers the last stage has the newest value."""
         path = buffer.rpartition(".")[0]
-        in_layers = any(
-            layers and buffer.startswith(f"{layers}.") for layers in self.topology.partition.layers.values()
-        )
+        in_layers = any(parts.index(buffer) is not None for parts in self.topology.partition.parts.values())
         return in_layers or (path != "" and any(name.rpartition(".")[0] == path for name in self.sizes))

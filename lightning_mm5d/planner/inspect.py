@@ -42,7 +42,7 @@ def holdings(plan: Plan, module: nn.Module) -> list[Holding]:
     for place in sorted(plan.layout.places, key=lambda place: place.rank):  # stable: modalities keep their order
         cuts = plan.topology.cuts_at(place.modality, place.pp)
         held = _parameters(module, plan, [cut.name for cut in cuts])
-        layers = tuple(layer for cut in cuts for layer in _layers(plan, module, cut))
+        layers = tuple(layer for cut in cuts for layer in _layers(plan, cut))
         counts = {name: _elements(plan, name, p, place.tp) for name, p in held.items()}
         size = sum(counts[name] * p.element_size() for name, p in held.items())
         found.append(Holding(place, cuts, layers, sum(counts.values()), size))
@@ -123,8 +123,9 @@ def _places(plan: Plan, module: nn.Module) -> Table:
     rows = []
     for place, cuts, layers, parameters, size in holdings(plan, module):
         slices = ", ".join(f"[{cut.first}:{cut.last}]" for cut in cuts)
-        where = f"{plan.partition.layers[place.modality]}{slices}" if layers else "-"
-        rows.append((*place, where, parameters, _memory(size)))
+        path = plan.partition.layers[place.modality]
+        where = f"{path}{slices}" if path is not None else ", ".join(layers)
+        rows.append((*place, where or "-", parameters, _memory(size)))
     return Table.of((*Place._fields, "layers", "parameters", "bytes"), rows)
 
 
@@ -143,10 +144,8 @@ def _elements(plan: Plan, name: str, parameter: nn.Parameter, tp: int) -> int:
     return count if shard is None else count // shard.size * shard.lengths[tp]
 
 
-def _layers(plan: Plan, module: nn.Module, cut: StageCut) -> tuple[str, ...]:
-    path = plan.partition.layers[cut.modality]
-    keys = list(module.get_submodule(path)._modules) if path is not None else []
-    return tuple(f"{path}.{key}" for key in keys[cut.first : cut.last])
+def _layers(plan: Plan, cut: StageCut) -> tuple[str, ...]:
+    return plan.partition.parts[cut.modality].paths[cut.first : cut.last]
 
 
 def _title(plan: Plan, stage: StageKey) -> str:

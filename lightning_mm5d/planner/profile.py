@@ -136,10 +136,9 @@ def _timed(root: nn.Module, found: Found, clock: _Clock) -> Generator[None, None
     for name, encoder in found.encoders.items():
         for boundary in encoder.boundaries:
             put(root.get_submodule(boundary.path), boundary.method, name)
-    for name, path in found.layers.items():
-        for index, layer in enumerate(root.get_submodule(path)._modules.values() if path else ()):
-            assert layer is not None
-            put(layer, "forward", (name, index))
+    for name, parts in found.parts.items():
+        for index, path in enumerate(parts.paths):
+            put(root.get_submodule(path), "forward", (name, index))
     try:
         yield
     finally:

@@ -19,7 +19,7 @@ from itertools import accumulate, pairwise
 from lightning_mm5d.config.errors import ConfigError, nearest, one_of
 from lightning_mm5d.config.modality import Modality, Owner, PipelineTemplate
 from lightning_mm5d.layout.layout import Layout
-from lightning_mm5d.partition import Encoder, Partition, StageCut
+from lightning_mm5d.partition import Encoder, Partition, Parts, StageCut
 from lightning_mm5d.partition.costs import Unit, step_costs
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.planner.placements import Placement, Space
@@ -186,6 +186,7 @@ def _graph(
         loss_modality=loss_modality,
         encoders={name: Encoder((), (), used_late=name in late) for name in modalities if name != loss_modality},
         layers=dict.fromkeys(modalities),
+        parts=dict.fromkeys(modalities, Parts()),
         stages=stages,
         owners={key: (stage,) for stage, row in units.items() for unit in row for key in unit.costs},
         units=units,

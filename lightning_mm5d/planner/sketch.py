@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.layout.layout import Layout
-from lightning_mm5d.partition import Encoder, Partition, StageCut, Unit
+from lightning_mm5d.partition import Encoder, Partition, Parts, StageCut, Unit
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Graph
 
@@ -42,6 +42,7 @@ def sketch(
         loss_modality=layout.loss_modality,
         encoders={name: Encoder(owns=(), boundaries=()) for name in modalities if name != layout.loss_modality},
         layers=dict.fromkeys(modalities),
+        parts=dict.fromkeys(modalities, Parts()),
         stages=stages,
         owners={cut.name: (cut.name,) for cut in cuts},
         units={cut.name: (Unit.of({cut.name: 1.0}),) for cut in cuts},

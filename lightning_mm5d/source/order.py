@@ -45,6 +45,11 @@ def accesses(source: Source, module: nn.Module, *methods: str) -> list[str]:
     return [path for one in functions if one is not None for path in _Reader(source, module, (one,)).read()]
 
 
+def is_followed(function: FunctionType) -> bool:
+    """Whether `function` is no bookkeeping of a framework."""
+    return not function.__module__.startswith(_NOT_FOLLOWED)
+
+
 class _Reader:
     """Walks one function's syntax tree; `trail` is the chain of functions that led here, against recursion."""
 
@@ -133,7 +138,7 @@ class _Reader:
     def _follow(self, function: FunctionType | None) -> None:
         if function is None or function in self._trail or len(self._trail) > 8:
             return
-        if not function.__module__.startswith(_NOT_FOLLOWED):
+        if is_followed(function):
             self._found += _Reader(self._source, self._module, (*self._trail, function)).read()
 
     def _next_in_mro(self, name: str) -> FunctionType | None:

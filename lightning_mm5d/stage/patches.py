@@ -16,7 +16,6 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lightning_mm5d.config.errors import ConfigError, private
@@ -24,11 +23,11 @@ from lightning_mm5d.sharded.collectives import dry_run
 from lightning_mm5d.sharded.tensor import Sharded
 from lightning_mm5d.source.order import used_fields
 from lightning_mm5d.stage.deferred import deferred_linear, defers, is_linear
+from lightning_mm5d.stage.layer_results import LayerResults
 from lightning_mm5d.stage.payload import tensors_in
 from lightning_mm5d.stage.remote import ShapeMemory
 from lightning_mm5d.stage.run import hidden_of
 from lightning_mm5d.stage.runtime import Runtime
-from lightning_mm5d.stage.view import StageError
 from lightning_mm5d.tensor_parallel.region import linear
 
 
@@ -43,7 +42,7 @@ class Patches:
     def __init__(self, runtime: Runtime, *, defers: bool) -> None:
         self._runtime = runtime
         self._shapes = ShapeMemory()
-        self._returns_tuple: dict[str, int | None] = {}
+        self._results = {name: self._results_of(path) for name, path in runtime.partition.layers.items()}
         self._undo: list[Callable[[], None]] = []
         if defers:
             self._patch_linears()
@@ -56,6 +55,12 @@ class Patches:
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
+
+    def _results_of(self, path: str | None) -> LayerResults:
+        """The results of the layers at `path`; of parts that are no list where it is None."""
+        quiet = functools.partial(dry_run, self._runtime.groups)  # the ranks that share a layer may be elsewhere
+        listed = path is not None and isinstance(self._runtime.root.get_submodule(path), nn.ModuleList)
+        return LayerResults(self._shapes, quiet, pads=listed)
 
     def _patch_linears(self) -> None:
         runtime = self._runtime
@@ -171,27 +176,20 @@ class Patches:
 
     def _patch_layer(self, layer: nn.Module, modality: str, index: int) -> None:
         original = layer.forward
-        checked = False
+        results = self._results[modality]
         arrived: tuple[tuple, dict[str, Any]] = (), {}
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            nonlocal checked
             run = self._runtime.active
-            cut = run.stage.cuts.get(modality) if run is not None else None
             if run is None:
                 return original(*args, **kwargs)
+            cut = run.stage.cuts.get(modality)
             if cut is not None and cut.first <= index < cut.last:
                 result = original(*args, **kwargs)
-                if not checked:
-                    checked = True
-                    self._learn(modality, index, hidden_of(args, kwargs), result)
+                run.leaves(modality, index, result)
                 return result
             args, kwargs = arrived
-            hidden = run.skip(modality, index, args, kwargs)
-            if modality not in self._returns_tuple:
-                self._probe(modality, index, original, args, kwargs)
-            length = self._returns_tuple[modality]
-            return hidden if length is None else (hidden, *[None] * (length - 1))
+            return results.of(layer, original, args, kwargs, run.skip(modality, index, args, kwargs))
 
         def enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
             nonlocal arrived
@@ -210,26 +208,8 @@ class Patches:
         # own act where the layer is local, and nowhere else
         self._undo.append(layer.register_forward_pre_hook(enter, with_kwargs=True, prepend=True).remove)
 
-    def _probe(self, modality: str, index: int, original: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Find out whether a remote layer returns a tuple, by running it once on its NaN parameters."""
-        try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]), dry_run(self._runtime.groups):
-                self._learn(modality, index, None, original(*args, **kwargs))
-        except RuntimeError:  # it writes to its parameters, and placeholders have no memory; a tensor is the rule
-            self._returns_tuple[modality] = None
 
-    def _learn(self, modality: str, index: int, hidden: Tensor | None, result: Any) -> None:
-        first = result[0] if isinstance(result, (tuple, list)) else result
-        self._returns_tuple[modality] = len(result) if isinstance(result, (tuple, list)) else None
-        if hidden is not None and isinstance(first, Tensor) and first.shape != hidden.shape:
-            raise StageError(
-                f"layer {index} of {modality} turns a hidden state of shape {list(hidden.shape)} into "
-                f"{list(first.shape)}; layers that change its shape cannot be split over stages: set "
-                f"modalities.{modality}.pp_size to 1"
-            )
-
-
-def _shown(value: Any, sent: Tensor | None) -> Any:
+def _shown(value: Any, sent: Any) -> Any:
     """Return an argument of a remote layer for the user's hooks on it: what they do to it must not act on `sent`."""
     if type(value) is tuple:
         return tuple(_shown(one, sent) for one in value)

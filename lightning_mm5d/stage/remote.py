@@ -101,13 +101,21 @@ class ShapeMemory:
         others = tuple(repr(value) for value in (*args, *kwargs.values()) if isinstance(value, (int, float, str)))
         key = (id(module), signature, others, torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"))
         if key not in self._known:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                result = original(*args, **kwargs)
+            result = self.computed(module, original, args, kwargs)
             packer = Packer()
             description = packer.describe(result)
             self._known[key] = description, [(t.shape, t.dtype, t.device) for t in packer.tensors]
         description, specs = self._known[key]
         return rebuild(description, [_filled(*spec, grad) for spec in specs])
+
+    def computed(self, module: nn.Module, original: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Return ``original(*args, **kwargs)`` on placeholders; buffers and random state stay as they are."""
+        buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            result = original(*args, **kwargs)
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        return result
 
 
 def _filled(shape: Iterable[int], dtype: torch.dtype, device: torch.device, grad: bool) -> Tensor:

@@ -3,12 +3,13 @@
 While a `Run` is active, patched callables ask it what to do:
 
 - A boundary of this stage is recorded. A boundary of another stage returns the received result.
-- Layers before this stage pass the hidden state through. At the entry of the first local layer the received one takes
-  its place. Skip inputs, which later layers take beside the hidden state, are swapped likewise.
-- Layers after this stage pass the hidden state through and note their skip inputs. After the last of these the step
-  ends, by an exception that only `Run.execute` sees.
+- Layers before this stage return a stand-in, from which nothing that counts may be computed (`stage.absent`). At the
+  entry of the first local layer the received hidden state takes its place. Skip inputs, which later layers take beside
+  the hidden state, are swapped likewise.
+- Layers after this stage return stand-ins too and note their skip inputs. After the last of these the step ends, by an
+  exception that only `Run.execute` sees.
 
-It refuses a second pass through layers that are split over stages, and layers that change the hidden state's shape.
+It refuses a second pass through layers that are split over stages, and layers that run in another order than stages do.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from torch import Tensor
 
 from lightning_mm5d.partition.hidden_state import at, hidden_place
 from lightning_mm5d.sharded.tensor import Sharded
+from lightning_mm5d.stage.absent import check_present
 from lightning_mm5d.stage.deferred import Deferred
+from lightning_mm5d.stage.passes import Pass
 from lightning_mm5d.stage.payload import (
     Packer,
     Path,
@@ -37,8 +40,8 @@ from lightning_mm5d.stage.payload import (
     unsharded,
 )
 from lightning_mm5d.stage.runtime import Runtime
-from lightning_mm5d.stage.taint import Trace, mark_dependent, mark_stand_in, must_travel
-from lightning_mm5d.stage.view import StageError, StageView, Stop
+from lightning_mm5d.stage.taint import Trace, mark_dependent, must_travel
+from lightning_mm5d.stage.view import Received, StageError, StageView, StandIn, Stop
 
 
 @dataclass
@@ -46,13 +49,15 @@ class LayerCall:
     """One pass through a list of layers, as it leaves a stage.
 
     Attributes:
-        hidden: the hidden state at the entry of the first layer after the stage.
+        hidden: the hidden state at the entry of the first layer after the stage: a tensor, or a tree of tensors.
         skip_inputs: other arguments of later layers, by (layer, path in ``(args, kwargs)``): tensors, and entries of
             dicts that layers share states in.
+        returned: where the hidden state is in the result of the stage's last layer; None where code made it from that.
     """
 
-    hidden: Tensor
+    hidden: Any
     skip_inputs: dict[tuple[int, Path], Any]
+    returned: Received
 
 
 class Run:
@@ -91,6 +96,8 @@ class Run:
         self._calls_in: dict[str, list[LayerCall]] = {}
         self._calls_out: dict[str, list[LayerCall]] = {}
         self._entered: dict[str, int] = {}
+        self._passes: dict[str, Pass] = {}
+        self._results: dict[str, Any] = {}
         self._known_skips = runtime.skip_inputs.get(self._structure)
         self._traces = self._known_skips is None and any(
             cut.last < runtime.num_layers(modality) for modality, cut in stage.cuts.items()
@@ -107,13 +114,13 @@ class Run:
             mark_dependent(tensor)
         for name, description in payload.meta["boundaries"]:
             self._boundaries_in.setdefault(name, []).append(rebuild(description, payload.tensors))
-        for modality, hidden, sides in payload.meta["calls"]:
+        for modality, hidden, returned, sides in payload.meta["calls"]:
             group = partial(self._runtime.holders, modality)
             found = {(layer, tuple(path)): rebuild(value, payload.tensors, group) for layer, path, value in sides}
             state = rebuild(hidden, payload.tensors, group)
             for _, tensor in tensors_in((state, list(found.values()))):
                 mark_dependent(tensor)
-            self._calls_in.setdefault(modality, []).append(LayerCall(state, found))
+            self._calls_in.setdefault(modality, []).append(LayerCall(state, found, returned))
 
     # --- the step ---
 
@@ -122,6 +129,8 @@ class Run:
         with self, Trace() if self._traces else nullcontext():
             try:
                 self.result = step()
+                for one in self._passes.values():
+                    one.end()
             except Stop:
                 self.result = None
         self._check_used()
@@ -129,6 +138,7 @@ class Run:
             self._runtime.skip_inputs[self._structure] = frozenset(self._found)
         if not self.stage.is_last:
             self.result = None
+        check_present(self.result, f"what the step returns in stage {self.stage.name}")
         return self.result
 
     def _check_used(self) -> None:
@@ -140,6 +150,14 @@ class Run:
                     f"{len(results)} results of {name} arrived in stage {self.stage.name}, and the step used {used} of "
                     f"them there: set modalities.{modality}.feeds to the stages whose layers follow its use, or "
                     f"modalities.{modality}.boundary to the callable whose result the step uses"
+                )
+
+        for modality, calls in self._calls_in.items():
+            if self._entered.get(modality, 0) < len(calls):
+                raise StageError(
+                    f"{len(calls)} hidden states arrived in stage {self.stage.name}, and the step entered its first "
+                    f"layer {self._entered.get(modality, 0)} times: a layer that a stage begins with must run in every "
+                    f"step. Choose another cut with modalities.{modality}.pipeline_template, or set pp_size to 1"
                 )
 
     def __enter__(self) -> Run:
@@ -184,6 +202,8 @@ class Run:
     def enters(self, modality: str, layer: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Return the arguments of a local or later layer, with received tensors in their places."""
         cut = self.stage.cuts[modality]
+        if not self._replays and layer < cut.last:
+            self._pass(modality).enter(layer)
         if layer == cut.first and not self._replays:
             if self._reseed is not None:
                 self._reseed()
@@ -208,34 +228,42 @@ class Run:
             )
         return calls[index]
 
-    def skip(self, modality: str, layer: int, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-        """Stand in for a remote layer: return the hidden state that it passes on."""
-        cut = self.stage.cuts.get(modality)
+    def leaves(self, modality: str, layer: int, result: Any) -> None:
+        """Note the result of a local layer."""
+        if layer == self.stage.cuts[modality].last - 1:
+            self._results[modality] = result
+
+    def skip(self, modality: str, layer: int, args: tuple, kwargs: dict[str, Any]) -> StandIn:
+        """Stand in for a remote layer."""
+        cut, origin = self.stage.cuts.get(modality), self._runtime.partition.parts[modality].paths[layer]
         loss_modality = self._runtime.loss_modality
         if cut is None:
             if modality == loss_modality and self.stage.stops_early:
                 raise Stop
-            return hidden_of(args, kwargs)
+            return StandIn(hidden_of(args, kwargs), origin)
+        if not self._replays:
+            self._pass(modality).enter(layer)
         if layer < cut.first:
             calls, index = self._calls_in.get(modality, []), self._entered.get(modality, 0)
             # the last one before the stage shows the real state to hooks that record it, as a copy: hooks on its
             # gradient have acted where it was computed
-            if layer == cut.first - 1 and index < len(calls):
-                return _copy(calls[index].hidden)
-            return hidden_of(args, kwargs)
+            if layer == cut.first - 1 and index < len(calls) and calls[index].returned:
+                return StandIn(map_tensors(calls[index].hidden, _copy), origin, calls[index].returned)
+            return StandIn(hidden_of(args, kwargs), origin)
         args, kwargs = self.enters(modality, layer, args, kwargs)
         hidden = hidden_of(args, kwargs)
         if layer == cut.last:
-            self._calls_out.setdefault(modality, []).append(LayerCall(hidden, {}))
-            # it carries a gradient where the original does: hooks may be registered on it, and are never called
-            leaf = hidden.detach().requires_grad_(hidden.requires_grad)
-            mark_stand_in(leaf)
-            hidden = _copy(leaf)
-            mark_stand_in(hidden)
+            returned = _place_in(self._results.pop(modality, None), hidden)
+            self._calls_out.setdefault(modality, []).append(LayerCall(hidden, {}, returned))
         self._collect(modality, layer, args, kwargs)
         if modality == loss_modality and self._is_over(modality, layer):
             raise Stop
-        return hidden
+        return StandIn(hidden, origin)
+
+    def _pass(self, modality: str) -> Pass:
+        if modality not in self._passes:
+            self._passes[modality] = Pass(self._runtime.partition, modality)
+        return self._passes[modality]
 
     def _collect(self, modality: str, layer: int, args: tuple, kwargs: dict[str, Any]) -> None:
         call = self._calls_out[modality][-1]
@@ -276,27 +304,36 @@ class Run:
             [
                 calls_of,
                 packer.describe(call.hidden),
+                call.returned,
                 [[layer, list(path), packer.describe(value)] for (layer, path), value in call.skip_inputs.items()],
             ]
             for call in (self._calls_out.get(calls_of, []) if calls_of else [])
         ]
+        check_present(packer.tensors, f"what stage {self.stage.name} passes on")
         grads = [tensor.requires_grad for tensor in packer.tensors]
         meta = {"boundaries": boundaries, "calls": calls, "grads": grads}
         return Payload(meta, packer.tensors, frozenset(packer.local))
 
 
 def hidden_path(args: tuple, kwargs: Mapping[str, Any]) -> Path:
-    """Return where in ``(args, kwargs)`` the hidden state is."""
-    place = hidden_place(args, kwargs)
+    """Return where in ``(args, kwargs)`` the hidden state is: a tensor, else the first tuple or dict of tensors."""
+    place: Path | None = hidden_place(args, kwargs)
     if place is None:
-        raise StageError("a layer of a list that is split over stages takes no tensor")
+        place = next((path[:2] for path, _ in tensors_in((args, kwargs))), None)
+    if place is None:
+        raise StageError("a layer that is split over stages takes no tensor")
     return place
 
 
-def hidden_of(args: tuple, kwargs: Mapping[str, Any]) -> Tensor:
+def hidden_of(args: tuple, kwargs: Mapping[str, Any]) -> Any:
     """Return the hidden state among a layer's arguments."""
-    found: Tensor = at(hidden_path(args, kwargs), args, kwargs)  # type: ignore[arg-type]
-    return found
+    return at(hidden_path(args, kwargs), args, kwargs)  # type: ignore[arg-type]
+
+
+def _place_in(result: Any, hidden: Any) -> Received:
+    if hidden is result:
+        return "result"
+    return "first" if isinstance(result, (tuple, list)) and result and hidden is result[0] else None
 
 
 def _copy(tensor: Tensor) -> Tensor:

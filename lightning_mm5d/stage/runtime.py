@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
 
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_mm5d.context_parallel.hooks.apply import ContextParallel
 from lightning_mm5d.partition import Partition
 from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.sharded.tensor import Group
 from lightning_mm5d.stage.deferred import Deferred
-from lightning_mm5d.stage.view import StageView
+from lightning_mm5d.stage.view import StageView, StandIn
 from lightning_mm5d.tensor_parallel.apply import TensorParallel
 
 SkipInput = tuple[str, int, tuple[str | int, ...]]  # modality, layer, path in (args, kwargs)
@@ -32,8 +32,11 @@ class ActiveRun(Protocol):
     def enters(self, modality: str, layer: int, args: tuple, kwargs: dict[str, Any]) -> Call:
         """Return the arguments of a local layer."""
 
-    def skip(self, modality: str, layer: int, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-        """Stand in for a remote layer: return the hidden state that it passes on."""
+    def leaves(self, modality: str, layer: int, result: Any) -> None:
+        """Note the result of a local layer."""
+
+    def skip(self, modality: str, layer: int, args: tuple, kwargs: dict[str, Any]) -> StandIn:
+        """Stand in for a remote layer."""
 
 
 class Runtime:
@@ -51,7 +54,7 @@ class Runtime:
         active: the run that patched callables obey; None outside of runs.
         skip_inputs: the inputs of later layers that travel beside the hidden state, by structure of the batch.
         groups: all groups of ranks that share layers or sequences with this one.
-        lists: the list of layers of each modality, empty without one.
+        lists: the layers of each modality, or the parts that stand for them.
         wanted: for each boundary, the fields of its result that callers read; None for all.
     """
 
@@ -78,8 +81,7 @@ class Runtime:
         }
         self.wanted: dict[str, frozenset[str] | None] = {}
         self.lists: dict[str, list[nn.Module]] = {
-            name: list(root.get_submodule(path)) if path is not None else []  # type: ignore[call-overload]
-            for name, path in partition.layers.items()
+            name: [root.get_submodule(path) for path in parts.paths] for name, parts in partition.parts.items()
         }
 
     def num_layers(self, modality: str) -> int:

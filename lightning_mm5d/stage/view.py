@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 from lightning_mm5d.partition import Partition, StageCut
 from lightning_mm5d.schedule.stage_key import StageKey
+
+Received = Literal["result", "first"] | None
 
 
 class Stop(BaseException):
@@ -15,6 +18,21 @@ class Stop(BaseException):
 
 class StageError(ValueError):
     """The user's step does something that a step split over stages cannot do."""
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """What the result of a remote layer is made of.
+
+    Attributes:
+        hidden: the hidden state that the layer was called with, or what was received of its result.
+        origin: path of the layer.
+        received: which part of its result was received: all of it, the first entry of a tuple, or nothing.
+    """
+
+    hidden: Any
+    origin: str
+    received: Received = None
 
 
 @dataclass(frozen=True, eq=False)

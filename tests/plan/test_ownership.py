@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.layout.layout import Layout
-from lightning_mm5d.partition import Encoder, Partition, StageCut, Unit
+from lightning_mm5d.partition import Encoder, Partition, Parts, StageCut, Unit
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule.stage_key import StageKey
 
@@ -18,6 +18,7 @@ def plan(world: int, *, tied: bool = False, **modalities: Modality) -> Plan:
         loss_modality="language",
         encoders={name: Encoder((), ()) for name in modalities if name != "language"},
         layers=dict.fromkeys(modalities),
+        parts=dict.fromkeys(modalities, Parts()),
         stages={name: (cut,) for name, cut in cuts.items()},
         owners={"weight": tuple(cut.name for cut in cuts.values()) if tied else (LANGUAGE,)},
         units={cut.name: (Unit(1.0, {}),) for cut in cuts.values()},

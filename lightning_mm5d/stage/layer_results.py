@@ -1,0 +1,95 @@
+"""What a remote layer returns: a stand-in for its result, in the shape of the real one.
+
+Most layers return a hidden state of the shape that they take, alone or first in a tuple. One probe for each structure
+of layers tells, because layers of a list are many and mostly equal. Other layers, which change the shape or return
+something else, are computed once on their placeholders for each shape of their input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from lightning_mm5d.sharded.tensor import Sharded
+from lightning_mm5d.stage.absent import absent
+from lightning_mm5d.stage.payload import map_tensors
+from lightning_mm5d.stage.remote import ShapeMemory
+from lightning_mm5d.stage.taint import mark_stand_in
+from lightning_mm5d.stage.view import StandIn
+
+Kind = int | Literal["tensor", "other"]
+"""A hidden state alone, first in a tuple of so many entries, or something else."""
+
+
+class LayerResults:
+    """Makes the stand-ins of one modality's layers.
+
+    Args:
+        shapes: remembers what layers return.
+        quiet: entered around computations that only tell a shape.
+        pads: whether a tuple behind the hidden state may be filled with None; else its tensors are stood in for too.
+    """
+
+    def __init__(self, shapes: ShapeMemory, quiet: Callable[[], AbstractContextManager], *, pads: bool) -> None:
+        self._shapes, self._quiet, self._pads = shapes, quiet, pads
+        self._kinds: dict[int, Kind] = {}
+        self._by_structure: dict[Any, Kind] = {}
+
+    def of(self, layer: nn.Module, original: Callable, args: tuple, kwargs: dict[str, Any], found: StandIn) -> Any:
+        """Return the stand-in for ``original(*args, **kwargs)``, the forward of `layer`.
+
+        Args:
+            layer: the remote layer.
+            original: its own forward.
+            args: of the call.
+            kwargs: of the call.
+            found: its hidden state.
+        """
+        kind = self._kinds.get(id(layer))
+        if kind is None:
+            key = _structure(layer)
+            if key not in self._by_structure:
+                self._by_structure[key] = self._probe(layer, original, args, kwargs, found.hidden)
+            kind = self._kinds[id(layer)] = self._by_structure[key]
+        if kind == "other":
+            if found.received == "result":
+                return found.hidden
+            with self._quiet():
+                result = self._shapes.placeholder(layer, original, args, kwargs)
+            result = map_tensors(result, lambda tensor: absent(tensor, found.origin))
+            if found.received == "first" and isinstance(result, list | tuple):
+                return type(result)([found.hidden, *result[1:]])
+            return result
+        hidden = found.hidden if found.received else _stand_in(found.hidden, found.origin)
+        return hidden if kind == "tensor" else (hidden, *[None] * (int(kind) - 1))
+
+    def _probe(self, layer: nn.Module, original: Callable, args: tuple, kwargs: dict[str, Any], hidden: Any) -> Kind:
+        """Run a layer once on its placeholders to see what it returns."""
+        try:
+            with self._quiet():
+                result = self._shapes.computed(layer, original, args, kwargs)
+        except RuntimeError:  # it writes to its parameters, and placeholders have no memory; a tensor is the rule
+            return "tensor"
+        several = isinstance(result, list | tuple)
+        first = result[0] if several and result else result
+        if not isinstance(hidden, Tensor) or not isinstance(first, Tensor) or (several and not self._pads):
+            return "other"
+        same = first.shape == hidden.shape and first.is_floating_point() == hidden.is_floating_point()
+        return "other" if not same else len(result) if several else "tensor"
+
+
+def _structure(layer: nn.Module) -> Any:
+    """A key that is equal for layers of equal modules and parameters."""
+    modules = tuple((name, type(module), module.extra_repr()) for name, module in layer.named_modules())
+    return modules, tuple((name, parameter.shape) for name, parameter in layer.named_parameters())
+
+
+def _stand_in(hidden: Tensor, origin: str) -> Tensor:
+    if isinstance(hidden, Sharded):
+        hidden = hidden.detach()
+        mark_stand_in(hidden)
+        return hidden
+    return absent(hidden, origin)
