@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_mm5d.config.errors import RemoteParameterError
+from lightning_mm5d.data.microbatch import Microbatch
 from lightning_mm5d.data.random_state import kept_random_state, seed_all, seed_of, seed_torch
 from lightning_mm5d.engine.bridge import Bridge
 from lightning_mm5d.engine.recorder import Recorder
@@ -107,7 +109,8 @@ class Engine:
         """
         start, waited = time.perf_counter(), self._transport.waited if self._transport else 0.0
         count = max(len(parts) for parts in step.microbatches.values())
-        graph, actions, arrivals, split_stages = self._prepared(count, trainable, not step.trains)
+        prepared = self._prepared(count, trainable, frozenset(step.microbatches), not step.trains)
+        graph, actions, arrivals, split_stages = prepared
         for bridge, number in arrivals.items():
             bridge.expect(number)
         flights: dict[tuple[StageKey, int], _Flight] = {}
@@ -142,14 +145,20 @@ class Engine:
             self.waited += self._transport.waited - waited
         self.seconds += time.perf_counter() - start
 
-    def _prepared(self, count: int, trainable: frozenset[str], forward_only: bool) -> _Prepared:
-        key = (count, trainable, forward_only)
+    def _prepared(
+        self, count: int, trainable: frozenset[str], replicas: frozenset[int], forward_only: bool
+    ) -> _Prepared:
+        key = (count, trainable, replicas, forward_only)
         if key not in self._built:
             table = is_table(self._schedule) and count != self._num_microbatches
             graph, schedule = self._plan.graphs.schedule(
                 "1f1b" if table else self._schedule, count, trainable, rank=self._rank, forward_only=forward_only
             )
-            actions = self._plan.topology.actions_of(self._rank, schedule, count)
+            actions = [
+                action
+                for action in self._plan.topology.actions_of(self._rank, schedule, count)
+                if action.microbatch // count in replicas
+            ]
             arrivals: Counter[Bridge] = Counter()
             for action in actions:
                 if action.kind is Kind.W:
@@ -218,14 +227,14 @@ class Engine:
         training = step.trains and graph.has_backward(stage)
         loss = None
         with torch.set_grad_enabled(training):
-            run = Run(self._runtime, view, payloads, step.structure(part.batch), reseed, deferred)
-            with step.context():
-                result = run.execute(lambda: step.run(part, index))
-            if view.is_last:
+            structure = step.structure(part.batch)
+            run = Run(self._runtime, view, payloads, structure, reseed, deferred, trains=step.trains)
+            result, ended = self._executed(run, step, part, index)
+            if view.is_last and ended:
                 loss = step.finish(result, index)
                 if loss is not None:
                     self._check(loss, stage)
-            sent = [self._send(run, stage, other, place) for other in graph.successors(stage)]
+            sent = [self._send(run, stage, other, place, step.fails) for other in graph.successors(stage)]
         received = [
             (self._bridge(other, stage, place, back=True), *_with_grads(payload))
             for other, payload in zip(graph.predecessors(stage), payloads, strict=True)
@@ -233,7 +242,30 @@ class Engine:
         ]
         return _Flight(run, sent, received, loss)
 
-    def _send(self, run: Run, stage: StageKey, other: StageKey, place: tuple[int, int]) -> tuple[Bridge, list[Tensor]]:
+    def _executed(self, run: Run, step: Step, part: Microbatch, index: int) -> tuple[Any, bool]:
+        """Return the result of a run, and whether it came to its end.
+
+        An evaluation that a pipeline cannot run has no end, here and in all later stages.
+        """
+        step.fails = step.fails or any(payload.meta.get("fails") for payload in run.received)
+        if step.fails:
+            return None, False
+        try:
+            with step.context():
+                return run.execute(lambda: step.run(part, index)), True
+        except (StageError, RemoteParameterError):
+            if step.trains or not self._plan.topology.edges:
+                raise
+            step.fails = True
+            return None, False
+
+    def _send(
+        self, run: Run, stage: StageKey, other: StageKey, place: tuple[int, int], fails: bool
+    ) -> tuple[Bridge, list[Tensor]]:
+        if fails:
+            payload = Payload({"boundaries": [], "calls": [], "grads": [], "fails": True})
+            self._bridge(stage, other, place).send(payload.meta, [], payload.local)
+            return self._bridge(stage, other, place, back=True), []
         consumed = self._plan.topology.consumes.get(other, frozenset()) & frozenset(run.stage.cuts)
         modality, target = stage.modality, other.modality
         payload = run.payload(consumed, modality if modality == target else None)

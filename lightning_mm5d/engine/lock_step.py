@@ -95,6 +95,14 @@ class LockStep:
         self._plan, self._runtime, self._groups, self._own = plan, runtime, groups, own
         self._rank, self._device, self._wire = rank, device, wire
         self._channels: dict[tuple[int, int], TreeChannel] = {}
+        self._undo = ExitStack()
+        for path, module in runtime.root.named_modules():
+            if callable(getattr(type(module), "generate", None)):
+                self._patch_generate(path, module)
+
+    def remove(self) -> None:
+        """Take the patches of `generate` away again."""
+        self._undo.close()
 
     def execute(self, step: Step) -> None:
         """Run all microbatches of an evaluation; results of this rank's own replica go to ``step.finish``.
@@ -131,7 +139,37 @@ class LockStep:
             self._fetch(place, stack)
             for unit in self._units:
                 self._patch(place, unit, stack)
+            self._runtime.in_lock_step = True
+            stack.callback(setattr, self._runtime, "in_lock_step", False)
             yield
+
+    def _patch_generate(self, path: str, module: nn.Module) -> None:
+        """Let `generate` run in lock step wherever it is called; a pipeline cannot run it."""
+        original = module.generate
+
+        @functools.wraps(original)  # type: ignore[arg-type]
+        def generate(*args: Any, **kwargs: Any) -> Any:
+            active = self._runtime.active
+            if active is not None:
+                where = "training_step" if active.trains else "a pipelined step"
+                raise StageError(
+                    f"{path or 'self'}.generate is called in {where}, whose layers lie on several ranks: generate in "
+                    "validation_step, test_step, predict_step or in a hook, or use one stage"
+                )
+            if self._runtime.in_lock_step:
+                return original(*args, **kwargs)  # type: ignore[operator]
+            layout = self._plan.layout
+            shared = next((rank for rank in range(layout.size) if len(layout.replicas_of_rank(rank)) > 1), None)
+            if shared is not None:
+                raise StageError(
+                    f"{path or 'self'}.generate is called outside of a step, where rank {shared} works for the "
+                    f"replicas {list(layout.replicas_of_rank(shared))}, which do not generate together: generate in "
+                    "validation_step, test_step or predict_step, or use as many replicas of every modality"
+                )
+            with torch.no_grad(), self.during(next(iter(self._groups)), 0):
+                return original(*args, **kwargs)  # type: ignore[operator]
+
+        _put(self._undo, module, "generate", generate)
 
     # --- what is answered ---
 
@@ -201,8 +239,7 @@ class LockStep:
     def _patch(self, place: _Place, unit: _Unit, stack: ExitStack) -> None:
         if set(place.ranks[unit.stage]) == set(self._plan.layout.replica_ranks(place.replica)):
             return
-        attributes, original = vars(unit.module), getattr(unit.module, unit.method)
-        before = attributes.get(unit.method)
+        original = getattr(unit.module, unit.method)
 
         @functools.wraps(original)  # generation reads the signature
         def answered(*args: Any, **kwargs: Any) -> Any:
@@ -210,13 +247,7 @@ class LockStep:
                 return original(*args, **kwargs)
             return self._answer(place, unit, original, args, kwargs)
 
-        def undo() -> None:
-            attributes.pop(unit.method)
-            if before is not None:
-                attributes[unit.method] = before
-
-        attributes[unit.method] = answered
-        stack.callback(undo)
+        _put(stack, unit.module, unit.method, answered)
 
     def _answer(self, place: _Place, unit: _Unit, original: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         if torch.is_grad_enabled():
@@ -277,3 +308,17 @@ class LockStep:
                 f"rank {self._rank} calls {expected} where another rank of its replica calls {sent}: what the step "
                 "does must not depend on the rank (random numbers of its own, the clock, files)"
             )
+
+
+def _put(stack: ExitStack, module: nn.Module, name: str, value: Any) -> None:
+    """Set an instance attribute until `stack` ends."""
+    attributes, had = vars(module), name in vars(module)
+    before = attributes.get(name)
+    attributes[name] = value
+
+    def undo() -> None:
+        del attributes[name]
+        if had:
+            attributes[name] = before
+
+    stack.callback(undo)

@@ -18,11 +18,13 @@ class Step(Protocol):
         microbatches: by the replicas that this rank serves.
         random_key: what random state depends on, beside the microbatch; None leaves generators alone.
         trains: whether backwards follow.
+        fails: whether a pipeline cannot run it; the engine sets it.
     """
 
     microbatches: Mapping[int, list[Microbatch]]
     random_key: tuple[int, ...] | None
     trains: bool
+    fails: bool
 
     def structure(self, batch: Any) -> Hashable:
         """Return a key that is equal for batches that take the same way through the model."""

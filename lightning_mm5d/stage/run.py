@@ -70,6 +70,7 @@ class Run:
         structure: key of batches that take the same way through the model, and so have the same skip inputs.
         reseed: called where the local layers begin, for a random state of their own; None leaves generators alone.
         deferred: collects the weight gradients that a split backward puts off; None puts none off.
+        trains: whether it is a run of a training step.
     """
 
     def __init__(
@@ -80,8 +81,10 @@ class Run:
         structure: Any,
         reseed: Callable[[], None] | None = None,
         deferred: Deferred | None = None,
+        *,
+        trains: bool = True,
     ) -> None:
-        self.stage = stage
+        self.stage, self.trains = stage, trains
         self.deferred = deferred
         self.received = received
         self.result: Any = None
@@ -223,8 +226,8 @@ class Run:
         if index >= len(calls):
             raise StageError(
                 f"the layers of {modality} ran {index + 1} times in one step in stage {self.stage.name}, where "
-                f"{len(calls)} passes arrived: with pp_size > 1 a step passes once through them (generation and "
-                "several calls of the model in one step need pp_size=1)"
+                f"{len(calls)} passes arrived: with pp_size > 1 a training step passes once through them. Call the "
+                "model once in training_step, generate in validation_step or in a hook, or use pp_size=1"
             )
         return calls[index]
 

@@ -25,6 +25,7 @@ class ActiveRun(Protocol):
 
     stage: StageView
     deferred: Deferred | None
+    trains: bool
 
     def boundary(self, name: str, modality: str, original: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Stand in for a call of an encoder's boundary."""
@@ -52,6 +53,7 @@ class Runtime:
 
     Attributes:
         active: the run that patched callables obey; None outside of runs.
+        in_lock_step: whether all ranks of a replica run the same code at the moment, with remote modules answered.
         skip_inputs: the inputs of later layers that travel beside the hidden state, by structure of the batch.
         groups: all groups of ranks that share layers or sequences with this one.
         lists: the layers of each modality, or the parts that stand for them.
@@ -69,6 +71,7 @@ class Runtime:
         context: Mapping[str, ContextParallel] | None = None,
     ) -> None:
         self.active: ActiveRun | None = None
+        self.in_lock_step = False
         self.skip_inputs: dict[Any, frozenset[SkipInput]] = {}
         self.loss_modality = partition.loss_modality
         self.root, self.partition, self.stages, self.tensor = root, partition, stages, tensor

@@ -75,6 +75,15 @@ class Kept(NamedTuple):
             setattr(metric, name, default.clone() if isinstance(default, Tensor) else [])
         return kept
 
+    @classmethod
+    def copied(cls, metric: Metric) -> Kept:
+        """Copy the states of `metric`, which goes on with its own; elements of lists are not copied."""
+        states = {
+            name: state.clone() if isinstance(state, Tensor) else list(state)
+            for name, state in metric.metric_state.items()
+        }
+        return cls(metric, states, (metric._update_count, metric._forward_cache, metric._computed))
+
     def put_back(self) -> None:
         """Give the metric its states again."""
         for name, state in self.states.items():

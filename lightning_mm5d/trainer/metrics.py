@@ -148,6 +148,10 @@ class MetricSync:
             for one in kept:
                 one.put_back()
 
+    def kept(self) -> list[Kept]:
+        """Return copies of the metrics' states, to be put back where a step must run again."""
+        return [Kept.copied(metric) for metric in self._metrics]
+
     def _sync(
         self,
         metric: Metric,

@@ -23,6 +23,7 @@ class ReplicaCollectives:
         world_size: number of all ranks.
         rank: global rank.
         loss_group: one rank of each replica, this rank among them; None elsewhere and with one replica.
+        shares_ranks: whether a rank works for several replicas.
 
     Attributes:
         is_plain: whether every rank is a replica.
@@ -36,10 +37,11 @@ class ReplicaCollectives:
         world_size: int,
         rank: int,
         loss_group: dist.ProcessGroup | None,
+        shares_ranks: bool = False,
     ) -> None:
         self.is_plain = len(sources) == world_size
         self._runtime, self._sources, self._world_size = runtime, sources, world_size
-        self._rank, self._loss_group = rank, loss_group
+        self._rank, self._loss_group, self._shares_ranks = rank, loss_group, shares_ranks
 
     @classmethod
     def after(cls, plan: Plan, rank: int) -> ReplicaCollectives:
@@ -75,7 +77,17 @@ class ReplicaCollectives:
         Args:
             tensor: of this rank, of the same shape on all.
             sync_grads: whether gradients flow back to the replicas; inside of a step only.
+
+        Raises:
+            ConfigError: replicas run one after the other, because they share ranks and the step generates.
         """
+        if self._runtime is not None and self._runtime.in_lock_step and self._shares_ranks:
+            raise ConfigError(
+                "self.all_gather",
+                list(tensor.shape),
+                "The step passes several times through the model, and replicas that share ranks run it in turn",
+                "Gather in on_validation_batch_end, or use as many replicas of every modality",
+            )
         active = None if self._runtime is None else self._runtime.active
         if active is None:
             everywhere = [torch.empty_like(tensor) for _ in range(self._world_size)]

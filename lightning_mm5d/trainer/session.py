@@ -147,12 +147,12 @@ class Session:
             if not self.is_plain
         }
         alone = all(len(plan.layout.replica_ranks(number)) == 1 for number in replicas)
-        lock_step = None
+        self._lock_step: LockStep | None = None
         if plan.topology.edges:
-            lock_step = LockStep(
+            self._lock_step = LockStep(
                 plan,
                 self._cut.runtime,
-                groups.replicas,
+                {number: groups.replicas[number] for number in replicas},
                 own=next((number for number, replica in replicas.items() if replica.ends_here), None),
                 rank=rank,
                 device=device,
@@ -162,7 +162,7 @@ class Session:
             module,
             plan,
             self._engine,
-            lock_step,
+            self._lock_step,
             gradients,
             replicas,
             self._metrics,
@@ -180,6 +180,7 @@ class Session:
             world_size=plan.layout.size,
             rank=rank,
             loss_group=groups.loss,
+            shares_ranks=any(len(plan.layout.replicas_of_rank(other)) > 1 for other in range(plan.layout.size)),
         )
         stages = ["+".join(plan.topology.stages_of(other)) for other in range(plan.layout.size)]
         self._figures = DeviceFigures(self._engine, self._transport, stages, device)
@@ -221,6 +222,8 @@ class Session:
             targets: ranks that get the full weights.
             gather: whether to gather them, which is collective; False after a failure.
         """
+        if self._lock_step is not None:
+            self._lock_step.remove()
         self._cut.remove()
         self._metrics.detach()
         self.optimization.remove()

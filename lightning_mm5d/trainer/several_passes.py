@@ -2,19 +2,26 @@
 
 It does where it names something with ``generate`` in its name, or calls a module with parameters in a loop: in its own
 code, and in methods of the LightningModule and functions of its Python module that it names. A step of which the source
-says too little is found out when it runs.
+says too little is found out when it runs: the pipeline cannot run it, `Attempt` undoes what it did, and it runs again.
 """
 
 from __future__ import annotations
 
 import ast
+from collections import deque
 from collections.abc import Iterator
 from types import FunctionType
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_mm5d.source.names import names
 from lightning_mm5d.source.trees import Source, function_of, method_of
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+
+    from lightning_mm5d.trainer.metrics import MetricSync
 
 _LOOPS = (ast.For, ast.While, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
@@ -69,3 +76,50 @@ def _calls_model(module: nn.Module, call: ast.Call) -> bool:
     for name in path:
         found = getattr(found, name, None)
     return isinstance(found, nn.Module) and any(True for _ in found.parameters())
+
+
+class Attempt:
+    """What an evaluation step may change: the metrics, and the attributes and buffers of the LightningModule itself.
+
+    Args:
+        module: the user's module.
+        metrics: the module's metrics.
+    """
+
+    def __init__(self, module: LightningModule, metrics: MetricSync) -> None:
+        self._module, self._metrics = module, metrics.kept()
+        self._values = {name: value for name, value in vars(module).items() if not isinstance(value, nn.Module)}
+        held = [*self._values.values(), *module.buffers(recurse=False)]
+        self._copies = [(value, _copy(value)) for value in held if isinstance(value, (Tensor, *_CONTAINERS))]
+
+    def undo(self) -> None:
+        """Put everything back as it was."""
+        for kept in self._metrics:
+            kept.put_back()
+        for name in vars(self._module).keys() - self._values.keys():
+            del vars(self._module)[name]
+        vars(self._module).update(self._values)
+        for value, copy in self._copies:
+            _restore(value, copy)
+
+
+_CONTAINERS = (list, dict, set, deque)
+
+
+def _copy(value: Any) -> Any:
+    return (
+        value.detach().clone()
+        if isinstance(value, Tensor)
+        else list(value.items() if isinstance(value, dict) else value)
+    )
+
+
+def _restore(value: Any, copy: Any) -> None:
+    if isinstance(value, Tensor):
+        value.detach().copy_(copy)
+        return
+    value.clear()
+    if isinstance(value, (list, deque)):
+        value.extend(copy)
+    else:
+        value.update(copy)

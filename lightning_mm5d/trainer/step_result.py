@@ -49,12 +49,14 @@ class StepResult:
         outputs: what the user's step returned beside it, merged over microbatches.
         logs: merged calls of ``self.log``.
         has_graph: whether the loss of any microbatch of any replica has a gradient.
+        fails: whether a pipeline could not run it, so that it has nothing else.
     """
 
     loss: Tensor | None = None
     outputs: Any = None
     logs: list[MergedLog] = field(default_factory=list)
     has_graph: bool = True
+    fails: bool = False
 
 
 class ResultChannel:
@@ -90,14 +92,14 @@ def _to_tree(result: StepResult) -> Any:
     # numbers are a tensor, because a header is sent again when plain values in it change
     numbers = torch.tensor([result.has_graph, *(log.batch_size for log in result.logs)], dtype=torch.float64)
     options = [asdict(log.options) for log in result.logs]
-    return [result.loss, numbers, result.outputs, options, [log.value for log in result.logs]]
+    return [result.loss, numbers, result.outputs, options, [log.value for log in result.logs], result.fails]
 
 
 def _from_tree(tree: Any) -> StepResult:
-    loss, numbers, outputs, options, values = tree
+    loss, numbers, outputs, options, values, fails = tree
     has_graph, *sizes = numbers.tolist()
     logs = [
         MergedLog(options=LogOptions(**one), value=value, batch_size=size)
         for one, value, size in zip(options, values, sizes, strict=True)
     ]
-    return StepResult(loss, outputs, logs, bool(has_graph))
+    return StepResult(loss, outputs, logs, bool(has_graph), fails)

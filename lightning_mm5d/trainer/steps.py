@@ -15,7 +15,7 @@ too small to be split.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -34,7 +34,7 @@ from lightning_mm5d.gradients.publish import published
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.trainer.logs import LogCapture, replay
 from lightning_mm5d.trainer.metrics import MetricSync
-from lightning_mm5d.trainer.several_passes import passes_several_times
+from lightning_mm5d.trainer.several_passes import Attempt, passes_several_times
 from lightning_mm5d.trainer.step_result import ResultChannel, StepResult, Weights
 from lightning_mm5d.trainer.user_step import Context, TrainingStep, UserStep
 
@@ -116,7 +116,7 @@ class Steps:
         self._replicas, self._metrics, self._rank, self._device = replicas, metrics, rank, device
         self._loss_group, self._num_microbatches = loss_group, num_microbatches
         self._loss_weight, self._seed = loss_weight, seed
-        self._lock_step, self._several = lock_step, dict[str, bool]()
+        self._lock_step, self._several = lock_step, dict[str, set[int]]()
         self._capture = LogCapture(module)
         self._packed = describe(module)
         self._own = next((number for number, replica in replicas.items() if replica.ends_here), None)
@@ -161,7 +161,7 @@ class Steps:
         if self._own is not None:
             loss, has_graph = self._mean_loss(step)
             merged = dataclasses.replace(self._merged(step, loss), has_graph=has_graph)
-        result = self._shared(merged)
+        result = self._shown(self._share(parts, merged))
         assert result.loss is not None
         if not result.has_graph:
             raise ConfigError(
@@ -190,13 +190,28 @@ class Steps:
         """
         batch, *arguments = arguments
         parts = self._split(batch, arguments)
-        weights = self._weights(parts)
-        step = UserStep(self._module, name, arguments, parts, weights, **self._options(context, arguments))
-        if self._passes_several_times(name):
-            self._run_in_lock_step(step)
-        else:
+        weights, options = self._weights(parts), self._options(context, arguments)
+        results: dict[int, StepResult] = {}
+        walking = self._walking(name)
+        piped = {number: part for number, part in parts.items() if number not in walking}
+        if piped:
+            before = None if self._lock_step is None else Attempt(self._module, self._metrics)
+            step = UserStep(self._module, name, arguments, piped, weights, **options)
             self._run(step, frozenset())
-        return self._shared(None if self._own is None else self._merged(step, None)).outputs
+            results = self._share(piped, self._merged(step, None) if self._own in piped else None)
+            failed = {number for number in piped if results[number].fails}
+            walking |= failed
+            if failed:
+                assert before is not None
+                before.undo()
+        walked = {number: part for number, part in parts.items() if number in walking}
+        if walked:
+            assert self._lock_step is not None
+            step = UserStep(self._module, name, arguments, walked, weights, **options)
+            with self._capture.capture(), self._metrics.local():
+                self._lock_step.execute(step)
+            results |= self._share(walked, self._merged(step, None) if self._own in walked else None)
+        return self._shown(results).outputs
 
     # --- phase 1 ---
 
@@ -261,17 +276,12 @@ class Steps:
         with self._capture.capture(), self._metrics.local():
             self._engine.execute(step, trainable)
 
-    def _passes_several_times(self, name: str) -> bool:
-        if self._lock_step is None:
-            return False
+    def _walking(self, name: str) -> set[int]:
+        """The replicas for which all ranks run an evaluation in lock step."""
         if name not in self._several:
-            self._several[name] = passes_several_times(self._module, name)
+            several = self._lock_step is not None and passes_several_times(self._module, name)
+            self._several[name] = set(self._replicas) if several else set()
         return self._several[name]
-
-    def _run_in_lock_step(self, step: UserStep) -> None:
-        assert self._lock_step is not None
-        with self._capture.capture(), self._metrics.local():
-            self._lock_step.execute(step)
 
     # --- phases 3 to 5 ---
 
@@ -291,6 +301,8 @@ class Steps:
     def _merged(self, step: UserStep, loss: Tensor | None) -> StepResult:
         """Merge this replica's results and logs over its microbatches."""
         assert self._own is not None
+        if step.fails:
+            return StepResult(fails=True)
         samples = [part.samples for part in step.microbatches[self._own]]
         results = [step.results[index] for index in sorted(step.results)]
         outputs = None if all(result is None for result in results) else merge(results, samples)
@@ -303,13 +315,17 @@ class Steps:
         ]
         return StepResult(loss, outputs, logs)
 
-    def _shared(self, merged: StepResult | None) -> StepResult:
-        """Share results within each replica that this rank serves; log and return those that it shows."""
-        shown = self._own if self._own is not None else next(iter(self._replicas))
+    def _share(self, numbers: Iterable[int], merged: StepResult | None) -> dict[int, StepResult]:
+        """Share results within each of some replicas; `merged` is that of this rank's own."""
         found: dict[int, StepResult] = {}
-        for number, replica in self._replicas.items():
-            is_source = number == self._own and replica.src == self._rank
-            found[number] = replica.results.share(merged if is_source else None)
+        for number in numbers:
+            is_source = number == self._own and self._replicas[number].src == self._rank
+            found[number] = self._replicas[number].results.share(merged if is_source else None)
+        return found
+
+    def _shown(self, found: Mapping[int, StepResult]) -> StepResult:
+        """Log and return the result of the replica that this rank shows."""
+        shown = self._own if self._own is not None else next(iter(self._replicas))
         # only now: with sync_dist a log is collective over all ranks, and others wait for the next replica's result
         replay(self._module, found[shown].logs)
         return found[shown]

@@ -40,6 +40,7 @@ class UserStep:
     """
 
     trains = False
+    fails = False
 
     def __init__(
         self,

@@ -8,9 +8,11 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
 from torch.utils.data import DataLoader
 
-from features.toys import assert_same
+from features.toys import PIPE, TWINS, Layout, Run, Toy, assert_same, figures, outcomes, together, weights
 from lightning_mm5d import Modality
 from parity.harness import Batches, Recorder, strategy
 from ranks import call_ranks
@@ -58,13 +60,38 @@ class Speaker(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
+class Narrator(Callback):
+    """Generates in hooks, where Lightning's users look at their model."""
+
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, *_: Any) -> None:
+        self.heard.append(continued(module, batch))
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, *_: Any) -> None:
+        self.heard.append(continued(module, batch))
+        self.last = batch
+
+    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.heard.append(continued(module, self.last))
+
+
+def continued(module: Any, batch: Any) -> list[list[int]]:
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    tokens: list[list[int]] = module.model.generate(
+        **inputs, do_sample=False, max_new_tokens=2, suppress_tokens=PLACEHOLDERS
+    ).tolist()
+    return tokens
+
+
 def run(case_name: str, modalities: Any, devices: int) -> dict[str, Any]:
     """Two steps of training with validation after each, then predictions."""
     case = CASES[case_name]
     model = case.build().model
     if case_name == "t5":
         model.config.num_layers = 4  # of the decoder, which transformers asks when it makes a cache
-    module, recorder = Speaker(model), Recorder()
+    module, recorder, narrator = Speaker(model), Recorder(), Narrator()
     batches = [case.batch(2, seed=seed) for seed in range(2)]
     options: dict[str, Any] = {
         "accelerator": "cpu",
@@ -80,7 +107,7 @@ def run(case_name: str, modalities: Any, devices: int) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         chosen = "auto" if modalities is None else strategy(modalities)
-        trainer = L.Trainer(strategy=chosen, callbacks=[recorder], **options)
+        trainer = L.Trainer(strategy=chosen, callbacks=[recorder, narrator], **options)
         loader = DataLoader(Batches(batches), batch_size=None)
         trainer.fit(module, loader, loader)
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -90,6 +117,7 @@ def run(case_name: str, modalities: Any, devices: int) -> dict[str, Any]:
         "gradients": recorder.gradients,
         "metrics": metrics,
         "spoken": module.spoken,
+        "heard": narrator.heard,
         "predicted": predicted,
     }
 
@@ -123,7 +151,121 @@ def test_generated_text_is_that_of_one_process(name: str) -> None:
     said = one["predicted"][0]
     assert said["sampled"] != said["greedy"]
     for rank in call_ranks(world, on_rank, case, modalities, world):
-        for part in ("spoken", "predicted"):
+        for part in ("spoken", "heard", "predicted"):
             assert rank[part] == one[part]
         assert_same(rank["losses"], one["losses"], 1e-6)
         assert_same(rank["metrics"], one["metrics"], 1e-6)
+
+
+# --- replicas, microbatches and loops of one's own ---
+
+
+def chosen(logits: Tensor) -> Tensor:
+    return logits.argmax(-1, keepdim=True)
+
+
+class Looped(Toy):
+    """Feeds its own answers back; its step reads the loss first, and passes again only from its second batch on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+        self.count = 0
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.count += 1
+        logits = self(batch)
+        self.accuracy(logits, batch["label"])
+        self.log("accuracy", self.accuracy)
+        self.log("val_loss", torch.nn.functional.cross_entropy(logits, batch["label"]), sync_dist=True)
+        self.losses.append(float(torch.nn.functional.cross_entropy(logits, batch["label"])))
+        return appended(self, batch) if batch_idx else None
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        """As many passes as the first sample asks for, so that replicas need different numbers of them."""
+        tokens, features = batch["tokens"], self.encoder(batch["images"])
+        while len(tokens[0]) < 6 + int(batch["tokens"][0, 0]) % 4:
+            tokens = torch.cat([tokens, chosen(self.decoder(tokens, features))], 1)
+        return [row.tolist() for row in tokens]
+
+
+def appended(module: Any, batch: Any) -> list[list[int]]:
+    """A loop that the source code of the step does not show."""
+    call, tokens = module.decoder, batch["tokens"]
+    features = module.encoder(batch["images"])
+    for _ in range(3):
+        tokens = torch.cat([tokens, chosen(call(tokens, features))], 1)
+    rows: list[list[int]] = tokens.tolist()
+    return rows
+
+
+class Heard(Callback):
+    def __init__(self) -> None:
+        self.outputs: list[Any] = []
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.outputs.append(outputs)
+
+
+def looped(run: Run) -> dict[str, Any]:
+    module, heard = Looped(), Heard()
+    trainer = run.trainer(callbacks=[heard], num_sanity_val_steps=0)
+    trainer.fit(module, run.training(), run.loader(24))
+    found = {"metrics": figures(trainer), "outputs": heard.outputs, "losses": module.losses, "count": module.count}
+    return {**found, "predicted": run.trainer().predict(module, run.loader(16, 2)), "weights": weights(module)}
+
+
+@pytest.mark.parametrize("layout", [PIPE, TWINS], ids=["pipe", "twins"])
+def test_a_loop_of_ones_own_gives_the_tokens_of_one_process(layout: Layout) -> None:
+    found = outcomes(layout, looped, num_microbatches=1)["looped"]
+    first = layout.world - layout.replicas
+    for rank, got in enumerate(found.ranks):
+        shard = max(rank - first, 0)
+        assert_same(got["metrics"], found.one["metrics"])
+        for outputs, expected in zip(got["outputs"], found.one["outputs"], strict=True):
+            assert outputs == (expected and expected[shard :: layout.replicas])
+        if layout is PIPE:
+            assert got["predicted"] == found.one["predicted"]
+            assert got["count"] == found.one["count"], "an attempt in the pipeline leaves no traces"
+    if layout is PIPE:
+        assert_same(found.ranks[-1]["losses"], found.one["losses"])
+    else:
+        one = [rows for batch in found.one["predicted"] for rows in batch]
+        assert [len(row) for row in one] != [len(one[0])] * len(one)
+    assert_same(found.ranks[0]["weights"], found.one["weights"])
+
+
+class Rollout(Toy):
+    """Generates in its training step."""
+
+    def generate(self, batch: Any) -> Tensor:
+        return self(batch)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            self.generate(batch)
+        return self.loss(batch)
+
+    def on_validation_batch_end(self, *args: Any) -> None:
+        self.generate(args[1])
+
+
+def rolled_out(run: Run) -> None:
+    run.trainer(limit_val_batches=0).fit(Rollout(), run.training())
+
+
+def narrated(run: Run) -> None:
+    run.trainer().validate(Rollout(), run.loader(8), verbose=False)
+
+
+@pytest.mark.parametrize(
+    ("layout", "scenario", "message"),
+    [
+        (PIPE, rolled_out, "self.generate is called in training_step"),
+        (TWINS, narrated, "outside of a step, where rank 0 works for the replicas"),
+    ],
+    ids=["in training", "in a hook of replicas that share ranks"],
+)
+def test_generation_that_cannot_work_is_refused_by_name(layout: Layout, scenario: Any, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        together(layout, scenario, limit=30)
