@@ -201,8 +201,7 @@ class Steps:
             results = self._share(piped, self._merged(step, None) if self._own in piped else None)
             failed = {number for number in piped if results[number].fails}
             walking |= failed
-            if failed:
-                assert before is not None
+            if before is not None and failed and self._own in (None, *failed):
                 before.undo()
         walked = {number: part for number, part in parts.items() if number in walking}
         if walked:
