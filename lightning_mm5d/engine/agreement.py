@@ -93,6 +93,8 @@ class Agreement:
                 time.sleep(pause)
                 continue
             found = {rank: store.get(key).decode() for rank, key in enumerate(keys) if store.check([key])}
+            if len(found) == self._world_size:  # the last ones have come meanwhile
+                return found
             away = ranks_of(rank for rank in range(self._world_size) if rank not in found)
             if len(set(found.values())) > 1:
                 self._tell(store, found, text)  # others may know all ranks already

@@ -71,6 +71,18 @@ def test_every_rank_hears_who_states_what(monkeypatch: pytest.MonkeyPatch) -> No
             assert found[5] == "RankLostError: rank 0 did not come to the check of start within 0:00:01"
 
 
+class Late(dist.HashStore):  # type: ignore[misc]
+    """A store that a rank comes to between two looks of another."""
+
+    def add(self, key: str, amount: int) -> int:
+        return 0 if key.endswith("come") else super().add(key, amount)
+
+
+def test_a_rank_may_come_at_any_time() -> None:
+    agreement = Agreement(Late(), rank=0, world_size=1, timeout=timedelta(seconds=5))
+    assert _message(agreement, "x") == "agreed"
+
+
 def test_one_rank_agrees_with_itself() -> None:
     assert _message(Agreement(dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=1)), "x") == "agreed"
 
