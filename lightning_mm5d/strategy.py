@@ -66,6 +66,8 @@ class MultimodalStrategy(ProcessStrategy):
         timeout: of every operation between ranks.
         timeline: file for the timeline of the last whole training step, measured beside simulated: a picture (``.png``,
             ``.svg``, ``.pdf``) or a Chrome trace (``.json``).
+        on_nonfinite: what a loss or gradient that is not finite does: ``"propagate"`` as in Lightning, ``"raise"`` on
+            all ranks, or ``"skip"`` the optimizer's step on all; the last two change no parameter.
 
     Raises:
         ConfigError: a field cannot work, whatever the model and the number of ranks.
@@ -83,12 +85,14 @@ class MultimodalStrategy(ProcessStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta = default_pg_timeout,
         timeline: str | None = None,
+        on_nonfinite: Literal["propagate", "raise", "skip"] = "propagate",
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
+        fields = dict(locals())
         super().__init__(
             accelerator,
             parallel_devices,
@@ -103,24 +107,13 @@ class MultimodalStrategy(ProcessStrategy):
         self.num_microbatches = num_microbatches
         self.microbatching = microbatching
         self.loss_weight = loss_weight
+        self.on_nonfinite = on_nonfinite
         self._placement, self._timeline = placement, timeline
         self._session: Session | None = None
         self._fit_plan: Plan | None = None
         self._last_plan: Plan | None = None
         self._failed = False
         self._syncs = True
-        fields = {
-            "modalities": modalities,
-            "schedule": schedule,
-            "num_microbatches": num_microbatches,
-            "microbatching": microbatching,
-            "loss_weight": loss_weight,
-            "placement": placement,
-            "start_method": start_method,
-            "process_group_backend": process_group_backend,
-            "timeout": timeout,
-            "timeline": timeline,
-        }
         check_fields(fields, {*BACKENDS, *dist.Backend.backend_list})
         modalities = {"model": Modality()} if modalities is None else modalities
         self.modalities = for_schedule(modalities, schedule, loss_modality_of(modalities))
@@ -219,6 +212,7 @@ class MultimodalStrategy(ProcessStrategy):
             timeout=self._timeout,
             seed=self._seed,
             timeline=self._timeline if trainer.state.fn == TrainerFn.FITTING else None,
+            on_nonfinite=self.on_nonfinite,
         )
         self._session = Session(module, plan, options)
         self.model_to_device()
@@ -305,6 +299,7 @@ class MultimodalStrategy(ProcessStrategy):
         """As Lightning's own, but with gradients summed over ranks before `on_after_backward` shows them to users."""
         module, run = self._module("backward"), self._run("backward")
         self.pre_backward(closure_loss)
+        run.optimization.note_loss(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         with run.optimization.synced(self._syncs):
             self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
@@ -323,11 +318,10 @@ class MultimodalStrategy(ProcessStrategy):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        run = self._run("optimizer_step")
-        if getattr(self.precision_plugin, "scaler", None) is None:
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
-        with run.optimization.overflow_agreed(optimizer, closure) as agreed:
-            return super().optimizer_step(optimizer, agreed, model, **kwargs)
+        result = None
+        with self._run("optimizer_step").optimization.stepping(optimizer, closure, self.precision_plugin) as agreed:
+            result = super().optimizer_step(optimizer, agreed, model, **kwargs)
+        return result
 
     # --- communication of Lightning's own ---
 

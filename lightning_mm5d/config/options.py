@@ -20,6 +20,7 @@ CHOICES = {
     "microbatching": ("split", "loader"),
     "loss_weight": ("samples", "tokens"),
     "start_method": ("popen", "spawn", "fork"),
+    "on_nonfinite": ("propagate", "raise", "skip"),
 }
 """Options that are one of a few words."""
 BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")

@@ -70,6 +70,7 @@ class Engine:
         rank: global rank.
         device: where this rank computes.
         instances: groups of the ranks that share layers with this one, by their ranks.
+        refuses_nan: whether a loss that is NaN in the first step is an error.
 
     Attributes:
         seconds: spent in steps.
@@ -89,6 +90,7 @@ class Engine:
         rank: int,
         device: torch.device,
         instances: Mapping[tuple[int, ...], TensorGroup],
+        refuses_nan: bool = True,
     ) -> None:
         self.seconds = 0.0
         self.waited = 0.0
@@ -98,7 +100,7 @@ class Engine:
         self._rank, self._device, self._instances = rank, device, instances
         self._bridges: dict[Any, Bridge] = {}
         self._built: dict[Any, _Prepared] = {}
-        self._checked = False
+        self._checked, self._refuses_nan = False, refuses_nan
 
     def execute(self, step: Step, trainable: frozenset[str]) -> None:
         """Run all microbatches of a step; results of the last stage go to ``step.finish``.
@@ -302,7 +304,7 @@ class Engine:
             return
         self._checked = True
         self._check_equal_losses(loss, stage)
-        if self._plan.topology.edges and bool(loss.detach().isnan()):
+        if self._refuses_nan and self._plan.topology.edges and bool(loss.detach().isnan()):
             remote = sorted(set(self._plan.partition.layers) - set(self._views[stage].cuts)) or ["earlier layers"]
             raise StageError(
                 f"the loss of the first step is NaN in stage {stage}. Either it is NaN on one process too, or the step "

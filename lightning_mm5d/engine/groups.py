@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_mm5d.config.errors import RankMismatchError
 
-_SHOWN_BYTES = 512  # of a wish, in an error
+_SHOWN_BYTES = 512  # of a text, in an error
 
 
 class Groups:
@@ -75,21 +75,32 @@ class Groups:
         self._made.clear()
 
     def _agree(self, plan: str) -> None:
-        text = plan.encode()[:_SHOWN_BYTES]
         digest = int.from_bytes(hashlib.blake2b(plan.encode(), digest_size=8).digest(), "big", signed=True)
-        if len(set(self._gathered(torch.tensor([digest]))[:, 0].tolist())) == 1:
+        if len(set(_gathered(torch.tensor([digest]), self._device)[:, 0].tolist())) == 1:
             return
-        texts = self._gathered(torch.tensor([*text, *bytes(_SHOWN_BYTES - len(text))], dtype=torch.uint8))
-        plans = [bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore") for row in texts]
+        plans = gather_texts(plan, self._device)
         asked = {p: [r for r, other in enumerate(plans) if other == p] for p in plans}
         raise RankMismatchError(
             "ranks disagree on the next process group: "
             + "; ".join(f"ranks {ranks} want {plan}" for plan, ranks in asked.items())
         )
 
-    def _gathered(self, row: Tensor) -> Tensor:
-        """Return the rows of all ranks ``[ranks, length]``, in host memory."""
-        row = row.to(self._device)
-        rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
-        dist.all_gather(rows, row)
-        return torch.stack(rows).cpu()
+
+def gather_texts(text: str, device: torch.device | None) -> list[str]:
+    """Return the texts of all ranks, cut off at 512 bytes; collective.
+
+    Args:
+        text: of this rank.
+        device: where messages of the default group live; None is host memory.
+    """
+    data = text.encode()[:_SHOWN_BYTES]
+    rows = _gathered(torch.tensor([*data, *bytes(_SHOWN_BYTES - len(data))], dtype=torch.uint8), device)
+    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore") for row in rows]
+
+
+def _gathered(row: Tensor, device: torch.device | None) -> Tensor:
+    """Return the rows of all ranks ``[ranks, length]``, in host memory."""
+    row = row.to(device)
+    rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, row)
+    return torch.stack(rows).cpu()

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins import Precision
+from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_mm5d.checkpoint.optimizer_state import drop_remote_state
+from lightning_mm5d.checkpoint.optimizer_state import drop_remote_state, names_of
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.gradients.gradients import Gradients
 from lightning_mm5d.gradients.parameter_hooks import ParameterHooks, called
 from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.trainer.nonfinite import NonFinite, SkippedStep
 from lightning_mm5d.trainer.process_group import message_device
 
 # by name, because they come from many packages
@@ -45,6 +47,7 @@ class Optimization:
         hooks: of the module's parameters.
         is_plain: whether every rank is a replica of the full model, with a loss of its own.
         device: where this rank computes.
+        on_nonfinite: what happens to a step whose losses or gradients are not finite.
     """
 
     def __init__(
@@ -56,12 +59,15 @@ class Optimization:
         *,
         is_plain: bool,
         device: torch.device,
+        on_nonfinite: Literal["propagate", "raise", "skip"],
     ) -> None:
         self._hooks = hooks
         self._module, self._plan, self._gradients = module, plan, gradients
         self._is_plain, self._device = is_plain, device
         self._unsynced = False
         self._clipper: Precision | None = None
+        stages = ["+".join(plan.topology.stages_of(rank)) for rank in range(plan.layout.size)]
+        self._nonfinite = NonFinite(on_nonfinite, names_of(module), stages, message_device(device))
 
     def adopt(self, optimizers: Sequence[Optimizer]) -> None:
         """Free the state that `optimizers` keep for parameters of other ranks.
@@ -118,20 +124,59 @@ class Optimization:
             if older is not None:
                 self._gradients.add(older)
 
+    def note_loss(self, loss: Tensor) -> None:
+        """Keep the loss of a backward, as it is before a scaler, for the next step of an optimizer."""
+        self._nonfinite.note_loss(loss)
+
     @contextmanager
-    def overflow_agreed(
-        self, optimizer: Optimizer, closure: Callable[[], Any]
+    def stepping(
+        self, optimizer: Optimizer, closure: Callable[[], Any], precision: Precision
     ) -> Generator[Callable[[], Any], None, None]:
-        """Give a closure to step with under a scaler: after it all ranks agree on whether gradients are finite."""
+        """Enter around an optimizer's step, which may end early; give the closure to step with.
+
+        After that closure all ranks agree on whether losses and gradients are finite.
+
+        Raises:
+            ConfigError: from the closure, when the optimizer calls it again and ranks hold parts of the parameters.
+            NonFiniteError: from the closure, where the user asked for it.
+        """
+        calls, has_scaler = 0, getattr(precision, "scaler", None) is not None
         with ExitStack() as stack:
 
             def agreed() -> Any:
+                nonlocal calls
+                calls += 1
+                if calls > 1:
+                    self._check_repeats(optimizer)
                 result = closure()
-                stack.enter_context(self._with_gradient(optimizer))
-                self._agree_on_overflow(optimizer)
-                return result
+                if calls == 1:
+                    self._nonfinite.check(optimizer, self._module.global_step, is_scaled=has_scaler)
+                if has_scaler:
+                    stack.enter_context(self._with_gradient(optimizer))
+                    self._agree_on_overflow(optimizer)
+                return self._common(result) if _follows_loss(optimizer) else result
 
-            yield agreed
+            with suppress(SkippedStep):
+                yield agreed
+
+    def _common(self, loss: Any) -> Any:
+        """Return the mean loss over replicas, so that an optimizer that follows it does the same on all; collective."""
+        if not isinstance(loss, Tensor) or self._plan.layout.num_replicas == 1:
+            return loss
+        total = loss.detach().to(message_device(self._device), copy=True)
+        dist.all_reduce(total)
+        return (total / self._plan.layout.size).to(loss.device)
+
+    def _check_repeats(self, optimizer: Optimizer) -> None:
+        """Refuse optimizers that evaluate the loss at other weights: how far they go depends on all parameters."""
+        if self._plan.topology.edges or self._plan.division.shards:
+            raise ConfigError(
+                "configure_optimizers",
+                type(getattr(optimizer, "optimizer", optimizer)).__name__,
+                "It calls its closure several times in one step, and what it does between depends on all parameters, "
+                "of which ranks hold parts",
+                "Use one that calls it once, such as AdamW, or one stage (colocate all, pp_size=1) and tp_size=1",
+            )
 
     @contextmanager
     def _with_gradient(self, optimizer: Optimizer) -> Generator[None, None, None]:
@@ -182,3 +227,9 @@ class Optimization:
         if self._clipper is not None:
             for name in ("clip_grad_by_norm", "clip_grad_by_value"):
                 vars(self._clipper).pop(name, None)
+
+
+def _follows_loss(optimizer: Optimizer) -> bool:
+    """Whether an optimizer looks at the loss that its closure returns."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    return any(cls.__name__ == "LBFGS" for cls in type(inner).__mro__)

@@ -58,6 +58,7 @@ class RunOptions:
         timeout: of operations between ranks.
         seed: for random state, the same on all ranks.
         timeline: file for the timeline of the last training step; None records none.
+        on_nonfinite: what happens to a step whose losses or gradients are not finite.
     """
 
     schedule: str | Callable[[Graph], Schedule]
@@ -68,6 +69,7 @@ class RunOptions:
     timeout: timedelta
     seed: int
     timeline: str | None = None
+    on_nonfinite: Literal["propagate", "raise", "skip"] = "propagate"
 
 
 class Session:
@@ -119,6 +121,7 @@ class Session:
             rank=rank,
             device=device,
             instances=groups.instances,
+            refuses_nan=options.on_nonfinite == "propagate",
         )
         if options.timeline is not None:
             self._engine.recorder = Recorder(device)
@@ -173,7 +176,15 @@ class Session:
             loss_weight=self._options.loss_weight,
             seed=None if alone else self._options.seed,
         )
-        self.optimization = Optimization(module, plan, gradients, self._hooks, is_plain=self.is_plain, device=device)
+        self.optimization = Optimization(
+            module,
+            plan,
+            gradients,
+            self._hooks,
+            is_plain=self.is_plain,
+            device=device,
+            on_nonfinite=self._options.on_nonfinite,
+        )
         self.collectives = ReplicaCollectives(
             self._cut.runtime,
             tuple(ranks[0] for ranks in last),
