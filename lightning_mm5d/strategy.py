@@ -64,6 +64,7 @@ class MultimodalStrategy(ProcessStrategy):
         start_method: how Lightning starts processes on one machine: ``"popen"``, ``"spawn"`` or ``"fork"``.
         process_group_backend: backend of torch.distributed; chosen by device where unset.
         timeout: of every operation between ranks.
+        watchdog: how long one call may wait for other ranks before all of them give up.
         timeline: file for the timeline of the last whole training step, measured beside simulated: a picture (``.png``,
             ``.svg``, ``.pdf``) or a Chrome trace (``.json``).
         on_nonfinite: what a loss or gradient that is not finite does: ``"propagate"`` as in Lightning, ``"raise"`` on
@@ -84,6 +85,7 @@ class MultimodalStrategy(ProcessStrategy):
         start_method: Literal["popen", "spawn", "fork"] = "popen",
         process_group_backend: str | None = None,
         timeout: timedelta = default_pg_timeout,
+        watchdog: timedelta = timedelta(minutes=5),
         timeline: str | None = None,
         on_nonfinite: Literal["propagate", "raise", "skip"] = "propagate",
         accelerator: pl.accelerators.Accelerator | None = None,
@@ -102,6 +104,7 @@ class MultimodalStrategy(ProcessStrategy):
             start_method=start_method,
             backend=process_group_backend,
             timeout=timeout,
+            watchdog=watchdog,
         )
         self.schedule = schedule
         self.num_microbatches = num_microbatches
@@ -242,6 +245,15 @@ class MultimodalStrategy(ProcessStrategy):
             self._session.abort()
         super().on_exception(exception)
 
+    @override
+    def traffic(self) -> dict[str, Any]:
+        return self._session.traffic() if self._session is not None else {"action": "", "unsent": 0, "due": 0}
+
+    @override
+    def stop_waiting(self, why: str) -> None:
+        if self._session is not None:
+            self._session.abort(why)
+
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         state["_session"] = None
@@ -290,7 +302,15 @@ class MultimodalStrategy(ProcessStrategy):
 
     def _evaluate(self, name: str, context: Any, plain: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         run = self._run(name)
-        return plain(*args) if run.is_plain else run.steps.evaluate(name, args, context)
+        if run.is_plain:
+            return plain(*args)
+        run.turns.begin_evaluation_batch(args[1])
+        return run.steps.evaluate(name, args, context)
+
+    @override
+    def on_train_end(self) -> None:
+        assert self._session is not None
+        self._session.turns.begin_batch()  # for a SIGTERM in the last batch
 
     # --- gradients ---
 

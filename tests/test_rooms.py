@@ -25,6 +25,7 @@ ROOMS = (
     "context_parallel",
     "plan",
     "stage",
+    "monitor",
     "engine",
     "gradients",
     "checkpoint",

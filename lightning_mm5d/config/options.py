@@ -26,6 +26,7 @@ CHOICES = {
 BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
 """Backends of torch.distributed that need no package of a user's own."""
 LONGEST = timedelta(days=365)
+_DURATIONS = {"timeout": 30, "watchdog": 5}  # their defaults in minutes
 
 
 def check_options(options: Mapping[str, Any], backends: Collection[str] = BACKENDS) -> None:
@@ -46,8 +47,9 @@ def check_options(options: Mapping[str, Any], backends: Collection[str] = BACKEN
         _check_placement(options["placement"])
     if options.get("process_group_backend") is not None:
         _check_backend(options["process_group_backend"], backends)
-    if "timeout" in options:
-        _check_timeout(options["timeout"])
+    for name, usual in _DURATIONS.items():
+        if name in options:
+            _check_duration(name, options[name], usual)
     check_timeline(options.get("timeline"))
 
 
@@ -73,17 +75,16 @@ def _check_backend(backend: object, known: Collection[str]) -> None:
             raise ConfigError("process_group_backend", backend, rule, did_you_mean(part, known))
 
 
-def _check_timeout(timeout: object) -> None:
-    if not isinstance(timeout, timedelta):
-        near = timeout if isinstance(timeout, int | float) and not isinstance(timeout, bool) else 1800
-        fix = f"Use timedelta(seconds={near if 0 < near < MOST else 1800})"
-        raise ConfigError("timeout", timeout, "It is a datetime.timedelta", fix)
-    if timeout <= timedelta(0):
+def _check_duration(name: str, got: object, usual: int) -> None:
+    if not isinstance(got, timedelta):
+        near = got if isinstance(got, int | float) and not isinstance(got, bool) else 60 * usual
+        fix = f"Use timedelta(seconds={near if 0 < near < MOST else 60 * usual})"
+        raise ConfigError(name, got, "It is a datetime.timedelta", fix)
+    if got <= timedelta(0):
         rule = "Operations between ranks take some time"
-        raise ConfigError("timeout", timeout, rule, "Use a positive one, such as timedelta(minutes=30)")
-    if timeout > LONGEST:
-        rule = f"It is at most {LONGEST.days} days"
-        raise ConfigError("timeout", timeout, rule, "Use for instance timedelta(minutes=30)")
+        raise ConfigError(name, got, rule, f"Use a positive one, such as timedelta(minutes={usual})")
+    if got > LONGEST:
+        raise ConfigError(name, got, f"It is at most {LONGEST.days} days", f"Use for instance timedelta(minutes={usual})")
 
 
 def check_timeline(path: object) -> None:

@@ -37,6 +37,8 @@ from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.stage import Deferred, Payload, Run, Runtime, StageError, StageView
 
+_NAMES = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W: "weight gradient"}
+
 
 @dataclass
 class _Flight:
@@ -76,6 +78,8 @@ class Engine:
         seconds: spent in steps.
         waited: of these, spent waiting for peers.
         recorder: notes when actions run; None notes nothing.
+        action: that runs, or that failed; None between steps.
+        count: microbatches of each replica in the step of `action`.
     """
 
     def __init__(
@@ -95,6 +99,8 @@ class Engine:
         self.seconds = 0.0
         self.waited = 0.0
         self.recorder: Recorder | None = None
+        self.action: Action | None = None
+        self.count = num_microbatches
         self._plan, self._runtime, self._views, self._transport = plan, runtime, views, transport
         self._schedule, self._num_microbatches = schedule, num_microbatches
         self._rank, self._device, self._instances = rank, device, instances
@@ -111,6 +117,7 @@ class Engine:
         """
         start, waited = time.perf_counter(), self._transport.waited if self._transport else 0.0
         count = max(len(parts) for parts in step.microbatches.values())
+        self.count = count
         prepared = self._prepared(count, trainable, frozenset(step.microbatches), not step.trains)
         graph, actions, arrivals, split_stages = prepared
         for bridge, number in arrivals.items():
@@ -123,6 +130,7 @@ class Engine:
         discards = len(self._views) > 1 and any(view.is_last for view in self._views.values())
         with kept_random_state(self._device) if step.random_key is not None else nullcontext():
             for action in actions:
+                self.action = action
                 stage, key = action.stage, (action.stage, action.microbatch)
                 if action.kind is Kind.F:
                     deferred = Deferred() if stage in split_stages else None
@@ -145,7 +153,17 @@ class Engine:
         if self._transport is not None:
             self._transport.flush()
             self.waited += self._transport.waited - waited
+        self.action = None
         self.seconds += time.perf_counter() - start
+
+    def doing(self) -> str:
+        """Return the action that runs or that failed, for messages: ``"language.1, forward of microbatch 3"``."""
+        action = self.action
+        if action is None:
+            return ""
+        replica, index = divmod(action.microbatch, self.count)
+        whose = f" of replica {replica}" if self._plan.layout.num_replicas > 1 else ""
+        return f"{action.stage}, {_NAMES[action.kind]} of microbatch {index}{whose}"
 
     def _prepared(
         self, count: int, trainable: frozenset[str], replicas: frozenset[int], forward_only: bool

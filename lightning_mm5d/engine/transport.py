@@ -39,6 +39,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_mm5d.config.errors import RankLostError
 from lightning_mm5d.engine import codec
 
 # Each further message costs 0.12 ms on gloo, which takes messages that are shorter than their buffer. On NCCL, where
@@ -48,7 +49,7 @@ FIRST_BYTES = 256 * 1024
 _Body = Callable[[int, SimpleQueue[Any]], None]  # what a thread does: for a peer, with its inbox
 
 
-class TransportError(RuntimeError):
+class TransportError(RankLostError):
     """A peer was lost, or the transport is closed. ``rank`` is the peer, None where it was closed here."""
 
     def __init__(self, message: str, rank: int | None = None) -> None:
@@ -208,12 +209,25 @@ class Transport:
             self._changed.wait_for(lambda: self._error or not self._unsent)
         self._raise_if_failed()
 
-    def abort(self) -> None:
-        """Refuse all further use, without waiting for anybody.
+    @property
+    def unsent(self) -> int:
+        """Payloads that have yet to leave."""
+        return self._unsent
+
+    @property
+    def due(self) -> int:
+        """Payloads that are expected from other ranks and have yet to arrive."""
+        return sum(self._due.copy().values())
+
+    def abort(self, why: str = "") -> None:
+        """Refuse all further use, without waiting for anybody; any thread may call it.
+
+        Args:
+            why: what ended the run, for the error that a waiting main thread raises.
 
         A thread that waits for a peer stays until the peer is gone or the group's timeout; it is a daemon.
         """
-        self._stop(TransportError(f"the transport of rank {self._rank} is closed"))
+        self._stop(TransportError(why or f"the transport of rank {self._rank} is closed"))
 
     def close(self) -> None:
         """Finish the sends and end the threads. After a failure, or with payloads still due, like `abort`."""

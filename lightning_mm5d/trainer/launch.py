@@ -1,8 +1,11 @@
 """Starting the processes of a job: Lightning's own launchers, with the configuration checked first.
 
 A wrong configuration must be one error in one process, not one per rank and not a hang; so both launchers
-call ``strategy.validate_before_launch(module)`` before any process exists. Everything else is Lightning's:
-torchrun, SLURM, MPI and Ray create the processes themselves, and then nothing is started here.
+call ``strategy.validate_before_launch(module)`` before any process exists. In each rank's process the trainer's
+function runs as ``strategy.run_guarded``, which watches the other ranks and the processes that were started. It takes
+the place of Lightning's observer of child processes, which kills the process that launched them before it can say why.
+Everything else is Lightning's: torchrun, SLURM, MPI and Ray create the processes themselves, and then nothing is
+started here.
 
 Lightning's launchers are private classes. They are used in this file only, and `check_lightning` refuses a
 Lightning whose launchers no longer look as they did when this was written.
@@ -15,17 +18,26 @@ module, on the local rank 0 of every node. (`on_train_end` is not called when `f
 from __future__ import annotations
 
 import inspect
+import json
+import multiprocessing
 import os
+import threading
 from collections.abc import Callable
+from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any, Literal, Protocol, cast
 
 import lightning
+import lightning.fabric.utilities.distributed as fabric_distributed
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ParallelStrategy
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 from typing_extensions import override
 
-from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.errors import ConfigError, RankLostError, private
+from lightning_mm5d.monitor.monitor import ERRORS
+from lightning_mm5d.monitor.processes import ended_how, state_of
 
 
 def _moved(what: str) -> ImportError:
@@ -58,6 +70,9 @@ class LaunchedStrategy(Protocol):
     num_nodes: int
 
     @property
+    def node_rank(self) -> int: ...
+
+    @property
     def num_processes(self) -> int: ...
 
     @property
@@ -65,6 +80,17 @@ class LaunchedStrategy(Protocol):
 
     def validate_before_launch(self, module: LightningModule, *data: Any) -> Any:
         """Raises `ConfigError` when the module cannot run under this configuration."""
+        ...
+
+    def run_guarded(
+        self,
+        function: Callable[..., Any],
+        trainer: Trainer | None,
+        reports: Connection | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Return ``function(*args, **kwargs)``; an error that came of another rank's names that one."""
         ...
 
 
@@ -82,19 +108,90 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         _validate(self._strategy, args[1:])
-        return super().launch(function, *args, trainer=trainer, **kwargs)
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not self.cluster_environment.creates_processes_externally:
+            self._call_children_scripts()
+        private(fabric_distributed, "_set_num_threads_if_needed")(num_processes=self.num_processes)
+        return self._strategy.run_guarded(function, trainer, None, *args, **kwargs)
 
 
 class ProcessLauncher(_MultiProcessingLauncher):
-    """Spawns or forks all ranks; the calling process only waits, and gets the weights back."""
+    """Spawns or forks all ranks; the calling process only waits, and gets the weights back, or the first cause."""
 
     def __init__(self, strategy: LaunchedStrategy, start_method: Literal["spawn", "fork"]) -> None:
         super().__init__(cast(ParallelStrategy, strategy), start_method=start_method)
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        _validate(cast(LaunchedStrategy, self._strategy), args[1:])
-        return super().launch(function, *args, trainer=trainer, **kwargs)
+        strategy = cast(LaunchedStrategy, self._strategy)
+        _validate(strategy, args[1:])
+        with Reports(self) as reports:
+            guarded = partial(strategy.run_guarded, function, trainer, reports.writer)
+            reports.listen()
+            try:
+                return super().launch(guarded, *args, trainer=trainer, **kwargs)
+            except ProcessExitedException as error:
+                first = strategy.node_rank * strategy.num_processes
+                how = f"rank {first + error.error_index} failed first: {ended_how(error.exit_code)}"
+                raise reports.cause() or RankLostError(how) from None
+            except ProcessRaisedException:
+                cause = reports.cause()
+                if cause is None:
+                    raise
+                raise cause from None
+
+
+class Reports:
+    """What spawned or forked ranks report of a failure to the process that waits for them.
+
+    A thread ends ranks whose processes are stopped, for which torch would wait for half a minute.
+
+    Args:
+        launcher: that started the ranks.
+
+    Attributes:
+        writer: the end of a pipe that the ranks write to.
+    """
+
+    def __init__(self, launcher: ProcessLauncher) -> None:
+        context = multiprocessing.get_context(private(launcher, "_start_method"))
+        self._launcher = launcher
+        self._reader, self.writer = context.Pipe(duplex=False)
+        self._first: tuple[str, str] | None = None
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._listen, name="mm5d-reports", daemon=True)
+
+    def __enter__(self) -> Reports:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._reader.close()
+        self.writer.close()
+
+    def listen(self) -> None:
+        """Begin to end stopped ranks after a report."""
+        self._thread.start()
+
+    def cause(self) -> Exception | None:
+        """Return the first cause that a rank has reported, as an error."""
+        self._read()
+        return None if self._first is None else ERRORS[self._first[0]](self._first[1])
+
+    def _listen(self) -> None:
+        while not self._closing.wait(0.5):
+            self._read()
+            if self._first is not None:
+                for process in self._launcher.procs:
+                    if process.pid is not None and state_of(process.pid) == "stopped":
+                        process.kill()
+
+    def _read(self) -> None:
+        if self._first is None and self._reader.poll():
+            kind, line = json.loads(self._reader.recv_bytes())
+            self._first = kind, line
 
 
 def make_launcher(strategy: LaunchedStrategy, *, start_method: Literal["popen", "spawn", "fork"]) -> Launcher:

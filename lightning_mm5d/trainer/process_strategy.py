@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from datetime import timedelta
+from multiprocessing.connection import Connection
+from subprocess import Popen
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -23,7 +26,9 @@ from lightning_mm5d.config.environment import check_environment
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.engine.agreement import Agreement
 from lightning_mm5d.engine.codec import broadcast_tree
-from lightning_mm5d.trainer.launch import cpu_threads, make_launcher
+from lightning_mm5d.monitor.monitor import ranks_of
+from lightning_mm5d.trainer.guard import Guard
+from lightning_mm5d.trainer.launch import ScriptLauncher, cpu_threads, make_launcher
 from lightning_mm5d.trainer.process_group import agreed_seed, connect, decided, message_device, rendezvous_store
 from lightning_mm5d.trainer.statements import configuration
 
@@ -40,6 +45,7 @@ class ProcessStrategy(ParallelStrategy, ABC):
         start_method: how Lightning starts processes on one machine.
         backend: of torch.distributed; chosen by device where None.
         timeout: of every operation between ranks.
+        watchdog: how long one call may wait for other ranks before all give up.
     """
 
     def __init__(
@@ -53,16 +59,27 @@ class ProcessStrategy(ParallelStrategy, ABC):
         start_method: Literal["popen", "spawn", "fork"],
         backend: str | None,
         timeout: timedelta,
+        watchdog: timedelta,
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         self.num_nodes = 1
         self._start_method, self._process_group_backend, self._timeout = start_method, backend, timeout
+        self._watchdog = watchdog
+        self._guard: Guard | None = None
         self._seed = 0
         self._agreement: Agreement | None = None
 
     @abstractmethod
     def validate_before_launch(self, module: pl.LightningModule, *data: Any) -> Any:
         """Raise `ConfigError` when the module cannot run under this configuration."""
+
+    @abstractmethod
+    def traffic(self) -> dict[str, Any]:
+        """Return ``action``, ``unsent`` and ``due`` of an entry of the monitor."""
+
+    @abstractmethod
+    def stop_waiting(self, why: str) -> None:
+        """End waits of the main thread for other ranks with an error of this text; another thread calls it."""
 
     @property
     def is_distributed(self) -> bool:
@@ -83,6 +100,44 @@ class ProcessStrategy(ParallelStrategy, ABC):
     @override
     def _configure_launcher(self) -> None:
         self._launcher = make_launcher(self, start_method=self._start_method)
+
+    def run_guarded(
+        self,
+        function: Callable[..., Any],
+        trainer: pl.Trainer | None,
+        reports: Connection | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Return ``function(*args, **kwargs)``; an error that came of another rank's names that one.
+
+        Args:
+            function: of the trainer.
+            trainer: that runs.
+            reports: where the first cause goes, for a process that only waits for the ranks.
+            args: of `function`.
+            kwargs: of `function`.
+        """
+        self.set_world_ranks()  # a launcher may have made this process after the strategy
+        if trainer is None or self.world_size == 1:
+            return function(*args, **kwargs)
+        self._guard = Guard(
+            trainer,
+            self.global_rank,
+            self.world_size,
+            self._watchdog.total_seconds(),
+            traffic=self.traffic,
+            wake=self.stop_waiting,
+            children=self._children,
+            reports=reports,
+        )
+        with self._guard:
+            return function(*args, **kwargs)
+
+    def _children(self) -> Mapping[int, Popen[Any]]:
+        """Processes of the ranks that this one started."""
+        started = self._launcher.procs if isinstance(self._launcher, ScriptLauncher) else []
+        return ranks_of(started, self.node_rank * self.num_processes + 1)
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment ranks and sizes; one that starts the processes itself keeps its own.
@@ -106,6 +161,8 @@ class ProcessStrategy(ParallelStrategy, ABC):
             torch.set_num_threads(cpu_threads(self.num_processes))
         environment, timeout = self.cluster_environment, self._timeout
         store = rendezvous_store(environment, timeout)
+        if self._guard is not None:
+            self._guard.monitor.connect(dist.PrefixStore("monitor", rendezvous_store(environment, timeout)))
         self._agreement = Agreement(store, rank=self.global_rank, world_size=self.world_size, timeout=timeout)
         self._agreement.check("configuration", self._configuration())
         connect(environment, store, self._process_group_backend, timeout, self.root_device)
@@ -118,8 +175,15 @@ class ProcessStrategy(ParallelStrategy, ABC):
         sizes = {"number of ranks": self.world_size, "ranks per node": self.num_processes}
         return {**sizes, "device": self.root_device.type, **configuration(self, module.trainer, module)}
 
+    @override
+    def teardown(self) -> None:
+        super().teardown()
+        if self._guard is not None:
+            self._guard.close()
+            self._guard = None
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_agreement": None}
+        return {**super().__getstate__(), "_agreement": None, "_guard": None}
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

@@ -43,6 +43,7 @@ from lightning_mm5d.trainer.process_group import message_device
 from lightning_mm5d.trainer.replica_collectives import ReplicaCollectives
 from lightning_mm5d.trainer.step_result import ResultChannel
 from lightning_mm5d.trainer.steps import Replica, Steps
+from lightning_mm5d.trainer.turns import Turns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +86,7 @@ class Session:
         steps: runs the steps of the module.
         optimization: gradients and optimizers between Lightning's hooks.
         collectives: over the replicas of the loss modality.
+        turns: what ranks agree on at the start of a batch.
     """
 
     def __init__(self, module: pl.LightningModule, plan: Plan, options: RunOptions) -> None:
@@ -197,7 +199,11 @@ class Session:
         self._figures = DeviceFigures(self._engine, self._transport, stages, device)
 
     def attach(self, trainer: pl.Trainer) -> None:
-        """Extend the trainer until `close`: clipping, device figures, hooks for batches of several replicas."""
+        """Extend the trainer until `close`: clipping, figures, SIGTERM, hooks for batches of several replicas."""
+        device, world = self._options.device, range(self.plan.layout.size)
+        group = self._groups.get(world, "turns") if len(world) > 1 else None
+        self.turns = Turns(trainer, group, message_device(device), steps_together=not self.is_plain)
+        self.turns.attach()
         self.optimization.clip_over_all_ranks(trainer.strategy.precision_plugin)
         if any(isinstance(callback, DeviceStatsMonitor) for callback in vars(trainer)["callbacks"]):
             self._figures.attach(trainer.strategy.accelerator)
@@ -221,10 +227,16 @@ class Session:
         self._figures.update()
         return output
 
-    def abort(self) -> None:
-        """Stop without waiting for other ranks."""
+    def traffic(self) -> dict[str, Any]:
+        """Return what this rank does with a microbatch, and its payloads under way, for the monitor's thread."""
+        transport = self._transport
+        unsent, due = (0, 0) if transport is None else (transport.unsent, transport.due)
+        return {"action": self._engine.doing(), "unsent": unsent, "due": due}
+
+    def abort(self, why: str = "") -> None:
+        """Stop without waiting for other ranks; `why` is what a main thread that waits raises."""
         if self._transport is not None:
-            self._transport.abort()
+            self._transport.abort(why)
 
     def close(self, targets: Sequence[int], gather: bool) -> None:
         """Undo what the session did to the module.
@@ -239,6 +251,7 @@ class Session:
         self._metrics.detach()
         self.optimization.remove()
         self._figures.detach()
+        self.turns.detach()
         for owner in self._hooked:
             vars(owner).pop("on_before_batch_transfer", None)
         if not gather:

@@ -77,6 +77,9 @@ class TwoStages(ParallelStrategy):
         if not isinstance(module, Stages):
             raise ConfigError("modalities", type(module).__name__, "There must be two stages", "Use Stages")
 
+    def run_guarded(self, function: Any, trainer: Any, reports: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
     def _configure_launcher(self) -> None:
         self._launcher = launch.make_launcher(self, start_method=self.start_method)
 

@@ -1,0 +1,411 @@
+"""Watches one rank's main thread, tells the other ranks where it is, and ends a rank that waits in vain.
+
+One daemon thread looks at the main thread's stack twice a second. Nothing runs on the hot path. A rank that has waited
+for some seconds reads the entries of the others, and judges:
+
+- A rank's process is gone or stopped: `RankLostError`.
+- All ranks wait, and none of their operations can ever finish: `RankMismatchError`.
+- One call has waited for longer than the watchdog: `WatchdogTimeoutError`, after a warning that names the slow ranks.
+
+The first cause is written to the board, where the first writer wins, and every rank then repeats it in one line. A main
+thread that waits in Python is woken by an error. One that waits inside of torch.distributed cannot be: it is freed by
+the end of its peers, and where that does not come its process prints the line and ends. Ranks end in an order in which
+rank 0, which may be the process that launched the others, is freed by them and can raise.
+
+It never judges a rank that computes, however long, before the watchdog.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from subprocess import Popen
+from types import CodeType
+from typing import Any
+
+from torch.distributed import Store
+
+from lightning_mm5d.config.errors import RankLostError, RankMismatchError, WatchdogTimeoutError
+from lightning_mm5d.monitor import stack, verdict
+from lightning_mm5d.monitor.board import INTERVAL_S, Board, Entry
+from lightning_mm5d.monitor.processes import ended_how, machine, state_of
+
+READS_AFTER_S = 1.5
+"""a wait that long has this rank read the entries of the others"""
+STUCK_S = 3.0
+"""a wait that long, on all ranks, can be a mismatch"""
+STOPPED_S = 6.0
+"""a process that is stopped for that long counts as lost"""
+SILENT_S = 60.0
+"""a rank on another machine that is silent for that long counts as lost"""
+GONE_S = 2.0
+"""a silence that long is enough after a connection was lost"""
+
+ERRORS = {"lost": RankLostError, "mismatch": RankMismatchError, "watchdog": WatchdogTimeoutError}
+
+
+class Monitor:
+    """Watches the thread that makes it, from `start` to `close`.
+
+    Args:
+        rank: global rank.
+        world_size: number of ranks.
+        watchdog: seconds that one call may wait for other ranks.
+        blocking: functions that wait for other ranks beside those of torch.distributed, by what to call them.
+        position: gives ``loop``, ``epoch``, ``batch``, ``action``, ``unsent`` and ``due`` of an entry; must not block.
+        wake: raises in a main thread that waits in Python.
+        children: processes of the ranks that this process started, by rank.
+        report: takes the first cause when this rank ends of it.
+
+    Attributes:
+        board: None until `connect`.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        watchdog: float,
+        *,
+        blocking: Mapping[CodeType, str],
+        position: Callable[[], Entry],
+        wake: Callable[[Exception], None],
+        children: Callable[[], Mapping[int, Popen[Any]]],
+        report: Callable[[Entry], None],
+    ) -> None:
+        self.board: Board | None = None
+        self._rank, self._world_size, self._watchdog = rank, world_size, watchdog
+        self._blocking, self._position, self._wake, self._children = blocking, position, wake, children
+        self._report = report
+        self._main = threading.get_ident()
+        self._started = time.monotonic()
+        self._state = "running"
+        self._own_cause: Entry | None = None
+        self._told_at: float | None = None
+        self._warned_at = 0.0
+        self._suspect: tuple[str, float] = ("", 0.0)
+        self._interrupted = False
+        self._left = False
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="mm5d-monitor", daemon=True)
+
+    # --- the main thread ---
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._thread.start()
+
+    def connect(self, store: Store) -> None:
+        """Begin to exchange entries with the other ranks.
+
+        Args:
+            store: of all ranks, a connection of its own.
+        """
+        agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun hosts the store itself
+        self.board = Board(store, self._rank, self._world_size, host=not agents)
+        self.board.start(self._entry(stack.Look(stack.Place("", ""), None), 0.0))
+
+    def leave(self) -> None:
+        """Note that an error leaves the trainer: from now on this thread is not interrupted."""
+        with self._lock:
+            self._left = True
+            if self._interrupted:  # one that is still to come
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._main), None)
+            self._state = "raised"
+        if self.cause is not None:
+            self._report(self.cause)
+
+    def first_cause(self, seconds: float) -> Entry | None:
+        """Return the first cause of a failure after a connection was lost; wait up to `seconds` for one."""
+        end = time.monotonic() + seconds
+        while self.cause is None and time.monotonic() < end:
+            if self.board is not None and self.board.error is None:
+                self.board.post(self._entry(stack.Look(stack.Place("", ""), None), 0.0), fetches=True)
+                self.board.wait(lambda: self.cause, INTERVAL_S)
+            else:
+                time.sleep(INTERVAL_S / 5)
+            found = self._lost(patient=False)
+            if found is not None:
+                self._blame(found)
+        return self.cause
+
+    def blame(self, kind: str, line: str) -> bool:
+        """Tell that this rank failed; return whether it was the first.
+
+        Args:
+            kind: of `ERRORS`.
+            line: place and error, as one line.
+        """
+        cause = {"kind": kind, "rank": self._rank, "line": line, "patience": 3.0}
+        self._blame(cause)
+        if self.board is not None and self.board.error is None:
+            self.board.wait(lambda: self.cause, 2.0)
+        return self.cause is None or self.cause["rank"] == self._rank
+
+    def wait_until_told(self) -> None:
+        """Wait until the other ranks know the cause, and end children that do not answer.
+
+        For the host of the store, which takes the cause with it, and for the process that started the others.
+        """
+        if self.board is None or self.board.error is not None:
+            return
+        board, others = self.board, [rank for rank in range(self._world_size) if rank != self._rank]
+
+        def told() -> bool:
+            board.post(self._entry(stack.Look(stack.Place("", ""), None), 0.0), fetches=True)
+            known = [rank for rank in others if self._is_told(rank)]
+            return len(known) == len(others)
+
+        if not board.wait(told, 2.5):
+            self._end_children()
+
+    @property
+    def cause(self) -> Entry | None:
+        """The first cause; on a rank without a connection, its own finding."""
+        known = self.board.cause if self.board is not None else None
+        return known or self._own_cause
+
+    def error(self) -> Exception | None:
+        """Return the first cause as an error; None where there is none."""
+        return None if self.cause is None else ERRORS[self.cause["kind"]](self.cause["line"])
+
+    def close(self) -> None:
+        """End the threads."""
+        self._closing.set()
+        if self._thread.is_alive() and threading.get_ident() != self._thread.ident:
+            self._thread.join(2 * INTERVAL_S)
+        if self.board is not None:
+            state = "ended" if self._state == "running" else self._state
+            self.board.close({**self._entry(stack.Look(stack.Place("", ""), None), 0.0), "state": state}, INTERVAL_S)
+
+    # --- the thread ---
+
+    def _run(self) -> None:
+        last = time.monotonic()
+        while not self._closing.wait(INTERVAL_S):
+            now = time.monotonic()
+            if now - last > 4 * INTERVAL_S and self.board is not None:  # this process was stopped or starved itself
+                self.board.heard.clear()
+                self.board.synced = now
+            last = now
+            self._tick(now)
+
+    def _tick(self, now: float) -> None:
+        look = stack.look(self._main, self._blocking)
+        waited = now - look.wait.since if look.wait is not None else 0.0
+        if self.board is not None:
+            self.board.post(self._entry(look, waited), fetches=waited > READS_AFTER_S or self._told_at is not None)
+        if self.cause is None:
+            self._judge(look, waited, now)
+        if self.cause is not None:
+            self._enforce(look, now)
+
+    def _entry(self, look: stack.Look, waited: float) -> Entry:
+        wait = look.wait and {
+            "operation": look.wait.operation,
+            "group": look.wait.group,
+            "ranks": look.wait.ranks,
+            "seconds": waited,
+        }
+        return {
+            "pid": os.getpid(),
+            "machine": machine(),
+            "state": self._state,
+            "told": self._told_at is not None or self._left,
+            "where": look.place.where,
+            "phase": look.place.phase,
+            "wait": wait,
+            **self._position(),
+        }
+
+    def _judge(self, look: stack.Look, waited: float, now: float) -> None:
+        found = self._lost(patient=True) if waited > READS_AFTER_S or self.board is None else None
+        if found is None and waited > STUCK_S and self.board is not None and self._all_heard(now):
+            line = verdict.deadlock(self.board.entries, STUCK_S)
+            key, since = self._suspect
+            if line is None:
+                self._suspect = ("", now)
+            elif key != line:
+                self._suspect = (line, now)
+            elif now - since >= 2 * INTERVAL_S:
+                found = {"kind": "mismatch", "rank": None, "line": line, "patience": 0.5}
+        if found is None and look.wait is not None and waited > min(30.0, self._watchdog / 2):
+            found = self._overdue(look.wait, waited, now)
+        if found is not None:
+            self._blame(found)
+
+    def _blame(self, cause: Entry) -> None:
+        if self.board is None or self.board.error is not None or now_silent(self.board):
+            self._own_cause = self._own_cause or cause
+        else:
+            self.board.blame(cause)
+
+    def _all_heard(self, now: float) -> bool:
+        assert self.board is not None
+        fresh = 6 * INTERVAL_S + self._world_size / 64
+        running = self.board.entries.values()
+        return len(self.board.heard) == self._world_size and all(
+            entry["state"] != "running" or now - self.board.heard[rank] < fresh
+            for rank, entry in zip(self.board.entries, running, strict=True)
+        )
+
+    def _lost(self, *, patient: bool) -> Entry | None:
+        """Return a cause that names a lost rank; None where none is known.
+
+        Args:
+            patient: False after a connection was lost, when a short silence is enough.
+        """
+        for rank, child in self._children().items():
+            if child.poll():
+                patience = 0.5 if self.board is None else 3.0
+                return self._lost_cause(rank, ended_how(child.returncode), patience)
+        if self.board is None:
+            return None
+        now = time.monotonic()
+        for rank, entry in list(self.board.entries.items()):
+            if rank == self._rank:
+                continue
+            silent = now - self.board.heard.get(rank, now)
+            here = state_of(entry["pid"]) if entry["machine"] and entry["machine"] == machine() else "unknown"
+            if entry["state"] == "ended" and entry["run"] == self.board.run and not patient:
+                return self._lost_cause(rank, "it had ended its run", patience=3.0)
+            if here == "gone" and entry["state"] == "running":
+                return self._lost_cause(rank, "its process is gone", patience=3.0)
+            if here == "stopped" and silent > STOPPED_S:
+                return self._lost_cause(rank, f"its process is stopped (SIGSTOP) for {silent:.0f} s", patience=0.5)
+            if here == "unknown" and entry["state"] == "running" and silent > (SILENT_S if patient else GONE_S):
+                return self._lost_cause(rank, f"it has not answered for {silent:.0f} s", patience=0.5)
+        return self._lost_host(now, patient)
+
+    def _lost_host(self, now: float, patient: bool) -> Entry | None:
+        """Judge by the store, which answers no more when its host is gone."""
+        assert self.board is not None
+        silent = now - self.board.synced
+        if self.board.error is None and silent < STOPPED_S:
+            return None
+        host = self.board.entries.get(0)
+        here = state_of(host["pid"]) if host and host["machine"] == machine() and machine() else "unknown"
+        if here == "alive" and patient:
+            return None
+        how = {"gone": "its process is gone", "stopped": "its process is stopped (SIGSTOP)"}.get(
+            here, "the store of the ranks no longer answers"
+        )
+        return self._lost_cause(0, how, patience=0.5 if here == "stopped" else 3.0)
+
+    def _lost_cause(self, rank: int, how: str, patience: float) -> Entry:
+        entry = self.board.entries.get(rank) if self.board is not None else None
+        place = f" ({verdict.said(entry)})" if entry else ""
+        return {"kind": "lost", "rank": rank, "line": f"rank {rank}{place} failed first: {how}", "patience": patience}
+
+    def _overdue(self, wait: stack.Wait, waited: float, now: float) -> Entry | None:
+        """Warn of a long wait, once for each call; return a cause when the watchdog is over."""
+        entries = self.board.entries if self.board is not None else {}
+        busy = [
+            rank
+            for rank, entry in sorted(entries.items())
+            if entry["state"] == "running"
+            and (entry["wait"] is None or entry["wait"]["seconds"] < READS_AFTER_S or self._is_silent(rank, now))
+            and rank != self._rank
+        ]
+        slow = "; ".join(f"rank {rank} is in {verdict.said(entries[rank])}" for rank in busy[:4])
+        mine = f"{wait.operation} for {waited:.0f} s"
+        slow = slow or "all ranks wait, and none makes progress"
+        if waited > self._watchdog:
+            line = (
+                f"no progress within the watchdog of {self._watchdog:.0f} s: {slow}; rank {self._rank} waits in {mine}"
+            )
+            return {"kind": "watchdog", "rank": busy[0] if busy else None, "line": line, "patience": 0.5}
+        first = min((rank for rank in entries if rank not in busy), default=self._rank)
+        if self._warned_at < wait.since and first == self._rank:
+            self._warned_at = now
+            _print(
+                f"WatchdogWarning: {slow}; rank {self._rank} waits for it in {mine}, and the run ends after "
+                f"{self._watchdog:.0f} s (watchdog)"
+            )
+        return None
+
+    def _is_silent(self, rank: int, now: float) -> bool:
+        assert self.board is not None
+        return now - self.board.heard.get(rank, now) > 6 * INTERVAL_S + self._world_size / 64
+
+    # --- the end of a rank that waits in vain ---
+
+    def _is_told(self, rank: int) -> bool:
+        assert self.board is not None
+        entry = self.board.entries.get(rank)
+        if entry is None:
+            return False
+        gone = entry["machine"] == machine() and state_of(entry["pid"]) == "gone"
+        return gone or bool(entry["told"]) or entry["state"] != "running"
+
+    def _enforce(self, look: stack.Look, now: float) -> None:
+        cause, error = self.cause, self.error()
+        assert cause is not None
+        assert error is not None
+        if self._told_at is None:
+            self._told_at = now
+            if not self._left:
+                self._wake(error)
+        passed = now - self._told_at
+        patience = cause["patience"] + (3.0 if self._rank == 0 else 0.0)
+        if self._rank == 0 and passed > cause["patience"] + 1.0 and not self._left:
+            self._end_children()
+        if look.wait is not None and look.wait.operation == "check" and not self._interrupted:
+            self._interrupt(type(error))  # it polls
+        elif look.wait is not None and now - look.wait.since > INTERVAL_S:
+            if passed > patience + (3.0 if self._left else 0.0):
+                self._exit(error)
+        elif not self._left:
+            if passed > 5.0 and not self._interrupted:
+                self._interrupt(type(error))
+            if passed > 15.0:
+                self._exit(error)
+
+    def _interrupt(self, kind: type[Exception]) -> None:
+        """Raise an error in a main thread that runs Python code."""
+        with self._lock:
+            if not self._left:
+                self._interrupted = True
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._main), ctypes.py_object(kind))
+
+    def _end_children(self) -> None:
+        for rank, child in self._children().items():
+            if child.poll() is None and not (self.board is not None and self._has_left(rank)):
+                child.kill()
+
+    def _has_left(self, rank: int) -> bool:
+        assert self.board is not None
+        return self.board.entries.get(rank, {"state": "running"})["state"] != "running"
+
+    def _exit(self, error: Exception) -> None:
+        _print(f"{type(error).__name__}: {error}")
+        if self.cause is not None:
+            self._report(self.cause)
+        self._end_children()
+        os._exit(1)
+
+
+def now_silent(board: Board) -> bool:
+    """Return whether the store has not answered for longer than a stopped host may take."""
+    return time.monotonic() - board.synced > STOPPED_S
+
+
+def one_line(error: BaseException) -> str:
+    """Return the type of an error and the first line of its text."""
+    text = str(error).strip().partition("\n")[0][:500]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _print(line: str) -> None:
+    sys.stdout.flush()
+    os.write(2, (line + "\n").encode())
+
+
+def ranks_of(children: Sequence[Popen[Any]], first: int) -> dict[int, Popen[Any]]:
+    """Return processes by rank, numbered from `first`."""
+    return dict(enumerate(children, first))

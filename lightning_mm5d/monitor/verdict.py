@@ -1,0 +1,106 @@
+"""Judges the entries of all ranks: whether they wait for each other in vain, and how to say where a rank is.
+
+Pure functions of entries, which are JSON objects:
+
+- ``run``: number of the run.
+- ``state``: ``"running"``, ``"raised"`` (an error has left the trainer), or ``"ended"``.
+- ``loop``, ``epoch``, ``batch``: ``"training"`` and its like, and the last batch that began; absent before loops.
+- ``action``: what the rank does with a microbatch, as ``"language.1, forward of microbatch 3"``, or empty.
+- ``where``, ``phase``: the hook and the line of code; the part of Lightning's loop.
+- ``wait``: None, or what it waits in, where ``"check"`` is a check of all ranks over the store: an object of ``operation``, ``group``, ``ranks`` and ``seconds`` in this very call.
+- ``unsent``, ``due``: payloads that are on their way out, and that are expected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_mm5d.monitor.stack import AFTER_BATCHES, START_OF_BATCH
+
+Entry = Mapping[str, Any]
+Entries = Mapping[int, Entry]
+
+
+def deadlock(entries: Entries, seconds: float) -> str | None:
+    """Return one line that says which rank waits where, when no operation of any rank can ever finish; else None.
+
+    A collective can finish when all ranks of its group wait in the same operation of that group. A payload can arrive
+    while some rank has payloads under way.
+
+    Args:
+        entries: of all ranks.
+        seconds: how long each running rank must have waited in one call.
+    """
+    running = {rank: entry for rank, entry in entries.items() if entry["state"] == "running"}
+    waits = {rank: entry["wait"] for rank, entry in running.items()}
+    if len({entry["run"] for entry in entries.values()}) > 1:
+        return None  # some rank has yet to begin this run
+    if not waits or any(wait is None or wait["seconds"] < seconds for wait in waits.values()):
+        return None
+    if any(entry["unsent"] for entry in running.values()) and any(entry["due"] for entry in running.values()):
+        return None
+    for wait in waits.values():
+        members = list(entries) if wait["operation"] == "check" else wait["ranks"]
+        if members and all(_matches(wait, waits.get(rank)) for rank in members):
+            return None
+        if not members and wait["operation"] not in ("recv", "flush"):
+            return None  # who takes part is unknown
+    places: dict[str, list[int]] = {}
+    for rank, entry in sorted(entries.items()):
+        places.setdefault(_waiting_place(entry), []).append(rank)
+    told = "; ".join(
+        f"{named(ranks)} {'is' if len(ranks) == 1 else 'are'} {place}"
+        for place, ranks in sorted(places.items(), key=lambda item: item[1][0])
+    )
+    return f"ranks wait for each other in different places: {told}. {_advice(entries)}"
+
+
+def said(entry: Entry) -> str:
+    """Return where a rank is, for a message: its action, or its hook and batch."""
+    if entry.get("action"):
+        return str(entry["action"])
+    parts = [entry.get("where") or entry.get("phase") or ""]
+    if entry.get("loop"):
+        parts.append(f"{entry['loop']} batch {entry['batch']}" if entry["batch"] >= 0 else f"{entry['loop']}")
+    return ", ".join(part for part in parts if part) or "start"
+
+
+def named(ranks: list[int]) -> str:
+    """Return ranks as English: ``"rank 2"``, ``"ranks 0-1, 3"``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
+
+
+def _matches(wait: Entry, other: Entry | None) -> bool:
+    return other is not None and (other["operation"], other["group"]) == (wait["operation"], wait["group"])
+
+
+def _waiting_place(entry: Entry) -> str:
+    loop, batch, phase = entry.get("loop"), entry.get("batch", -1), entry["phase"]
+    if entry["state"] != "running":
+        return "at the end of its run"
+    if loop == "training" and phase in AFTER_BATCHES:
+        where = entry["where"] or phase
+        return f"after training epoch {entry['epoch']}, which ended with batch {batch}, in {where}"
+    if loop == "training" and phase == START_OF_BATCH:
+        return f"at the start of training batch {batch + 1} of epoch {entry['epoch']}"
+    where = entry["where"] or phase
+    within = f" of {loop} batch {batch} of epoch {entry['epoch']}" if loop and batch >= 0 else ""
+    doing = f" ({entry['action']})" if entry.get("action") else ""
+    return f"in {where or 'the trainer'}{within}{doing}, waiting in {entry['wait']['operation']}"
+
+
+def _advice(entries: Entries) -> str:
+    batches = {(entry.get("loop"), entry.get("epoch"), entry.get("batch")) for entry in entries.values()}
+    if len(batches) > 1 or any(entry["phase"] in AFTER_BATCHES for entry in entries.values()):
+        return (
+            "All ranks must run equal numbers of batches: give their dataloaders equal lengths, or limit_train_batches"
+        )
+    return "All ranks must make the same calls in the same order: call it on every rank"

@@ -1,0 +1,116 @@
+"""All ranks begin a batch together: they agree on which batch it is, and on whether SIGTERM has come to any of them.
+
+Lightning broadcasts inside of its handler of SIGTERM. That meets whatever collective its rank was in, and may deadlock
+with it or take its place. Here the handler notes the signal only. The ranks agree at the start of each batch, where
+Lightning asks rank 0; then all of them raise `SIGTERMException` at the same place, so that callbacks can still save.
+
+The agreement uses a group of its own, so that a call that only some ranks make (a checkpoint, a log) never meets it.
+
+It refuses ranks that are not in the same batch, which would mix the gradients of different batches.
+"""
+
+from __future__ import annotations
+
+from types import FrameType
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_mm5d.config.errors import RankMismatchError, private
+from lightning_mm5d.monitor.verdict import named
+
+
+class Turns:
+    """Takes the place of Lightning's handler of SIGTERM, and of its broadcast at the start of a batch, until `detach`.
+
+    Args:
+        trainer: that runs.
+        group: all ranks, for nothing else; None for a single rank.
+        device: where messages of the group live.
+        steps_together: whether evaluation steps involve all ranks, which then agree in them too.
+    """
+
+    def __init__(
+        self, trainer: pl.Trainer, group: dist.ProcessGroup | None, device: torch.device, *, steps_together: bool
+    ) -> None:
+        self._trainer, self._group, self._device = trainer, group, device
+        self._steps_together = steps_together
+        self._terminates = False
+        self._connector = private(trainer, "_signal_connector")
+        self._loop = trainer.fit_loop.epoch_loop
+        private(self._connector, "_sigterm_notifier_fn")
+        private(self._loop, "_broadcast_sigterm_tensor")
+
+    def attach(self) -> None:
+        """Begin; before Lightning registers its handlers."""
+        vars(self._connector)["_sigterm_notifier_fn"] = self.note_sigterm
+        vars(self._loop)["_broadcast_sigterm_tensor"] = self.begin_batch
+
+    def detach(self) -> None:
+        """Give Lightning its own back."""
+        vars(self._connector).pop("_sigterm_notifier_fn", None)
+        vars(self._loop).pop("_broadcast_sigterm_tensor", None)
+
+    def note_sigterm(self, signum: int, frame: FrameType | None) -> None:
+        """Note the signal, and pass it on to processes that this one started."""
+        launcher = self._trainer.strategy.launcher
+        if not self._terminates and launcher is not None:
+            launcher.kill(signum)
+        self._terminates = True
+        if not self._steps_together and self._trainer.state.fn != TrainerFn.FITTING:
+            self._connector.received_sigterm = True  # ranks evaluate alone, and each ends after its batch
+
+    def begin_batch(self) -> None:
+        """Agree at the start of a training batch, and at the end of training; collective.
+
+        Raises:
+            RankMismatchError: on all ranks, when they are not at the same batch.
+            SIGTERMException: on all ranks, when any of them was told to terminate.
+        """
+        if self._agreed(self._trainer.current_epoch, self._loop.batch_progress.current.ready):
+            raise SIGTERMException
+
+    def begin_evaluation_batch(self, index: int) -> None:
+        """Agree at the start of an evaluation batch; Lightning raises after the batch. Collective.
+
+        Raises:
+            RankMismatchError: on all ranks, when they are not at the same batch.
+        """
+        if self._steps_together and self._agreed(self._trainer.current_epoch, index):
+            self._connector.received_sigterm = True
+
+    def _agreed(self, epoch: int, batch: int) -> bool:
+        """Return whether any rank was told to terminate."""
+        if self._group is None:
+            return self._terminates
+        stage = list(RunningStage).index(self._trainer.state.stage) if self._trainer.state.stage is not None else -1
+        place = [stage, epoch, batch]
+        agreed = torch.tensor([int(self._terminates), *place, *(-value for value in place)], device=self._device)
+        dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self._group)
+        terminates, *bounds = agreed.tolist()
+        if bounds[:3] != [-value for value in bounds[3:]]:
+            raise RankMismatchError(self._differences(place))
+        return bool(terminates)
+
+    def _differences(self, place: list[int]) -> str:
+        assert self._group is not None
+        own = torch.tensor(place, device=self._device)
+        places = [torch.empty_like(own) for _ in range(self._group.size())]
+        dist.all_gather(places, own, group=self._group)
+        ranks: dict[tuple[int, ...], list[int]] = {}
+        for rank, other in enumerate(places):
+            ranks.setdefault(tuple(other.tolist()), []).append(rank)
+        told = "; ".join(_place(numbers, *where) for where, numbers in ranks.items())
+        return (
+            f"ranks begin different batches: {told}. All ranks must run equal numbers of batches: give their "
+            "dataloaders equal lengths, or set limit_train_batches or limit_val_batches"
+        )
+
+
+def _place(ranks: list[int], stage: int, epoch: int, batch: int) -> str:
+    name = "no loop" if stage < 0 else list(RunningStage)[stage].value
+    verb = "is" if len(ranks) == 1 else "are"
+    return f"{named(ranks)} {verb} at {name} batch {batch} of epoch {epoch}"
