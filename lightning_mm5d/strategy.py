@@ -112,7 +112,6 @@ class MultimodalStrategy(ProcessStrategy):
         self.loss_weight = loss_weight
         self.on_nonfinite = on_nonfinite
         self._placement, self._timeline = placement, timeline
-        self._session: Session | None = None
         self._fit_plan: Plan | None = None
         self._last_plan: Plan | None = None
         self._failed = False
@@ -244,20 +243,6 @@ class MultimodalStrategy(ProcessStrategy):
         if self._session is not None:
             self._session.abort()
         super().on_exception(exception)
-
-    @override
-    def traffic(self) -> dict[str, Any]:
-        return self._session.traffic() if self._session is not None else {"action": "", "unsent": 0, "due": 0}
-
-    @override
-    def stop_waiting(self, why: str) -> None:
-        if self._session is not None:
-            self._session.abort(why)
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        state["_session"] = None
-        return state
 
     # --- data ---
 

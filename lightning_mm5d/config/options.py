@@ -84,7 +84,8 @@ def _check_duration(name: str, got: object, usual: int) -> None:
         rule = "Operations between ranks take some time"
         raise ConfigError(name, got, rule, f"Use a positive one, such as timedelta(minutes={usual})")
     if got > LONGEST:
-        raise ConfigError(name, got, f"It is at most {LONGEST.days} days", f"Use for instance timedelta(minutes={usual})")
+        rule = f"It is at most {LONGEST.days} days"
+        raise ConfigError(name, got, rule, f"Use for instance timedelta(minutes={usual})")
 
 
 def check_timeline(path: object) -> None:

@@ -32,18 +32,13 @@ from torch.distributed import Store
 from lightning_mm5d.config.errors import RankLostError, RankMismatchError, WatchdogTimeoutError
 from lightning_mm5d.monitor import stack, verdict
 from lightning_mm5d.monitor.board import INTERVAL_S, Board, Entry
-from lightning_mm5d.monitor.processes import ended_how, machine, state_of
+from lightning_mm5d.monitor.losses import STOPPED_S, Losses
+from lightning_mm5d.monitor.processes import machine, state_of
 
 READS_AFTER_S = 1.5
 """a wait that long has this rank read the entries of the others"""
 STUCK_S = 3.0
 """a wait that long, on all ranks, can be a mismatch"""
-STOPPED_S = 6.0
-"""a process that is stopped for that long counts as lost"""
-SILENT_S = 60.0
-"""a rank on another machine that is silent for that long counts as lost"""
-GONE_S = 2.0
-"""a silence that long is enough after a connection was lost"""
 
 ERRORS = {"lost": RankLostError, "mismatch": RankMismatchError, "watchdog": WatchdogTimeoutError}
 
@@ -81,6 +76,7 @@ class Monitor:
         self._rank, self._world_size, self._watchdog = rank, world_size, watchdog
         self._blocking, self._position, self._wake, self._children = blocking, position, wake, children
         self._report = report
+        self._losses = Losses(rank, children)
         self._main = threading.get_ident()
         self._started = time.monotonic()
         self._state = "running"
@@ -129,7 +125,7 @@ class Monitor:
                 self.board.wait(lambda: self.cause, INTERVAL_S)
             else:
                 time.sleep(INTERVAL_S / 5)
-            found = self._lost(patient=False)
+            found = self._losses.find(self.board, patient=False)
             if found is not None:
                 self._blame(found)
         return self.cause
@@ -224,7 +220,7 @@ class Monitor:
         }
 
     def _judge(self, look: stack.Look, waited: float, now: float) -> None:
-        found = self._lost(patient=True) if waited > READS_AFTER_S or self.board is None else None
+        found = self._losses.find(self.board, patient=True) if waited > READS_AFTER_S or self.board is None else None
         if found is None and waited > STUCK_S and self.board is not None and self._all_heard(now):
             line = verdict.deadlock(self.board.entries, STUCK_S)
             key, since = self._suspect
@@ -253,54 +249,6 @@ class Monitor:
             entry["state"] != "running" or now - self.board.heard[rank] < fresh
             for rank, entry in zip(self.board.entries, running, strict=True)
         )
-
-    def _lost(self, *, patient: bool) -> Entry | None:
-        """Return a cause that names a lost rank; None where none is known.
-
-        Args:
-            patient: False after a connection was lost, when a short silence is enough.
-        """
-        for rank, child in self._children().items():
-            if child.poll():
-                patience = 0.5 if self.board is None else 3.0
-                return self._lost_cause(rank, ended_how(child.returncode), patience)
-        if self.board is None:
-            return None
-        now = time.monotonic()
-        for rank, entry in list(self.board.entries.items()):
-            if rank == self._rank:
-                continue
-            silent = now - self.board.heard.get(rank, now)
-            here = state_of(entry["pid"]) if entry["machine"] and entry["machine"] == machine() else "unknown"
-            if entry["state"] == "ended" and entry["run"] == self.board.run and not patient:
-                return self._lost_cause(rank, "it had ended its run", patience=3.0)
-            if here == "gone" and entry["state"] == "running":
-                return self._lost_cause(rank, "its process is gone", patience=3.0)
-            if here == "stopped" and silent > STOPPED_S:
-                return self._lost_cause(rank, f"its process is stopped (SIGSTOP) for {silent:.0f} s", patience=0.5)
-            if here == "unknown" and entry["state"] == "running" and silent > (SILENT_S if patient else GONE_S):
-                return self._lost_cause(rank, f"it has not answered for {silent:.0f} s", patience=0.5)
-        return self._lost_host(now, patient)
-
-    def _lost_host(self, now: float, patient: bool) -> Entry | None:
-        """Judge by the store, which answers no more when its host is gone."""
-        assert self.board is not None
-        silent = now - self.board.synced
-        if self.board.error is None and silent < STOPPED_S:
-            return None
-        host = self.board.entries.get(0)
-        here = state_of(host["pid"]) if host and host["machine"] == machine() and machine() else "unknown"
-        if here == "alive" and patient:
-            return None
-        how = {"gone": "its process is gone", "stopped": "its process is stopped (SIGSTOP)"}.get(
-            here, "the store of the ranks no longer answers"
-        )
-        return self._lost_cause(0, how, patience=0.5 if here == "stopped" else 3.0)
-
-    def _lost_cause(self, rank: int, how: str, patience: float) -> Entry:
-        entry = self.board.entries.get(rank) if self.board is not None else None
-        place = f" ({verdict.said(entry)})" if entry else ""
-        return {"kind": "lost", "rank": rank, "line": f"rank {rank}{place} failed first: {how}", "patience": patience}
 
     def _overdue(self, wait: stack.Wait, waited: float, now: float) -> Entry | None:
         """Warn of a long wait, once for each call; return a cause when the watchdog is over."""

@@ -7,7 +7,8 @@ Pure functions of entries, which are JSON objects:
 - ``loop``, ``epoch``, ``batch``: ``"training"`` and its like, and the last batch that began; absent before loops.
 - ``action``: what the rank does with a microbatch, as ``"language.1, forward of microbatch 3"``, or empty.
 - ``where``, ``phase``: the hook and the line of code; the part of Lightning's loop.
-- ``wait``: None, or what it waits in, where ``"check"`` is a check of all ranks over the store: an object of ``operation``, ``group``, ``ranks`` and ``seconds`` in this very call.
+- ``wait``: None, or an object of ``operation``, ``group``, ``ranks`` and ``seconds`` in this very call. The operation
+  ``"check"`` is a check of all ranks over the store.
 - ``unsent``, ``due``: payloads that are on their way out, and that are expected.
 """
 

@@ -30,6 +30,7 @@ from lightning_mm5d.monitor.monitor import ranks_of
 from lightning_mm5d.trainer.guard import Guard
 from lightning_mm5d.trainer.launch import ScriptLauncher, cpu_threads, make_launcher
 from lightning_mm5d.trainer.process_group import agreed_seed, connect, decided, message_device, rendezvous_store
+from lightning_mm5d.trainer.session import Session
 from lightning_mm5d.trainer.statements import configuration
 
 
@@ -66,20 +67,13 @@ class ProcessStrategy(ParallelStrategy, ABC):
         self._start_method, self._process_group_backend, self._timeout = start_method, backend, timeout
         self._watchdog = watchdog
         self._guard: Guard | None = None
+        self._session: Session | None = None
         self._seed = 0
         self._agreement: Agreement | None = None
 
     @abstractmethod
     def validate_before_launch(self, module: pl.LightningModule, *data: Any) -> Any:
         """Raise `ConfigError` when the module cannot run under this configuration."""
-
-    @abstractmethod
-    def traffic(self) -> dict[str, Any]:
-        """Return ``action``, ``unsent`` and ``due`` of an entry of the monitor."""
-
-    @abstractmethod
-    def stop_waiting(self, why: str) -> None:
-        """End waits of the main thread for other ranks with an error of this text; another thread calls it."""
 
     @property
     def is_distributed(self) -> bool:
@@ -126,13 +120,20 @@ class ProcessStrategy(ParallelStrategy, ABC):
             self.global_rank,
             self.world_size,
             self._watchdog.total_seconds(),
-            traffic=self.traffic,
-            wake=self.stop_waiting,
+            traffic=self._traffic,
+            wake=self._stop_waiting,
             children=self._children,
             reports=reports,
         )
         with self._guard:
             return function(*args, **kwargs)
+
+    def _traffic(self) -> dict[str, Any]:
+        return self._session.traffic() if self._session is not None else {"action": "", "unsent": 0, "due": 0}
+
+    def _stop_waiting(self, why: str) -> None:
+        if self._session is not None:
+            self._session.abort(why)
 
     def _children(self) -> Mapping[int, Popen[Any]]:
         """Processes of the ranks that this one started."""
@@ -183,7 +184,7 @@ class ProcessStrategy(ParallelStrategy, ABC):
             self._guard = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_agreement": None, "_guard": None}
+        return {**super().__getstate__(), "_agreement": None, "_guard": None, "_session": None}
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

@@ -1,0 +1,84 @@
+"""Finds ranks that are lost: processes that are gone or stopped, and ranks that no longer answer.
+
+The operating system says it of processes on the same machine, and of those that this process started. Of other ranks
+only their silence tells. A process that computes is never lost, however silent it is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from subprocess import Popen
+from typing import Any
+
+from lightning_mm5d.monitor import verdict
+from lightning_mm5d.monitor.board import Board, Entry
+from lightning_mm5d.monitor.processes import ended_how, machine, state_of
+
+STOPPED_S = 6.0
+"""a process that is stopped for that long counts as lost"""
+SILENT_S = 60.0
+"""a rank on another machine that is silent for that long counts as lost"""
+GONE_S = 2.0
+"""a silence that long is enough after a connection was lost"""
+
+
+class Losses:
+    """Finds lost ranks for one rank.
+
+    Args:
+        rank: global rank.
+        children: processes of the ranks that this process started, by rank.
+    """
+
+    def __init__(self, rank: int, children: Callable[[], Mapping[int, Popen[Any]]]) -> None:
+        self._rank, self._children = rank, children
+
+    def find(self, board: Board | None, *, patient: bool) -> Entry | None:
+        """Return a cause that names a lost rank; None where none is known.
+
+        Args:
+            board: of this rank; None before it is connected.
+            patient: False after a connection was lost, when a short silence is enough.
+        """
+        for rank, child in self._children().items():
+            if child.poll():
+                patience = 0.5 if board is None else 3.0
+                return _cause(board, rank, ended_how(child.returncode), patience)
+        if board is None:
+            return None
+        now = time.monotonic()
+        for rank, entry in list(board.entries.items()):
+            if rank == self._rank:
+                continue
+            silent = now - board.heard.get(rank, now)
+            here = state_of(entry["pid"]) if entry["machine"] and entry["machine"] == machine() else "unknown"
+            if entry["state"] == "ended" and entry["run"] == board.run and not patient:
+                return _cause(board, rank, "it had ended its run", patience=3.0)
+            if here == "gone" and entry["state"] == "running":
+                return _cause(board, rank, "its process is gone", patience=3.0)
+            if here == "stopped" and silent > STOPPED_S:
+                return _cause(board, rank, f"its process is stopped (SIGSTOP) for {silent:.0f} s", patience=0.5)
+            if here == "unknown" and entry["state"] == "running" and silent > (SILENT_S if patient else GONE_S):
+                return _cause(board, rank, f"it has not answered for {silent:.0f} s", patience=0.5)
+        return self._host(board, now, patient)
+
+    def _host(self, board: Board, now: float, patient: bool) -> Entry | None:
+        """Judge by the store, which answers no more when its host is gone."""
+        silent = now - board.synced
+        if board.error is None and silent < STOPPED_S:
+            return None
+        host = board.entries.get(0)
+        here = state_of(host["pid"]) if host and host["machine"] == machine() and machine() else "unknown"
+        if here == "alive" and patient:
+            return None
+        how = {"gone": "its process is gone", "stopped": "its process is stopped (SIGSTOP)"}.get(
+            here, "the store of the ranks no longer answers"
+        )
+        return _cause(board, 0, how, patience=0.5 if here == "stopped" else 3.0)
+
+
+def _cause(board: Board | None, rank: int, how: str, patience: float) -> Entry:
+    entry = board.entries.get(rank) if board is not None else None
+    place = f" ({verdict.said(entry)})" if entry else ""
+    return {"kind": "lost", "rank": rank, "line": f"rank {rank}{place} failed first: {how}", "patience": patience}
