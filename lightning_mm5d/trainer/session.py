@@ -128,6 +128,9 @@ class Session:
         if options.timeline is not None:
             self._engine.recorder = Recorder(device)
         self._connect(groups)
+        world = range(plan.layout.size)
+        together = self._groups.get(world, "turns") if len(world) > 1 else None
+        self.turns = Turns(module.trainer, together, message_device(device), steps_together=not self.is_plain)
 
     def _connect(self, groups: RunGroups) -> None:
         """Make gradients, metrics and steps; phase 4."""
@@ -200,9 +203,6 @@ class Session:
 
     def attach(self, trainer: pl.Trainer) -> None:
         """Extend the trainer until `close`: clipping, figures, SIGTERM, hooks for batches of several replicas."""
-        device, world = self._options.device, range(self.plan.layout.size)
-        group = self._groups.get(world, "turns") if len(world) > 1 else None
-        self.turns = Turns(trainer, group, message_device(device), steps_together=not self.is_plain)
         self.turns.attach()
         self.optimization.clip_over_all_ranks(trainer.strategy.precision_plugin)
         if any(isinstance(callback, DeviceStatsMonitor) for callback in vars(trainer)["callbacks"]):

@@ -155,7 +155,7 @@ def test_a_failure_reaches_every_rank(name: str) -> None:
     found = errors(layout, fit(module, num_sanity_val_steps=0))
     assert "no error" not in found
     named = [error for error in found if error.startswith(kind)]
-    assert named
+    assert named, found
     assert all(words in error for error in named), named
     others = [error for error in found if not error.startswith(kind)]
     assert all(error.startswith("RankLostError") and named[0] in error for error in others), others
