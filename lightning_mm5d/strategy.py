@@ -287,15 +287,7 @@ class MultimodalStrategy(ProcessStrategy):
 
     def _evaluate(self, name: str, context: Any, plain: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         run = self._run(name)
-        if run.is_plain:
-            return plain(*args)
-        run.turns.begin_evaluation_batch(args[1])
-        return run.steps.evaluate(name, args, context)
-
-    @override
-    def on_train_end(self) -> None:
-        assert self._session is not None
-        self._session.turns.begin_batch()  # for a SIGTERM in the last batch
+        return plain(*args) if run.is_plain else run.evaluate(name, args, context)
 
     # --- gradients ---
 

@@ -177,6 +177,11 @@ class ProcessStrategy(ParallelStrategy, ABC):
         return {**sizes, "device": self.root_device.type, **configuration(self, module.trainer, module)}
 
     @override
+    def on_train_end(self) -> None:
+        assert self._session is not None
+        self._session.turns.begin_batch()  # for a SIGTERM in the last batch
+
+    @override
     def teardown(self) -> None:
         super().teardown()
         if self._guard is not None:

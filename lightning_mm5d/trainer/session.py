@@ -44,6 +44,7 @@ from lightning_mm5d.trainer.replica_collectives import ReplicaCollectives
 from lightning_mm5d.trainer.step_result import ResultChannel
 from lightning_mm5d.trainer.steps import Replica, Steps
 from lightning_mm5d.trainer.turns import Turns
+from lightning_mm5d.trainer.user_step import Context
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,6 +227,17 @@ class Session:
         output = self.steps.train(arguments, precision.train_step_context, scale)
         self._figures.update()
         return output
+
+    def evaluate(self, name: str, arguments: Sequence[Any], context: Context) -> Any:
+        """Run one of the other steps; return what it would have returned for the full batch, on every rank.
+
+        Args:
+            name: of the LightningModule's method.
+            arguments: of the step: the batch, its index, and what Lightning passes after it.
+            context: entered around each microbatch's forward.
+        """
+        self.turns.begin_evaluation_batch(arguments[1])
+        return self.steps.evaluate(name, arguments, context)
 
     def traffic(self) -> dict[str, Any]:
         """Return what this rank does with a microbatch, and its payloads under way, for the monitor's thread."""
