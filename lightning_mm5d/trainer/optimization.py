@@ -19,9 +19,10 @@ from lightning_mm5d.gradients.gradients import Gradients
 from lightning_mm5d.gradients.parameter_hooks import ParameterHooks, called
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.trainer.nonfinite import NonFinite, SkippedStep
+from lightning_mm5d.trainer.optimizer_probe import dependence
 from lightning_mm5d.trainer.process_group import message_device
 
-# by name, because they come from many packages
+# by name, where one cannot be tried
 _OVER_FULL_MATRICES = {
     "Adafactor",
     "LBFGS",
@@ -73,19 +74,23 @@ class Optimization:
         """Free the state that `optimizers` keep for parameters of other ranks.
 
         Raises:
-            ConfigError: with sharded parameters, an optimizer whose update of an element depends on others.
+            ConfigError: an optimizer whose update of a parameter depends on others, with several stages; one whose
+                update of an element depends on others, with sharded parameters.
         """
+        edges, shards = self._plan.topology.edges, self._plan.division.shards
         for optimizer in optimizers:
             inner = getattr(optimizer, "optimizer", optimizer)
+            tried = dependence(inner) if edges or shards else None
             names = {cls.__name__ for cls in type(inner).__mro__}
-            if "LBFGS" in names and self._plan.topology.edges:
+            mixes = tried.on_parameters if tried else "LBFGS" in names
+            if edges and mixes:
                 raise ConfigError(
                     "configure_optimizers",
                     type(inner).__name__,
                     "Its update of a parameter depends on all others, and ranks of several stages hold parts of them",
                     "Use an optimizer that works by parameter, such as AdamW, or one stage (colocate all, pp_size=1)",
                 )
-            if self._plan.division.shards and not names.isdisjoint(_OVER_FULL_MATRICES):
+            if shards and (mixes or (tried.on_elements if tried else not names.isdisjoint(_OVER_FULL_MATRICES))):
                 raise ConfigError(
                     "configure_optimizers",
                     type(inner).__name__,

@@ -1,0 +1,92 @@
+"""What an optimizer's update depends on shows in a few steps, whatever its class is called."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import Optimizer
+
+from lightning_mm5d.trainer.optimizer_probe import Dependence, dependence
+
+NOTHING, ELEMENTS, ALL = Dependence(False, False), Dependence(False, True), Dependence(True, True)
+
+
+class _Own(Optimizer):
+    def __init__(self, params: Any, lr: float = 0.1, **options: Any) -> None:
+        super().__init__(params, {"lr": lr, **options})
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            held = [p for p in group["params"] if p.grad is not None]
+            for p, scale in zip(held, self.scales(group, held), strict=True):
+                p.data.add_(p.grad * scale, alpha=-group["lr"])
+
+    def scales(self, group: Any, held: list[Any]) -> list[Any]:
+        return [1.0] * len(held)
+
+
+class ByGlobalNorm(_Own):
+    def scales(self, group: Any, held: list[Any]) -> list[Any]:
+        return [1 / torch.stack([p.grad.norm() for p in held]).norm()] * len(held)
+
+
+class ByOwnNorm(_Own):
+    def scales(self, group: Any, held: list[Any]) -> list[Any]:
+        return [p.norm() / p.grad.norm() for p in held]
+
+
+class ClipsAll(_Own):
+    """Only large gradients of other parameters change anything."""
+
+    def scales(self, group: Any, held: list[Any]) -> list[Any]:
+        return [1 / max(1.0, float(sum(p.grad.norm() for p in held)) / 100)] * len(held)
+
+
+class Noisy(_Own):
+    def scales(self, group: Any, held: list[Any]) -> list[Any]:
+        return [torch.rand_like(p) for p in held]
+
+
+class Flagged(ByGlobalNorm):
+    """A setting of the group chooses."""
+
+    def scales(self, group: Any, held: list[Any]) -> list[Any]:
+        return super().scales(group, held) if group["by_norm"] else [1.0] * len(held)
+
+
+class NeedsMore(_Own):
+    def __init__(self, params: Any, model: torch.nn.Module) -> None:
+        super().__init__(params)
+
+
+MODEL = torch.nn.Linear(3, 2)
+OURS = MODEL.parameters
+CASES = [
+    *[(getattr(torch.optim, name)(OURS(), lr=0.0), NOTHING) for name in ("SGD", "Adam", "AdamW", "NAdam", "RAdam")],
+    *[(getattr(torch.optim, name)(OURS()), NOTHING) for name in ("Adadelta", "Adagrad", "Adamax", "RMSprop", "Rprop")],
+    (torch.optim.ASGD(OURS()), NOTHING),
+    (torch.optim.Adam(OURS(), lr=torch.tensor(0.1), capturable=True), NOTHING),
+    (torch.optim.Adafactor(OURS()), ELEMENTS),
+    (torch.optim.Muon([MODEL.weight]), ELEMENTS),
+    (torch.optim.LBFGS(OURS()), None),
+    (_Own(OURS()), NOTHING),
+    (Noisy(OURS()), NOTHING),
+    (ByOwnNorm(OURS()), ELEMENTS),
+    (ByGlobalNorm(OURS()), ALL),
+    (ClipsAll(OURS()), ALL),
+    (Flagged([{"params": [MODEL.weight], "by_norm": False}, {"params": [MODEL.bias], "by_norm": True}]), ALL),
+    (Flagged(OURS(), by_norm=False), NOTHING),
+    (NeedsMore(OURS(), MODEL), None),
+]
+
+
+@pytest.mark.parametrize(("optimizer", "expected"), CASES, ids=[type(case[0]).__name__ for case in CASES])
+def test_what_an_update_depends_on(optimizer: Optimizer, expected: Dependence | None) -> None:
+    before = [p.detach().clone() for p in MODEL.parameters()]
+    state, kept = torch.get_rng_state(), len(optimizer.state)
+    assert dependence(optimizer) == expected
+    assert all(torch.equal(p, old) for p, old in zip(MODEL.parameters(), before, strict=True))
+    assert len(optimizer.state) == kept
+    assert torch.equal(torch.get_rng_state(), state)
