@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 CPU = torch.device("cpu")
+_TAG_BITS = 16
+_NUMBERS = 2**46
 _STREAM = 0x9E3779B97F4A7C15  # odd, so that ranks get seeds that are far apart
 
 
@@ -30,7 +32,34 @@ def drawn_seed(index: int) -> int:
 
     A layer that is computed again with the generator's former state gets the same seed.
     """
-    return (int(torch.randint(2**62, (), device=CPU)) + (index + 1) * _STREAM) % 2**63
+    return _rank_seed(int(torch.randint(_NUMBERS, (), device=CPU)), index)
+
+
+@contextmanager
+def drawing_together(index: int, device: torch.device = CPU) -> Iterator[None]:
+    """Draw the same on all ranks meanwhile, where generators have a seed of `drawn_seed`; then go on with another one.
+
+    What is drawn depends on the seed alone, which generators have again where a layer is computed again.
+    """
+    tagged = (torch.default_generator.initial_seed() - (index + 1) * _STREAM) % 2**63
+    number = tagged >> _TAG_BITS
+    if _tagged(number) != tagged:  # not a rank's own: all ranks draw the same anyway
+        yield
+        return
+    seed_torch(seed_of("together", number), device)
+    try:
+        yield
+    finally:
+        seed_torch(_rank_seed((number + 1) % _NUMBERS, index), device)
+
+
+def _rank_seed(number: int, index: int) -> int:
+    return (_tagged(number) + (index + 1) * _STREAM) % 2**63
+
+
+def _tagged(number: int) -> int:
+    """Return `number` with a check sum, so that seeds of ranks are told from others."""
+    return number << _TAG_BITS | seed_of("rank", number) % 2**_TAG_BITS
 
 
 def seed_all(seed: int, device: torch.device = CPU) -> None:

@@ -532,3 +532,56 @@ def test_layers_that_call_torchs_attention_may_be_computed_again_as_a_whole() ->
     outcome = outcomes(layout, scenario, num_microbatches=1)["scenario"]
     for index in range(2):
         same_steps(Outcome(outcome.one[index], [rank[index] for rank in outcome.ranks]), 1e-9)
+
+
+class DropPath(nn.Module):
+    """Drops whole samples, drawn as timm, transformers and torchvision do."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.drop_prob = how, 0.5
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if not self.training:
+            return hidden
+        shape = (hidden.shape[0], 1, 1)
+        if self.how == "timm":
+            kept = hidden.new_empty(shape).bernoulli_(0.5)
+        elif self.how == "transformers":
+            kept = (0.5 + torch.rand(shape, dtype=hidden.dtype, device=hidden.device)).floor_()
+        else:
+            kept = torch.rand(hidden.shape[0]).lt(0.5).view(shape).to(hidden)
+        return hidden * kept + torch.randn_like(hidden) * 1e-6
+
+
+class DroppingSamples(Dropping):
+    def __init__(self) -> None:
+        super().__init__(recomputes=True)
+        for layer, how in zip(self.model.bert.encoder.layer, ("timm", "transformers", "flat", "timm"), strict=True):  # type: ignore[union-attr,arg-type]
+            drop = layer.output.dropout = DropPath(how)
+            drop.register_forward_hook(partial(self._keep_samples, how))
+
+    def _keep_samples(self, how: str, part: nn.Module, args: Any, out: Tensor) -> None:
+        if part.training:
+            self.dropped.setdefault(how, []).append(out.detach().abs().amax(dim=(1, 2)) < 1e-4)
+            self.dropped.setdefault("noise", []).append(out.detach()[:, :2, 0])
+
+
+def dropped_samples(run: Run) -> Any:
+    seed_everything(3, verbose=False)
+    module = DroppingSamples()
+    return {**steps(run, module, [CASES["bert"].batch(4, seed=0)] * 2), "dropped": module.dropped}
+
+
+@pytest.mark.usefixtures("float64")
+def test_ranks_drop_the_same_samples() -> None:
+    """Ranks 0-1 with even tokens, and with layers that are computed again."""
+    first, second = together(shared(cp_distribution="uniform"), dropped_samples, num_microbatches=1)
+    assert_same(first["losses"], second["losses"], 1e-9)
+    assert_same(first["gradients"], second["gradients"], 1e-9)
+    for how in ("timm", "transformers", "flat"):
+        one, other = (torch.stack(rank["dropped"][how]) for rank in (first, second))
+        assert torch.equal(one, other), how
+        assert one.any(), how
+        assert not one.all(), how
+    assert not torch.equal(*(torch.stack(rank["dropped"]["noise"]) for rank in (first, second)))

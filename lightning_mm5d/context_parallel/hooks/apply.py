@@ -25,6 +25,7 @@ from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.context_parallel.hooks.arguments import Arguments, names_of, replaced
 from lightning_mm5d.context_parallel.hooks.assignment import Assigned, Assignment, Ranks
+from lightning_mm5d.context_parallel.hooks.draws import Draws, drawing
 from lightning_mm5d.context_parallel.hooks.interface import Interface
 from lightning_mm5d.context_parallel.hooks.layer_attention import Attention
 from lightning_mm5d.context_parallel.hooks.layer_tensors import (
@@ -39,6 +40,7 @@ from lightning_mm5d.context_parallel.hooks.support import takes_products
 from lightning_mm5d.context_parallel.masks.caches import Cache
 from lightning_mm5d.partition.hidden_state import at, hidden_place
 from lightning_mm5d.sharded.sequence import ShardedSequence
+from lightning_mm5d.sharded.tensor import Sharded
 from lightning_mm5d.tensor_parallel.region import Region, drops
 
 
@@ -73,7 +75,8 @@ class ContextParallel:
         self._name, self._group, self._device = name, ranks.context.whole, device
         self.groups = ranks.groups
         layers: nn.Module = root.get_submodule(path)
-        self._stream = Region(self._group, drops=drops(layers), device=device)
+        drawers = drawing(layers.modules())
+        self._stream = Region(self._group, drops=drops(layers) or bool(drawers), device=device)
         self._undo: list[Callable[[], object]] = []
         self._known: dict[Any, tuple[tuple[bool, ...], nn.Module]] = {}
         self._recent = Cache(16)
@@ -91,6 +94,9 @@ class ContextParallel:
         interface.add(self._attention, {id(one.config): one.config for one in holders}.values(), packed)
         for index, layer in enumerate(layers.children()):
             self._patch(layer, index)
+        if modality.cp_mode != "items":
+            for module in drawers:
+                self._patch_draws(module)
         for module in root.modules():
             if hasattr(module, "prepare_inputs_for_generation"):
                 self._patch_generate(module)
@@ -122,6 +128,20 @@ class ContextParallel:
 
         # bound, so that a copy of the module computes with its own weights
         self._put(layer, "forward", MethodType(forward, layer))
+
+    def _patch_draws(self, module: nn.Module) -> None:
+        """Let a module draw for whole samples as all ranks do, also where a checkpoint computes it again."""
+        own = vars(module).get("forward")
+
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            inner = partial(type(module).forward, module) if own is None else own
+            tokens = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim() > 1), None)
+            if tokens is None or not module.training or isinstance(tokens, Sharded):
+                return inner(*args, **kwargs)
+            with Draws(self._group.index, tokens.shape, self._device):
+                return inner(*args, **kwargs)
+
+        self._put(module, "forward", MethodType(forward, module))
 
     def _patch_generate(self, module: nn.Module) -> None:
         original = module.generate
