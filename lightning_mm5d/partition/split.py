@@ -133,6 +133,8 @@ def _enough(name: str, modality: Modality, num_layers: int) -> int:
     if ranks * chunks > most:
         several = f"{ranks} ranks with {chunks} chunks each are {ranks * chunks} stages, " if chunks > 1 else ""
         rule = f"{several}a stage needs at least one layer, and {name} has {num_layers or 'no list of'} layers"
+        if not num_layers:
+            rule += ", and no code that calls submodules one after the other by their names"
         fewer = ", or fewer chunks (pp_chunks; the schedule zbv takes 2)" if chunks > 1 else ""
         raise ConfigError(f"modalities.{name}.pp_size", ranks, rule, f"Use at most {most // chunks or most}{fewer}")
     return num_layers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from torch import nn
@@ -12,6 +12,7 @@ from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.context_parallel.hooks.support import check_layers
 from lightning_mm5d.layout import Layout
 from lightning_mm5d.partition import Partition, partition
+from lightning_mm5d.partition.compiled import check_compiled
 from lightning_mm5d.plan.ownership import Ownership
 from lightning_mm5d.plan.stage_graph import StageGraphs
 from lightning_mm5d.plan.topology import Topology
@@ -51,8 +52,9 @@ class Plan:
         sizes = {name: p.numel() for name, p in module.named_parameters(remove_duplicate=False)}
         cut = partition(module, modalities)
         check_layers(modalities, module, cut.layers)
-        division = divide(module, cut, modalities)
-        return cls(layout, cut, modalities, sizes, v_shaped=v_shaped, division=division)
+        plan = cls(layout, cut, modalities, sizes, v_shaped=v_shaped)
+        check_compiled(module, cut, modalities, is_split=bool(plan.topology.edges))
+        return replace(plan, division=divide(module, cut, modalities))
 
     @cached_property
     def topology(self) -> Topology:

@@ -19,6 +19,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_mm5d.config.errors import ConfigError, private
+from lightning_mm5d.partition.compiled import IN_PLACE, is_compiled, is_compiled_in_place
+from lightning_mm5d.partition.parts import is_in
 from lightning_mm5d.sharded.collectives import dry_run
 from lightning_mm5d.sharded.tensor import Sharded
 from lightning_mm5d.source.order import used_fields
@@ -66,9 +68,11 @@ class Patches:
         runtime = self._runtime
         if runtime.tensor is not None:
             runtime.tensor.linear = self._linear
-        held = frozenset().union(*runtime.stages.values())
+        held, compiled = frozenset().union(*runtime.stages.values()), list[str]()
         for path, module in runtime.root.named_modules():
-            if is_linear(module) and f"{path}.weight" in held:
+            if is_compiled(module):
+                compiled.append(path)
+            if is_linear(module) and f"{path}.weight" in held and not any(is_in(path, one) for one in compiled):
                 self._patch_linear(module)
 
     def _patch_boundaries(self) -> None:
@@ -131,9 +135,12 @@ class Patches:
         self._undo.append(undo)
 
     def _patch_boundary(self, module: nn.Module, method: str, name: str, modality: str) -> None:
+        if method == "forward" and is_compiled_in_place(module):
+            method = IN_PLACE
         original = getattr(module, method)
 
-        @functools.wraps(original)  # generation reads the signature
+        # generation reads the signature; attributes of a compiled function are none of this one's
+        @functools.wraps(original, updated=())
         def boundary(*args: Any, **kwargs: Any) -> Any:
             run = self._runtime.active
             return original(*args, **kwargs) if run is None else run.boundary(name, modality, original, args, kwargs)
@@ -175,7 +182,8 @@ class Patches:
         return deferred_linear(layer, x, bias, run.deferred)
 
     def _patch_layer(self, layer: nn.Module, modality: str, index: int) -> None:
-        original = layer.forward
+        method = IN_PLACE if is_compiled_in_place(layer) else "forward"
+        original = getattr(layer, method)
         results = self._results[modality]
         arrived: tuple[tuple, dict[str, Any]] = (), {}
 
@@ -184,6 +192,8 @@ class Patches:
             if run is None:
                 return original(*args, **kwargs)
             cut = run.stage.cuts.get(modality)
+            if method == IN_PLACE:  # called in place of the hooks
+                args, kwargs = enter(layer, args, kwargs) or (args, kwargs)
             if cut is not None and cut.first <= index < cut.last:
                 result = original(*args, **kwargs)
                 run.leaves(modality, index, result)
@@ -203,7 +213,9 @@ class Patches:
             sent = hidden_of(args, kwargs) if cut is not None and index == cut.last else None
             return _shown(args, sent), {key: _shown(value, sent) for key, value in kwargs.items()}
 
-        self._replace(layer, "forward", forward)
+        self._replace(layer, method, forward)
+        if method == IN_PLACE:
+            return
         # a hook, not the forward: it stays outside of activation checkpointing. The first, so that hooks of the user's
         # own act where the layer is local, and nowhere else
         self._undo.append(layer.register_forward_pre_hook(enter, with_kwargs=True, prepend=True).remove)

@@ -111,7 +111,7 @@ class ShapeMemory:
     def computed(self, module: nn.Module, original: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Return ``original(*args, **kwargs)`` on placeholders; buffers and random state stay as they are."""
         buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
             result = original(*args, **kwargs)
             for buffer, before in buffers:
                 buffer.copy_(before)

@@ -40,7 +40,7 @@ from lightning_mm5d.stage.payload import (
     unsharded,
 )
 from lightning_mm5d.stage.runtime import Runtime
-from lightning_mm5d.stage.taint import Trace, mark_dependent, must_travel
+from lightning_mm5d.stage.taint import mark_dependent, must_travel, traced
 from lightning_mm5d.stage.view import Received, StageError, StageView, StandIn, Stop
 
 
@@ -129,7 +129,7 @@ class Run:
 
     def execute(self, step: Callable[[], Any]) -> Any:
         """Run `step` as this stage; return its result in the last stage, else None."""
-        with self, Trace() if self._traces else nullcontext():
+        with self, traced() if self._traces else nullcontext():
             try:
                 self.result = step()
                 for one in self._passes.values():
@@ -191,12 +191,14 @@ class Run:
                     f"called it {len(results)} times: what the step does must not depend on the stage"
                 )
             return _copies(results[index])
+        cut = self.stage.cuts.get(modality)
         self._depth += 1
         try:
-            result = original(*args, **kwargs)
+            # what is compiled expects no stand-ins
+            with nullcontext() if cut is not None else torch.compiler.set_stance("force_eager"):
+                result = original(*args, **kwargs)
         finally:
             self._depth -= 1
-        cut = self.stage.cuts.get(modality)
         if cut is not None and cut.index == self._runtime.last_stage(modality):
             self._boundaries_out.append((name, result))
             return _copies(result)

@@ -11,7 +11,8 @@ they carry a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -69,6 +70,13 @@ def _from_stand_in(tensor: Tensor) -> bool:
             return True
         waiting += [following for following, _ in node.next_functions]
     return False
+
+
+@contextmanager
+def traced() -> Iterator[None]:
+    """Mark results inside of the block; compiled layers run uncompiled there, because they would hide what they do."""
+    with torch.compiler.set_stance("force_eager"), Trace():
+        yield
 
 
 class Trace(TorchFunctionMode):

@@ -6,6 +6,7 @@ All take images [B, 3, 8, 8] and return logits [B, CLASSES]. They are in float64
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -151,17 +152,130 @@ def trees() -> nn.Module:
     )
 
 
-MODELS = {
-    "two_linears": TwoLinears,
-    "sequential": sequential,
-    "resnet": ResNet,
-    "walked": Walked,
-    "nested": nested,
-    "trees": trees,
-}
+class Encoded(Classifier):
+    """An encoder that changes the shape of its hidden state, and a head that is a module of the step's own."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Identity())
+        self.encoder = ResNet()
+        self.first, self.head = nn.Linear(CLASSES, 6), nn.Linear(6, CLASSES)
+        self.double()
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        hidden = F.gelu(self.first(self.encoder(batch["images"])))
+        return F.cross_entropy(self.head(hidden), batch["labels"])
 
 
-def build(name: str) -> Classifier:
+class Steps(nn.Module):
+    """Four parts; what a subclass does with them is its point."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(192, 5), nn.Linear(5, 5), nn.Linear(5, 5)
+        self.d = nn.Linear(5, CLASSES)
+        self.calls = 0
+
+
+class Skips(Steps):
+    """The result of `a` is used again at the end."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        first = self.a(images.flatten(1))
+        return self.d(self.c(self.b(first).tanh()) + first)
+
+
+class SkipsUnseen(Steps):
+    """The same, in a way that no value shows, and from the third call on."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.calls += 1
+        first = self.a(images.flatten(1))
+        logits = self.d(self.c(self.b(first).tanh()))
+        return logits + (first > 0).double().mean() if self.calls > 2 else logits
+
+
+class Decides(Steps):
+    def forward(self, images: Tensor) -> Tensor:
+        first = self.a(images.flatten(1))
+        logits = self.d(self.c(self.b(first)))
+        return logits if first.mean() > 100 else 2 * logits
+
+
+class Repeats(Steps):
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = self.a(images.flatten(1))
+        for _ in range(2):
+            hidden = self.b(hidden)
+        return self.d(self.c(hidden))
+
+
+class LeavesOut(Steps):
+    def forward(self, images: Tensor) -> Tensor:
+        self.calls += 1
+        hidden = self.b(self.a(images.flatten(1)))
+        return self.d(self.c(hidden) if self.calls % 2 else hidden)
+
+
+class Turns(Steps):
+    """The code names the parts in another order than it calls them."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        parts = [self.a, self.b, self.c, self.d]
+        hidden = images.flatten(1)
+        for index in (0, 2, 1, 3):
+            hidden = parts[index](hidden)
+        return hidden
+
+
+class Hidden(Steps):
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = images.flatten(1)
+        for name in "abcd":
+            hidden = getattr(self, name)(hidden)
+        return hidden
+
+
+class UNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.downs = nn.ModuleList([nn.Linear(192, 8), nn.Linear(8, 6), nn.Linear(6, 5)])
+        self.ups = nn.ModuleList([nn.Linear(5, 6), nn.Linear(12, 8), nn.Linear(16, CLASSES)])
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden, skips = images.flatten(1), []
+        for down in self.downs:
+            hidden = down(hidden).tanh()
+            skips.append(hidden)
+        hidden = self.ups[0](skips.pop())
+        for up in self.ups[1:]:
+            hidden = up(torch.cat([hidden, skips.pop()], dim=1))
+        return hidden
+
+
+class Transformer(nn.Module):
+    """A list of layers with long skip connections between them, and nothing before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(192, 192), nn.Tanh()) for _ in range(4)])
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden, skips = images.flatten(1), []
+        for index, layer in enumerate(self.layers):
+            hidden = layer(hidden if index < 2 else hidden + skips.pop(0))
+            skips.append(hidden)
+        return hidden[:, :CLASSES]
+
+
+class LayerDrop(Transformer):
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = images.flatten(1)
+        for index, layer in enumerate(self.layers):
+            hidden = hidden if index == 2 else layer(hidden)
+        return hidden[:, :CLASSES]
+
+
+def build(model: Callable[[], nn.Module]) -> Classifier:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        return Classifier(MODELS[name]())
+        return Encoded() if model is Encoded else Classifier(model())
