@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_mm5d.config.errors import RankLostError, RankMismatchError
-from lightning_mm5d.data.random_state import kept_random_state, seed_all, seed_of
+from lightning_mm5d.data.random_state import kept_random_state, seed_all, seed_of, set_torch_states, torch_states
 from lightning_mm5d.engine.codec import TreeChannel
 from lightning_mm5d.engine.effects import Effects
 from lightning_mm5d.engine.step import Step
@@ -125,18 +125,21 @@ class LockStep:
                         step.finish(result, index)
 
     @contextmanager
-    def during(self, replica: int, index: int) -> Iterator[None]:
+    def during(self, replica: int, index: int, *, draws: bool = False) -> Iterator[None]:
         """Let remote modules be answered by their owners, on all ranks of a replica at once.
 
         Args:
             replica: of the loss modality.
             index: of the microbatch, on which it depends which instance of an encoder answers.
+            draws: whether torch's generators may differ between ranks, which then get the state of the last stage.
         """
         topology = self._plan.topology
         ranks = {stage: topology.ranks_at(stage, replica, index) for stage in topology.members}
         place = _Place(ranks, self._groups[replica], replica)
         with ExitStack() as stack:
             self._fetch(place, stack)
+            if draws:
+                self._share_states(place)
             for unit in self._units:
                 self._patch(place, unit, stack)
             self._runtime.in_lock_step = True
@@ -166,7 +169,7 @@ class LockStep:
                     f"replicas {list(layout.replicas_of_rank(shared))}, which do not generate together: generate in "
                     "validation_step, test_step or predict_step, or use as many replicas of every modality"
                 )
-            with torch.no_grad(), self.during(next(iter(self._groups)), 0):
+            with torch.no_grad(), self.during(next(iter(self._groups)), 0, draws=True):
                 return original(*args, **kwargs)  # type: ignore[operator]
 
         _put(self._undo, module, "generate", generate)
@@ -235,6 +238,15 @@ class LockStep:
             if self._rank not in place.ranks[stage]:
                 module._parameters[name] = nn.Parameter(value.to(self._device), requires_grad=False)
                 stack.callback(module._parameters.__setitem__, name, held)
+
+    def _share_states(self, place: _Place) -> None:
+        channel, src = self._channel(place, self._plan.topology.last_stage)
+        if self._rank == src:
+            channel.send(["states", torch_states(self._device)])
+            return
+        sent, states = channel.receive()
+        self._check(sent, "states")
+        set_torch_states([state.cpu() for state in states], self._device)
 
     def _patch(self, place: _Place, unit: _Unit, stack: ExitStack) -> None:
         if set(place.ranks[unit.stage]) == set(self._plan.layout.replica_ranks(place.replica)):

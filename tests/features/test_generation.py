@@ -75,12 +75,15 @@ class Narrator(Callback):
 
     def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
         self.heard.append(continued(module, self.last))
+        # all ranks draw what the last stage draws, and rank 0 is in the first
+        torch.manual_seed(int(trainer.world_size > 1 and trainer.global_rank == 0))
+        self.drawn = continued(module, self.last, do_sample=True, temperature=5.0)
 
 
-def continued(module: Any, batch: Any) -> list[list[int]]:
+def continued(module: Any, batch: Any, **options: Any) -> list[list[int]]:
     inputs = {key: value for key, value in batch.items() if key != "labels"}
     tokens: list[list[int]] = module.model.generate(
-        **inputs, do_sample=False, max_new_tokens=2, suppress_tokens=PLACEHOLDERS
+        **inputs, **{"do_sample": False, "max_new_tokens": 2, "suppress_tokens": PLACEHOLDERS, **options}
     ).tolist()
     return tokens
 
@@ -118,6 +121,7 @@ def run(case_name: str, modalities: Any, devices: int) -> dict[str, Any]:
         "metrics": metrics,
         "spoken": module.spoken,
         "heard": narrator.heard,
+        "drawn": narrator.drawn,
         "predicted": predicted,
     }
 
@@ -151,7 +155,7 @@ def test_generated_text_is_that_of_one_process(name: str) -> None:
     said = one["predicted"][0]
     assert said["sampled"] != said["greedy"]
     for rank in call_ranks(world, on_rank, case, modalities, world):
-        for part in ("spoken", "heard", "predicted"):
+        for part in ("spoken", "heard", "drawn", "predicted"):
             assert rank[part] == one[part]
         assert_same(rank["losses"], one["losses"], 1e-6)
         assert_same(rank["metrics"], one["metrics"], 1e-6)
