@@ -28,6 +28,9 @@ from multiprocessing.process import BaseProcess
 from typing import Any, cast
 
 import torch
+from torch.utils._pytree import tree_map
+
+from lightning_mm5d.sharded.remote_value import is_remote
 
 LIMIT_S = 120
 GRACE_S = 10
@@ -49,7 +52,7 @@ class Call:
     """of warnings"""
 
     def __call__(self, rank: int) -> bytes:
-        """Return what `torch.save` writes of the function's result."""
+        """Return what `torch.save` writes of the function's result, with None for values that only other ranks have."""
         os.environ.clear()
         os.environ.update(self.environment | _launched(rank, self.world, self.port))
         sys.path[:] = self.path
@@ -62,7 +65,7 @@ class Call:
                 torch.distributed.barrier()
                 torch.distributed.destroy_process_group()
         data = io.BytesIO()
-        torch.save(result, data)
+        torch.save(tree_map(lambda leaf: None if is_remote(leaf) else leaf, result), data)
         return data.getvalue()
 
 

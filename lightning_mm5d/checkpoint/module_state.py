@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from lightning_mm5d.checkpoint.shard_shapes import full_shape, is_local, local_shape, senders
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.stage.remote import Placeholder, give_memory, is_placeholder
+from lightning_mm5d.sharded.remote_value import Guard, Origin, Placeholder, make_parameter, make_placeholder
+from lightning_mm5d.stage.remote import give_memory, is_placeholder
 
 _BUCKET_ELEMENTS = 8 * 2**20
 
@@ -118,6 +119,7 @@ def restore_full(root: nn.Module, plan: Plan, rank: int, targets: Sequence[int] 
     """
     state = collect_module(root, plan, rank, targets)
     device = wire_device(root)
+    guard = Guard(plan.ownership.holders)
     done: set[int] = set()
     for name, tensor in tensors_of(root):
         shard = plan.division.shards.get(name)
@@ -131,7 +133,7 @@ def restore_full(root: nn.Module, plan: Plan, rank: int, targets: Sequence[int] 
             if value is not None:
                 _set(tensor, value.to(tensor.device))
         elif shard is not None and is_local(tensor, shard):
-            _make_remote(tensor, full_shape(tensor.shape, shard))
+            _make_remote(tensor, full_shape(tensor.shape, shard), Origin(name, guard))
     if rank in targets:
         give_memory(root.parameters())
         root.load_state_dict(state, strict=False)
@@ -173,20 +175,20 @@ def _collect(
 
 def _set(tensor: Tensor, value: Tensor) -> None:
     """Give a parameter or buffer a value of any shape, in place."""
-    tensor.grad = None
-    tensor.data = value
-    if is_placeholder(tensor):
-        tensor.__class__ = nn.Parameter
+    if isinstance(tensor, Placeholder):
+        make_parameter(tensor, value)
+    else:
+        tensor.grad = None
+        tensor.data = value
 
 
-def _make_remote(tensor: Tensor, shape: torch.Size) -> None:
+def _make_remote(tensor: Tensor, shape: torch.Size, origin: Origin) -> None:
     """Turn a parameter into a placeholder of `shape`, and a buffer into NaN of it, in place."""
-    filler = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
     tensor.grad = None
     if isinstance(tensor, nn.Parameter):
-        tensor.data = torch.full((), filler, dtype=tensor.dtype, device=tensor.device).expand(shape)
-        tensor.__class__ = Placeholder
+        make_placeholder(tensor, shape, origin)
     else:
+        filler = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
         tensor.data = torch.full(shape, filler, dtype=tensor.dtype, device=tensor.device)
 
 

@@ -42,6 +42,17 @@ class Ownership:
         """Return the ranks that hold a parameter, or a shard of it, ascending: ``(0, 1, 2, 3)``."""
         return tuple(sorted({rank for ranks, _ in self._instances(name) for rank in ranks}))
 
+    def holders(self, path: str) -> str:
+        """Return the ranks that hold the parameter of a name, or those of a module, in words: ``"ranks 0 and 1"``."""
+        owners = self.topology.partition.owners
+        known = next((name for name in owners if name == path or name.startswith(f"{path}.")), None)
+        if known is None:
+            return "other ranks"
+        *others, last = self.ranks_holding(known)
+        stages = ", ".join(dict.fromkeys(str(self.topology.stage_of[owner]) for owner in owners[known]))
+        ranks = f"ranks {', '.join(map(str, others))} and {last}" if others else f"rank {last}"
+        return f"{ranks} ({stages})"
+
     def ranks_by_shard(self, name: str) -> tuple[tuple[int, ...], ...]:
         """Return for each tensor parallel index the ranks of that index: ``((0, 2), (1, 3))``.
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_mm5d.sharded.remote_value import same_origin
 from lightning_mm5d.sharded.torch_internals import is_view
 
 OfTensor = Callable[[Tensor], Tensor]
@@ -169,7 +170,7 @@ class _Differentiable(torch.autograd.Function):
 
 def differentiable(x: Tensor, forward: OfTensor, backward: OfTensor) -> Tensor:
     """Return ``forward(x)``; the gradient of `x` is ``backward`` of that of the result."""
-    return _Differentiable.apply(x, forward, backward)
+    return same_origin(_Differentiable.apply(x, forward, backward), x)
 
 
 def view(x: Tensor) -> Tensor:

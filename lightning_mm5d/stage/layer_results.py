@@ -11,10 +11,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
-from lightning_mm5d.sharded.tensor import Sharded
-from lightning_mm5d.stage.absent import absent
+from lightning_mm5d.sharded.remote_value import Guard, Origin, RemoteValue, marked
+from lightning_mm5d.sharded.tensor import Sharded, from_local
 from lightning_mm5d.stage.payload import map_tensors
 from lightning_mm5d.stage.remote import ShapeMemory
 from lightning_mm5d.stage.taint import mark_stand_in
@@ -29,12 +30,15 @@ class LayerResults:
 
     Args:
         shapes: remembers what layers return.
+        guard: of the values that other ranks have.
         quiet: entered around computations that only tell a shape.
         pads: whether a tuple behind the hidden state may be filled with None; else its tensors are stood in for too.
     """
 
-    def __init__(self, shapes: ShapeMemory, quiet: Callable[[], AbstractContextManager], *, pads: bool) -> None:
-        self._shapes, self._quiet, self._pads = shapes, quiet, pads
+    def __init__(
+        self, shapes: ShapeMemory, guard: Guard, quiet: Callable[[], AbstractContextManager], *, pads: bool
+    ) -> None:
+        self._shapes, self._guard, self._quiet, self._pads = shapes, guard, quiet, pads
         self._kinds: dict[int, Kind] = {}
         self._by_structure: dict[Any, Kind] = {}
 
@@ -54,16 +58,17 @@ class LayerResults:
             if key not in self._by_structure:
                 self._by_structure[key] = self._probe(layer, original, args, kwargs, found.hidden)
             kind = self._kinds[id(layer)] = self._by_structure[key]
+        origin = Origin(found.origin, self._guard)
         if kind == "other":
             if found.received == "result":
                 return found.hidden
             with self._quiet():
-                result = self._shapes.placeholder(layer, original, args, kwargs)
-            result = map_tensors(result, lambda tensor: absent(tensor, found.origin))
+                result = self._shapes.placeholder(layer, origin, original, args, kwargs)
+            result = map_tensors(result, lambda tensor: _stand_in(tensor, origin))
             if found.received == "first" and isinstance(result, list | tuple):
                 return type(result)([found.hidden, *result[1:]])
             return result
-        hidden = found.hidden if found.received else _stand_in(found.hidden, found.origin)
+        hidden = found.hidden if found.received else _stand_in(found.hidden, origin)
         return hidden if kind == "tensor" else (hidden, *[None] * (int(kind) - 1))
 
     def _probe(self, layer: nn.Module, original: Callable, args: tuple, kwargs: dict[str, Any], hidden: Any) -> Kind:
@@ -87,9 +92,21 @@ def _structure(layer: nn.Module) -> Any:
     return modules, tuple((name, parameter.shape) for name, parameter in layer.named_parameters())
 
 
-def _stand_in(hidden: Tensor, origin: str) -> Tensor:
+def _stand_in(hidden: Tensor, origin: Origin) -> Tensor:
+    """Return a remote value like `hidden`.
+
+    It carries a gradient, because hooks may be registered on it, and may be written to.
+    """
     if isinstance(hidden, Sharded):
-        hidden = hidden.detach()
-        mark_stand_in(hidden)
-        return hidden
-    return absent(hidden, origin)
+        local = _stand_in(hidden.local, origin)
+        found: Tensor = from_local(local, hidden.sharded_dim, hidden.lengths, hidden.group)
+    elif isinstance(hidden, RemoteValue):
+        found = marked(hidden, origin, exact=False)
+    else:
+        real = hidden.is_floating_point() or hidden.is_complex()
+        filler = torch.full((), float("nan") if real else 0, dtype=hidden.dtype, device=hidden.device)
+        filler.requires_grad_(real and torch.is_grad_enabled())
+        mark_stand_in(filler)
+        found = marked(filler.expand(hidden.shape).clone(), origin)
+    mark_stand_in(found)
+    return found

@@ -12,7 +12,8 @@ attribute in front of it, which asks the active run what to do and, without one,
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -22,6 +23,7 @@ from lightning_mm5d.config.errors import ConfigError, private
 from lightning_mm5d.partition.compiled import IN_PLACE, is_compiled, is_compiled_in_place
 from lightning_mm5d.partition.parts import is_in
 from lightning_mm5d.sharded.collectives import dry_run
+from lightning_mm5d.sharded.remote_value import Origin
 from lightning_mm5d.sharded.tensor import Sharded
 from lightning_mm5d.source.order import used_fields
 from lightning_mm5d.stage.deferred import deferred_linear, defers, is_linear
@@ -58,11 +60,16 @@ class Patches:
             undo()
         self._undo.clear()
 
+    @contextmanager
+    def _quiet(self) -> Iterator[None]:
+        """Enter around a run of remote modules that only tells shapes; ranks that share them may be elsewhere."""
+        with dry_run(self._runtime.groups), self._runtime.guard.dry_run():
+            yield
+
     def _results_of(self, path: str | None) -> LayerResults:
         """The results of the layers at `path`; of parts that are no list where it is None."""
-        quiet = functools.partial(dry_run, self._runtime.groups)  # the ranks that share a layer may be elsewhere
         listed = path is not None and isinstance(self._runtime.root.get_submodule(path), nn.ModuleList)
-        return LayerResults(self._shapes, quiet, pads=listed)
+        return LayerResults(self._shapes, self._runtime.guard, self._quiet, pads=listed)
 
     def _patch_linears(self) -> None:
         runtime = self._runtime
@@ -120,7 +127,7 @@ class Patches:
             leaf = own and not any(True for child in module.children() for _ in child.parameters())
             remote = frozenset(stage.name for stage, held in runtime.stages.items() if not held.intersection(own))
             if leaf and remote and module not in patched and module is not root:
-                self._patch_leaf(module, remote)
+                self._patch_leaf(module, path, remote)
 
     def _replace(self, module: nn.Module, method: str, replacement: Callable) -> None:
         had = module.__dict__.get(method)
@@ -147,15 +154,15 @@ class Patches:
 
         self._replace(module, method, boundary)
 
-    def _patch_leaf(self, module: nn.Module, remote: frozenset[str]) -> None:
-        original = module.forward
+    def _patch_leaf(self, module: nn.Module, path: str, remote: frozenset[str]) -> None:
+        original, origin = module.forward, Origin(path, self._runtime.guard)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             run = self._runtime.active
             if run is None or run.stage.name not in remote:
                 return original(*args, **kwargs)
-            with dry_run(self._runtime.groups):  # the ranks that share it may be elsewhere
-                return self._shapes.placeholder(module, original, args, kwargs)
+            with self._quiet():
+                return self._shapes.placeholder(module, origin, original, args, kwargs)
 
         self._replace(module, "forward", forward)
 

@@ -1,7 +1,6 @@
 """Stand-ins for the parts on other ranks: parameters without memory, and modules that answer without computing.
 
-A placeholder parameter has the right shape, dtype and device, and zero strides. It is full of NaN, and so is every
-result computed from it. A value that was wrongly taken as unneeded therefore shows in the loss of the first step.
+Both give remote values, which are NaN and mark all that is computed from them (`lightning_mm5d.sharded.remote_value`).
 """
 
 from __future__ import annotations
@@ -12,36 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_mm5d.sharded.remote_value import Guard, Origin, Placeholder, make_parameter, placeholder, remote_value
 from lightning_mm5d.stage.payload import Packer, rebuild, tensors_in
 from lightning_mm5d.stage.taint import mark_dependent
-
-
-class _Unwritten(Tensor):
-    """A view of a placeholder. Writes in place are dropped, because callbacks copy averages into modules."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(kind not in _KINDS for kind in types):
-            return NotImplemented  # another subclass knows better
-        name = getattr(func, "__name__", "")
-        own = bool(args) and isinstance(args[0], (_Unwritten, Placeholder))
-        if own and name.endswith("_") and not name.endswith("__") and name != "requires_grad_":
-            return args[0]
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
-        return result.as_subclass(_Unwritten) if own and func in _VIEWS else result
-
-
-_VIEWS = (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
-
-
-class Placeholder(nn.Parameter):
-    """A parameter of other ranks: NaN of its shape without memory. Writes to it are dropped."""
-
-    __torch_function__ = _Unwritten.__torch_function__
-
-
-_KINDS = (Tensor, nn.Parameter, _Unwritten, Placeholder)
 
 
 def is_placeholder(tensor: Tensor) -> bool:
@@ -49,7 +21,7 @@ def is_placeholder(tensor: Tensor) -> bool:
     return isinstance(tensor, Placeholder)
 
 
-def drop_parameters(root: nn.Module, names: Iterable[str], device: torch.device) -> None:
+def drop_parameters(root: nn.Module, names: Iterable[str], device: torch.device, guard: Guard) -> None:
     """Replace the parameters called `names` by placeholders on `device`; tied parameters stay tied."""
     replaced: dict[int, nn.Parameter] = {}
     for name in names:
@@ -58,20 +30,15 @@ def drop_parameters(root: nn.Module, names: Iterable[str], device: torch.device)
         parameter = module._parameters[attribute]
         assert parameter is not None
         if id(parameter) not in replaced:
-            filler = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
-            empty = torch.full((), filler, dtype=parameter.dtype, device=device).expand(parameter.shape)
-            new = Placeholder(empty, requires_grad=parameter.requires_grad)
-            replaced[id(parameter)] = new
+            replaced[id(parameter)] = placeholder(parameter, Origin(name, guard), device)
         module._parameters[attribute] = replaced[id(parameter)]
 
 
 def give_memory(parameters: Iterable[nn.Parameter]) -> None:
     """Turn placeholders back into parameters of uninitialised memory, in place."""
     for parameter in parameters:
-        if is_placeholder(parameter):
-            parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-            parameter.grad = None
-            parameter.__class__ = nn.Parameter
+        if isinstance(parameter, Placeholder):
+            make_parameter(parameter, torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device))
 
 
 class ShapeMemory:
@@ -80,8 +47,10 @@ class ShapeMemory:
     def __init__(self) -> None:
         self._known: dict[Any, tuple[Any, list[tuple[torch.Size, torch.dtype, torch.device]]]] = {}
 
-    def placeholder(self, module: nn.Module, original: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Return NaN in the shape of ``original(*args, **kwargs)``, the forward of `module`.
+    def placeholder(
+        self, module: nn.Module, origin: Origin, original: Callable, args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
+        """Return remote values in the shape of ``original(*args, **kwargs)``, the forward of `module`.
 
         Not zero-stride: models write features into embeddings in place.
         It carries a gradient where the result would, because hooks may be registered on it; they are never called.
@@ -94,9 +63,10 @@ class ShapeMemory:
             device = args[0].device
             enabled = torch.is_autocast_enabled(device.type)
             dtype = torch.get_autocast_dtype(device.type) if enabled else module.weight.dtype
-            return _filled((*args[0].shape[:-1], module.out_features), dtype, device, grad)
+            return _filled((*args[0].shape[:-1], module.out_features), dtype, device, grad, origin)
         if isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward and args:
-            return _filled((*args[0].shape, module.embedding_dim), module.weight.dtype, args[0].device, grad)
+            shape = (*args[0].shape, module.embedding_dim)
+            return _filled(shape, module.weight.dtype, args[0].device, grad, origin)
         signature = tuple((path, tensor.shape, tensor.dtype) for path, tensor in tensors_in((args, kwargs)))
         others = tuple(repr(value) for value in (*args, *kwargs.values()) if isinstance(value, (int, float, str)))
         key = (id(module), signature, others, torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"))
@@ -106,7 +76,7 @@ class ShapeMemory:
             description = packer.describe(result)
             self._known[key] = description, [(t.shape, t.dtype, t.device) for t in packer.tensors]
         description, specs = self._known[key]
-        return rebuild(description, [_filled(*spec, grad) for spec in specs])
+        return rebuild(description, [_filled(*spec, grad, origin) for spec in specs])
 
     def computed(self, module: nn.Module, original: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Return ``original(*args, **kwargs)`` on placeholders; buffers and random state stay as they are."""
@@ -118,13 +88,7 @@ class ShapeMemory:
         return result
 
 
-def _filled(shape: Iterable[int], dtype: torch.dtype, device: torch.device, grad: bool) -> Tensor:
-    can_be_nan = dtype.is_floating_point or dtype.is_complex
-    if grad and can_be_nan:
-        # no leaf, because a leaf that carries a gradient cannot be written to in place
-        leaf = torch.full((), float("nan"), dtype=dtype, device=device, requires_grad=True)
-        tensor = leaf.expand(tuple(shape)).clone()
-    else:
-        tensor = torch.full(tuple(shape), float("nan") if can_be_nan else 0, dtype=dtype, device=device)
+def _filled(shape: Iterable[int], dtype: torch.dtype, device: torch.device, grad: bool, origin: Origin) -> Tensor:
+    tensor = remote_value(shape, dtype, device, origin, requires_grad=grad)
     mark_dependent(tensor)
     return tensor

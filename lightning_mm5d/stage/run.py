@@ -3,7 +3,7 @@
 While a `Run` is active, patched callables ask it what to do:
 
 - A boundary of this stage is recorded. A boundary of another stage returns the received result.
-- Layers before this stage return a stand-in, from which nothing that counts may be computed (`stage.absent`). At the
+- Layers before this stage return a stand-in, from which nothing that counts may be computed (`sharded.remote_value`). At the
   entry of the first local layer the received hidden state takes its place. Skip inputs, which later layers take beside
   the hidden state, are swapped likewise.
 - Layers after this stage return stand-ins too and note their skip inputs. After the last of these the step ends, by an
@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from lightning_mm5d.partition.hidden_state import at, hidden_place
+from lightning_mm5d.sharded.remote_value import Origin, is_remote, marked
 from lightning_mm5d.sharded.tensor import Sharded
-from lightning_mm5d.stage.absent import check_present
 from lightning_mm5d.stage.deferred import Deferred
 from lightning_mm5d.stage.passes import Pass
 from lightning_mm5d.stage.payload import (
@@ -115,6 +115,8 @@ class Run:
         for tensor, has_grad in zip(payload.tensors, payload.meta["grads"], strict=True):
             tensor.requires_grad_(has_grad and torch.is_grad_enabled())
             mark_dependent(tensor)
+        for index, path, exact in payload.meta["remote"]:  # unless nothing takes them, the last stage reports them
+            payload.tensors[index] = marked(payload.tensors[index], Origin(path, self._runtime.guard), exact=exact)
         for name, description in payload.meta["boundaries"]:
             self._boundaries_in.setdefault(name, []).append(rebuild(description, payload.tensors))
         for modality, hidden, returned, sides in payload.meta["calls"]:
@@ -141,7 +143,6 @@ class Run:
             self._runtime.skip_inputs[self._structure] = frozenset(self._found)
         if not self.stage.is_last:
             self.result = None
-        check_present(self.result, f"what the step returns in stage {self.stage.name}")
         return self.result
 
     def _check_used(self) -> None:
@@ -166,10 +167,12 @@ class Run:
     def __enter__(self) -> Run:
         assert self._runtime.active is None, "stages do not nest"
         self._runtime.active = self
+        self._runtime.guard.ends_here = self.stage.is_last
         return self
 
     def __exit__(self, *_: object) -> None:
         self._runtime.active = None
+        self._runtime.guard.ends_here = None
 
     def backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Backpropagate; a checkpointed layer runs again meanwhile and sees what it saw before."""
@@ -314,10 +317,11 @@ class Run:
             ]
             for call in (self._calls_out.get(calls_of, []) if calls_of else [])
         ]
-        check_present(packer.tensors, f"what stage {self.stage.name} passes on")
-        grads = [tensor.requires_grad for tensor in packer.tensors]
-        meta = {"boundaries": boundaries, "calls": calls, "grads": grads}
-        return Payload(meta, packer.tensors, frozenset(packer.local))
+        grads = [tensor.requires_grad and not is_remote(tensor) for tensor in packer.tensors]
+        remote = [[index, x.origin.name, x.exact] for index, x in enumerate(packer.tensors) if is_remote(x)]
+        tensors = [tensor.as_subclass(Tensor) if is_remote(tensor) else tensor for tensor in packer.tensors]
+        meta = {"boundaries": boundaries, "calls": calls, "grads": grads, "remote": remote}
+        return Payload(meta, tensors, frozenset(packer.local))
 
 
 def hidden_path(args: tuple, kwargs: Mapping[str, Any]) -> Path:

@@ -11,6 +11,7 @@ from torch import nn
 from lightning_mm5d.context_parallel.hooks.apply import ContextParallel
 from lightning_mm5d.partition import Partition
 from lightning_mm5d.sharded.collectives import TensorGroup
+from lightning_mm5d.sharded.remote_value import Guard
 from lightning_mm5d.sharded.tensor import Group
 from lightning_mm5d.stage.deferred import Deferred
 from lightning_mm5d.stage.view import StageView, StandIn
@@ -47,6 +48,7 @@ class Runtime:
         root: the LightningModule.
         partition: what is cut where.
         stages: the stages of this rank, with the parameters that each of them holds.
+        guard: of the values that other ranks have.
         tensor: the layers that this rank shares with others.
         sharing: the ranks that it shares them with, by modality.
         context: the sequences that this rank shares with others, by modality.
@@ -65,6 +67,7 @@ class Runtime:
         root: nn.Module,
         partition: Partition,
         stages: Mapping[StageView, frozenset[str]],
+        guard: Guard,
         *,
         tensor: TensorParallel | None = None,
         sharing: Mapping[str, TensorGroup] | None = None,
@@ -72,6 +75,7 @@ class Runtime:
     ) -> None:
         self.active: ActiveRun | None = None
         self.in_lock_step = False
+        self.guard = guard
         self.skip_inputs: dict[Any, frozenset[SkipInput]] = {}
         self.loss_modality = partition.loss_modality
         self.root, self.partition, self.stages, self.tensor = root, partition, stages, tensor

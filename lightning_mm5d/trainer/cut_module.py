@@ -11,6 +11,7 @@ from lightning_mm5d.context_parallel.hooks.interface import Interface
 from lightning_mm5d.engine.run_groups import RunGroups
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.sharded.remote_value import Guard
 from lightning_mm5d.stage import Patches, Runtime, StageView, drop_parameters, views
 from lightning_mm5d.tensor_parallel.apply import TensorParallel
 
@@ -49,7 +50,9 @@ class CutModule:
         stages = {key: plan.ownership.parameters[key] for key in plan.topology.stages_of(rank)}
         held = frozenset[str]().union(*stages.values())
         names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-        drop_parameters(module, [name for name in names if name not in held], device)
+        guard = Guard(plan.ownership.holders)
+        self._remote = [name for name in names if name not in held]
+        self.drop_remote(module, guard)
         self._tensor: TensorParallel | None = None
         if groups.tensor:
             self._tensor = TensorParallel(module, plan.division, groups.tensor, holds=held.__contains__, device=device)
@@ -61,6 +64,7 @@ class CutModule:
             module,
             plan.partition,
             {self.views[key]: names for key, names in stages.items()},
+            guard,
             tensor=self._tensor,
             sharing=groups.sharing,
             context=self._context,
@@ -80,6 +84,10 @@ class CutModule:
             self._interface.remove()
         if self._tensor is not None:
             self._tensor.remove()
+
+    def drop_remote(self, module: pl.LightningModule, guard: Guard) -> None:
+        """Make placeholders of the parameters that this rank does not hold, in the module or in a copy of it."""
+        drop_parameters(module, self._remote, self._device, guard)
 
     def _share_sequences(self, name: str, held: frozenset[str]) -> ContextParallel:
         """Share the sequences of a modality's layers over context parallel ranks; `held` are this rank's parameters."""

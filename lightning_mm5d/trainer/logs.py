@@ -40,6 +40,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.sharded.remote_value import settled
 from lightning_mm5d.trainer.metric_state import check_torchmetrics, set_step_value, step_value
 
 if TYPE_CHECKING:
@@ -195,6 +196,7 @@ class LogCapture:
                 "which ranks a value is averaged over follows from the layout",
                 "leave sync_dist_group unset and keep sync_dist=True",
             )
+        value = settled(value, call)
         path = self._path_of(value, call) if isinstance(value, Metric) else None
         stored, dtype = _as_tensor(value, call)
         options = LogOptions(

@@ -11,6 +11,7 @@ from torch.distributed.nn.functional import all_gather
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.sharded.remote_value import settled
 from lightning_mm5d.stage import Runtime
 
 
@@ -59,6 +60,7 @@ class ReplicaCollectives:
         Raises:
             ConfigError: another operation.
         """
+        tensor = settled(tensor, "reduce()")
         name = str(getattr(reduce_op, "name", reduce_op)).lower().rpartition(".")[2]
         if name not in ("mean", "avg", "sum", "max", "min", "none"):
             rule = "Replicas are reduced by mean, sum, max or min"
@@ -81,6 +83,7 @@ class ReplicaCollectives:
         Raises:
             ConfigError: replicas run one after the other, because they share ranks and the step generates.
         """
+        tensor = settled(tensor, "all_gather()")
         if self._runtime is not None and self._runtime.in_lock_step and self._shares_ranks:
             raise ConfigError(
                 "self.all_gather",

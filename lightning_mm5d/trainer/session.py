@@ -14,13 +14,14 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import DeviceStatsMonitor
+from lightning.pytorch.callbacks import DeviceStatsMonitor, StochasticWeightAveraging
 from lightning.pytorch.plugins import Precision
 from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_mm5d.checkpoint.module_state import restore_full
+from lightning_mm5d.config.errors import private
 from lightning_mm5d.data.batches import per_replica
 from lightning_mm5d.engine.engine import Engine
 from lightning_mm5d.engine.groups import Groups
@@ -206,6 +207,10 @@ class Session:
         """Extend the trainer until `close`: clipping, figures, SIGTERM, hooks for batches of several replicas."""
         self.turns.attach()
         self.optimization.clip_over_all_ranks(trainer.strategy.precision_plugin)
+        for callback in vars(trainer)["callbacks"]:
+            average = private(callback, "_average_model") if isinstance(callback, StochasticWeightAveraging) else None
+            if average is not None:  # a copy that was made before the module was cut
+                self._cut.drop_remote(average, self._cut.runtime.guard)
         if any(isinstance(callback, DeviceStatsMonitor) for callback in vars(trainer)["callbacks"]):
             self._figures.attach(trainer.strategy.accelerator)
         # Lightning calls the hook with whatever the loader yields, also where that is several batches

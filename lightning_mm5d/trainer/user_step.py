@@ -10,7 +10,8 @@ from torch import Tensor
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.data.microbatch import Microbatch
-from lightning_mm5d.stage.payload import map_tensors, unsharded
+from lightning_mm5d.sharded.remote_value import is_remote, settled
+from lightning_mm5d.stage.payload import Packer, map_tensors, unsharded
 from lightning_mm5d.trainer.logs import LogCapture
 from lightning_mm5d.trainer.metrics import MetricSync
 from lightning_mm5d.trainer.step_result import Weights
@@ -66,11 +67,16 @@ class UserStep:
         return key
 
     def run(self, microbatch: Microbatch, index: int) -> Any:
-        """Call the user's method; return its result, with full tensors in place of sharded ones."""
+        """Call the user's method; return its result, with full tensors in place of sharded ones.
+
+        Raises:
+            RemoteParameterError: in the last stage, the result depends on values that only other ranks have.
+        """
         own = self.weights.own
         weight = own[index] if index < len(own) else microbatch.samples  # of another replica
         self._capture.begin_microbatch(index, weight)
-        return unsharded(getattr(self._module, self._name)(microbatch.batch, *self._arguments))
+        result = unsharded(getattr(self._module, self._name)(microbatch.batch, *self._arguments))
+        return _settled(result, f"what {self._name} returns")
 
     def finish(self, result: Any, index: int) -> Tensor | None:
         """Keep `result`."""
@@ -126,6 +132,17 @@ class TrainingStep(UserStep):
         share = self.weights.share(index)
         # a mean over no tokens is NaN, and so would be its gradients, which no weight of 0 takes away
         return self._scale(loss * share) if share else loss.new_zeros(loss.shape)
+
+
+def _settled(tree: Any, use: str) -> Any:
+    packer = Packer()
+    try:
+        packer.describe(tree)
+    except ValueError:  # objects of the user's own
+        return tree
+    if not any(is_remote(tensor) for tensor in packer.tensors):
+        return tree
+    return map_tensors(tree, lambda tensor: settled(tensor, use))
 
 
 def detached(tree: Any) -> Any:

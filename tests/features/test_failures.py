@@ -134,7 +134,7 @@ def fit(module: type[Toy], **options: Any) -> Scenario:
 
 
 CASES = {
-    "a remote weight in the loss": (UsesTheEncoderLate, PAIR, "StageError", "NaN"),
+    "a remote weight in the loss": (UsesTheEncoderLate, PAIR, "RemoteParameterError", "encoder.patch.weight"),
     "a loss that is NaN anyway": (NotANumber, PIPE, "StageError", "NaN"),
     "layers that change the shape": (ChangesShape, PIPE, "StageError", "pp_size"),
     "a model called twice": (CallsTwice, PIPE, "StageError", "pp_size=1"),

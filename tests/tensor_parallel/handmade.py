@@ -20,6 +20,7 @@ from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.partition import partition
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.shards import Shard, heads_of, joined, scaled
+from lightning_mm5d.sharded.remote_value import Guard
 from lightning_mm5d.stage import drop_parameters
 from lightning_mm5d.tensor_parallel.resolve import Division
 
@@ -108,7 +109,9 @@ def cut(plan: Plan, module: L.LightningModule, rank: int) -> None:
     """Leave in `module` what `rank` holds."""
     tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
     here = {name for name, _ in tensors if rank in plan.ownership.ranks_holding(name)}
-    drop_parameters(module, [name for name in plan.sizes if name not in here], torch.device("cpu"))
+    drop_parameters(
+        module, [name for name in plan.sizes if name not in here], torch.device("cpu"), Guard(plan.ownership.holders)
+    )
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if name in here and name in plan.division.shards:
             tensor.data = plan.division.shards[name].cut(tensor.data, plan.ownership.shard_index(name, rank))

@@ -1,0 +1,414 @@
+"""Values that only other ranks have: placeholders of their parameters, and everything computed from them.
+
+A rank runs the user's own step with most of the model remote, and throws away what it computes of remote parts. So a
+remote parameter may be used, and its results too, as long as no result is kept. A `RemoteValue` is such a result: a
+tensor full of NaN that marks every result of every torch function that takes it, comparisons and ``nan_to_num`` too.
+Whatever would turn it into something unmarked raises `RemoteParameterError`: a Python number or bool, a NumPy array, a
+pickled or saved tensor, a backward, and a write into a tensor that is kept. `settled` is for what leaves a step.
+
+A result is `exact` while NaN stands exactly where a value is remote. Parts without NaN that are cut out of such a
+tensor, after a ``torch.stack`` of states of which some are remote, say, are plain tensors again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mm5d.config.errors import RemoteParameterError
+from lightning_mm5d.sharded.tensor import WRITING
+
+
+class Guard:
+    """Says of remote values who holds them, and when they may be used.
+
+    Args:
+        where: returns the ranks that hold the parameters of a dotted path, in words.
+
+    Attributes:
+        ends_here: whether the step that is under way runs to its end on this rank; None outside of steps.
+        is_dry: whether nothing but shapes is kept of what runs.
+    """
+
+    def __init__(self, where: Callable[[str], str]) -> None:
+        self._where = where
+        self.ends_here: bool | None = None
+        self.is_dry = False
+
+    @contextmanager
+    def dry_run(self) -> Iterator[None]:
+        """Let remote values be NaN meanwhile, for a run of which nothing but shapes is kept."""
+        before, self.is_dry = self.is_dry, True
+        try:
+            yield
+        finally:
+            self.is_dry = before
+
+    def error(self, name: str, use: str) -> RemoteParameterError:
+        """Return the error of `use`, for instance ``"item()"``, of a value that depends on `name`."""
+        wanted = (
+            f"{use} needs a value that depends on `{name}`, which this rank does not hold: {self._where(name)} do. "
+        )
+        if self.ends_here is None:
+            return RemoteParameterError(
+                f"{wanted}To save weights, call trainer.save_checkpoint(...) on all ranks. To read them, call "
+                "trainer.strategy.lightning_module_state_dict() on all ranks: rank 0 gets full tensors, for instance "
+                "for model.save_pretrained(folder, state_dict=...). After fit, rank 0 holds all weights"
+            )
+        return RemoteParameterError(
+            f"{wanted}Call the module that computes with it where its result passes through a boundary. Set `boundary`, "
+            "or `feeds` to the stages that use the result, or pp_size to 1 where states from between layers are used. "
+            "In place of a penalty on weights, use the optimizer's weight_decay"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Origin:
+    """What a remote value comes from: the dotted path of a parameter or module, and the guard of the rank's module."""
+
+    name: str
+    guard: Guard
+
+
+class RemoteValue(Tensor):
+    """A tensor that depends on values of other ranks.
+
+    Attributes:
+        origin: one of the parameters or modules that it depends on.
+        exact: whether NaN stands exactly where a value is remote.
+        mixed: whether other values may stand beside it.
+    """
+
+    origin: Origin
+    exact: bool
+    mixed: bool
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind not in _KINDS for kind in types):
+            return NotImplemented  # another subclass knows better
+        return _call(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            memo[id(self)] = marked(_without_memory(self), self.origin)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise self.origin.guard.error(self.origin.name, "A copy or a file of it")
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({self.origin.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __format__(self, spec: str) -> str:
+        if spec:
+            raise self.origin.guard.error(self.origin.name, f"format(..., {spec!r})")
+        return repr(self)
+
+
+class Placeholder(nn.Parameter):
+    """A parameter of other ranks: NaN of its shape without memory. Writes to it are dropped."""
+
+    origin: Origin
+    exact: bool
+    mixed: bool
+
+    __torch_function__ = RemoteValue.__torch_function__
+    __reduce_ex__ = RemoteValue.__reduce_ex__
+    __repr__ = RemoteValue.__repr__
+    __format__ = RemoteValue.__format__
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            memo[id(self)] = placeholder(self, self.origin)
+        return memo[id(self)]
+
+
+_KINDS = (Tensor, nn.Parameter, RemoteValue, Placeholder)
+
+
+def is_remote(value: Any) -> bool:
+    """Whether `value` is a tensor that depends on values of other ranks."""
+    return isinstance(value, (RemoteValue, Placeholder))
+
+
+def placeholder(parameter: Tensor, origin: Origin, device: torch.device | None = None) -> Placeholder:
+    """Return a parameter without memory in the shape, dtype and device of `parameter`, or on `device`."""
+    empty = _nan(parameter.shape, parameter.dtype, device or parameter.device)
+    result = Placeholder(empty, requires_grad=parameter.requires_grad)
+    return _marked(result, origin, exact=result.is_floating_point(), mixed=False)
+
+
+def make_placeholder(parameter: nn.Parameter, shape: Sequence[int], origin: Origin) -> None:
+    """Turn a parameter into a placeholder of `shape`, in place."""
+    parameter.data = _nan(shape, parameter.dtype, parameter.device)
+    parameter.__class__ = Placeholder
+    _marked(parameter, origin, exact=parameter.is_floating_point(), mixed=False)
+
+
+def make_parameter(parameter: Placeholder, value: Tensor) -> None:
+    """Turn a placeholder into a parameter with `value`, in place."""
+    for name in ("origin", "exact", "mixed"):
+        vars(parameter).pop(name, None)
+    parameter.__class__ = nn.Parameter
+    parameter.data = value
+    parameter.grad = None
+
+
+def marked(tensor: Tensor, origin: Origin, *, exact: bool | None = None) -> RemoteValue:
+    """Return `tensor` as a remote value: one full of NaN where its dtype has one, or else `exact` or not."""
+    result = tensor.as_subclass(RemoteValue)
+    return _marked(
+        result, origin, exact=tensor.is_floating_point() if exact is None else exact, mixed=exact is not None
+    )
+
+
+def remote_value(
+    shape: Iterable[int], dtype: torch.dtype, device: torch.device, origin: Origin, *, requires_grad: bool
+) -> RemoteValue:
+    """Return a remote value full of NaN, with memory, because models write features into embeddings in place."""
+    size, filler = tuple(shape), _filler(dtype)
+    if requires_grad and filler != 0:
+        # no leaf, because a leaf that carries a gradient cannot be written to in place
+        return marked(
+            torch.full((), filler, dtype=dtype, device=device, requires_grad=True).expand(size).clone(), origin
+        )
+    return marked(torch.full(size, filler, dtype=dtype, device=device), origin)
+
+
+def same_origin(result: Tensor, source: Tensor) -> Tensor:
+    """Return `result`, computed from `source` where torch functions do not see it, as remote if `source` is."""
+    if not isinstance(source, (RemoteValue, Placeholder)) or is_remote(result):
+        return result
+    return marked(result, source.origin, exact=False)
+
+
+def settled(value: Any, use: str) -> Any:
+    """Return `value`, which `use` is about to keep, as a plain tensor where it is one of the step that is thrown away.
+
+    Raises:
+        RemoteParameterError: it depends on values of other ranks.
+    """
+    if not is_remote(value) or value.origin.guard.ends_here is False:
+        return value
+    with _plain():
+        if value.exact and not bool(value.isnan().any()):
+            return value.as_subclass(Tensor)
+    raise value.origin.guard.error(value.origin.name, use)
+
+
+def _nan(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((), _filler(dtype), dtype=dtype, device=device).expand(shape)
+
+
+def _without_memory(tensor: Tensor) -> Tensor:
+    return _nan(tensor.shape, tensor.dtype, tensor.device)
+
+
+def _filler(dtype: torch.dtype) -> float:
+    return float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+
+
+def _marked(tensor: Any, origin: Origin, *, exact: bool, mixed: bool) -> Any:
+    tensor.origin, tensor.exact, tensor.mixed = origin, exact, mixed
+    return tensor
+
+
+# --- torch functions of remote values ---
+
+_plain = torch._C.DisableTorchFunctionSubclass
+
+
+def _methods(*names: str) -> set[Any]:
+    """The functions of these names, of tensors and of torch; attributes by the function that reads them."""
+    found = (getattr(owner, name) for owner in (Tensor, torch) for name in names if hasattr(owner, name))
+    return {one.__get__ if hasattr(one, "__set__") else one for one in found}
+
+
+# They tell nothing of values. The functions that set `requires_grad` and views in place are among them.
+_TELLING = _methods(
+    *("shape", "dtype", "device", "layout", "ndim", "names", "name", "requires_grad", "is_leaf", "grad_fn", "grad"),
+    *("output_nr", "_version", "retains_grad", "itemsize", "nbytes", "_backward_hooks", "_post_accumulate_grad_hooks"),
+    *("is_cuda", "is_cpu", "is_xpu", "is_mps", "is_meta", "is_sparse", "is_sparse_csr", "is_quantized", "is_mkldnn"),
+    *("is_nested", "is_xla", "is_ipu", "is_hpu", "is_vulkan", "is_maia", "is_mtia"),
+    *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "dim_order"),
+    *("is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_inference", "is_pinned", "is_shared"),
+    *("is_conj", "is_neg", "is_same_size", "get_device", "dense_dim", "sparse_dim", "has_names", "is_distributed"),
+    *("_is_view", "can_cast", "result_type", "promote_types", "_has_compatible_shallow_copy_type", "is_coalesced"),
+    *("__len__", "__hash__", "__dir__", "requires_grad_", "register_hook", "retain_grad", "share_memory_"),
+    *("register_post_accumulate_grad_hook", "rename_", "detach_", "unsqueeze_", "squeeze_", "t_", "transpose_"),
+    *("swapaxes_", "swapdims_", "as_subclass"),
+) | {Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
+# They take the shape, dtype and device of all their tensors alone.
+_LIKE = _methods(
+    *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like"),
+    *("new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided"),
+)
+# They take these from their second tensor.
+_AS = _methods("expand_as", "view_as", "reshape_as", "type_as", "to", "resize_as_")
+_CASTING = ("to", "cpu", "cuda", "double", "float", "half", "bfloat16", "type")
+_LEAVING = {
+    *("item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__", "__complex__"),
+    *("__contains__", "equal", "allclose", "is_nonzero", "__reduce_ex__", "__reduce__", "__setstate__", "data_ptr"),
+    *("storage", "_typed_storage", "untyped_storage", "__dlpack__", "backward", "save"),
+}
+# They move values without changing them, so that NaN stays where it stands for a remote value.
+_MOVING = {
+    *("view", "reshape", "permute", "transpose", "t", "expand", "unsqueeze", "squeeze", "flatten", "unflatten"),
+    *("contiguous", "clone", "detach", "to", "movedim", "double", "float", "half", "bfloat16", "cpu", "cuda", "repeat"),
+    *("type", "flip", "roll", "expand_as", "view_as", "reshape_as", "type_as"),
+}
+_CUTTING = {
+    *("__getitem__", "select", "narrow", "split", "split_with_sizes", "tensor_split", "chunk", "unbind", "diagonal"),
+    *("index_select", "gather", "masked_select", "take_along_dim"),
+}
+_JOINING = {
+    *("cat", "concat", "concatenate", "stack", "hstack", "vstack", "where", "masked_fill", "masked_fill_"),
+    *("masked_scatter", "masked_scatter_", "__setitem__", "index_put", "index_put_", "index_copy", "index_copy_"),
+    *("scatter", "scatter_", "copy_"),
+}
+
+
+def _call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    if func in _TELLING or func in _LIKE:
+        with _plain():
+            return func(*args, **kwargs)
+    name = getattr(func, "__name__", "")
+    used = [*_tensors(args[:1] if func in _AS else (args, kwargs))]
+    remote = [one for one in used if is_remote(one)]
+    if not remote:  # another tensor is shown in the shape of a remote one
+        with _plain():
+            return func(*args, **kwargs)
+    if name == "equal" and all(isinstance(one, nn.Parameter) for one in used):
+        return used[0] is used[-1]  # Lightning asks so whether an optimizer has a parameter
+    origin = remote[0].origin
+    guard = origin.guard
+    if name in _LEAVING and not guard.is_dry:
+        raise guard.error(origin.name, f"{name}()")
+    if kwargs.get("out") is not None or name in WRITING or (name.endswith("_") and not name.endswith("__")):
+        return _write(func, name, args, kwargs, origin)
+    if name in _CASTING and isinstance(args[0], Placeholder):
+        return _cast(func, args, kwargs)
+    with _plain():
+        result = func(*args, **kwargs)
+    exact = all(one.exact for one in remote) and (name in _MOVING or name in _CUTTING or name in _JOINING)
+    if name == "__get__":
+        exact = all(one.exact for one in remote)  # of attributes, `data` and transposed views are left
+    mixed = any(one.mixed for one in remote) or (name in _JOINING and len(remote) < len(used))
+    return _result(result, name, used, origin, exact=exact, mixed=mixed)
+
+
+def _result(result: Any, name: str, used: Sequence[Tensor], origin: Origin, *, exact: bool, mixed: bool) -> Any:
+    """Mark what a function returned of remote values."""
+    if isinstance(result, Tensor):
+        if is_remote(result) or any(result is one for one in used):
+            return result
+        floats = result.is_floating_point()
+        with torch.no_grad(), _plain():
+            if exact and mixed and floats and name in _CUTTING and not bool(result.isnan().any()):
+                return result
+            if floats and not exact and not result.requires_grad and result._base is None:
+                result.fill_(float("nan"))  # comparisons have made numbers of it
+        return _marked(result.as_subclass(RemoteValue), origin, exact=exact and floats, mixed=mixed)
+    if result is None:
+        return None
+    if isinstance(result, (tuple, list)) and all(isinstance(one, (Tensor, tuple, list, type(None))) for one in result):
+        values = [_result(one, name, used, origin, exact=exact, mixed=mixed) for one in result]
+        return type(result)(*values) if hasattr(result, "_fields") else type(result)(values)
+    if origin.guard.is_dry:
+        return result
+    raise origin.guard.error(origin.name, f"{name}()")
+
+
+def _write(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], origin: Origin) -> Any:
+    """Write in place; writes to placeholders are dropped, because callbacks copy averages into modules."""
+    targets = kwargs["out"] if kwargs.get("out") is not None else args[0]
+    if isinstance(targets, (tuple, list)):
+        return _write_each(func, name, args, kwargs, targets)
+    value = args[-1] if len(args) > 1 else None
+    if is_remote(targets):
+        if name == "__set__":  # of `data`, when the module moves, and of `grad`
+            if is_remote(value) or value is None:
+                with _plain():
+                    func(*args)
+        elif not (isinstance(targets, Placeholder) or _has_no_memory(targets)):
+            _write_remote(func, name, args, kwargs, targets)
+        return targets
+    guard = origin.guard
+    if guard.is_dry:
+        with _plain():
+            return func(*args, **kwargs)
+    if name == "__set__" or isinstance(targets, nn.Parameter) or guard.ends_here is None:
+        raise guard.error(origin.name, f"{name}() on another tensor")
+    with _plain():
+        func(*args, **kwargs)
+        base = targets._base
+    others = [one for one in _tensors((args[1:], kwargs)) if is_remote(one)]
+    exact = name in _JOINING and all(one.exact for one in others)
+    for tensor in (targets, base):
+        if tensor is not None and not is_remote(tensor):
+            tensor.__class__ = RemoteValue
+            _marked(tensor, origin, exact=exact and tensor.is_floating_point(), mixed=True)
+    return targets
+
+
+def _write_remote(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> None:
+    others = [one for one in _tensors((args[1:], kwargs)) if is_remote(one)]
+    with _plain():
+        func(*args, **kwargs)
+    target.exact = target.exact and name in _JOINING and all(one.exact for one in others)
+    target.mixed = True
+
+
+def _write_each(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: Sequence[Any]) -> Any:
+    """Write to several tensors, each on its own."""
+    for index in range(len(targets)):
+
+        def own(value: Any, index: int = index) -> Any:
+            is_list = isinstance(value, (tuple, list)) and len(value) == len(targets)
+            return type(value)([value[index]]) if is_list else value
+
+        one, options = tuple(map(own, args)), {key: own(value) for key, value in kwargs.items()}
+        remote = [tensor for tensor in _tensors((one, options)) if is_remote(tensor)]
+        target = targets[index]
+        if is_remote(target) and (isinstance(target, Placeholder) or _has_no_memory(target)):
+            continue
+        guard = remote[0].origin.guard if remote else None
+        if guard is not None and not is_remote(target) and not guard.is_dry:
+            raise guard.error(remote[0].origin.name, f"{name}() on another tensor")
+        with _plain():
+            func(*one, **options)
+    return targets
+
+
+def _cast(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Move a placeholder, or change its dtype, without giving it memory."""
+    parameter = args[0]
+    with torch.no_grad(), _plain():
+        one = parameter.as_strided((), ())
+        moved = func(one, *args[1:], **{key: value for key, value in kwargs.items() if key != "memory_format"})
+        if not isinstance(moved, Tensor):  # the name of its type
+            return moved
+        if moved.dtype == parameter.dtype and moved.device == parameter.device:
+            return parameter
+        return marked(moved.expand(parameter.shape), parameter.origin)
+
+
+def _has_no_memory(tensor: Tensor) -> bool:
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for value in tree:
+            yield from _tensors(value)
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            yield from _tensors(value)
