@@ -117,6 +117,7 @@ class Run:
             mark_dependent(tensor)
         for index, path, exact in payload.meta["remote"]:  # unless nothing takes them, the last stage reports them
             payload.tensors[index] = marked(payload.tensors[index], Origin(path, self._runtime.guard), exact=exact)
+            mark_dependent(payload.tensors[index])
         for name, description in payload.meta["boundaries"]:
             self._boundaries_in.setdefault(name, []).append(rebuild(description, payload.tensors))
         for modality, hidden, returned, sides in payload.meta["calls"]:

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from features.toys import PAIR, PIPE, Layout, Run, Scenario, Toy, assert_same, outcomes, together, weights
+from features.toys import PAIR, PIPE, VISION, Layout, Run, Scenario, Toy, assert_same, outcomes, together, weights
+from lightning_mm5d import Modality
 from lightning_mm5d.config.errors import RemoteParameterError
 from lightning_mm5d.sharded.remote_value import Guard, Origin, is_remote, placeholder, settled
 
@@ -180,3 +181,166 @@ def test_modules_with_remote_parameters_move_train_and_copy() -> None:
         float(copy.deepcopy(held).weight.sum())
     with pytest.raises(RemoteParameterError):
         pickle.dumps(held)
+
+
+# --- on ranks ---
+
+
+class Penalty(Toy):
+    """A penalty on the encoder's weights that comparisons or ``nan_to_num`` would hide, from step `first` on."""
+
+    first = 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        weight = self.encoder.patch.weight
+        loss = self.loss(batch)
+        return loss + 0.01 * (weight > 0).double().mean() if batch_idx >= self.first else loss
+
+
+class ValidatesByParts(Toy):
+    """Its validation calls the parts of the encoder, which is cut at its boundary."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = self.encoder.patch(batch["images"])
+        for layer in self.encoder.layers:
+            hidden = layer(hidden)
+        logits = self.decoder(batch["tokens"], self.encoder.projector(hidden).nan_to_num())
+        self.log("val_loss", F.cross_entropy(logits, batch["label"]), sync_dist=True)
+
+
+class ReturnsAFlag(Toy):
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"logits": self(batch), "positive": self.encoder.patch.weight > 0}
+
+
+class LogsANorm(Toy):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("norm", self.encoder.patch.weight.norm().nan_to_num())
+        return loss
+
+
+class EarlyStates(Toy):
+    """The loss uses the state after the first layer, which another stage computes; here the embedding is as wide."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        states: list[Tensor] = []
+        hooks = [layer.register_forward_hook(lambda *a: states.append(a[2])) for layer in self.decoder.layers]
+        loss = self.loss(batch)
+        [hook.remove() for hook in hooks]
+        return loss + (states[0] > 0).double().mean()
+
+
+class RightOnes(Toy):
+    """Correct steps that take remote weights where the result is thrown away, and shapes anywhere."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        decoder = self.decoder
+        scale = self.encoder.patch.weight.norm().clamp(max=1.0)  # before the layers, used where it is known
+        features = self.encoder(batch["images"]) * 1.0
+        hidden = F.embedding(batch["tokens"], decoder.embedding.weight)
+        joined = torch.zeros(len(hidden), 6, 8, dtype=decoder.head.weight.dtype, device=decoder.head.weight.device)
+        joined[:, :5] = hidden
+        joined[torch.arange(6).eq(5).expand(len(hidden), -1)] = features
+        for layer in decoder.layers:
+            joined = layer(joined)
+        loss = F.cross_entropy(decoder.head(decoder.norm(joined).mean(dim=1)), batch["label"])
+        self.log("loss", loss, sync_dist=True)
+        assert scale.dim() == 0
+        return loss
+
+
+OUTSIDE: dict[str, Callable[[Any, L.Trainer, Path], Any]] = {
+    "save_pretrained": lambda module, trainer, path: torch.save(module.state_dict(), path / "weights.pt"),
+    "a saved module": lambda module, trainer, path: torch.save(module.encoder.patch, path / "module.pt"),
+    "a norm": lambda module, trainer, path: float(sum(p.norm() for p in module.parameters())),
+    "a vector": lambda module, trainer, path: nn.utils.parameters_to_vector(module.parameters()).tolist(),
+    "a histogram": lambda module, trainer, path: [np.histogram(p.detach().numpy()) for p in module.parameters()],
+    "a copied module": lambda module, trainer, path: float(copy.deepcopy(module.encoder).patch.weight.sum()),
+    "a forward": lambda module, trainer, path: float(module.encoder(torch.zeros(2, 6, dtype=torch.float64)).sum()),
+    "other weights": lambda module, trainer, path: Toy().load_state_dict(module.state_dict()),
+    "a reduction": lambda module, trainer, path: trainer.strategy.reduce(module.encoder.patch.weight.norm(), None),
+}
+
+
+class Tries(L.Callback):
+    """Reads remote weights in hooks, and notes the errors; saves them in the way that works."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.errors, self.state = folder, dict[str, str](), dict[str, Tensor]()
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if trainer.global_step != 1 or not is_remote(pl_module.encoder.patch.weight):
+            return
+        for name, use in OUTSIDE.items():
+            try:
+                use(pl_module, trainer, self.folder)
+                self.errors[name] = "no error"
+            except RuntimeError as error:
+                self.errors[name] = str(error)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.state = trainer.strategy.lightning_module_state_dict()
+
+
+def tried(run: Run) -> Any:
+    tries = Tries(run.folder)
+    module = Toy()
+    run.trainer(callbacks=[tries]).fit(module, run.training())
+    return tries.errors, {name: value.clone() for name, value in tries.state.items()}
+
+
+def right(run: Run) -> Any:
+    module = RightOnes()
+    trainer = run.trainer()
+    trainer.fit(module, run.training())
+    return float(trainer.callback_metrics["loss"]), weights(module)
+
+
+def test_hooks_get_errors_and_the_whole_state_and_correct_steps_train(tmp_path: Path) -> None:
+    """vision: rank 0; language: ranks 1-2 as stages."""
+    (tmp_path / "one").mkdir()
+    (tmp_path / "ranks").mkdir()
+    fed = Layout({**PIPE.modalities, "vision": Modality(feeds=[0], **VISION)}, 3)
+    found = outcomes(fed, tried, right, folder=tmp_path)
+    for errors, _ in found["tried"].ranks[1:]:
+        assert errors.keys() == OUTSIDE.keys()
+        for name, error in errors.items():
+            assert "encoder" in error and "rank 0 (vision.0)" in error and "lightning_module_state_dict" in error, name
+    assert_same(found["tried"].ranks[0][1], found["tried"].one[1])
+    assert_same(found["right"].ranks[0], found["right"].one)
+
+
+def fitted(module: type[Toy], **options: Any) -> Scenario:
+    def scene(run: Run) -> str:
+        try:
+            trainer = run.trainer(num_sanity_val_steps=0, **options)
+            if module is ReturnsAFlag:
+                trainer.predict(module(), run.loader(8))
+            else:
+                trainer.fit(module(), run.training(16), run.loader(8))
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+        return "no error"
+
+    return scene
+
+
+@pytest.mark.parametrize(
+    ("module", "layout", "name"),
+    [
+        (Penalty, PAIR, "encoder.patch.weight"),
+        (ValidatesByParts, PIPE, "encoder.p"),
+        (ReturnsAFlag, PAIR, "encoder.patch.weight"),
+        (LogsANorm, PIPE, "encoder.patch.weight"),
+        (EarlyStates, PIPE, "decoder."),
+    ],
+)
+def test_no_step_keeps_what_depends_on_a_remote_parameter(module: type[Toy], layout: Layout, name: str) -> None:
+    """vision: rank 0; language: rank 1, or ranks 1-2 as stages."""
+    last = together(layout, fitted(module))[-1]
+    assert last.startswith("RemoteParameterError"), last
+    assert f"`{name}" in last
