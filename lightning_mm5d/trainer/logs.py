@@ -82,6 +82,8 @@ class LogCall:
     """what Lightning would store the value in, float32 or float64"""
     weight: float
     """samples that the value stands for"""
+    is_computed: bool = False
+    """whether it was logged as a tensor, and so is equal on ranks that share the last layers"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +95,8 @@ class MergedLog:
     """0-dim, float32 or float64"""
     batch_size: float
     """samples that the value stands for"""
+    is_computed: bool = False
+    """whether it was logged as a tensor; False where it was received"""
 
     def weighted(self, samples: float, factor: float) -> MergedLog:
         """Return the log of a batch of `samples`, whose value counts `factor` times in a mean over replicas."""
@@ -212,7 +216,9 @@ class LogCapture:
             rank_zero_only=bool(rank_zero_only),
         )
         weight = self._samples if batch_size is None else int(batch_size)
-        self._calls[self._microbatch].append(LogCall(options=options, value=stored, dtype=dtype, weight=weight))
+        is_computed = isinstance(value, Tensor)
+        recorded = LogCall(options=options, value=stored, dtype=dtype, weight=weight, is_computed=is_computed)
+        self._calls[self._microbatch].append(recorded)
 
     def _path_of(self, metric: Metric, call: str) -> str:
         if id(metric) not in self._paths:
@@ -283,4 +289,5 @@ def _merge_calls(options: LogOptions, calls: list[LogCall]) -> MergedLog:
     else:
         merged = getattr(values, reduction)()
     dtype = torch.float64 if any(call.dtype == torch.float64 for call in calls) else torch.float32
-    return MergedLog(options=options, value=merged.to(dtype), batch_size=batch_size)
+    is_computed = all(call.is_computed for call in calls)
+    return MergedLog(options=options, value=merged.to(dtype), batch_size=batch_size, is_computed=is_computed)

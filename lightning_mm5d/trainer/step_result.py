@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_mm5d.engine.codec import TreeChannel
+from lightning_mm5d.stage import StageError
 from lightning_mm5d.trainer.logs import LogOptions, MergedLog
 
 
@@ -57,6 +58,31 @@ class StepResult:
     logs: list[MergedLog] = field(default_factory=list)
     has_graph: bool = True
     fails: bool = False
+
+    def check_equal(self, shared: StepResult) -> None:
+        """Refuse a loss or log that differs from the one of another rank with the same last layers.
+
+        Raises:
+            StageError: it differs by more than a relative 1e-5; 1e-2 for a loss in half precision.
+        """
+        pairs = [(f"log {own.options.name!r}", own, one) for own, one in zip(self.logs, shared.logs, strict=False)]
+        found = [(name, own.value, one.value) for name, own, one in pairs if own.is_computed]
+        if self.loss is not None and shared.loss is not None:
+            found.insert(0, ("loss", self.loss, shared.loss))
+        named = [(name, own, one) for name, own, one in found if own is not None and one is not None]
+        if not named:
+            return
+        values = torch.stack([torch.stack([own.to(one), one]).double().cpu() for _, own, one in named])
+        is_half = self.loss is not None and torch.finfo(self.loss.dtype).bits < 32
+        equal = values[:, 0].isclose(values[:, 1], rtol=1e-2 if is_half else 1e-5, atol=0.0, equal_nan=True).tolist()
+        for (name, _, _), (own, one), is_equal in zip(named, values.tolist(), equal, strict=True):
+            if not is_equal:
+                raise StageError(
+                    f"the ranks that share the last layers have unequal values of the {name}, {own:.6g} and {one:.6g}. "
+                    "The step reads the values of a sharded parameter itself (`lm_head.weight`, or a penalty over "
+                    "`self.parameters()`), or depends on the rank: call the module instead, use the optimizer's "
+                    "weight_decay, or set tp_size and cp_size to 1"
+                )
 
 
 class ResultChannel:

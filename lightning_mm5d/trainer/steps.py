@@ -320,6 +320,8 @@ class Steps:
         for number in numbers:
             is_source = number == self._own and self._replicas[number].src == self._rank
             found[number] = self._replicas[number].results.share(merged if is_source else None)
+            if merged is not None and number == self._own and not is_source:
+                merged.check_equal(found[number])
         return found
 
     def _shown(self, found: Mapping[int, StepResult]) -> StepResult:
