@@ -52,7 +52,7 @@ class Call:
     """of warnings"""
 
     def __call__(self, rank: int) -> bytes:
-        """Return what `torch.save` writes of the function's result, with None for values that only other ranks have."""
+        """Return what `torch.save` writes of the function's result, with NaN for values that only other ranks have."""
         os.environ.clear()
         os.environ.update(self.environment | _launched(rank, self.world, self.port))
         sys.path[:] = self.path
@@ -65,8 +65,12 @@ class Call:
                 torch.distributed.barrier()
                 torch.distributed.destroy_process_group()
         data = io.BytesIO()
-        torch.save(tree_map(lambda leaf: None if is_remote(leaf) else leaf, result), data)
+        torch.save(tree_map(_plain, result), data)
         return data.getvalue()
+
+
+def _plain(leaf: Any) -> Any:
+    return torch.full_like(leaf, float("nan") if leaf.is_floating_point() else 0) if is_remote(leaf) else leaf
 
 
 def run_ranks(

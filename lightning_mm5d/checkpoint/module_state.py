@@ -59,7 +59,7 @@ def collect_module(root: nn.Module, plan: Plan, rank: int, targets: Sequence[int
     A tied tensor is one tensor under all of its names. Tensors are collected one at a time, so that no rank needs more
     memory than its result.
     """
-    state = root.state_dict()
+    state = root.state_dict(keep_vars=True)  # a user's call without it is refused where parameters are sharded
     tensors = dict(tensors_of(root))
     device = wire_device(root)
     known: dict[int, Tensor] = {}
@@ -67,7 +67,7 @@ def collect_module(root: nn.Module, plan: Plan, rank: int, targets: Sequence[int
         if isinstance(value, Tensor):
             source = tensors.get(name, value)
             if id(source) not in known:
-                known[id(source)] = _collect(name, value, is_placeholder(source), plan, rank, targets, device)
+                known[id(source)] = _collect(name, value.detach(), is_placeholder(source), plan, rank, targets, device)
             state[name] = known[id(source)]
     return state
 

@@ -15,13 +15,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from lightning_mm5d.config.errors import RemoteParameterError
+from lightning_mm5d.config.errors import RemoteParameterError, private
 from lightning_mm5d.sharded.tensor import WRITING
+from lightning_mm5d.sharded.value_functions import AS, CASTING, CUTTING, JOINING, LEAVING, LIKE, MOVING, TELLING
 
 
 class Guard:
@@ -50,10 +51,8 @@ class Guard:
             self.is_dry = before
 
     def error(self, name: str, use: str) -> RemoteParameterError:
-        """Return the error of `use`, for instance ``"item()"``, of a value that depends on `name`."""
-        wanted = (
-            f"{use} needs a value that depends on `{name}`, which this rank does not hold: {self._where(name)} do. "
-        )
+        """Return the error of `use`, for instance ``"item()"``, of a value that depends on the parameter `name`."""
+        wanted = f"{use} needs a value that depends on `{name}`, which is on {self._where(name)}. "
         if self.ends_here is None:
             return RemoteParameterError(
                 f"{wanted}To save weights, call trainer.save_checkpoint(...) on all ranks. To read them, call "
@@ -61,9 +60,9 @@ class Guard:
                 "for model.save_pretrained(folder, state_dict=...). After fit, rank 0 holds all weights"
             )
         return RemoteParameterError(
-            f"{wanted}Call the module that computes with it where its result passes through a boundary. Set `boundary`, "
-            "or `feeds` to the stages that use the result, or pp_size to 1 where states from between layers are used. "
-            "In place of a penalty on weights, use the optimizer's weight_decay"
+            f"{wanted}Call the module that computes with it where its result passes through a boundary. Set "
+            "`boundary`, or `feeds` to the stages that use the result, or pp_size to 1 where states from between "
+            "layers are used. In place of a penalty on weights, use the optimizer's weight_decay"
         )
 
 
@@ -120,7 +119,7 @@ class Placeholder(nn.Parameter):
 
     __torch_function__ = RemoteValue.__torch_function__
     __reduce_ex__ = RemoteValue.__reduce_ex__
-    __repr__ = RemoteValue.__repr__
+    __repr__ = RemoteValue.__repr__  # type: ignore[assignment]
     __format__ = RemoteValue.__format__
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -132,7 +131,7 @@ class Placeholder(nn.Parameter):
 _KINDS = (Tensor, nn.Parameter, RemoteValue, Placeholder)
 
 
-def is_remote(value: Any) -> bool:
+def is_remote(value: Any) -> TypeGuard[RemoteValue | Placeholder]:
     """Whether `value` is a tensor that depends on values of other ranks."""
     return isinstance(value, (RemoteValue, Placeholder))
 
@@ -155,7 +154,7 @@ def make_parameter(parameter: Placeholder, value: Tensor) -> None:
     """Turn a placeholder into a parameter with `value`, in place."""
     for name in ("origin", "exact", "mixed"):
         vars(parameter).pop(name, None)
-    parameter.__class__ = nn.Parameter
+    parameter.__class__ = nn.Parameter  # type: ignore[assignment]
     parameter.data = value
     parameter.grad = None
 
@@ -221,65 +220,15 @@ def _marked(tensor: Any, origin: Origin, *, exact: bool, mixed: bool) -> Any:
 
 # --- torch functions of remote values ---
 
-_plain = torch._C.DisableTorchFunctionSubclass
-
-
-def _methods(*names: str) -> set[Any]:
-    """The functions of these names, of tensors and of torch; attributes by the function that reads them."""
-    found = (getattr(owner, name) for owner in (Tensor, torch) for name in names if hasattr(owner, name))
-    return {one.__get__ if hasattr(one, "__set__") else one for one in found}
-
-
-# They tell nothing of values. The functions that set `requires_grad` and views in place are among them.
-_TELLING = _methods(
-    *("shape", "dtype", "device", "layout", "ndim", "names", "name", "requires_grad", "is_leaf", "grad_fn", "grad"),
-    *("output_nr", "_version", "retains_grad", "itemsize", "nbytes", "_backward_hooks", "_post_accumulate_grad_hooks"),
-    *("is_cuda", "is_cpu", "is_xpu", "is_mps", "is_meta", "is_sparse", "is_sparse_csr", "is_quantized", "is_mkldnn"),
-    *("is_nested", "is_xla", "is_ipu", "is_hpu", "is_vulkan", "is_maia", "is_mtia"),
-    *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "dim_order"),
-    *("is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_inference", "is_pinned", "is_shared"),
-    *("is_conj", "is_neg", "is_same_size", "get_device", "dense_dim", "sparse_dim", "has_names", "is_distributed"),
-    *("_is_view", "can_cast", "result_type", "promote_types", "_has_compatible_shallow_copy_type", "is_coalesced"),
-    *("__len__", "__hash__", "__dir__", "requires_grad_", "register_hook", "retain_grad", "share_memory_"),
-    *("register_post_accumulate_grad_hook", "rename_", "detach_", "unsqueeze_", "squeeze_", "t_", "transpose_"),
-    *("swapaxes_", "swapdims_", "as_subclass"),
-) | {Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
-# They take the shape, dtype and device of all their tensors alone.
-_LIKE = _methods(
-    *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like"),
-    *("new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided"),
-)
-# They take these from their second tensor.
-_AS = _methods("expand_as", "view_as", "reshape_as", "type_as", "to", "resize_as_")
-_CASTING = ("to", "cpu", "cuda", "double", "float", "half", "bfloat16", "type")
-_LEAVING = {
-    *("item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__", "__complex__"),
-    *("__contains__", "equal", "allclose", "is_nonzero", "__reduce_ex__", "__reduce__", "__setstate__", "data_ptr"),
-    *("storage", "_typed_storage", "untyped_storage", "__dlpack__", "backward", "save"),
-}
-# They move values without changing them, so that NaN stays where it stands for a remote value.
-_MOVING = {
-    *("view", "reshape", "permute", "transpose", "t", "expand", "unsqueeze", "squeeze", "flatten", "unflatten"),
-    *("contiguous", "clone", "detach", "to", "movedim", "double", "float", "half", "bfloat16", "cpu", "cuda", "repeat"),
-    *("type", "flip", "roll", "expand_as", "view_as", "reshape_as", "type_as"),
-}
-_CUTTING = {
-    *("__getitem__", "select", "narrow", "split", "split_with_sizes", "tensor_split", "chunk", "unbind", "diagonal"),
-    *("index_select", "gather", "masked_select", "take_along_dim"),
-}
-_JOINING = {
-    *("cat", "concat", "concatenate", "stack", "hstack", "vstack", "where", "masked_fill", "masked_fill_"),
-    *("masked_scatter", "masked_scatter_", "__setitem__", "index_put", "index_put_", "index_copy", "index_copy_"),
-    *("scatter", "scatter_", "copy_"),
-}
+_plain = private(torch._C, "DisableTorchFunctionSubclass")
 
 
 def _call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    if func in _TELLING or func in _LIKE:
+    if func in TELLING or func in LIKE:
         with _plain():
             return func(*args, **kwargs)
     name = getattr(func, "__name__", "")
-    used = [*_tensors(args[:1] if func in _AS else (args, kwargs))]
+    used = [*_tensors(args[:1] if func in AS else (args, kwargs))]
     remote = [one for one in used if is_remote(one)]
     if not remote:  # another tensor is shown in the shape of a remote one
         with _plain():
@@ -288,18 +237,18 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return used[0] is used[-1]  # Lightning asks so whether an optimizer has a parameter
     origin = remote[0].origin
     guard = origin.guard
-    if name in _LEAVING and not guard.is_dry:
+    if name in LEAVING and not guard.is_dry:
         raise guard.error(origin.name, f"{name}()")
     if kwargs.get("out") is not None or name in WRITING or (name.endswith("_") and not name.endswith("__")):
         return _write(func, name, args, kwargs, origin)
-    if name in _CASTING and isinstance(args[0], Placeholder):
+    if name in CASTING and isinstance(args[0], Placeholder):
         return _cast(func, args, kwargs)
     with _plain():
         result = func(*args, **kwargs)
-    exact = all(one.exact for one in remote) and (name in _MOVING or name in _CUTTING or name in _JOINING)
+    exact = all(one.exact for one in remote) and (name in MOVING or name in CUTTING or name in JOINING)
     if name == "__get__":
         exact = all(one.exact for one in remote)  # of attributes, `data` and transposed views are left
-    mixed = any(one.mixed for one in remote) or (name in _JOINING and len(remote) < len(used))
+    mixed = any(one.mixed for one in remote) or (name in JOINING and len(remote) < len(used))
     return _result(result, name, used, origin, exact=exact, mixed=mixed)
 
 
@@ -310,7 +259,7 @@ def _result(result: Any, name: str, used: Sequence[Tensor], origin: Origin, *, e
             return result
         floats = result.is_floating_point()
         with torch.no_grad(), _plain():
-            if exact and mixed and floats and name in _CUTTING and not bool(result.isnan().any()):
+            if exact and mixed and floats and name in CUTTING and not bool(result.isnan().any()):
                 return result
             if floats and not exact and not result.requires_grad and result._base is None:
                 result.fill_(float("nan"))  # comparisons have made numbers of it
@@ -349,7 +298,7 @@ def _write(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any
         func(*args, **kwargs)
         base = targets._base
     others = [one for one in _tensors((args[1:], kwargs)) if is_remote(one)]
-    exact = name in _JOINING and all(one.exact for one in others)
+    exact = name in JOINING and all(one.exact for one in others)
     for tensor in (targets, base):
         if tensor is not None and not is_remote(tensor):
             tensor.__class__ = RemoteValue
@@ -361,7 +310,7 @@ def _write_remote(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[s
     others = [one for one in _tensors((args[1:], kwargs)) if is_remote(one)]
     with _plain():
         func(*args, **kwargs)
-    target.exact = target.exact and name in _JOINING and all(one.exact for one in others)
+    target.exact = target.exact and name in JOINING and all(one.exact for one in others)
     target.mixed = True
 
 

@@ -3,9 +3,9 @@
 While a `Run` is active, patched callables ask it what to do:
 
 - A boundary of this stage is recorded. A boundary of another stage returns the received result.
-- Layers before this stage return a stand-in, from which nothing that counts may be computed (`sharded.remote_value`). At the
-  entry of the first local layer the received hidden state takes its place. Skip inputs, which later layers take beside
-  the hidden state, are swapped likewise.
+- Layers before this stage return a remote value, which nothing may keep (`sharded.remote_value`). At the entry of the
+  first local layer the received hidden state takes its place. Skip inputs, which later layers take beside the hidden
+  state, are swapped likewise.
 - Layers after this stage return stand-ins too and note their skip inputs. After the last of these the step ends, by an
   exception that only `Run.execute` sees.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import lightning.pytorch as pl
 import torch
 
@@ -54,7 +56,10 @@ class CutModule:
         self._remote = [name for name in names if name not in held]
         self.drop_remote(module, guard)
         self._tensor: TensorParallel | None = None
+        self._unguard: list[Callable[[], object]] = []
         if groups.tensor:
+            sharded = [name for name, group in plan.division.groups.items() if group in groups.tensor]
+            self._guard_shards(guard, [name for name in sharded if name in held and name in plan.division.shards])
             self._tensor = TensorParallel(module, plan.division, groups.tensor, holds=held.__contains__, device=device)
         self._interface = Interface() if groups.context else None
         self._context = {name: self._share_sequences(name, held) for name in groups.context}
@@ -76,6 +81,8 @@ class CutModule:
 
     def remove(self) -> None:
         """Undo phases 2 to 5; placeholders stay."""
+        for unguard in self._unguard:
+            unguard()
         if self._patches is not None:
             self._patches.remove()
         for shared in self._context.values():
@@ -88,6 +95,17 @@ class CutModule:
     def drop_remote(self, module: pl.LightningModule, guard: Guard) -> None:
         """Make placeholders of the parameters that this rank does not hold, in the module or in a copy of it."""
         drop_parameters(module, self._remote, self._device, guard)
+
+    def _guard_shards(self, guard: Guard, names: list[str]) -> None:
+        """Refuse state dicts of modules with sharded parameters: they would hold the shards of this rank alone."""
+        for name in names:
+
+            def refuse(_: torch.nn.Module, prefix: str, keep_vars: bool, name: str = name) -> None:
+                if not keep_vars:  # checkpoints are collected of the parameters themselves
+                    raise guard.error(name, "state_dict()")
+
+            owner = self._module.get_submodule(name.rpartition(".")[0])
+            self._unguard.append(owner.register_state_dict_pre_hook(refuse).remove)
 
     def _share_sequences(self, name: str, held: frozenset[str]) -> ContextParallel:
         """Share the sequences of a modality's layers over context parallel ranks; `held` are this rank's parameters."""

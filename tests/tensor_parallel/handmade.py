@@ -19,8 +19,8 @@ from lightning_mm5d.layout.even_split import even_ranges
 from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.partition import partition
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.sharded.shards import Shard, heads_of, joined, scaled
 from lightning_mm5d.sharded.remote_value import Guard
+from lightning_mm5d.sharded.shards import Shard, heads_of, joined, scaled
 from lightning_mm5d.stage import drop_parameters
 from lightning_mm5d.tensor_parallel.resolve import Division
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -10,6 +11,7 @@ import torch
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 
 from lightning_mm5d import ConfigError, Modality
+from lightning_mm5d.config.errors import RemoteParameterError
 from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.trainer.validation import check_callbacks, check_module
 from parity.harness import fit, strategy
@@ -90,3 +92,38 @@ def test_unlike_losses_and_logs_of_any_step_stop_the_run(penalized: type[TinyMod
     found = run_ranks(2, penalize, penalized)
     assert f"unequal values of the {what}" in found[1], found
     assert found[0] != "no error"
+
+
+class Saves(L.Callback):
+    """Saves the model in the middle of training: as on one process, and from the state of all ranks."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.error = folder, ""
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        try:
+            pl_module.model.save_pretrained(self.folder / f"alone{trainer.global_rank}")
+        except RemoteParameterError as error:
+            self.error = str(error)
+        state = trainer.strategy.lightning_module_state_dict()
+        if trainer.is_global_zero:
+            own = {name.removeprefix("model."): value for name, value in state.items() if name.startswith("model.")}
+            pl_module.model.save_pretrained(self.folder / "all", state_dict=own)
+
+
+def save_while_training(rank: int, folder: Path) -> tuple[str, dict[str, torch.Tensor]]:
+    saves, module = Saves(folder), build("llama_tied")
+    fields = {"language": Modality(tp_size=2, pp_size=2)}
+    fit(module, batches_of("llama_tied"), strategy(fields, num_microbatches=2), 4, callbacks=[saves])
+    return saves.error, {name: value.clone() for name, value in module.model.state_dict().items()}
+
+
+@pytest.mark.usefixtures("float64")
+def test_a_model_is_saved_while_it_trains_from_the_state_of_all_ranks(tmp_path: Path) -> None:
+    """language: ranks 0-1 and 2-3 as stages of two tensor parallel ranks."""
+    found = run_ranks(4, save_while_training, tmp_path)
+    for error, _ in found:
+        assert "lightning_module_state_dict" in error
+    loaded = type(build("llama_tied").model).from_pretrained(tmp_path / "all", dtype=torch.float64)
+    for name, value in loaded.state_dict().items():
+        torch.testing.assert_close(value, found[0][1][name], rtol=1e-9, atol=1e-9)
