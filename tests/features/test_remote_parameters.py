@@ -297,12 +297,16 @@ def right(run: Run) -> Any:
     return float(trainer.callback_metrics["loss"]), weights(module)
 
 
+def validated(run: Run) -> Any:
+    return run.trainer().validate(ValidatesByParts(), run.loader(8), verbose=False)
+
+
 def test_hooks_get_errors_and_the_whole_state_and_correct_steps_train(tmp_path: Path) -> None:
     """vision: rank 0; language: ranks 1-2 as stages."""
     (tmp_path / "one").mkdir()
     (tmp_path / "ranks").mkdir()
     fed = Layout({**PIPE.modalities, "vision": Modality(feeds=[0], **VISION)}, 3)
-    found = outcomes(fed, tried, right, folder=tmp_path)
+    found = outcomes(fed, tried, right, validated, folder=tmp_path)
     for errors, _ in found["tried"].ranks[1:]:
         assert errors.keys() == OUTSIDE.keys()
         for name, error in errors.items():
@@ -310,6 +314,7 @@ def test_hooks_get_errors_and_the_whole_state_and_correct_steps_train(tmp_path: 
                 assert words in error, name
     assert_same(found["tried"].ranks[0][1], found["tried"].one[1])
     assert_same(found["right"].ranks[0], found["right"].one)
+    assert_same(found["validated"].ranks[0], found["validated"].one)
 
 
 def fitted(module: type[Toy], **options: Any) -> Scenario:
@@ -334,7 +339,6 @@ def fitted(module: type[Toy], **options: Any) -> Scenario:
     ("module", "layout", "name"),
     [
         (Penalty, PAIR, "encoder.patch.weight"),
-        (ValidatesByParts, PIPE, "encoder.p"),
         (ReturnsAFlag, PAIR, "encoder.patch.weight"),
         (LogsANorm, PIPE, "encoder.patch.weight"),
         (EarlyStates, PIPE, "decoder."),
