@@ -232,13 +232,14 @@ def _by_path(source: Source, root: nn.Module, name: str, modality: Modality) -> 
             owner, _, method = path.rpartition(".")
             if not _has_module(root, owner) or not callable(getattr(root.get_submodule(owner), method, None)):
                 _resolve(root, path, field)
-        elif isinstance(root.get_submodule(path), nn.ModuleList | nn.ModuleDict):
-            raise ConfigError(
-                field,
-                path,
-                "it is a container whose members are called one by one, so no call of it gives a result",
-                f"Name the module that calls them, {path.rpartition('.')[0] or path!r}; pp_size splits the list",
-            )
+        elif _has_no_forward(root.get_submodule(path)):
+            rule = "it is a container whose members are used one by one, so no call of it gives a result"
+            members = [_join(path, name) for name, _ in root.get_submodule(path).named_children()]
+            fix = f"Name the module that calls them, {path.rpartition('.')[0]!r}; pp_size splits the list"
+            if "." not in path:
+                fix = "Move the code that uses them into the forward of a module, and name that"
+                fix += f", or name all its members, {members}, where the last one's result leaves" if members else ""
+            raise ConfigError(field, path, rule, fix)
         if owns and not any(_under(owner, [path]) or _under(path, [owner]) for path in owns):
             rule = f"It lies outside of what the modality owns, {', '.join(owns)}"
             raise ConfigError(field, path, rule, f"Name a callable in {owns[-1]!r}, or leave it unset")
@@ -335,6 +336,10 @@ def _longest_lists(root: nn.Module, within: tuple[str, ...], without: tuple[str,
         if lists:
             return sorted(lists, key=lambda path: lists[path], reverse=True)
     return []
+
+
+def _has_no_forward(module: nn.Module) -> bool:
+    return type(module).forward is nn.Module.forward and "forward" not in vars(module)
 
 
 def _submodules(module: nn.Module, touched: list[str]) -> list[str]:

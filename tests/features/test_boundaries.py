@@ -8,9 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from features.toys import PIPE, VISION, Layout, Run, Toy, assert_same, outcomes, weights
+from features.toys import PIPE, VISION, WIDTH, Layout, Run, Toy, assert_same, outcomes, weights
 from lightning_mm5d import Modality
 
 
@@ -26,6 +28,31 @@ def twice(run: Run) -> Any:
     module = Twice()
     run.trainer(max_epochs=1).fit(module, run.training(16), run.loader(8))
     return {"weights": weights(module)}
+
+
+class Sometimes(Toy):
+    """Halves of a batch, which are its microbatches, whose first label is 0 call no encoder; 1: and do not use it."""
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        if len(batch["label"]) == 8:
+            halves = ({key: value[at : at + 4] for key, value in batch.items()} for at in (0, 4))
+            return torch.stack([self.loss(half) for half in halves]).mean()
+        features = torch.zeros(len(batch["label"]), WIDTH, dtype=torch.float64)
+        if batch["label"][0] != 0:
+            encoded = self.encoder(batch["images"])
+            features = encoded if batch["label"][0] != 1 else features
+        return F.cross_entropy(self.decoder(batch["tokens"], features), batch["label"])
+
+
+def sometimes(run: Run) -> Any:
+    module = Sometimes()
+    run.trainer().fit(module, run.training(48))
+    return {"weights": weights(module)}
+
+
+def test_microbatches_may_do_without_an_encoder_or_its_result() -> None:
+    found = outcomes(PIPE, sometimes)["sometimes"]
+    assert_same(found.ranks[0]["weights"], found.one["weights"])
 
 
 @pytest.mark.parametrize("feeds", ["all", [0, 1]])

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from features import unlisted
 from features.toys import assert_same, figures, weights
-from features.unlisted import Encoded, ResNet, TwoLinears, Walked, batches, build, nested, sequential, trees
+from features.unlisted import Encoded, Pyramid, ResNet, TwoLinears, Walked, batches, build, nested, sequential, trees
 from lightning_mm5d import Modality
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.partition import partition
@@ -59,6 +59,7 @@ CASES: dict[int, dict[str, Case]] = {
     3: {
         "leaves": (sequential, {**stages(3), "schedule": "zero_bubble", "num_microbatches": 2}, {}),
         "batch norms": (ResNet, stages(3), {}),
+        "a list that changes shapes": (Pyramid, stages(3), {}),
     },
     4: {
         "trees that cross": (trees, {**stages(4), "num_microbatches": 4}, {}),

@@ -102,6 +102,20 @@ class ResNet(nn.Module):
         return self._forward_impl(x)
 
 
+class Pyramid(nn.Module):
+    """A list of layers that change the shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block(3, 4, 2), Block(4, 6, 2), Block(6, 6, 1)])
+        self.head = nn.Linear(6, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x.mean(dim=(2, 3)))
+
+
 class Pair(nn.Module):
     def __init__(self, inner: int, width: int) -> None:
         super().__init__()
