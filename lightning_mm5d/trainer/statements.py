@@ -13,6 +13,7 @@ import platform
 import re
 import sysconfig
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,7 @@ _COLLECTIVE = (
     Timer,
     WeightAveraging,
 )
-_RANK_DEPENDENT = re.compile(r" at 0x[0-9a-f]+|(?<=cuda):\d+")
+_RANK_DEPENDENT = re.compile(r" at 0x[0-9a-f]+|(?<=cuda|.xpu|.npu|.hpu):\d+")
 
 
 def configuration(strategy: object, trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Any]:
@@ -106,7 +107,9 @@ def structure(module: nn.Module) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for path, part in module.named_modules():
         name = path or "the module"
-        found[name] = _RANK_DEPENDENT.sub("", f"{type(part).__name__}({part.extra_repr()})")
+        found[name] = type(part).__name__
+        with suppress(Exception):  # a class of the user's own may not be ready to describe itself
+            found[name] = _RANK_DEPENDENT.sub("", f"{type(part).__name__}({part.extra_repr()})")
     for name, parameter in module.named_parameters(remove_duplicate=False):
         found[name] = f"{_form(parameter)} {'trained' if parameter.requires_grad else 'frozen'}"
     return found | {name: _form(buffer) for name, buffer in module.named_buffers(remove_duplicate=False)}
@@ -178,6 +181,8 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]
+    if isinstance(value, set | frozenset):  # in an order of its own in each process
+        return sorted(str(_plain(inner)) for inner in value)
     if isinstance(value, Tensor):
         return _plain(value.tolist())
     if isinstance(value, Callable | type):  # type: ignore[arg-type]

@@ -1,0 +1,62 @@
+"""What a rank states is the same in every process of a sound run, and holds every field."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from features.toys import PIPE, Run, Toy
+from lightning_mm5d import MultimodalStrategy
+from lightning_mm5d.trainer.statements import configuration, loader, optimizers, structure
+
+SET_BY_TRAINER = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"}
+
+
+@pytest.fixture
+def stated() -> dict[str, Any]:
+    trainer = Run(PIPE).trainer()
+    return configuration(trainer.strategy, trainer, Toy())
+
+
+def test_every_field_of_the_strategy_is_stated(stated: dict[str, Any]) -> None:
+    fields = set(inspect.signature(MultimodalStrategy).parameters) - SET_BY_TRAINER
+    named = {name.partition(".")[0] for name in stated}
+    assert fields <= named, fields - named
+
+
+def test_the_users_own_source_files_and_versions_are_stated(stated: dict[str, Any]) -> None:
+    assert {"source of Toy", "source of lightning_mm5d", "version of torch", "version of lightning"} <= set(stated)
+
+
+class Odd(torch.nn.Module):
+    """What it says of itself differs between processes, or fails."""
+
+    def __init__(self, fails: bool) -> None:
+        super().__init__()
+        self.fails = fails
+
+    def extra_repr(self) -> str:
+        if self.fails:
+            raise RuntimeError("not yet")
+        return f"{object()}, cuda:{id(self) % 7}"
+
+
+def test_addresses_and_devices_by_number_are_left_out() -> None:
+    first, second = (structure(torch.nn.Sequential(Odd(False), Odd(True))) for _ in range(2))
+    assert first == second
+    assert first["0"] == "Odd(<object object>, cuda)"
+
+
+def test_statements_are_json() -> None:
+    optimizer = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.ones(1))], "tags": {"b", "a"}}], lr=0.1)
+    for statement in (optimizers([optimizer]), loader(Run().loader(8)), structure(Toy())):
+        json.dumps(statement)
+    assert optimizers([optimizer])["optimizer 0, group 0: tags"] == ["a", "b"]
+
+
+def test_an_iterable_of_ones_own_is_stated_by_its_class() -> None:
+    assert loader([1, 2]) == {"dataloader": "list"}
