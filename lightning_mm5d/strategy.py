@@ -194,7 +194,10 @@ class MultimodalStrategy(ProcessStrategy):
         module = self.precision_plugin.convert_module(self.lightning_module)
         assert isinstance(module, pl.LightningModule)
         self.model = module
-        plan = self.validate_before_launch(module) or self.plan(module)
+        plan = self.validate_before_launch(module)
+        if plan is None:  # `configure_model` has made its layers since
+            plan = self.plan(module)
+            check_module(module, plan, self.num_microbatches, self.schedule)
         check_callbacks(vars(trainer)["callbacks"], plan)
         self._last_plan = plan
         if trainer.state.fn == TrainerFn.FITTING:
@@ -319,6 +322,10 @@ class MultimodalStrategy(ProcessStrategy):
         with self._run("optimizer_step").optimization.stepping(optimizer, closure, self.precision_plugin) as agreed:
             result = super().optimizer_step(optimizer, agreed, model, **kwargs)
         return result
+
+    def gradient_norm(self, norm_type: float = 2.0) -> Tensor:
+        """Return the norm of all gradients of the module, each element counted once, on every rank; collective."""
+        return self._run("gradient_norm").optimization.norm(norm_type)
 
     # --- communication of Lightning's own ---
 

@@ -103,6 +103,10 @@ class Optimization:
         """Free gradients that Lightning is about to zero, or two sets of them would be held."""
         module, trainer = self._module, self._module.trainer
         is_stock = type(module).optimizer_zero_grad is pl.LightningModule.optimizer_zero_grad
+        # hooks before it may look at them
+        is_stock &= type(module).on_before_zero_grad is pl.LightningModule.on_before_zero_grad
+        callbacks = vars(trainer)["callbacks"]
+        is_stock &= all(type(one).on_before_zero_grad is pl.Callback.on_before_zero_grad for one in callbacks)
         if is_stock and trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
             for optimizer in optimizers:
                 optimizer.zero_grad()
@@ -210,6 +214,10 @@ class Optimization:
         if bool(bad):
             for grad in grads:
                 grad.fill_(float("inf"))
+
+    def norm(self, norm_type: float) -> Tensor:
+        """Return the norm of all gradients over all ranks; collective."""
+        return self._gradients.norm(self._gradients.parameters, None, norm_type)
 
     def clip_over_all_ranks(self, plugin: Precision) -> None:
         """Let a precision plugin clip by the norm over all ranks, or by value on any, until `remove`."""

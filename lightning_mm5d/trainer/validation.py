@@ -15,12 +15,11 @@ import torch
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from torch.utils.data import DataLoader
 
-from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.errors import ConfigError, private
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Graph, Schedule, build, is_table
-from lightning_mm5d.source.names import names
-from lightning_mm5d.source.trees import Source, decorated
+from lightning_mm5d.trainer.own_norms import check_norms
 
 T = TypeVar("T")
 
@@ -44,8 +43,8 @@ def check_module(
     """Refuse modules that cannot run in stages, and a user's own schedule that does not fit them.
 
     Raises:
-        ConfigError: it optimizes manually, or its loss needs all layers, and the layout has several stages; or it clips
-            by a norm of its own, and parameters are sharded.
+        ConfigError: it optimizes manually, its loss needs all layers, or it takes norms of gradients by itself, and the
+            layout has several stages or shards.
         ScheduleError: the schedule is not one of the stages of this module.
     """
     if callable(schedule) or is_table(schedule):
@@ -57,15 +56,7 @@ def check_module(
             "Manual optimization runs its own backward, and a schedule leaves no place for that",
             "Use automatic optimization, or one stage (colocate all modalities, tp_size=1, pp_size=1), no microbatches",
         )
-    source = Source()
-    named = [names(source, function) for function in decorated(type(module).configure_gradient_clipping)]
-    if plan.division.shards and any(found is None or "clip_grad_norm_" in found for found in named):
-        raise ConfigError(
-            "configure_gradient_clipping",
-            "clip_grad_norm_",
-            "It takes the norm of the shards of one rank, so that ranks would clip by unequal norms",
-            "Call self.clip_gradients(optimizer, gradient_clip_val=..., gradient_clip_algorithm='norm')",
-        )
+    check_norms([module], plan)
     configs = [getattr(part, "config", None) for part in module.modules()]
     if any(getattr(config, "output_router_logits", False) is True for config in configs):
         for name, axes in plan.layout.axes.items():
@@ -104,9 +95,11 @@ def check_callbacks(callbacks: Sequence[pl.Callback], plan: Plan) -> None:
     """Refuse callbacks that keep a copy of the module, or a mask of its parameters, where ranks hold parts of it.
 
     Raises:
-        ConfigError: `WeightAveraging` with several stages or tensor parallelism, `StochasticWeightAveraging` and
-            `ModelPruning` with tensor parallelism.
+        ConfigError: `WeightAveraging` with several stages or tensor parallelism, `ModelPruning` over all parameters at
+            once with several stages, `StochasticWeightAveraging` and `ModelPruning` with tensor parallelism, and
+            callbacks that take norms of gradients by themselves with any of these.
     """
+    check_norms(callbacks, plan)
     for callback in callbacks:
         if isinstance(callback, WeightAveraging) and not plan.topology.is_replicated:
             raise ConfigError(
@@ -121,6 +114,14 @@ def check_callbacks(callbacks: Sequence[pl.Callback], plan: Plan) -> None:
                 type(callback).__name__,
                 "It works on full parameters, and tensor parallel ranks have shards of them",
                 "Leave it out, or use tp_size=1",
+            )
+        is_global = isinstance(callback, ModelPruning) and private(callback, "_use_global_unstructured")
+        if is_global and not plan.topology.is_replicated:
+            raise ConfigError(
+                "callbacks",
+                "ModelPruning(use_global_unstructured=True)",
+                "It compares all parameters with each other, and ranks hold parts of them",
+                "Use use_global_unstructured=False, or one stage (colocate all modalities, pp_size=1)",
             )
 
 

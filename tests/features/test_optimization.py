@@ -57,6 +57,24 @@ class HalfFrozen(Toy):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
 
 
+class LooksBack(Toy):
+    """Counts how often the hook before zeroing sees the gradients of the step before."""
+
+    seen = 0
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.seen += any(parameter.grad is not None for parameter in self.parameters())
+
+
+class Normed(Toy):
+    """Logs the norm of all gradients."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norm = getattr(self.trainer.strategy, "gradient_norm", None)
+        here = [p.grad.pow(2).sum() for p in self.parameters() if p.grad is not None]
+        self.log("norm", torch.stack(here).sum().sqrt() if norm is None else norm())
+
+
 def train(run: Run, module: L.LightningModule, samples: int = 16, **options: Any) -> dict[str, Any]:
     trainer = run.trainer(max_epochs=2, **options)
     trainer.fit(module, run.training(samples), run.loader(8))
@@ -78,6 +96,15 @@ def plateau(run: Run) -> Any:
 
 def half_frozen(run: Run) -> Any:
     return train(run, HalfFrozen())
+
+
+def looks_back(run: Run) -> Any:
+    module = LooksBack()
+    return {**train(run, module), "rates": [module.seen]}
+
+
+def normed(run: Run) -> Any:
+    return train(run, Normed())
 
 
 def clipped_by_norm(run: Run) -> Any:
@@ -110,6 +137,8 @@ SCENARIOS = (
     only_the_encoder,
     plateau,
     half_frozen,
+    looks_back,
+    normed,
     clipped_by_norm,
     clipped_by_value,
     clipped_by_value_without_gradients,
@@ -131,7 +160,8 @@ def test_weights_rates_and_metrics_are_those_of_one_process(found: dict[str, Out
     for rank in ranks:
         assert rank["rates"] == pytest.approx(one["rates"])
         assert rank["steps"] == one["steps"]
-        assert rank["metrics"]["val_loss"] == pytest.approx(one["metrics"]["val_loss"], rel=1e-9)
+        for key in {"val_loss", "norm"} & set(one["metrics"]):
+            assert rank["metrics"][key] == pytest.approx(one["metrics"][key], rel=1e-9)
 
 
 def test_the_scenarios_do_what_their_names_say(found: dict[str, Outcome]) -> None:

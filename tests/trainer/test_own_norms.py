@@ -1,0 +1,92 @@
+"""Hooks that take norms of gradients by themselves are found in their source, however they come to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelPruning
+from lightning.pytorch.utilities import grad_norm
+
+from features.toys import PIPE, SHARED, Run, Toy
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.trainer.own_norms import check_norms
+from lightning_mm5d.trainer.validation import check_callbacks, check_module
+
+
+def plan_of(layout: Any) -> Any:
+    trainer = Run(layout).trainer()
+    return trainer.strategy.plan(Toy())
+
+
+@pytest.fixture(scope="module")
+def stages() -> Any:
+    return plan_of(PIPE)
+
+
+class Clips(Toy):
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+
+
+class ClipsLater(Toy):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.shorten()
+
+    def shorten(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+
+
+class LogsLightnings(Toy):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log_dict(grad_norm(self, norm_type=2))
+
+
+def total(module: L.LightningModule) -> Any:
+    return torch.stack([p.grad.norm() for p in module.parameters() if p.grad is not None]).norm()
+
+
+class LogsItsOwn(Toy):
+    def on_after_backward(self) -> None:
+        self.log("total", total(self))
+
+
+class Watches(L.Callback):
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        pl_module.log("total", total(pl_module))
+
+
+class Harmless(Toy):
+    """Edits gradients, clips by value, and asks Lightning and the strategy for norms."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=1.0, gradient_clip_algorithm="norm")
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        grad_norm = self.trainer.strategy.gradient_norm()
+        self.log("grad_norm", grad_norm)
+        torch.nn.utils.clip_grad_value_(self.parameters(), 1.0)
+        self.decoder.norm.weight.grad = None
+
+
+@pytest.mark.parametrize("owner", [Clips(), ClipsLater(), LogsLightnings(), LogsItsOwn(), Watches()])
+def test_norms_of_one_ranks_gradients_are_refused(stages: Any, owner: Any) -> None:
+    with pytest.raises(ConfigError, match=r"gradient_norm\(\)"):
+        check_norms([owner], stages)
+
+
+def test_a_module_that_takes_no_norm_itself_runs(stages: Any) -> None:
+    check_module(Harmless(), stages, 1, "1f1b")
+    check_callbacks([L.Callback()], stages)
+
+
+def test_replicas_may_take_norms() -> None:
+    check_norms([Clips()], plan_of(SHARED))
+
+
+def test_pruning_over_all_parameters_at_once_is_refused(stages: Any) -> None:
+    with pytest.raises(ConfigError, match="use_global_unstructured=False"):
+        check_callbacks([ModelPruning("l1_unstructured")], stages)
+    check_callbacks([ModelPruning("l1_unstructured", use_global_unstructured=False)], stages)
