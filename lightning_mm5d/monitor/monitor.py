@@ -344,7 +344,10 @@ def now_silent(board: Board) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the type of an error and the first line of its text."""
+    """Return the type of an error and the first line of its text; of a dataloader's worker those of its own error."""
+    _, _, original = str(error).partition("Original Traceback (most recent call last):\n")
+    if found := next((line for line in original.splitlines() if line and not line[0].isspace()), ""):
+        return found[:500]
     text = str(error).strip().partition("\n")[0][:500]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

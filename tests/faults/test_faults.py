@@ -13,6 +13,10 @@ from . import trees
 from .cases import trees as tree_cases
 
 QUICK = (
+    "kill -9: forward, rank 2",
+    "kill -9: checkpoint, rank 0",
+    "exceptions: in step, rank 3",
+    "disagreements: fewer batches, rank 2, pipe",
     "disagreements: microbatches, rank 1, pipe",
     "batches: one sample",
 )

@@ -40,6 +40,7 @@ class TreeCase:
         spec: what `faulty_job` is told.
         blamed: ranks of which the last line may name any; empty where the run should succeed.
         words: regular expression that the last line contains too.
+        codes: exit codes, instead of any but 0, of a run that ends without blame and without a traceback.
         equal: whether a run that succeeds must have the losses of one process.
         either: whether success with the losses of one process is as good as the error.
         fires: whether the fault leaves a marker; False where there is nothing to fire.
@@ -51,6 +52,7 @@ class TreeCase:
     spec: dict[str, Any]
     blamed: tuple[int, ...] = ()
     words: str = ""
+    codes: tuple[int, ...] = ()
     equal: bool = False
     either: bool = False
     fires: bool = True
@@ -81,7 +83,7 @@ def run(case: TreeCase, *, limit: float = LIMIT_S) -> Record:
     """Run a case once and judge it."""
     folder = Path(tempfile.mkdtemp(prefix="mm5d-fault-"))
     try:
-        record = _run(case, folder, limit)
+        record = _run(case, folder, limit if case.start == "fork" else 2 * limit)
         _judge(case, record)
         return record
     finally:
@@ -135,10 +137,19 @@ def _judge(case: TreeCase, record: Record) -> None:
     if case.either and succeeded:
         problems += _compared(case, record)
         return
-    if case.blamed:
+    if case.codes:
+        if record.code not in case.codes:
+            problems.append(f"exit code {record.code}")
+        if "Traceback" in record.printed:
+            problems.append("there is a traceback")
+        if not re.search(case.words, record.printed):
+            problems.append(f"no line has {case.words!r}")
+    elif case.blamed:
         if record.code == 0:
             problems.append("exit code 0")
-        if not any(re.search(rf"\brank {rank}\b", record.last) for rank in case.blamed):
+        # "[rank0]: " before the line of a traceback blames nobody, unless all ranks raise the same
+        line = record.last if len(case.blamed) == 4 else re.sub(r"^\[rank\d\]: ", "", record.last)
+        if not any(re.search(rf"\brank ?{rank}\b", line) for rank in case.blamed):
             problems.append(f"the last line names none of the ranks {case.blamed}")
         if not re.search(case.words, record.last):
             problems.append(f"the last line has no {case.words!r}")
