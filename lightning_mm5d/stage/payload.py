@@ -75,6 +75,9 @@ class Packer:
         if self._keeps_sharded and isinstance(tree, Sharded):
             return self._describe_sharded(tree)
         if isinstance(tree, Tensor):
+            if tree.layout != torch.strided:
+                kind = str(tree.layout).removeprefix("torch.")
+                raise ValueError(f"a tensor of layout {kind} cannot cross from one rank to another: use its to_dense()")
             return {"t": self.add(tree)}
         if tree is None or isinstance(tree, (bool, int, float, str)):
             return tree

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_mm5d.engine import codec
+from lightning_mm5d.stage.payload import Packer
 from lightning_mm5d.trainer.logs import LogOptions, MergedLog
 from lightning_mm5d.trainer.step_result import ResultChannel, StepResult, Weights
 from ranks import run_ranks
@@ -86,3 +87,8 @@ def test_every_rank_gets_the_result_of_the_source_in_few_messages() -> None:
 def test_an_object_of_a_users_own_is_refused() -> None:
     with pytest.raises(ValueError, match="object"):
         codec.TreeChannel(lambda message: None, torch.device("cpu")).send({"x": object()})
+
+
+def test_sparse_tensors_are_refused_with_what_would_work() -> None:
+    with pytest.raises(ValueError, match=r"sparse_coo .* to_dense"):
+        Packer().describe({"hits": torch.eye(2).to_sparse()})
