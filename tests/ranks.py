@@ -123,19 +123,25 @@ call_ranks = POOL.call
 
 
 def _call(world: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Call:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
     return Call(
         function=function,
         args=args,
         world=world,
-        port=port,
+        port=_free_port(),
         dtype=torch.get_default_dtype(),
         environment=dict(os.environ),
         path=list(sys.path),
         filters=list(warnings.filters),
     )
+
+
+def _free_port() -> int:
+    """A port below those that the system gives to connections, or one of these would take it before rank 0 listens."""
+    while True:
+        port = random.SystemRandom().randrange(15_000, 32_000)
+        with socket.socket() as s, suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 @dataclass(frozen=True)
