@@ -33,6 +33,7 @@ FIELDS = (
     "start_method",
     "process_group_backend",
     "timeout",
+    "watchdog",
     "timeline",
 )
 """What a user may say of the strategy."""
@@ -153,7 +154,7 @@ def check_early(contents: Sequence[Mapping[str, Any]], overrides: Sequence[str])
         return
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--config", action="config")
-    types = {"modalities": dict[str, Modality], "timeout": timedelta}
+    types = {"modalities": dict[str, Modality], "timeout": timedelta, "watchdog": timedelta}
     for field in FIELDS:
         parser.add_argument(f"--{field}", type=types.get(field, Any), default=None)
     try:
@@ -239,10 +240,11 @@ def _check_as_written(arguments: Sequence[str]) -> None:
     if isinstance(modalities := written.get("modalities"), Mapping):
         written["modalities"] = {name: _made(f"modalities.{name}", Modality, one) for name, one in modalities.items()}
     written = {field: value for field, value in written.items() if value is not None}
-    timeout = written.pop("timeout", None)
-    if timeout is not None and not (isinstance(timeout, str) and _DURATION.fullmatch(timeout)):
-        rule = "It is a duration, written as hours:minutes:seconds in quotes"
-        raise ConfigError("timeout", timeout, rule, "Use for instance '0:30:00'")
+    for field, usual in (("timeout", "0:30:00"), ("watchdog", "0:05:00")):
+        duration = written.pop(field, None)
+        if duration is not None and not (isinstance(duration, str) and _DURATION.fullmatch(duration)):
+            rule = "It is a duration, written as hours:minutes:seconds in quotes"
+            raise ConfigError(field, duration, rule, f"Use for instance {usual!r}")
     check_fields(written)
 
 

@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from subprocess import Popen
 from types import CodeType
 from typing import Any
@@ -189,7 +190,8 @@ class Monitor:
                 self.board.heard.clear()
                 self.board.synced = now
             last = now
-            self._tick(now)
+            with suppress(Exception):  # a look may meet groups and loops that are half made; the next one sees them
+                self._tick(now)
 
     def _tick(self, now: float) -> None:
         look = stack.look(self._main, self._blocking)

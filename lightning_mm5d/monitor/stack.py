@@ -139,6 +139,8 @@ def _place(frames: list[tuple[FrameType, int]]) -> Place:
     for frame, line in reversed(frames):
         code = frame.f_code
         name = code.co_name
+        if name == "run_guarded":  # what called the trainer may have functions of any name
+            hook = call = phase = user = ""
         is_hook = name in _HOOKS or (name.startswith("on_") and name not in ("on_advance_end", "on_run_end"))
         if is_hook and hook in ("", "optimizer_step"):  # whose closure runs the step
             hook, call, user = name, "", ""

@@ -23,6 +23,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_mm5d.config.errors import RankLostError, RankMismatchError, WatchdogTimeoutError, private
 from lightning_mm5d.engine.agreement import Agreement
@@ -38,6 +39,8 @@ _BLOCKING = {
     Agreement.check.__code__: "check",
 }
 _WORDS = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe", "Timed out waiting")
+TERMINATED = "terminated"
+"""kind of a report that SIGTERM ended the run"""
 CAUSE_S = 4.0
 """how long a rank that lost a connection looks for the first cause"""
 
@@ -115,14 +118,29 @@ class Guard:
         if isinstance(error, RankMismatchError):  # all ranks have found it
             monitor.blame("mismatch", str(error))
             return None
+        if isinstance(error, SIGTERMException):
+            self._end_by_sigterm(error)
         place = place_of(error.__traceback__)
         where = said({**position(self._trainer), **self._traffic(), "where": place.where, "phase": place.phase})
         line = f"rank {self._rank} ({where}) failed first: {one_line(error)}"
-        if monitor.blame("lost", line):
+        if monitor.blame("lost", line) and not isinstance(error, SIGTERMException):
             error.add_note(line)
             if self._reports is not None:
                 traceback.print_exception(error)
         return None
+
+    def _end_by_sigterm(self, error: SIGTERMException) -> None:
+        """Say why the run ends, once: the error itself exits without a word, as Lightning has it."""
+        line = "; ".join(getattr(error, "__notes__", [f"rank {self._rank} was told to terminate by SIGTERM"]))
+        self.monitor.blame("lost", line)
+        if self._reports is not None:
+            self._report({"kind": TERMINATED, "line": line})
+            self.monitor.leave()
+            if self._rank == 0:
+                self.monitor.wait_until_told()
+            raise SystemExit(1) from None  # the waiting process raises it: with 0 it would wait for results
+        if self._rank == 0:
+            print(f"{type(error).__name__}: {line}", file=sys.stderr)
 
     def _report(self, cause: Mapping[str, Any]) -> None:
         if self._reports is not None:

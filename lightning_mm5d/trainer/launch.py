@@ -21,6 +21,7 @@ import inspect
 import json
 import multiprocessing
 import os
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -32,6 +33,7 @@ import lightning.fabric.utilities.distributed as fabric_distributed
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 from typing_extensions import override
 
@@ -175,10 +177,16 @@ class Reports:
         """Begin to end stopped ranks after a report."""
         self._thread.start()
 
-    def cause(self) -> Exception | None:
-        """Return the first cause that a rank has reported, as an error."""
+    def cause(self) -> BaseException | None:
+        """Return the first cause that a rank has reported, as an error; print it where the error has no text."""
         self._read()
-        return None if self._first is None else ERRORS[self._first[0]](self._first[1])
+        if self._first is None:
+            return None
+        kind, line = self._first
+        if kind in ERRORS:
+            return ERRORS[kind](line)
+        print(f"{SIGTERMException.__name__}: {line}", file=sys.stderr)
+        return SIGTERMException()
 
     def _listen(self) -> None:
         while not self._closing.wait(0.5):

@@ -70,8 +70,14 @@ class Turns:
             RankMismatchError: on all ranks, when they are not at the same batch.
             SIGTERMException: on all ranks, when any of them was told to terminate.
         """
-        if self._agreed(self._trainer.current_epoch, self._loop.batch_progress.current.ready):
-            raise SIGTERMException
+        epoch, batch = self._trainer.current_epoch, self._loop.batch_progress.current.ready
+        rank = self._agreed(epoch, batch)
+        if rank is not None:
+            error = SIGTERMException()
+            error.add_note(
+                f"rank {rank} was told to terminate by SIGTERM: the run ends before batch {batch} of epoch {epoch}"
+            )
+            raise error
 
     def begin_evaluation_batch(self, index: int) -> None:
         """Agree at the start of an evaluation batch; Lightning raises after the batch. Collective.
@@ -79,21 +85,23 @@ class Turns:
         Raises:
             RankMismatchError: on all ranks, when they are not at the same batch.
         """
-        if self._steps_together and self._agreed(self._trainer.current_epoch, index):
+        if self._steps_together and self._agreed(self._trainer.current_epoch, index) is not None:
             self._connector.received_sigterm = True
 
-    def _agreed(self, epoch: int, batch: int) -> bool:
-        """Return whether any rank was told to terminate."""
+    def _agreed(self, epoch: int, batch: int) -> int | None:
+        """Return a rank that was told to terminate; None where none was."""
+        rank = self._trainer.global_rank
         if self._group is None:
-            return self._terminates
+            return rank if self._terminates else None
         stage = list(RunningStage).index(self._trainer.state.stage) if self._trainer.state.stage is not None else -1
         place = [stage, epoch, batch]
-        agreed = torch.tensor([int(self._terminates), *place, *(-value for value in place)], device=self._device)
+        told = rank + 1 if self._terminates else 0
+        agreed = torch.tensor([told, *place, *(-value for value in place)], device=self._device)
         dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self._group)
-        terminates, *bounds = agreed.tolist()
+        told, *bounds = agreed.tolist()
         if bounds[:3] != [-value for value in bounds[3:]]:
             raise RankMismatchError(self._differences(place))
-        return bool(terminates)
+        return told - 1 if told else None
 
     def _differences(self, place: list[int]) -> str:
         assert self._group is not None
