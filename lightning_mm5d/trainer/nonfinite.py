@@ -68,10 +68,7 @@ class NonFinite:
         """
         if self._reaction == "propagate":
             return
-        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        values = [*self._losses, *(torch._foreach_norm(grads, float("inf")) if grads and not is_scaled else [])]
-        finite = torch.stack([value.to(self._device).isfinite().all() for value in values]).all() if values else True
-        bad = torch.as_tensor(finite, device=self._device).logical_not().float()
+        bad = torch.tensor(float(self._is_bad(optimizer, is_scaled)), device=self._device)
         dist.all_reduce(bad, dist.ReduceOp.MAX)
         losses, self._losses = self._losses, []
         if not bool(bad):
@@ -83,6 +80,17 @@ class NonFinite:
         self.skipped += 1
         rank_zero_warn(f"{message}. The optimizer's step is skipped, as {self.skipped - 1} before it", stacklevel=8)
         raise SkippedStep
+
+    def _is_bad(self, optimizer: Optimizer, is_scaled: bool) -> bool:
+        """Return whether a loss or gradient of this rank is not finite."""
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norms = torch._foreach_norm(grads) if grads and not is_scaled else []
+        values = [value.to(self._device) for value in (*self._losses, *norms)]
+        if not values or all(torch.stack([value.isfinite().all() for value in values]).tolist()):
+            return False
+        # a norm may overflow where no element does, and is many times as fast
+        exact = grads if norms else []
+        return any(not bool(value.isfinite().all()) for value in (*self._losses, *exact))
 
     def _found(self, optimizer: Optimizer, losses: Sequence[Tensor], is_scaled: bool) -> str:
         """Return what is not finite on this rank, in words; empty where all is."""
