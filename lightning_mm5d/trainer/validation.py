@@ -43,8 +43,8 @@ def check_module(
     """Refuse modules that cannot run in stages, and a user's own schedule that does not fit them.
 
     Raises:
-        ConfigError: it optimizes manually, its loss needs all layers, or it takes norms of gradients by itself, and the
-            layout has several stages or shards.
+        ConfigError: it optimizes manually, its loss needs all layers, it takes norms of gradients by itself, or it is
+            tuned by prefixes, and the layout has several stages or shards.
         ScheduleError: the schedule is not one of the stages of this module.
     """
     if callable(schedule) or is_table(schedule):
@@ -67,6 +67,24 @@ def check_module(
                     "A loss over the routers of all layers (output_router_logits) needs all layers on one rank",
                     "Use 1, or set output_router_logits to False in the model's config",
                 )
+    _check_prefix_tuning(module, plan)
+
+
+def _check_prefix_tuning(module: pl.LightningModule, plan: Plan) -> None:
+    """Refuse prefix tuning by PEFT, whose one table holds keys and values for the full heads of all layers."""
+    adapters = [part.peft_config for part in module.modules() if isinstance(getattr(part, "peft_config", None), dict)]
+    kinds = {str(getattr(config, "peft_type", "")) for configs in adapters for config in configs.values()}
+    if not any(kind.rpartition(".")[2] == "PREFIX_TUNING" for kind in kinds):
+        return
+    axes = plan.layout.axes[plan.partition.loss_modality]
+    for field, size in (("pp_size", axes.pp), ("tp_size", axes.tp), ("cp_size", axes.cp)):
+        if size > 1:
+            raise ConfigError(
+                f"modalities.{plan.partition.loss_modality}.{field}",
+                size,
+                "Prefix tuning (peft.PrefixTuningConfig) has keys and values for all heads of all layers in one table",
+                "Use 1, or peft.LoraConfig in its place",
+            )
 
 
 def check_backend(backend: str | None, device: torch.device) -> None:

@@ -140,6 +140,15 @@ def refused(module: L.LightningModule) -> str:
     return str(caught.value)
 
 
+@pytest.mark.parametrize("field", ["pp_size", "tp_size", "cp_size"])
+def test_prefix_tuning_is_refused_before_any_process_starts(field: str) -> None:
+    module: Any = CASES["llama"].build()
+    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    module.model = peft.get_peft_model(module.model, config)
+    with pytest.raises(ConfigError, match=rf"modalities\.language\.{field}: got 2.*Prefix tuning.*LoraConfig"):
+        fit(module, [CASES["llama"].batch(4, seed=0)], strategy({"language": Modality(**{field: 2})}), 2)
+
+
 @pytest.mark.parametrize(
     ("config", "said"),
     [
