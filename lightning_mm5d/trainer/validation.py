@@ -72,8 +72,9 @@ def check_module(
 
 def _check_prefix_tuning(module: pl.LightningModule, plan: Plan) -> None:
     """Refuse prefix tuning by PEFT, whose one table holds keys and values for the full heads of all layers."""
-    adapters = [part.peft_config for part in module.modules() if isinstance(getattr(part, "peft_config", None), dict)]
-    kinds = {str(getattr(config, "peft_type", "")) for configs in adapters for config in configs.values()}
+    found = (getattr(part, "peft_config", None) for part in module.modules())
+    adapters = [config for configs in found if isinstance(configs, dict) for config in configs.values()]
+    kinds = {str(getattr(config, "peft_type", "")) for config in adapters}
     if not any(kind.rpartition(".")[2] == "PREFIX_TUNING" for kind in kinds):
         return
     axes = plan.layout.axes[plan.partition.loss_modality]
