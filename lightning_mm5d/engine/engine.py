@@ -8,12 +8,13 @@ stage are returned.
 
 Only the receipt of a payload that is needed now waits for a peer. It knows nothing of Lightning.
 
-It refuses a loss that is NaN in the first step, where parts of the model are remote.
+It warns of a loss that is NaN in the first step, where parts of the model are remote.
 """
 
 from __future__ import annotations
 
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -72,7 +73,6 @@ class Engine:
         rank: global rank.
         device: where this rank computes.
         instances: groups of the ranks that share layers with this one, by their ranks.
-        refuses_nan: whether a loss that is NaN in the first step is an error.
 
     Attributes:
         seconds: spent in steps.
@@ -94,7 +94,6 @@ class Engine:
         rank: int,
         device: torch.device,
         instances: Mapping[tuple[int, ...], TensorGroup],
-        refuses_nan: bool = True,
     ) -> None:
         self.seconds = 0.0
         self.waited = 0.0
@@ -106,7 +105,7 @@ class Engine:
         self._rank, self._device, self._instances = rank, device, instances
         self._bridges: dict[Any, Bridge] = {}
         self._built: dict[Any, _Prepared] = {}
-        self._checked, self._refuses_nan = False, refuses_nan
+        self._checked = False
 
     def execute(self, step: Step, trainable: frozenset[str]) -> None:
         """Run all microbatches of a step; results of the last stage go to ``step.finish``.
@@ -322,13 +321,13 @@ class Engine:
             return
         self._checked = True
         self._check_equal_losses(loss, stage)
-        if self._refuses_nan and self._plan.topology.edges and bool(loss.detach().isnan()):
+        if self._plan.topology.edges and bool(loss.detach().isnan()):
             remote = sorted(set(self._plan.partition.layers) - set(self._views[stage].cuts)) or ["earlier layers"]
-            raise StageError(
-                f"the loss of the first step is NaN in stage {stage}. Either it is NaN on one process too, or the step "
-                f"uses something there that only other ranks compute ({', '.join(remote)}, embeddings, earlier layers) "
-                "and that does not pass through a boundary: set `boundary`, or `feeds` to the stages that use it, or "
-                "pp_size to 1 where a modality uses states from between its layers"
+            warnings.warn(
+                f"The loss of the first step is NaN in stage {stage}. If it is not NaN on one process, the step uses "
+                f"something there that only other ranks compute ({', '.join(remote)}, embeddings, earlier layers) and "
+                "that neither passes through a boundary nor is seen by torch's functions",
+                stacklevel=2,
             )
 
     def _check_equal_losses(self, loss: Tensor, stage: StageKey) -> None:

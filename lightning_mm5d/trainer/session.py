@@ -125,7 +125,6 @@ class Session:
             rank=rank,
             device=device,
             instances=groups.instances,
-            refuses_nan=options.on_nonfinite == "propagate",
         )
         if options.timeline is not None:
             self._engine.recorder = Recorder(device)
