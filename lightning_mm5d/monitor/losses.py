@@ -6,6 +6,7 @@ only their silence tells. A process that computes is never lost, however silent 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from subprocess import Popen
@@ -21,6 +22,10 @@ SILENT_S = 60.0
 """a rank on another machine that is silent for that long counts as lost"""
 GONE_S = 2.0
 """a silence that long is enough after a connection was lost"""
+
+
+LAUNCHED_BY = "LIGHTNING_MM5D_LAUNCHED_BY"
+"""variable of a process that another rank started: process id and rank of that one"""
 
 
 class Losses:
@@ -42,11 +47,13 @@ class Losses:
             patient: False after a connection was lost, when a short silence is enough.
         """
         for rank, child in self._children().items():
-            if child.poll():
-                patience = 0.5 if board is None else 3.0
-                return _cause(board, rank, ended_how(child.returncode), patience)
+            code = child.poll()
+            has_met = board is not None and (self._rank not in board.entries or rank in board.entries)
+            if code or (code == 0 and not has_met):
+                when = "" if has_met else " before it met the other ranks"
+                return _cause(board, rank, ended_how(code) + when, patience=0.5 if board is None else 3.0)
         if board is None:
-            return None
+            return self._launcher_lost()
         now = time.monotonic()
         for rank, entry in list(board.entries.items()):
             if rank == self._rank:
@@ -57,11 +64,20 @@ class Losses:
                 return _cause(board, rank, "it had ended its run", patience=3.0)
             if here == "gone" and entry["state"] == "running":
                 return _cause(board, rank, "its process is gone", patience=3.0)
+            if here == "gone" and entry["run"] < board.run:
+                return _cause(board, rank, "its process ended after an earlier run", patience=3.0)
             if here == "stopped" and silent > STOPPED_S:
                 return _cause(board, rank, f"its process is stopped (SIGSTOP) for {silent:.0f} s", patience=0.5)
             if here == "unknown" and entry["state"] == "running" and silent > (SILENT_S if patient else GONE_S):
                 return _cause(board, rank, f"it has not answered for {silent:.0f} s", patience=0.5)
         return self._host(board, now, patient)
+
+    def _launcher_lost(self) -> Entry | None:
+        """Judge the process that started this one, which may end before it has made the store that all meet at."""
+        pid, _, rank = os.environ.get(LAUNCHED_BY, "").partition(" ")
+        if not pid or int(rank) >= self._rank or os.getppid() == int(pid):
+            return None
+        return _cause(None, int(rank), "its process is gone", patience=0.5)
 
     def _host(self, board: Board, now: float, patient: bool) -> Entry | None:
         """Judge by the store, which answers no more when its host is gone."""

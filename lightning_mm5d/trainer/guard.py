@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from multiprocessing.connection import Connection
 from subprocess import Popen
@@ -38,6 +38,7 @@ _BLOCKING = {
     Transport.flush.__code__: "flush",
     Agreement.check.__code__: "check",
 }
+_FIRST = "failed first:"
 _WORDS = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe", "Timed out waiting")
 TERMINATED = "terminated"
 """kind of a report that SIGTERM ended the run"""
@@ -122,7 +123,7 @@ class Guard:
             self._end_by_sigterm(error)
         place = place_of(error.__traceback__)
         where = said({**position(self._trainer), **self._traffic(), "where": place.where, "phase": place.phase})
-        line = f"rank {self._rank} ({where}) failed first: {one_line(error)}"
+        line = f"rank {self._rank} ({where}) {_FIRST} {one_line(error)}"
         if monitor.blame("lost", line) and not isinstance(error, SIGTERMException):
             error.add_note(line)
             if self._reports is not None:
@@ -167,15 +168,32 @@ def position(trainer: pl.Trainer) -> dict[str, Any]:
 
 def _came_of_another(error: BaseException) -> bool:
     """Return whether an error, or one that it was raised from, says that the connection to a rank was lost."""
+    for one in _chain(error):
+        if isinstance(one, TransportError | dist.DistError) or (isinstance(one, _REPEATED) and not one.args):
+            return True
+        at_peers = failed_in_communication(one.__traceback__) or any(word in str(one) for word in _WORDS)
+        if isinstance(one, RuntimeError) and at_peers:
+            return True
+    return False
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error, and those that it was raised from."""
     chain: BaseException | None = error
     while chain is not None:
-        if isinstance(chain, TransportError | dist.DistError) or (isinstance(chain, _REPEATED) and not chain.args):
-            return True
-        at_peers = failed_in_communication(chain.__traceback__) or any(word in str(chain) for word in _WORDS)
-        if isinstance(chain, RuntimeError) and at_peers:
-            return True
+        yield chain
         chain = chain.__cause__ or (None if chain.__suppress_context__ else chain.__context__)
-    return False
+
+
+def first_cause(error: BaseException) -> str | None:
+    """Return the line of the first cause that an error, or one that it was raised from, bears."""
+    for one in _chain(error):
+        if isinstance(one, _REPEATED):
+            return one_line(one)
+        for note in getattr(one, "__notes__", ()):
+            if _FIRST in note:
+                return str(note)
+    return None
 
 
 def _end(
@@ -200,6 +218,9 @@ def _end(
         print(one_line(error), file=sys.stderr)
     else:
         usual(kind, error, trace)
+        line = first_cause(error)
+        if line is not None and line not in (one_line(error), *getattr(error, "__notes__", ())):
+            print(line, file=sys.stderr)  # a handler of the error has failed in turn
     for thread in threading.enumerate():
         if not thread.daemon and thread is not threading.current_thread():
             thread.join()

@@ -38,6 +38,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from typing_extensions import override
 
 from lightning_mm5d.config.errors import ConfigError, RankLostError, private
+from lightning_mm5d.monitor.losses import LAUNCHED_BY
 from lightning_mm5d.monitor.monitor import ERRORS
 from lightning_mm5d.monitor.processes import ended_how, state_of
 
@@ -112,7 +113,12 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         _validate(self._strategy, args[1:])
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
-            self._call_children_scripts()
+            rank = self._strategy.node_rank * self.num_processes
+            os.environ[LAUNCHED_BY] = f"{os.getpid()} {rank}"  # for the children alone
+            try:
+                self._call_children_scripts()
+            finally:
+                del os.environ[LAUNCHED_BY]
         private(fabric_distributed, "_set_num_threads_if_needed")(num_processes=self.num_processes)
         return self._strategy.run_guarded(function, trainer, None, *args, **kwargs)
 

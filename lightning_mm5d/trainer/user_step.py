@@ -75,7 +75,10 @@ class UserStep:
         own = self.weights.own
         weight = own[index] if index < len(own) else microbatch.samples  # of another replica
         self._capture.begin_microbatch(index, weight)
-        result = unsharded(getattr(self._module, self._name)(microbatch.batch, *self._arguments))
+        try:
+            result = unsharded(getattr(self._module, self._name)(microbatch.batch, *self._arguments))
+        except StopIteration as error:  # Lightning would take it for the end of the data, on this rank only
+            raise RuntimeError(f"{self._name} raised StopIteration") from error
         return _settled(result, f"what {self._name} returns")
 
     def finish(self, result: Any, index: int) -> Tensor | None:

@@ -71,6 +71,14 @@ class LastStageFails(Toy):
         return loss
 
 
+class StopsIterating(Toy):
+    """Lightning takes the error of a step for the end of the data."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        return loss if batch_idx == 0 else next(iter([]))
+
+
 class NoLoss(Toy):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         self.loss(batch)
@@ -127,6 +135,7 @@ CASES = {
     "no loss": (NoLoss, TWINS, "ConfigError", "training_step"),
     "a reduction of one's own": (OwnReduction, PIPE, "ConfigError", "reduce_fx"),
     "a batch that cannot be cut": (Uncut, PAIR, "ConfigError", "table"),
+    "an iterator that is empty": (StopsIterating, PAIR, "RuntimeError", "training_step raised StopIteration"),
     "an error of one rank": (LastStageFails, TWINS, "KeyError", "own mistake"),
 }
 
