@@ -53,7 +53,7 @@ _HOOKS = frozenset(
 )
 START_OF_BATCH = "the start of a batch"
 AFTER_BATCHES = ("the end of the epoch", "the end of training", "teardown")
-_PHASES = {
+PHASES = {
     "_FitLoop.on_advance_end": AFTER_BATCHES[0],
     "_FitLoop.on_run_end": AFTER_BATCHES[1],
     "Trainer._teardown": AFTER_BATCHES[2],
@@ -62,6 +62,7 @@ _PHASES = {
     "_FitLoop.setup_data": "setup of data",
     "Turns.begin_batch": START_OF_BATCH,
 }
+"""parts of the loops outside of steps, by the qualified names of their functions"""
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ def _place(frames: list[tuple[FrameType, int]]) -> Place:
             call = name
         elif not hook and name in ("_next_data", "__next__") and "data" in code.co_filename:
             hook = "the dataloader"
-        phase = _PHASES.get(code.co_qualname, phase)
+        phase = PHASES.get(code.co_qualname, phase)
         if hook and not _is_installed(code.co_filename):
             user = f"{Path(code.co_filename).name}:{line}"
     named = f"{call} in {hook}" if call and hook else call or hook

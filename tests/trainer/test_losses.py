@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
@@ -10,11 +11,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from lightning.pytorch import Trainer
+from lightning.pytorch.loops import _EvaluationLoop, _FitLoop
 
 from lightning_mm5d.config.errors import RankLostError
 from lightning_mm5d.monitor.losses import LAUNCHED_BY, Losses
 from lightning_mm5d.monitor.processes import machine
+from lightning_mm5d.monitor.stack import PHASES
 from lightning_mm5d.trainer.guard import first_cause
+from lightning_mm5d.trainer.turns import Turns
 
 
 def board(**entries: dict[str, Any]) -> Any:
@@ -77,3 +82,10 @@ def test_an_error_in_a_handler_does_not_hide_the_first_cause() -> None:
     assert first_cause(failing_handler(noted)) == "rank 1 (setup) failed first: ValueError: boom"
     assert first_cause(failing_handler(RankLostError("rank 2"))) == "RankLostError: rank 2"
     assert first_cause(failing_handler(KeyError())) is None
+
+
+def test_the_parts_of_lightnings_loops_have_the_names_by_which_stacks_are_read() -> None:
+    owners = {owner.__name__: owner for owner in (Trainer, Turns, _EvaluationLoop, _FitLoop)}
+    for name in PHASES:
+        owner, _, method = name.partition(".")
+        assert inspect.unwrap(vars(owners[owner])[method]).__code__.co_qualname == name
