@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -36,6 +37,9 @@ _OVER_FULL_MATRICES = {
     "Adalomo",
     "LOMO",
 }
+_TORCH = {
+    cls.__module__ for cls in (torch.optim.LBFGS, torch.optim.SparseAdam)
+}  # which need a closure, or sparse values
 
 
 class Optimization:
@@ -83,6 +87,14 @@ class Optimization:
             tried = dependence(inner) if edges or shards else None
             names = {cls.__name__ for cls in type(inner).__mro__}
             mixes = tried.on_parameters if tried else "LBFGS" in names
+            is_known = tried or not names.isdisjoint(_OVER_FULL_MATRICES) or type(inner).__module__ in _TORCH
+            if (edges or shards) and not is_known:
+                rank_zero_warn(
+                    f"{type(inner).__name__} could not be tried on small parameters: where ranks hold parts of the "
+                    "module, it is right only if its update of a parameter depends on no other, and with tp_size its "
+                    "update of an element on no other. Compare its losses with those of one process",
+                    stacklevel=6,
+                )
             if edges and mixes:
                 raise ConfigError(
                     "configure_optimizers",

@@ -36,6 +36,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_mm5d.schedule import is_table
+from lightning_mm5d.sharded.remote_value import is_remote
 
 _PACKAGES = ("lightning_mm5d", "torch", "lightning", "transformers", "torchmetrics")
 _TRAINER = (
@@ -71,6 +72,7 @@ _COLLECTIVE = (
     WeightAveraging,
 )
 _RANK_DEPENDENT = re.compile(r" at 0x[0-9a-f]+|(?<=cuda|.xpu|.npu|.hpu):\d+")
+_SET = re.compile(r"\{([^{}:]*)\}")
 
 
 def configuration(strategy: object, trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Any]:
@@ -109,7 +111,7 @@ def structure(module: nn.Module) -> dict[str, Any]:
         name = path or "the module"
         found[name] = type(part).__name__
         with suppress(Exception):  # a class of the user's own may not be ready to describe itself
-            found[name] = _RANK_DEPENDENT.sub("", f"{type(part).__name__}({part.extra_repr()})")
+            found[name] = _text(f"{type(part).__name__}({part.extra_repr()})")
     for name, parameter in module.named_parameters(remove_duplicate=False):
         found[name] = f"{_form(parameter)} {'trained' if parameter.requires_grad else 'frozen'}"
     return found | {name: _form(buffer) for name, buffer in module.named_buffers(remove_duplicate=False)}
@@ -184,10 +186,16 @@ def _plain(value: Any) -> Any:
     if isinstance(value, set | frozenset):  # in an order of its own in each process
         return sorted(str(_plain(inner)) for inner in value)
     if isinstance(value, Tensor):
-        return _plain(value.tolist())
+        return _plain(value.item()) if value.numel() == 1 and not is_remote(value) else _form(value)
     if isinstance(value, Callable | type):  # type: ignore[arg-type]
         return f"{value.__module__}.{value.__qualname__}" if hasattr(value, "__qualname__") else type(value).__name__
-    return _RANK_DEPENDENT.sub("", str(value))
+    return _text(value)
+
+
+def _text(value: object) -> str:
+    """Return what a value says of itself, without addresses and numbers of devices, and with sets in one order."""
+    text = _RANK_DEPENDENT.sub("", str(value))
+    return _SET.sub(lambda found: f"{{{', '.join(sorted(found[1].split(', ')))}}}", text)
 
 
 def _version(package: str) -> str | None:
@@ -205,7 +213,7 @@ def _sources(module: nn.Module) -> dict[str, str]:
     for cls in classes:
         try:
             file = inspect.getsourcefile(cls)
-        except TypeError:  # built in, or written in a notebook
+        except (TypeError, OSError):  # built in, or written in a notebook
             continue
         if file is not None and not file.startswith(installed) and Path(file).is_file():
             files.setdefault(file, cls.__name__)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.optim import Optimizer
@@ -56,13 +58,60 @@ class Flagged(ByGlobalNorm):
         return super().scales(group, held) if group["by_norm"] else [1.0] * len(held)
 
 
-class NeedsMore(_Own):
-    def __init__(self, params: Any, model: torch.nn.Module) -> None:
-        super().__init__(params)
+class NeedsMore(ByGlobalNorm):
+    """Cannot be made from parameters and settings."""
+
+    def __init__(self, model: torch.nn.Module, *, steps: int) -> None:
+        super().__init__(model.parameters())
+        self.left = [steps]
+
+    def step(self, closure: Any = None) -> Any:
+        self.left[0] -= 1
+        random.random(), np.random.rand()
+        return super().step(closure)
+
+
+class Keeps(NeedsMore):
+    """Holds the model, so that a copy would step on it."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model, steps=1)
+        self.model = model
+
+
+class Around(_Own):
+    """Steps another optimizer, as lookahead and averaging do."""
+
+    def __init__(self, base: Optimizer) -> None:
+        super().__init__(base.param_groups)
+        self.base = base
+
+    def step(self, closure: Any = None) -> Any:
+        return self.base.step(closure)
+
+
+class InTrainMode(_Own):
+    is_training = False
+
+    def train(self) -> None:
+        self.is_training = True
+
+    def step(self, closure: Any = None) -> Any:
+        assert self.is_training
+        return super().step(closure)
+
+
+class InBlocks(_Own):
+    """Scales large tensors by blocks, as states of 8 bits are."""
+
+    def scales(self, group: Any, held: list[Any]) -> list[Any]:
+        return [1 / p.grad.norm() if p.numel() >= 4096 else 1.0 for p in held]
 
 
 MODEL = torch.nn.Linear(3, 2)
 OURS = MODEL.parameters
+SCHEDULED = NeedsMore(MODEL, steps=7)
+torch.optim.lr_scheduler.StepLR(SCHEDULED, 1)  # puts a `step` in front
 CASES = [
     *[(getattr(torch.optim, name)(OURS(), lr=0.0), NOTHING) for name in ("SGD", "Adam", "AdamW", "NAdam", "RAdam")],
     *[(getattr(torch.optim, name)(OURS()), NOTHING) for name in ("Adadelta", "Adagrad", "Adamax", "RMSprop", "Rprop")],
@@ -78,7 +127,12 @@ CASES = [
     (ClipsAll(OURS()), ALL),
     (Flagged([{"params": [MODEL.weight], "by_norm": False}, {"params": [MODEL.bias], "by_norm": True}]), ALL),
     (Flagged(OURS(), by_norm=False), NOTHING),
-    (NeedsMore(OURS(), MODEL), None),
+    (SCHEDULED, ALL),
+    (Keeps(MODEL), None),
+    (Around(torch.optim.AdamW(OURS())), None),
+    (Around(ByGlobalNorm(OURS())), ALL),
+    (InTrainMode(OURS()), NOTHING),
+    (InBlocks(OURS()), ELEMENTS),
 ]
 
 
@@ -86,7 +140,10 @@ CASES = [
 def test_what_an_update_depends_on(optimizer: Optimizer, expected: Dependence | None) -> None:
     before = [p.detach().clone() for p in MODEL.parameters()]
     state, kept = torch.get_rng_state(), len(optimizer.state)
+    others = random.getstate(), np.random.get_state()[2]
     assert dependence(optimizer) == expected
     assert all(torch.equal(p, old) for p, old in zip(MODEL.parameters(), before, strict=True))
     assert len(optimizer.state) == kept
     assert torch.equal(torch.get_rng_state(), state)
+    assert (random.getstate(), np.random.get_state()[2]) == others
+    assert SCHEDULED.left == [7]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -49,6 +50,31 @@ def test_addresses_and_devices_by_number_are_left_out() -> None:
     first, second = (structure(torch.nn.Sequential(Odd(False), Odd(True))) for _ in range(2))
     assert first == second
     assert first["0"] == "Odd(<object object>, cuda)"
+
+
+class Names:
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    def __repr__(self) -> str:
+        return f"Names(keys={{{', '.join(self.names)}}}, shape={{'a': 1}})"
+
+
+def test_sets_in_texts_are_stated_in_one_order() -> None:
+    parameter = torch.nn.Parameter(torch.ones(1))
+    first, second = (
+        optimizers([torch.optim.SGD([{"params": [parameter], "of": names}], lr=0.1)])
+        for names in (Names("'c'", "'a'", "'b'"), Names("'b'", "'c'", "'a'"))
+    )
+    assert first == second
+    assert first["optimizer 0, group 0: of"] == "Names(keys={'a', 'b', 'c'}, shape={'a': 1})"
+
+
+def test_a_class_of_a_notebook_has_no_source_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
+    module = type("InNotebook", (Toy,), {"__module__": "__main__"})()
+    trainer = Run(PIPE).trainer()
+    assert "source of Toy" in configuration(trainer.strategy, trainer, module)
 
 
 def test_statements_are_json() -> None:
