@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_mm5d.config.errors import RemoteParameterError
 from lightning_mm5d.stage.payload import Packer, rebuild
 
 CONTROL_BYTES = 16
@@ -103,15 +104,21 @@ class TreeChannel:
         packer = Packer()
         try:
             description = [None, packer.describe(tree)]
-        except ValueError as error:
-            self._send([str(error), None], [])
-            raise
-        self._send(description, packer.tensors)
+            leaves = [tensor.detach().to(self._device) for tensor in packer.tensors]
+            parts = [bytes_of(leaf) for leaf in leaves if leaf.numel()]
+            header = describe(description, leaves)
+        except (ValueError, RuntimeError, TypeError) as error:  # also of tensors without memory, while others wait
+            refused = (
+                str(error) if isinstance(error, ValueError) else f"a tensor cannot be sent to other ranks: {error}"
+            )
+            self._send(describe([refused, None], []), [])
+            if isinstance(error, RemoteParameterError):
+                raise
+            raise ValueError(refused) from error
+        self._send(header, parts)
 
-    def _send(self, description: Any, tensors: Sequence[Tensor]) -> None:
-        leaves = [tensor.detach().to(self._device) for tensor in tensors]
-        parts = [bytes_of(leaf) for leaf in leaves if leaf.numel()]
-        first, *others = messages(*self._sent.slot(describe(description, leaves)), parts, _TREE_ROOM, self._device)
+    def _send(self, header: str, parts: list[Tensor]) -> None:
+        first, *others = messages(*self._sent.slot(header), parts, _TREE_ROOM, self._device)
         padded = first.new_zeros(_TREE_ROOM)  # a broadcast has one length on all ranks
         padded[: len(first)] = first
         for message in (padded, *others):

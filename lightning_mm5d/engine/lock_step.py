@@ -159,6 +159,7 @@ class LockStep:
                     f"{path or 'self'}.generate is called in {where}, whose layers lie on several ranks: generate in "
                     "validation_step, test_step, predict_step or in a hook, or use one stage"
                 )
+            _check_clock(path, module, args, kwargs)
             if self._runtime.in_lock_step:
                 return original(*args, **kwargs)  # type: ignore[operator]
             layout = self._plan.layout
@@ -320,6 +321,23 @@ class LockStep:
                 f"rank {self._rank} calls {expected} where another rank of its replica calls {sent}: what the step "
                 "does must not depend on the rank (random numbers of its own, the clock, files)"
             )
+
+
+def _check_clock(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Refuse generation that ends by the clock: each rank has one of its own, and would end after other tokens.
+
+    Raises:
+        StageError: `max_time` is set, in the call, in a configuration or in a criterion.
+    """
+    values = (*args, *kwargs.values(), getattr(module, "generation_config", None))
+    criteria = [one for value in values if isinstance(value, list) for one in value]
+    times = [kwargs.get("max_time"), *(getattr(value, "max_time", None) for value in (*values, *criteria))]
+    time = next((time for time in times if isinstance(time, int | float)), None)
+    if time is not None:
+        raise StageError(
+            f"{path or 'self'}.generate is called with max_time={time}, and the clock of each rank would end it after "
+            "other tokens: use max_new_tokens, or one stage"
+        )
 
 
 def _put(stack: ExitStack, module: nn.Module, name: str, value: Any) -> None:

@@ -22,15 +22,21 @@ def is_placeholder(tensor: Tensor) -> bool:
 
 
 def drop_parameters(root: nn.Module, names: Iterable[str], device: torch.device, guard: Guard) -> None:
-    """Replace the parameters called `names` by placeholders on `device`; tied parameters stay tied."""
+    """Replace the parameters called `names` by placeholders on `device`; tied parameters stay tied.
+
+    A module under several paths has one parameter with several names.
+    """
     replaced: dict[int, nn.Parameter] = {}
+    alive: list[nn.Parameter] = []  # an id is taken again when its parameter is gone
     for name in names:
         path, _, attribute = name.rpartition(".")
         module = root.get_submodule(path)
         parameter = module._parameters[attribute]
         assert parameter is not None
         if id(parameter) not in replaced:
-            replaced[id(parameter)] = placeholder(parameter, Origin(name, guard), device)
+            made = placeholder(parameter, Origin(name, guard), device)
+            replaced |= {id(parameter): made, id(made): made}
+            alive.append(parameter)
         module._parameters[attribute] = replaced[id(parameter)]
 
 

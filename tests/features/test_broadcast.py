@@ -51,7 +51,7 @@ class Asks(Toy):
         rank = strategy.global_rank
         self.got = [strategy.broadcast(value if rank == src else "mine", src) for value in SENT for src in (0, 1)]
         self.refused = []
-        for value in (datetime(2026, 1, 1), {"x": [object()]}, {(1, 2): 3}):
+        for value in (datetime(2026, 1, 1), {"x": [object()]}, {(1, 2): 3}, torch.ones(2, device="meta")):
             with pytest.raises(ConfigError, match="sent to other ranks") as e:
                 strategy.broadcast(value if rank == 1 else None, 1)
             self.refused.append(str(e.value))
@@ -71,4 +71,4 @@ def test_what_is_broadcast_arrives_and_other_objects_are_refused_on_every_rank()
             for found in got[2 * index : 2 * index + 2]:
                 assert type(found) is type(value) or isinstance(value, np.generic)
                 assert found == value if isinstance(value, set) else str(found) == str(value)
-        assert len(refused) == 3
+        assert len(refused) == 4

@@ -262,13 +262,26 @@ def narrated(run: Run) -> None:
     run.trainer().validate(Rollout(), run.loader(8), verbose=False)
 
 
+class Hurried(Rollout):
+    def generate(self, batch: Any, max_time: float | None = None) -> Tensor:
+        return self(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.generate(batch, max_time=0.5)
+
+
+def hurried(run: Run) -> None:
+    run.trainer().validate(Hurried(), run.loader(8), verbose=False)
+
+
 @pytest.mark.parametrize(
     ("layout", "scenario", "message"),
     [
+        (PIPE, hurried, "max_time=0.5, and the clock of each rank"),
         (PIPE, rolled_out, "self.generate is called in training_step"),
         (TWINS, narrated, "outside of a step, where rank 0 works for the replicas"),
     ],
-    ids=["in training", "in a hook of replicas that share ranks"],
+    ids=["by the clock", "in training", "in a hook of replicas that share ranks"],
 )
 def test_generation_that_cannot_work_is_refused_by_name(layout: Layout, scenario: Any, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
