@@ -80,10 +80,19 @@ class LayerResults:
             return "tensor"
         several = isinstance(result, list | tuple)
         first = result[0] if several and result else result
-        if not isinstance(hidden, Tensor) or not isinstance(first, Tensor) or (several and not self._pads):
+        if not isinstance(hidden, Tensor) or not isinstance(first, Tensor):
+            return "other"
+        if several and not (self._pads and all(map(_may_be_none, result[1:]))):
             return "other"
         same = first.shape == hidden.shape and first.is_floating_point() == hidden.is_floating_point()
         return "other" if not same else len(result) if several else "tensor"
+
+
+def _may_be_none(entry: Any) -> bool:
+    """Whether an entry beside the hidden state holds tensors alone; the code after a layer computes with numbers."""
+    if isinstance(entry, list | tuple):
+        return all(map(_may_be_none, entry))
+    return not isinstance(entry, int | float | str)
 
 
 def _structure(layer: nn.Module) -> Any:

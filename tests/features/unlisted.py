@@ -102,18 +102,26 @@ class ResNet(nn.Module):
         return self._forward_impl(x)
 
 
+class Sized(Block):
+    """Returns the size of its result beside it."""
+
+    def forward(self, x: Tensor) -> Any:
+        found = super().forward(x)
+        return found, tuple(found.shape[2:])
+
+
 class Pyramid(nn.Module):
-    """A list of layers that change the shape."""
+    """A list of layers that change the shape, and return numbers that the model computes with."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([Block(3, 4, 2), Block(4, 6, 2), Block(6, 6, 1)])
+        self.layers = nn.ModuleList([Sized(3, 4, 2), Sized(4, 6, 2), Sized(6, 6, 1)])
         self.head = nn.Linear(6, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = layer(x)
-        return self.head(x.mean(dim=(2, 3)))
+            x, (height, width) = layer(x)
+        return self.head(x.sum(dim=(2, 3)) / (height * width))
 
 
 class Pair(nn.Module):
