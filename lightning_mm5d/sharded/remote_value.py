@@ -30,14 +30,15 @@ class Guard:
 
     Args:
         where: returns the ranks that hold the parameters of a dotted path, in words.
+        parameters: returns those of the module, which no step writes remote values into.
 
     Attributes:
         ends_here: whether the step that is under way runs to its end on this rank; None outside of steps.
         is_dry: whether nothing but shapes is kept of what runs.
     """
 
-    def __init__(self, where: Callable[[str], str]) -> None:
-        self._where = where
+    def __init__(self, where: Callable[[str], str], parameters: Callable[[], Iterable[Tensor]] = tuple) -> None:
+        self._where, self._parameters = where, parameters
         self.ends_here: bool | None = None
         self.is_dry = False
 
@@ -49,6 +50,12 @@ class Guard:
             yield
         finally:
             self.is_dry = before
+
+    def keeps(self, tensor: Tensor) -> bool:
+        """Whether `tensor` has the memory of a parameter, as ``parameter.data`` and ``parameter.detach()`` have."""
+        with _plain():
+            memory = tensor.untyped_storage().data_ptr()
+            return any(memory == one.untyped_storage().data_ptr() for one in self._parameters() if not is_remote(one))
 
     def error(self, name: str, use: str) -> RemoteParameterError:
         """Return the error of `use`, for instance ``"item()"``, of a value that depends on the parameter `name`."""
@@ -292,7 +299,7 @@ def _write(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any
     if guard.is_dry:
         with _plain():
             return func(*args, **kwargs)
-    if name == "__set__" or isinstance(targets, nn.Parameter) or guard.ends_here is None:
+    if name == "__set__" or isinstance(targets, nn.Parameter) or guard.ends_here is None or guard.keeps(targets):
         raise guard.error(origin.name, f"{name}() on another tensor")
     with _plain():
         func(*args, **kwargs)

@@ -52,7 +52,7 @@ class CutModule:
         stages = {key: plan.ownership.parameters[key] for key in plan.topology.stages_of(rank)}
         held = frozenset[str]().union(*stages.values())
         names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-        guard = Guard(plan.ownership.holders)
+        guard = Guard(plan.ownership.holders, module.parameters)
         self._remote = [name for name in names if name not in held]
         self.drop_remote(module, guard)
         self._tensor: TensorParallel | None = None

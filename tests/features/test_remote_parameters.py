@@ -26,7 +26,7 @@ class Held(nn.Module):
 
     def __init__(self, shape: tuple[int, ...] = (3, 4)) -> None:
         super().__init__()
-        self.guard = Guard(lambda name: "rank 7 (vision.0)")
+        self.guard = Guard(lambda name: "rank 7 (vision.0)", self.parameters)
         self.weight = placeholder(nn.Parameter(torch.randn(shape)), Origin("weight", self.guard))
         self.real = nn.Parameter(torch.randn(shape))
 
@@ -160,6 +160,17 @@ def test_what_is_cut_out_between_remote_values_is_plain_again() -> None:
     assert torch.stack([held.weight, held.real])[-1].requires_grad
     assert is_remote((both * 2)[1:])  # only moves are followed
     assert is_remote(torch.cat([(held.weight > 0).double(), held.real])[1:])
+
+
+@pytest.mark.parametrize("ends_here", [True, False])
+def test_no_step_writes_into_the_memory_of_a_parameter(ends_here: bool) -> None:
+    held = Held()
+    held.guard.ends_here = ends_here
+    for memory in (held.real.data, held.real.detach()[1:], held.real.data.view(-1)[:12].view(3, 4)[1:]):
+        with pytest.raises(RemoteParameterError, match="on another tensor"):
+            memory.lerp_(held.weight.data[: len(memory)], 0.1)
+    assert not held.real.isnan().any()
+    assert is_remote(torch.zeros(3, 4).lerp_(held.weight.data, 0.1))
 
 
 def test_modules_with_remote_parameters_move_train_and_copy() -> None:
