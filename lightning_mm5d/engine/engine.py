@@ -282,7 +282,7 @@ class Engine:
         self, run: Run, stage: StageKey, other: StageKey, place: tuple[int, int], fails: bool
     ) -> tuple[Bridge, list[Tensor]]:
         if fails:
-            payload = Payload({"boundaries": [], "calls": [], "grads": [], "fails": True})
+            payload = Payload({"boundaries": [], "calls": [], "grads": [], "remote": [], "fails": True})
             self._bridge(stage, other, place).send(payload.meta, [], payload.local)
             return self._bridge(stage, other, place, back=True), []
         consumed = self._plan.topology.consumes.get(other, frozenset()) & frozenset(run.stage.cuts)
