@@ -22,6 +22,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from subprocess import Popen
@@ -87,6 +88,7 @@ class Monitor:
         self._suspect: tuple[str, float] = ("", 0.0)
         self._interrupted = False
         self._left = False
+        self._unprinted: BaseException | None = None
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mm5d-monitor", daemon=True)
@@ -107,10 +109,15 @@ class Monitor:
         self.board = Board(store, self._rank, self._world_size, host=not agents)
         self.board.start(self._entry(stack.Look(stack.Place("", ""), None), 0.0))
 
-    def leave(self) -> None:
-        """Note that an error leaves the trainer: from now on this thread is not interrupted."""
+    def leave(self, unprinted: BaseException | None = None) -> None:
+        """Note that an error leaves the trainer: from now on this thread is not interrupted.
+
+        Args:
+            unprinted: this rank's own error, to be printed where its handlers do not come to an end.
+        """
         with self._lock:
             self._left = True
+            self._unprinted = unprinted
             if self._interrupted:  # one that is still to come
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._main), None)
             self._state = "raised"
@@ -333,6 +340,8 @@ class Monitor:
         return self.board.entries.get(rank, {"state": "running"})["state"] != "running"
 
     def _exit(self, error: Exception) -> None:
+        if self._unprinted is not None:
+            _print("".join(traceback.format_exception(self._unprinted)).rstrip())
         _print(f"{type(error).__name__}: {error}")
         if self.cause is not None:
             self._report(self.cause)

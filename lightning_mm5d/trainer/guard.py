@@ -99,7 +99,8 @@ class Guard:
             self.monitor.close()
             return
         cause = self._judged(error)
-        self.monitor.leave()
+        is_own = cause is None and not isinstance(error, SIGTERMException)
+        self.monitor.leave(error if is_own and self._reports is None else None)
         if self._rank == 0 or self._children():
             self.monitor.wait_until_told()
         if not isinstance(sys.excepthook, partial):

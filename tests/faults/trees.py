@@ -98,7 +98,7 @@ def _run(case: TreeCase, folder: Path, limit: float) -> Record:
         waited, code = 0, None
         alive: set[int] = {launching}
         end = time.monotonic() + limit
-        while alive and time.monotonic() < end:
+        while (alive or code is None) and time.monotonic() < end:  # it may not lead a session yet
             time.sleep(0.02)
             waited, status = os.waitpid(launching, os.WNOHANG) if code is None else (0, 0)
             code = os.waitstatus_to_exitcode(status) if waited else code

@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import time
+from multiprocessing import get_context
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +18,7 @@ from lightning.pytorch.loops import _EvaluationLoop, _FitLoop
 
 from lightning_mm5d.config.errors import RankLostError
 from lightning_mm5d.monitor.losses import LAUNCHED_BY, Losses
+from lightning_mm5d.monitor.monitor import Monitor
 from lightning_mm5d.monitor.processes import machine
 from lightning_mm5d.monitor.stack import PHASES
 from lightning_mm5d.trainer.guard import first_cause
@@ -89,3 +92,39 @@ def test_the_parts_of_lightnings_loops_have_the_names_by_which_stacks_are_read()
     for name in PHASES:
         owner, _, method = name.partition(".")
         assert inspect.unwrap(vars(owners[owner])[method]).__code__.co_qualname == name
+
+
+def waits() -> None:
+    time.sleep(60)
+
+
+def fails_and_waits(printed: Path, ended: Any) -> None:
+    """Body of a rank whose handler of its own error waits for a rank that is lost."""
+    os.dup2(os.open(printed, os.O_CREAT | os.O_WRONLY), 2)
+    monitor = Monitor(
+        1,
+        3,
+        60,
+        blocking={waits.__code__: "a collective"},
+        position=dict,
+        wake=lambda error: None,
+        children=lambda: {2: ended},
+        report=lambda cause: None,
+    )
+    monitor.start()
+    try:
+        raise ValueError("boom")
+    except ValueError as error:
+        monitor.leave(error)
+        waits()
+
+
+@pytest.mark.processes
+def test_a_rank_that_is_ended_in_a_handler_prints_its_own_error_first(tmp_path: Path, ended: Any) -> None:
+    process = get_context("fork").Process(target=fails_and_waits, args=(tmp_path / "printed", ended))
+    process.start()
+    process.join(40)
+    process.kill()
+    printed = (tmp_path / "printed").read_text()
+    assert process.exitcode == 1
+    assert printed.index("Traceback") < printed.index("ValueError: boom") < printed.index("RankLostError: rank 2")
