@@ -362,7 +362,7 @@ class MultimodalStrategy(ProcessStrategy):
             if self._failed and is_partial(module):
                 raise lost_weights()
             return module.state_dict()
-        return collect_module(module, self._session.plan, self.global_rank)
+        return collect_module(module, self._session.plan, self.global_rank, buffers=self._session.buffers)
 
     @override
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True, **kwargs: Any) -> None:

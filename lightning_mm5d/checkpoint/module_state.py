@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_mm5d.checkpoint.buffer_state import BufferState, settle
 from lightning_mm5d.checkpoint.shard_shapes import full_shape, is_local, local_shape, senders
+from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.remote_value import Guard, Origin, Placeholder, make_parameter, make_placeholder
 from lightning_mm5d.stage.remote import give_memory, is_placeholder
@@ -37,6 +39,7 @@ def equalize(root: nn.Module, device: torch.device) -> None:
         device: where messages of the default group live.
     """
     give_memory(root.parameters())
+    settle(root.buffers())
     if dist.get_world_size() == 1:
         return
     held: dict[torch.dtype, list[Tensor]] = {}
@@ -53,12 +56,24 @@ def equalize(root: nn.Module, device: torch.device) -> None:
                 tensor.copy_(piece.view_as(tensor))
 
 
-def collect_module(root: nn.Module, plan: Plan, rank: int, targets: Sequence[int] = (0,)) -> dict[str, Any]:
+def collect_module(
+    root: nn.Module, plan: Plan, rank: int, targets: Sequence[int] = (0,), *, buffers: BufferState | None = None
+) -> dict[str, Any]:
     """Return the module's state dict: full tensors on the ranks `targets`, on others what they hold; collective.
 
     A tied tensor is one tensor under all of its names. Tensors are collected one at a time, so that no rank needs more
-    memory than its result.
+    memory than its result. `buffers` says which ranks have the values of buffers that several stages write.
+
+    Raises:
+        ConfigError: no rank has the value of a buffer.
     """
+    device = wire_device(root)
+    return _collected(root, plan, rank, targets, {} if buffers is None else buffers.sources(device))
+
+
+def _collected(
+    root: nn.Module, plan: Plan, rank: int, targets: Sequence[int], sources: Mapping[str, int]
+) -> dict[str, Any]:
     state = root.state_dict(keep_vars=True)  # a user's call without it is refused where parameters are sharded
     tensors = dict(tensors_of(root))
     device = wire_device(root)
@@ -67,7 +82,9 @@ def collect_module(root: nn.Module, plan: Plan, rank: int, targets: Sequence[int
         if isinstance(value, Tensor):
             source = tensors.get(name, value)
             if id(source) not in known:
-                known[id(source)] = _collect(name, value.detach(), is_placeholder(source), plan, rank, targets, device)
+                known[id(source)] = _collect(
+                    name, value.detach(), is_placeholder(source), plan, rank, targets, device, sources.get(name)
+                )
             state[name] = known[id(source)]
     return state
 
@@ -101,6 +118,7 @@ def load_module(root: nn.Module, state: Mapping[str, Any], strict: bool, plan: P
             )
         if shard is not None and name not in remote and is_local(value, shard):
             own[name] = shard.cut(state[name], plan.ownership.shard_index(name, rank))
+    settle(buffer for name, buffer in root.named_buffers(remove_duplicate=False) if name in own)
     found = root.load_state_dict(own, strict=False)
     missing += [name for name in found.missing_keys if name not in remote]
     if strict and (missing or found.unexpected_keys):
@@ -110,15 +128,26 @@ def load_module(root: nn.Module, state: Mapping[str, Any], strict: bool, plan: P
         )
 
 
-def restore_full(root: nn.Module, plan: Plan, rank: int, targets: Sequence[int] = (0,)) -> None:
+def restore_full(
+    root: nn.Module, plan: Plan, rank: int, targets: Sequence[int] = (0,), *, buffers: BufferState | None = None
+) -> None:
     """Give the module on the ranks `targets` its full tensors, with the values of all ranks; collective.
 
     On other ranks placeholders (NaN for a buffer) replace the local tensors, so that all tensors have their full shape
     on all ranks again; other values that they hold stay. Parameters remain the same objects; those whose shape changes,
     or that had no memory, lose their gradients.
+
+    Raises:
+        ConfigError: no rank has the value of a buffer; all other tensors are restored before.
     """
-    state = collect_module(root, plan, rank, targets)
     device = wire_device(root)
+    sources: Mapping[str, int] = {}
+    missing: ConfigError | None = None
+    try:
+        sources = {} if buffers is None else buffers.sources(device)
+    except ConfigError as error:  # the same on all ranks
+        missing = error
+    state = _collected(root, plan, rank, targets, sources)
     guard = Guard(plan.ownership.holders)
     done: set[int] = set()
     for name, tensor in tensors_of(root):
@@ -136,7 +165,10 @@ def restore_full(root: nn.Module, plan: Plan, rank: int, targets: Sequence[int] 
             _make_remote(tensor, full_shape(tensor.shape, shard), Origin(name, guard))
     if rank in targets:
         give_memory(root.parameters())
+        settle(root.buffers())
         root.load_state_dict(state, strict=False)
+    if missing is not None:
+        raise missing
 
 
 def _collect(
@@ -147,13 +179,17 @@ def _collect(
     rank: int,
     targets: Sequence[int],
     device: torch.device,
+    source: int | None = None,
 ) -> Tensor:
-    """Return the full tensor of `value` on the ranks `targets`, and `value` on others."""
+    """Return the full tensor of `value` on the ranks `targets`, and `value` on others.
+
+    It is sent by its primary ranks, or by the rank `source`.
+    """
     shard = plan.division.shards.get(name)
     result = value
     for target in targets:
         full: Tensor | None = None
-        for index, keeper in senders(plan, name, shard):
+        for index, keeper in senders(plan, name, shard) if source is None else [(0, source)]:
             here = value
             if keeper != target and rank == keeper:
                 dist.send(value.detach().to(device).contiguous(), target)

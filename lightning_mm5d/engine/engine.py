@@ -36,7 +36,7 @@ from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Action, Graph, Kind, Schedule, is_table
 from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.sharded.collectives import TensorGroup
-from lightning_mm5d.stage import Deferred, Payload, Run, Runtime, StageError, StageView
+from lightning_mm5d.stage import Deferred, Payload, Run, Runtime, SharedBuffers, StageError, StageView
 
 _NAMES = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W: "weight gradient"}
 
@@ -106,6 +106,10 @@ class Engine:
         self._bridges: dict[Any, Bridge] = {}
         self._built: dict[Any, _Prepared] = {}
         self._checked = False
+        loss_modality = plan.partition.loss_modality
+        self._last = max(views, key=lambda key: (key.modality == loss_modality, key.number))  # of this rank
+        names = () if len(views) == 1 else plan.ownership.written_by_all
+        self._shared_buffers = SharedBuffers(runtime.root, names)
 
     def execute(self, step: Step, trainable: frozenset[str]) -> None:
         """Run all microbatches of a step; results of the last stage go to ``step.finish``.
@@ -248,7 +252,7 @@ class Engine:
         with torch.set_grad_enabled(training):
             structure = step.structure(part.batch)
             run = Run(self._runtime, view, payloads, structure, reseed, deferred, trains=step.trains)
-            result, ended = self._executed(run, step, part, index)
+            result, ended = self._executed(run, step, part, index, stage)
             if view.is_last and ended:
                 loss = step.finish(result, index)
                 if loss is not None:
@@ -261,7 +265,7 @@ class Engine:
         ]
         return _Flight(run, sent, received, loss)
 
-    def _executed(self, run: Run, step: Step, part: Microbatch, index: int) -> tuple[Any, bool]:
+    def _executed(self, run: Run, step: Step, part: Microbatch, index: int, stage: StageKey) -> tuple[Any, bool]:
         """Return the result of a run, and whether it came to its end.
 
         An evaluation that a pipeline cannot run has no end, here and in all later stages.
@@ -270,7 +274,7 @@ class Engine:
         if step.fails:
             return None, False
         try:
-            with step.context():
+            with step.context(), nullcontext() if stage == self._last else self._shared_buffers.spared():
                 return run.execute(lambda: step.run(part, index)), True
         except (StageError, RemoteParameterError):
             if step.trains or not self._plan.topology.edges:

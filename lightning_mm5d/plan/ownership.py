@@ -105,6 +105,15 @@ class Ownership:
         stage = self.topology.stage_of[owner]
         return self.topology.instances(stage)[0][: self._tp_degree(stage) if name in self.division.shards else 1]
 
+    @cached_property
+    def written_by_all(self) -> tuple[str, ...]:
+        """The buffers that every stage may write, because they are in no layer and beside no parameter."""
+        return tuple(
+            name
+            for name in self.topology.partition.owners
+            if name not in self.sizes and name not in self.division.shards and not self._is_of_one_stage(name)
+        )
+
     def shard_index(self, name: str, rank: int) -> int:
         """Return which shard of a sharded parameter `rank` holds: ``1`` for rank 3."""
         return next(ranks.index(rank) % tp for ranks, tp in self._instances(name) if rank in ranks)

@@ -159,11 +159,16 @@ def make_placeholder(parameter: nn.Parameter, shape: Sequence[int], origin: Orig
 
 def make_parameter(parameter: Placeholder, value: Tensor) -> None:
     """Turn a placeholder into a parameter with `value`, in place."""
-    for name in ("origin", "exact", "mixed"):
-        vars(parameter).pop(name, None)
+    _unmark(parameter)
     parameter.__class__ = nn.Parameter  # type: ignore[assignment]
     parameter.data = value
     parameter.grad = None
+
+
+def make_plain(value: RemoteValue) -> None:
+    """Turn a remote value into an ordinary tensor, in place; NaN stays in it until it is written."""
+    _unmark(value)
+    value.__class__ = Tensor  # type: ignore[assignment]
 
 
 def marked(tensor: Tensor, origin: Origin, *, exact: bool | None = None) -> RemoteValue:
@@ -220,6 +225,11 @@ def _filler(dtype: torch.dtype) -> float:
     return float("nan") if dtype.is_floating_point or dtype.is_complex else 0
 
 
+def _unmark(tensor: Tensor) -> None:
+    for name in ("origin", "exact", "mixed"):
+        vars(tensor).pop(name, None)
+
+
 def _marked(tensor: Any, origin: Origin, *, exact: bool, mixed: bool) -> Any:
     tensor.origin, tensor.exact, tensor.mixed = origin, exact, mixed
     return tensor
@@ -269,7 +279,7 @@ def _result(result: Any, name: str, used: Sequence[Tensor], origin: Origin, *, e
             if exact and mixed and floats and name in CUTTING and not bool(result.isnan().any()):
                 return result
             if floats and not exact and not result.requires_grad and result._base is None:
-                result.fill_(float("nan"))  # comparisons have made numbers of it
+                result.data.fill_(float("nan"))  # comparisons have made numbers of it; no write of the user's
         return _marked(result.as_subclass(RemoteValue), origin, exact=exact and floats, mixed=mixed)
     if result is None:
         return None

@@ -6,6 +6,7 @@ from lightning_mm5d.stage.payload import Payload
 from lightning_mm5d.stage.remote import drop_parameters, give_memory, is_placeholder
 from lightning_mm5d.stage.run import Run
 from lightning_mm5d.stage.runtime import Runtime
+from lightning_mm5d.stage.shared_buffers import SharedBuffers
 from lightning_mm5d.stage.view import StageError, StageView, views
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "Payload",
     "Run",
     "Runtime",
+    "SharedBuffers",
     "StageError",
     "StageView",
     "drop_parameters",

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lightning_mm5d.checkpoint.buffer_state import BufferState
 from lightning_mm5d.checkpoint.module_state import restore_full
 from lightning_mm5d.config.errors import private
 from lightning_mm5d.data.batches import per_replica
@@ -89,6 +90,7 @@ class Session:
         optimization: gradients and optimizers between Lightning's hooks.
         collectives: over the replicas of the loss modality.
         turns: what ranks agree on at the start of a batch.
+        buffers: which ranks have the values of buffers; None until `attach`.
     """
 
     def __init__(self, module: pl.LightningModule, plan: Plan, options: RunOptions) -> None:
@@ -98,6 +100,7 @@ class Session:
         self.plan = plan
         self._module, self._options = module, options
         self._groups = Groups(options.timeout, device=message_device(options.device))
+        self.buffers: BufferState | None = None
         self._hooked: list[Any] = []
         self._hooks = ParameterHooks(module)
         groups = make_groups(
@@ -131,7 +134,13 @@ class Session:
         self._connect(groups)
         world = range(plan.layout.size)
         together = self._groups.get(world, "turns") if len(world) > 1 else None
-        self.turns = Turns(module.trainer, together, message_device(device), steps_together=not self.is_plain)
+        self.turns = Turns(
+            module.trainer,
+            together,
+            message_device(device),
+            steps_together=not self.is_plain,
+            predicts_together=not self.is_plain and plan.layout.num_replicas == 1,
+        )
 
     def _connect(self, groups: RunGroups) -> None:
         """Make gradients, metrics and steps; phase 4."""
@@ -205,6 +214,7 @@ class Session:
     def attach(self, trainer: pl.Trainer) -> None:
         """Extend the trainer until `close`: clipping, figures, SIGTERM, hooks for batches of several replicas."""
         self.turns.attach()
+        self.buffers = BufferState(self._module, self.plan)  # after the module has moved to its device
         self.optimization.clip_over_all_ranks(trainer.strategy.precision_plugin)
         for callback in vars(trainer)["callbacks"]:
             average = private(callback, "_average_model") if isinstance(callback, StochasticWeightAveraging) else None
@@ -274,7 +284,7 @@ class Session:
             self.abort()
             return
         if self.plan.topology.edges or self.plan.division.shards:
-            restore_full(self._module, self.plan, self._options.rank, targets)
+            restore_full(self._module, self.plan, self._options.rank, targets, buffers=self.buffers)
         dist.barrier()
         self._write_timeline()
         if self._transport is not None:

@@ -189,7 +189,7 @@ class Steps:
             context: entered around each microbatch's forward.
         """
         batch, *arguments = arguments
-        parts = self._split(batch, arguments)
+        parts = {number: part for number, part in self._split(batch, arguments).items() if part}
         weights, options = self._weights(parts), self._options(context, arguments)
         results: dict[int, StepResult] = {}
         walking = self._walking(name)
@@ -234,7 +234,7 @@ class Steps:
 
     def _weights(self, parts: Parts) -> Weights:
         """Weigh the microbatches of this rank's own replica; a sum over all replicas gives the total."""
-        if self._own is None:
+        if self._own is None or self._own not in parts:
             return Weights()
         override = getattr(self._module, "loss_weight", None)
         if callable(override):
@@ -326,7 +326,9 @@ class Steps:
 
     def _shown(self, found: Mapping[int, StepResult]) -> StepResult:
         """Log and return the result of the replica that this rank shows."""
-        shown = self._own if self._own is not None else next(iter(self._replicas))
+        shown = self._own if self._own is not None else next(iter(found))
+        if shown not in found:  # in prediction, where other replicas have one batch more
+            return StepResult()
         # only now: with sync_dist a log is collective over all ranks, and others wait for the next replica's result
         replay(self._module, found[shown].logs)
         return found[shown]

@@ -31,13 +31,20 @@ class Turns:
         group: all ranks, for nothing else; None for a single rank.
         device: where messages of the group live.
         steps_together: whether evaluation steps involve all ranks, which then agree in them too.
+        predicts_together: whether prediction steps do. Where data is divided among replicas, some have one more.
     """
 
     def __init__(
-        self, trainer: pl.Trainer, group: dist.ProcessGroup | None, device: torch.device, *, steps_together: bool
+        self,
+        trainer: pl.Trainer,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        *,
+        steps_together: bool,
+        predicts_together: bool,
     ) -> None:
         self._trainer, self._group, self._device = trainer, group, device
-        self._steps_together = steps_together
+        self._steps_together = predicts_together if trainer.predicting else steps_together
         self._terminates = False
         self._connector = private(trainer, "_signal_connector")
         self._loop = trainer.fit_loop.epoch_loop

@@ -83,11 +83,16 @@ def predicted(run: Run) -> Any:
     return run.trainer().predict(Talkative(), run.loader(20))
 
 
+def predicted_unequally(run: Run) -> Any:
+    """5 samples in batches of 4: with two replicas, the first has two batches and the second has one."""
+    return run.trainer().predict(Talkative(), run.loader(5, 4))
+
+
 def predicted_of_two(run: Run) -> Any:
     return run.trainer().predict(Talkative(), [run.loader(8), run.loader(12)])
 
 
-SCENARIOS = (hooks, evaluated, predicted, predicted_of_two)
+SCENARIOS = (hooks, evaluated, predicted, predicted_unequally, predicted_of_two)
 LAYOUTS = [PIPE, TWINS, SHARED]
 
 
@@ -139,13 +144,13 @@ def test_tests_and_validations_without_training_equal_one_process(found: Any) ->
     assert outcome["evaluated"].ranks[0]["whole"]
 
 
-@pytest.mark.parametrize("name", ["predicted", "predicted_of_two"])
+@pytest.mark.parametrize("name", ["predicted", "predicted_unequally", "predicted_of_two"])
 def test_predictions_are_those_of_one_process_in_order(found: Any, name: str) -> None:
     """With replicas each has every other sample, as under any strategy, and none twice."""
     layout, outcome = found
     one = outcome[name].one
     for rank, got in enumerate(outcome[name].ranks):
-        loaders, expected = ([got], [one]) if name == "predicted" else (got, one)
+        loaders, expected = ([got], [one]) if name != "predicted_of_two" else (got, one)
         for batches, whole in zip(loaders, expected, strict=True):
             for key in ("class", "logits"):
                 everything = torch.cat([batch[key] for batch in whole])
