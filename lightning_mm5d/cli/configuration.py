@@ -35,6 +35,7 @@ FIELDS = (
     "timeout",
     "watchdog",
     "timeline",
+    "on_nonfinite",
 )
 """What a user may say of the strategy."""
 _DURATION = re.compile(r"(-?\d+ days?, )?\d+:\d+:[\d.]+")

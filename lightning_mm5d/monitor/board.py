@@ -96,7 +96,8 @@ class Board:
                 left = end - time.monotonic()
                 if left <= 0 or not self._thread.is_alive():
                     return bool(condition())
-                self._changed.wait(min(left, INTERVAL_S / 2))
+                self._changed.wait(min(left, INTERVAL_S / 5))
+                self._changed.notify_all()
         return True
 
     def close(self, entry: Mapping[str, Any], seconds: float) -> None:

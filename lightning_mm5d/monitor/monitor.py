@@ -121,6 +121,9 @@ class Monitor:
             if self._interrupted:  # one that is still to come
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._main), None)
             self._state = "raised"
+        if self.board is not None and self.board.error is None:  # others may wait to know
+            self.board.post(self._entry(stack.Look(stack.Place("", ""), None), 0.0), fetches=True)
+            self.board.wait(lambda: True, 0.0)
         if self.cause is not None:
             self._report(self.cause)
 

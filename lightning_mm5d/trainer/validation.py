@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from torch.utils.data import DataLoader
 
-from lightning_mm5d.config.errors import ConfigError, private
+from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Graph, Schedule, build, is_table
@@ -114,9 +114,9 @@ def check_callbacks(callbacks: Sequence[pl.Callback], plan: Plan) -> None:
     """Refuse callbacks that keep a copy of the module, or a mask of its parameters, where ranks hold parts of it.
 
     Raises:
-        ConfigError: `WeightAveraging` with several stages or tensor parallelism, `ModelPruning` over all parameters at
-            once with several stages, `StochasticWeightAveraging` and `ModelPruning` with tensor parallelism, and
-            callbacks that take norms of gradients by themselves with any of these.
+        ConfigError: `WeightAveraging` and `ModelPruning` with several stages or tensor parallelism,
+            `StochasticWeightAveraging` with tensor parallelism, and callbacks that take norms of gradients by
+            themselves with any of these.
     """
     check_norms(callbacks, plan)
     for callback in callbacks:
@@ -134,13 +134,12 @@ def check_callbacks(callbacks: Sequence[pl.Callback], plan: Plan) -> None:
                 "It works on full parameters, and tensor parallel ranks have shards of them",
                 "Leave it out, or use tp_size=1",
             )
-        is_global = isinstance(callback, ModelPruning) and private(callback, "_use_global_unstructured")
-        if is_global and not plan.topology.is_replicated:
+        if isinstance(callback, ModelPruning) and not plan.topology.is_replicated:
             raise ConfigError(
                 "callbacks",
-                "ModelPruning(use_global_unstructured=True)",
-                "It compares all parameters with each other, and ranks hold parts of them",
-                "Use use_global_unstructured=False, or one stage (colocate all modalities, pp_size=1)",
+                type(callback).__name__,
+                "It reads all parameters on every rank, and ranks hold parts of them",
+                "Leave it out, or use one stage (colocate all modalities, pp_size=1)",
             )
 
 

@@ -33,9 +33,9 @@ from lightning.pytorch.callbacks import BasePredictionWriter, Callback, ModelChe
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import RandomDataset
 from torch import Tensor
-from torch.multiprocessing import ProcessRaisedException
 from torch.utils.data import DataLoader, DistributedSampler
 
+from lightning_mm5d import RankLostError
 from lightning_suite.support import REPLICAS, BoringModel, in_both_layouts, strategy, trainer
 
 
@@ -166,7 +166,7 @@ def test_trainer_predict_ddp_spawn(tmp_path: Path, layout: str) -> None:
         CustomPredictionWriter(tmp_path, REPLICAS[layout], write_interval=interval) for interval in ("batch", "epoch")
     ]
     run = trainer(layout, tmp_path, callbacks=writers)
-    with pytest.raises(ProcessRaisedException, match="`return_predictions` should be set to `False`"):
+    with pytest.raises(RankLostError, match="`return_predictions` should be set to `False`"):
         run.predict(BoringModel(), loaders, return_predictions=True)
     run.predict(BoringModel(), loaders)
     assert {path.name for path in tmp_path.iterdir()} == {"batch-0", "batch-1", "epoch-0", "epoch-1"}
@@ -292,6 +292,6 @@ def test_cli_distributed_save_config_callback(tmp_path: Path, layout: str, monke
         "init_args": {"start_method": "fork", "modalities": strategy(layout).modalities},
     }
     defaults = {"logger": False, "max_steps": 1, "strategy": chosen, "accelerator": "cpu", "devices": 2}
-    with pytest.raises(ProcessRaisedException, match="Error on fit start"):
+    with pytest.raises(RankLostError, match="Error on fit start"):
         LightningCLI(EarlyExitTestModel, trainer_defaults=defaults)
     assert Path("config.yaml").is_file()

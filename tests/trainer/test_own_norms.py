@@ -86,7 +86,7 @@ def test_replicas_may_take_norms() -> None:
     check_norms([Clips()], plan_of(SHARED))
 
 
-def test_pruning_over_all_parameters_at_once_is_refused(stages: Any) -> None:
-    with pytest.raises(ConfigError, match="use_global_unstructured=False"):
-        check_callbacks([ModelPruning("l1_unstructured")], stages)
-    check_callbacks([ModelPruning("l1_unstructured", use_global_unstructured=False)], stages)
+@pytest.mark.parametrize("together", [True, False])
+def test_pruning_is_refused_over_stages(together: bool, stages: Any) -> None:
+    with pytest.raises(ConfigError, match="ModelPruning"):
+        check_callbacks([ModelPruning("l1_unstructured", use_global_unstructured=together)], stages)
