@@ -14,7 +14,6 @@ import io
 import os
 import random
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -31,6 +30,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from lightning_mm5d.sharded.remote_value import is_remote
+from lightning_mm5d.trainer.process_group import free_port
 
 LIMIT_S = 120
 GRACE_S = 10
@@ -127,21 +127,12 @@ def _call(world: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Ca
         function=function,
         args=args,
         world=world,
-        port=_free_port(),
+        port=free_port(),
         dtype=torch.get_default_dtype(),
         environment=dict(os.environ),
         path=list(sys.path),
         filters=list(warnings.filters),
     )
-
-
-def _free_port() -> int:
-    """A port below those that the system gives to connections, or one of these would take it before rank 0 listens."""
-    while True:
-        port = random.SystemRandom().randrange(15_000, 32_000)
-        with socket.socket() as s, suppress(OSError):
-            s.bind(("127.0.0.1", port))
-            return port
 
 
 @dataclass(frozen=True)

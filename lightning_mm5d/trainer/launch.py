@@ -41,6 +41,7 @@ from lightning_mm5d.config.errors import ConfigError, RankLostError, private
 from lightning_mm5d.monitor.losses import LAUNCHED_BY
 from lightning_mm5d.monitor.monitor import ERRORS
 from lightning_mm5d.monitor.processes import ended_how, state_of
+from lightning_mm5d.trainer.process_group import free_port
 
 
 def _moved(what: str) -> ImportError:
@@ -111,6 +112,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         _validate(self._strategy, args[1:])
+        _choose_port(self.cluster_environment)
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
             rank = self._strategy.node_rank * self.num_processes
@@ -133,6 +135,8 @@ class ProcessLauncher(_MultiProcessingLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         strategy = cast(LaunchedStrategy, self._strategy)
         _validate(strategy, args[1:])
+        assert strategy.cluster_environment is not None
+        _choose_port(strategy.cluster_environment)
         with Reports(self) as reports:
             guarded = partial(strategy.run_guarded, function, trainer, reports.writer)
             reports.listen()
@@ -257,3 +261,9 @@ def _validate(strategy: LaunchedStrategy, data: tuple[Any, ...]) -> None:
     module = strategy.lightning_module
     assert module is not None, "Lightning connects the module before it launches"
     strategy.validate_before_launch(module, *data)
+
+
+def _choose_port(environment: ClusterEnvironment) -> None:
+    """Choose the port at which the ranks of this machine meet, unless the user or who started this process has."""
+    if not environment.creates_processes_externally and "STANDALONE_PORT" not in os.environ:
+        os.environ.setdefault("MASTER_PORT", str(free_port()))

@@ -7,11 +7,26 @@ collective goes through it as well.
 from __future__ import annotations
 
 import os
+import random
+import socket
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
+
+
+def free_port() -> int:
+    """Return a port of this machine that nothing listens at.
+
+    It lies below those that systems give to outgoing connections, for one of these could take it before it is used.
+    """
+    while True:
+        port = random.SystemRandom().randrange(15_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 def rendezvous_store(environment: ClusterEnvironment, timeout: timedelta) -> dist.Store:
