@@ -1,4 +1,4 @@
-"""Watches one rank's main thread, tells the other ranks where it is, and ends a rank that waits in vain.
+"""Watches one rank's main thread, tells the other ranks where it is, and ends a rank whose wait cannot end.
 
 One daemon thread looks at the main thread's stack twice a second. Nothing runs on the hot path. A rank that has waited
 for some seconds reads the entries of the others, and judges:
@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from subprocess import Popen
 from types import CodeType
@@ -293,7 +293,7 @@ class Monitor:
         assert self.board is not None
         return now - self.board.heard.get(rank, now) > 6 * INTERVAL_S + self._world_size / 64
 
-    # --- the end of a rank that waits in vain ---
+    # --- the end of a rank whose wait cannot end ---
 
     def _is_told(self, rank: int) -> bool:
         assert self.board is not None
@@ -369,8 +369,3 @@ def one_line(error: BaseException) -> str:
 def _print(line: str) -> None:
     sys.stdout.flush()
     os.write(2, (line + "\n").encode())
-
-
-def ranks_of(children: Sequence[Popen[Any]], first: int) -> dict[int, Popen[Any]]:
-    """Return processes by rank, numbered from `first`."""
-    return dict(enumerate(children, first))

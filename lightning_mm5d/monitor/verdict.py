@@ -1,4 +1,4 @@
-"""Judges the entries of all ranks: whether they wait for each other in vain, and how to say where a rank is.
+"""Judges the entries of all ranks: whether their waits can end, and how to say where a rank is.
 
 Pure functions of entries, which are JSON objects:
 

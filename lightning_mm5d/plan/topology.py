@@ -145,6 +145,10 @@ class Topology:
         """Return the stages of one rank."""
         return tuple(key for key in self.members if rank in self.ranks_of(key))
 
+    def stage_names(self) -> list[str]:
+        """Return the stages of each rank, for messages: ``["vision.0", "language.0+language.1"]``."""
+        return ["+".join(self.stages_of(rank)) for rank in range(self.layout.size)]
+
     def connected_replicas(self, rank: int) -> tuple[int, ...]:
         """Return the replicas that `rank` depends on, directly or through encoders that serve several, ascending.
 

@@ -71,8 +71,8 @@ class Optimization:
         self._is_plain, self._device = is_plain, device
         self._unsynced = False
         self._clipper: Precision | None = None
-        stages = ["+".join(plan.topology.stages_of(rank)) for rank in range(plan.layout.size)]
-        self._nonfinite = NonFinite(on_nonfinite, names_of(module), stages, message_device(device))
+        names, stages = names_of(module), plan.topology.stage_names()
+        self._nonfinite = NonFinite(on_nonfinite, names, stages, message_device(device))
 
     def adopt(self, optimizers: Sequence[Optimizer]) -> None:
         """Free the state that `optimizers` keep for parameters of other ranks.

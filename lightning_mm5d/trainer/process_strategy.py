@@ -26,7 +26,6 @@ from lightning_mm5d.config.environment import check_environment
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.engine.agreement import Agreement
 from lightning_mm5d.engine.codec import broadcast_tree
-from lightning_mm5d.monitor.monitor import ranks_of
 from lightning_mm5d.trainer.guard import Guard
 from lightning_mm5d.trainer.launch import ScriptLauncher, cpu_threads, make_launcher
 from lightning_mm5d.trainer.process_group import agreed_seed, connect, decided, message_device, rendezvous_store
@@ -138,7 +137,7 @@ class ProcessStrategy(ParallelStrategy, ABC):
     def _children(self) -> Mapping[int, Popen[Any]]:
         """Processes of the ranks that this one started."""
         started = self._launcher.procs if isinstance(self._launcher, ScriptLauncher) else []
-        return ranks_of(started, self.node_rank * self.num_processes + 1)
+        return dict(enumerate(started, self.node_rank * self.num_processes + 1))
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment ranks and sizes; one that starts the processes itself keeps its own.

@@ -208,8 +208,7 @@ class Session:
             loss_group=groups.loss,
             shares_ranks=any(len(plan.layout.replicas_of_rank(other)) > 1 for other in range(plan.layout.size)),
         )
-        stages = ["+".join(plan.topology.stages_of(other)) for other in range(plan.layout.size)]
-        self._figures = DeviceFigures(self._engine, self._transport, stages, device)
+        self._figures = DeviceFigures(self._engine, self._transport, plan.topology.stage_names(), device)
 
     def attach(self, trainer: pl.Trainer) -> None:
         """Extend the trainer until `close`: clipping, figures, SIGTERM, hooks for batches of several replicas."""

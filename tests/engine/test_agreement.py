@@ -1,4 +1,4 @@
-"""Ranks that state unequal things all get one error that names them, whoever comes first and whoever stays away."""
+"""Ranks that state unequal things all get one error that names them, in any order, also where some stay away."""
 
 from __future__ import annotations
 
