@@ -14,6 +14,8 @@ from wrapt import register_post_import_hook
 if TYPE_CHECKING:
     from lightning_mm5d.config import ConfigError, Modality, PipelineTemplate
     from lightning_mm5d.config.errors import (
+        CheckpointCorruptError,
+        CheckpointUntrustedError,
         NonFiniteError,
         RankLostError,
         RankMismatchError,
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from lightning_mm5d.tensor_parallel.plan_lookup import register_tensor_parallel_plan
 
 __all__ = [
+    "CheckpointCorruptError",
+    "CheckpointUntrustedError",
     "ConfigError",
     "Modality",
     "MultimodalStrategy",
@@ -41,6 +45,8 @@ __all__ = [
 ]
 
 _HOMES = {
+    "CheckpointCorruptError": "config.errors",
+    "CheckpointUntrustedError": "config.errors",
     "ConfigError": "config",
     "Modality": "config",
     "MultimodalStrategy": "strategy",

@@ -23,8 +23,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_mm5d.checkpoint.module_state import collect_module, equalize, is_partial, load_module
-from lightning_mm5d.checkpoint.optimizer_state import collect_optimizer, load_optimizers
+from lightning_mm5d.checkpoint.module_state import equalize, is_partial
 from lightning_mm5d.config.modality import Modality, for_schedule, loss_modality_of
 from lightning_mm5d.config.options import BACKENDS
 from lightning_mm5d.data.batches import per_replica
@@ -32,8 +31,8 @@ from lightning_mm5d.data.loader import group_batches, shard_loader
 from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import AnySchedule, Simulation, check_fields, loaded
+from lightning_mm5d.trainer.checkpoint_strategy import CheckpointStrategy
 from lightning_mm5d.trainer.process_group import message_device
-from lightning_mm5d.trainer.process_strategy import ProcessStrategy
 from lightning_mm5d.trainer.replica_collectives import ReplicaCollectives
 from lightning_mm5d.trainer.session import RunOptions, Session
 from lightning_mm5d.trainer.statements import loader, optimizers, structure
@@ -45,11 +44,10 @@ from lightning_mm5d.trainer.validation import (
     check_drawn,
     check_module,
     lost_weights,
-    required,
 )
 
 
-class MultimodalStrategy(ProcessStrategy):
+class MultimodalStrategy(CheckpointStrategy):
     """Trains a LightningModule with a layout per modality. The trainer sets the arguments that are not listed.
 
     Args:
@@ -69,6 +67,11 @@ class MultimodalStrategy(ProcessStrategy):
             ``.svg``, ``.pdf``) or a Chrome trace (``.json``).
         on_nonfinite: what a loss or gradient that is not finite does: ``"propagate"`` as in Lightning, ``"raise"`` on
             all ranks, or ``"skip"`` the optimizer's step on all; the last two change no parameter.
+        checkpoint: what is saved: one ``"full"`` file, as Lightning saves it, gathered on rank 0; or a ``"sharded"``
+            directory, which each rank writes its own shards to.
+        async_checkpoint: whether training goes on while a sharded checkpoint is written.
+        on_corrupt_checkpoint: what a checkpoint that is not as it was written does: ``"raise"``, or load the
+            ``"previous"`` good one of its folder.
 
     Raises:
         ConfigError: a field cannot work, whatever the model and the number of ranks.
@@ -88,6 +91,9 @@ class MultimodalStrategy(ProcessStrategy):
         watchdog: timedelta = timedelta(minutes=5),
         timeline: str | None = None,
         on_nonfinite: Literal["propagate", "raise", "skip"] = "propagate",
+        checkpoint: Literal["full", "sharded"] = "full",
+        async_checkpoint: bool = False,
+        on_corrupt_checkpoint: Literal["raise", "previous"] = "raise",
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -105,6 +111,9 @@ class MultimodalStrategy(ProcessStrategy):
             backend=process_group_backend,
             timeout=timeout,
             watchdog=watchdog,
+            checkpoint=checkpoint,
+            async_checkpoint=async_checkpoint,
+            on_corrupt_checkpoint=on_corrupt_checkpoint,
         )
         self.schedule = schedule
         self.num_microbatches = num_microbatches
@@ -112,9 +121,6 @@ class MultimodalStrategy(ProcessStrategy):
         self.loss_weight = loss_weight
         self.on_nonfinite = on_nonfinite
         self._placement, self._timeline = placement, timeline
-        self._fit_plan: Plan | None = None
-        self._last_plan: Plan | None = None
-        self._failed = False
         self._syncs = True
         check_fields(fields, {*BACKENDS, *dist.Backend.backend_list})
         modalities = {"model": Modality()} if modalities is None else modalities
@@ -352,47 +358,3 @@ class MultimodalStrategy(ProcessStrategy):
         if self._last_plan is None or not dist.is_initialized():
             return None
         return ReplicaCollectives.after(self._last_plan, self.global_rank)
-
-    # --- checkpoints ---
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        module = self._module("lightning_module_state_dict")
-        if self._session is None:
-            if self._failed and is_partial(module):
-                raise lost_weights()
-            return module.state_dict()
-        return collect_module(module, self._session.plan, self.global_rank, buffers=self._session.buffers)
-
-    @override
-    def load_model_state_dict(self, checkpoint: Any, strict: bool = True, **kwargs: Any) -> None:
-        module = self._module("load_model_state_dict")
-        if self._session is None:  # before anything is cut
-            module.load_state_dict(checkpoint["state_dict"], strict=strict)
-        else:
-            load_module(module, checkpoint["state_dict"], strict, self._session.plan, self.global_rank)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        module, plan = self._module("optimizer_state"), self._fitted("optimizer_state")
-        inner = getattr(optimizer, "optimizer", optimizer)
-        return collect_optimizer(inner, module, plan, self.global_rank, message_device(self.root_device))
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Any, **kwargs: Any) -> None:
-        module, plan = self._module("load_optimizer_state_dict"), self._fitted("load_optimizer_state_dict")
-        load_optimizers(self.optimizers, checkpoint["optimizer_states"], module, plan, self.global_rank)
-
-    # --- what a call needs ---
-
-    def _module(self, method: str) -> pl.LightningModule:
-        rule = "The strategy has no module before a trainer is given one"
-        return required(self.lightning_module, method, rule, "Call trainer.fit, validate, test or predict first")
-
-    def _run(self, method: str) -> Session:
-        rule = "It is called while the trainer fits, validates, tests or predicts, and nothing runs now"
-        return required(self._session, method, rule, "Call the trainer, or the method of the module itself on rank 0")
-
-    def _fitted(self, method: str) -> Plan:
-        # of the last fit, also after it: another may come out then, because it depends on what is trainable
-        return required(self._fit_plan, method, "Optimizers exist from the start of a fit on", "Call trainer.fit first")

@@ -10,7 +10,7 @@ unset PYTHONDONTWRITEBYTECODE
 parallel=(-n logical --maxprocesses 8 --dist loadfile)
 case "${1:-}" in
   "") set -- "${parallel[@]}" ;;
-  --quick) shift && set -- "${parallel[@]}" -m "smoke or not processes" "$@" ;;
+  --quick) shift && set -- "${parallel[@]}" -m "(smoke or not processes) and not exhaustive" "$@" ;;
 esac
 if [ -z "${COVERAGE:-}" ]; then
   exec .venv/bin/python -m pytest "$@"

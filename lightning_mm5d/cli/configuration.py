@@ -36,6 +36,9 @@ FIELDS = (
     "watchdog",
     "timeline",
     "on_nonfinite",
+    "checkpoint",
+    "async_checkpoint",
+    "on_corrupt_checkpoint",
 )
 """What a user may say of the strategy."""
 _DURATION = re.compile(r"(-?\d+ days?, )?\d+:\d+:[\d.]+")

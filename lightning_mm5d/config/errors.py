@@ -47,6 +47,14 @@ class NonFiniteError(RuntimeError):
     """A loss or a gradient is NaN or infinite; no parameter was changed by it."""
 
 
+class CheckpointCorruptError(RuntimeError):
+    """A checkpoint is not as it was written; the message names the file and what is wrong with it."""
+
+
+class CheckpointUntrustedError(RuntimeError):
+    """A checkpoint holds something that would run code, or that points out of its folder; nothing of it was run."""
+
+
 class RemoteParameterError(RuntimeError):
     """A value was asked of a parameter that other ranks hold."""
 

@@ -21,6 +21,8 @@ CHOICES = {
     "loss_weight": ("samples", "tokens"),
     "start_method": ("popen", "spawn", "fork"),
     "on_nonfinite": ("propagate", "raise", "skip"),
+    "checkpoint": ("full", "sharded"),
+    "on_corrupt_checkpoint": ("raise", "previous"),
 }
 """Options that are one of a few words."""
 BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
@@ -51,6 +53,15 @@ def check_options(options: Mapping[str, Any], backends: Collection[str] = BACKEN
         if name in options:
             _check_duration(name, options[name], usual)
     check_timeline(options.get("timeline"))
+    _check_async(options.get("async_checkpoint", False), options.get("checkpoint", "full"))
+
+
+def _check_async(wanted: object, kind: str) -> None:
+    if not isinstance(wanted, bool):
+        raise ConfigError("async_checkpoint", wanted, "It is true or false", "Use True or False")
+    if wanted and kind != "sharded":
+        rule = "Only sharded checkpoints are written while training goes on"
+        raise ConfigError("async_checkpoint", wanted, rule, 'Set checkpoint="sharded" too, or leave it unset')
 
 
 def _check_placement(placement: object) -> None:

@@ -21,7 +21,6 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from typing_extensions import override
 
-from lightning_mm5d.checkpoint.fingerprint import fingerprint
 from lightning_mm5d.config.environment import check_environment
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.engine.agreement import Agreement
@@ -214,24 +213,3 @@ class ProcessStrategy(ParallelStrategy, ABC):
         except ValueError as error:
             fix = "Send what the object is made of, such as its `state_dict()` or `str()`"
             raise ConfigError("broadcast", type(obj).__name__, str(error), fix) from None
-
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Return what the file holds, equal on all ranks; collective where ranks are connected.
-
-        Raises:
-            RankMismatchError: ranks have read unequal files, or some could not read theirs.
-        """
-        checkpoint: dict[str, Any] = {}
-        failed: Exception | None = None
-        try:
-            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        except Exception as error:
-            failed = error
-        if self._agreement is not None:
-            found = "read" if failed is None else f"not read ({type(failed).__name__}: {failed})"[:300]
-            self._agreement.check("reading a checkpoint", {"checkpoint": found})
-            self._agreement.check("checkpoint", fingerprint(checkpoint))
-        if failed is not None:
-            raise failed
-        return checkpoint

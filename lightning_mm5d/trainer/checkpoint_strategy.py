@@ -1,0 +1,113 @@
+"""Checkpoints of a strategy: what Lightning asks for when it saves and loads, and whom it is delegated to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_mm5d.checkpoint.fingerprint import fingerprint
+from lightning_mm5d.checkpoint.module_state import collect_module, is_partial, load_module
+from lightning_mm5d.checkpoint.optimizer_state import collect_optimizer, load_optimizers
+from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.trainer.process_group import message_device
+from lightning_mm5d.trainer.process_strategy import ProcessStrategy
+from lightning_mm5d.trainer.session import Session
+from lightning_mm5d.trainer.validation import lost_weights, required
+
+
+class CheckpointStrategy(ProcessStrategy):
+    """Saves and loads what the ranks of a run hold together.
+
+    Args:
+        processes: arguments of `ProcessStrategy`, in its order.
+        checkpoint: ``"full"`` or ``"sharded"``.
+        async_checkpoint: whether training goes on while a sharded checkpoint is written.
+        on_corrupt_checkpoint: ``"raise"``, or load the ``"previous"`` good checkpoint.
+        options: keywords of `ProcessStrategy`.
+    """
+
+    def __init__(
+        self,
+        *processes: Any,
+        checkpoint: Literal["full", "sharded"],
+        async_checkpoint: bool,
+        on_corrupt_checkpoint: Literal["raise", "previous"],
+        **options: Any,
+    ) -> None:
+        super().__init__(*processes, **options)
+        self.checkpoint, self.async_checkpoint = checkpoint, async_checkpoint
+        self.on_corrupt_checkpoint = on_corrupt_checkpoint
+        self._fit_plan: Plan | None = None
+        self._last_plan: Plan | None = None
+        self._failed = False
+
+    # --- saving ---
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        module = self._module("lightning_module_state_dict")
+        if self._session is None:
+            if self._failed and is_partial(module):
+                raise lost_weights()
+            return module.state_dict()
+        return collect_module(module, self._session.plan, self.global_rank, buffers=self._session.buffers)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        module, plan = self._module("optimizer_state"), self._fitted("optimizer_state")
+        inner = getattr(optimizer, "optimizer", optimizer)
+        return collect_optimizer(inner, module, plan, self.global_rank, message_device(self.root_device))
+
+    # --- loading ---
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Return what the file holds, equal on all ranks; collective where ranks are connected.
+
+        Raises:
+            RankMismatchError: ranks have read unequal files, or some could not read theirs.
+        """
+        checkpoint: dict[str, Any] = {}
+        failed: Exception | None = None
+        try:
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        except Exception as error:
+            failed = error
+        if self._agreement is not None:
+            found = "read" if failed is None else f"not read ({type(failed).__name__}: {failed})"[:300]
+            self._agreement.check("reading a checkpoint", {"checkpoint": found})
+            self._agreement.check("checkpoint", fingerprint(checkpoint))
+        if failed is not None:
+            raise failed
+        return checkpoint
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True, **kwargs: Any) -> None:
+        module = self._module("load_model_state_dict")
+        if self._session is None:  # before anything is cut
+            module.load_state_dict(checkpoint["state_dict"], strict=strict)
+        else:
+            load_module(module, checkpoint["state_dict"], strict, self._session.plan, self.global_rank)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any], **kwargs: Any) -> None:
+        module, plan = self._module("load_optimizer_state_dict"), self._fitted("load_optimizer_state_dict")
+        load_optimizers(self.optimizers, checkpoint["optimizer_states"], module, plan, self.global_rank)
+
+    # --- what a call needs ---
+
+    def _module(self, method: str) -> pl.LightningModule:
+        rule = "The strategy has no module before a trainer is given one"
+        return required(self.lightning_module, method, rule, "Call trainer.fit, validate, test or predict first")
+
+    def _run(self, method: str) -> Session:
+        rule = "It is called while the trainer fits, validates, tests or predicts, and nothing runs now"
+        return required(self._session, method, rule, "Call the trainer, or the method of the module itself on rank 0")
+
+    def _fitted(self, method: str) -> Plan:
+        # of the last fit, also after it: another may come out then, because it depends on what is trainable
+        return required(self._fit_plan, method, "Optimizers exist from the start of a fit on", "Call trainer.fit first")
