@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from lightning_mm5d.trainer.process_group import free_port
 
 pytestmark = pytest.mark.processes
 HERE = Path(__file__).parent
@@ -77,12 +78,6 @@ def job(folder: Path, *options: str) -> list[str]:
     return [str(HERE / "job.py"), str(folder), *options]
 
 
-def free_port() -> str:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return str(s.getsockname()[1])
-
-
 def by_lightning(folder: Path) -> list[Start]:
     return [(job(folder), {})]
 
@@ -101,7 +96,7 @@ def by_torchrun(folder: Path) -> list[Start]:
 
 
 def by_slurm(folder: Path) -> list[Start]:
-    port = free_port()
+    port = str(free_port())
     return [
         (
             job(folder),
@@ -124,7 +119,7 @@ def by_slurm(folder: Path) -> list[Start]:
 
 def by_a_cluster_of_two_nodes(folder: Path) -> list[Start]:
     """One rank on each node; as under Ray, the trainer is not told how many nodes there are."""
-    port = free_port()
+    port = str(free_port())
     return [
         (
             job(folder, "--elsewhere", "--devices", "1"),
