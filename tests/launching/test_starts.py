@@ -91,7 +91,7 @@ def by_spawn(folder: Path) -> list[Start]:
 
 
 def by_torchrun(folder: Path) -> list[Start]:
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
     return [([*torchrun, *job(folder)], {})]
 
 
