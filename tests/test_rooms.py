@@ -16,6 +16,7 @@ ROOT = Path(lightning_mm5d.__file__).parent
 ROOMS = (
     "config",
     "layout",
+    "storage",
     "schedule",
     "source",
     "data",

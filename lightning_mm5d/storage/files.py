@@ -1,0 +1,109 @@
+"""Opens, reads and writes ordinary files by bytes: no pipe, no device, and no link where none may be."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lightning_mm5d.config.errors import CheckpointCorruptError
+
+WHOLE_FILE_BYTES = 2**30  # of the largest file that is read at once
+
+
+def corrupt(path: Path, what: str) -> CheckpointCorruptError:
+    """Return the error that `path` is not what was written, and what to do about it."""
+    return CheckpointCorruptError(
+        f"{os.fspath(path)!r}: {what}. Nothing of it was loaded. Load an earlier checkpoint, or copy this one again "
+        "from where it is whole."
+    )
+
+
+@contextmanager
+def opened(path: Path, *, follow: bool = True) -> Iterator[int]:
+    """Open the ordinary file at `path` for reading; yield its descriptor.
+
+    Args:
+        path: of the file.
+        follow: whether it may be a symbolic link.
+
+    Raises:
+        CheckpointCorruptError: there is no such file, or it is a folder, a pipe, a device or a link.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
+    try:
+        descriptor = os.open(path, flags)
+    except FileNotFoundError:
+        raise corrupt(path, "the file is missing") from None
+    except OSError as error:
+        if not follow and os.path.islink(path):
+            raise corrupt(path, "it is a symbolic link, and files of a checkpoint may not be links") from None
+        raise error
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise corrupt(path, "it is no ordinary file")
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def read_into(descriptor: int, memory: memoryview, offset: int, path: Path) -> None:
+    """Fill `memory` with the file's bytes from `offset` on.
+
+    Raises:
+        CheckpointCorruptError: the file ends before.
+    """
+    done = 0
+    while done < len(memory):
+        count = os.preadv(descriptor, [memory[done:]], offset + done)
+        if not count:
+            raise corrupt(path, f"the file ends at byte {offset + done}, before byte {offset + len(memory)}")
+        done += count
+
+
+def read_whole(path: Path, *, follow: bool = True) -> bytes:
+    """Return all bytes of a file.
+
+    Raises:
+        CheckpointCorruptError: it is missing, no ordinary file, or larger than such a file can be.
+    """
+    with opened(path, follow=follow) as descriptor:
+        size = os.fstat(descriptor).st_size
+        if size > WHOLE_FILE_BYTES:
+            raise corrupt(path, f"it has {size} bytes, and such a file has at most {WHOLE_FILE_BYTES}")
+        memory = bytearray(size)
+        read_into(descriptor, memoryview(memory), 0, path)
+    return bytes(memory)
+
+
+def write_at(descriptor: int, data: memoryview | bytes, offset: int) -> None:
+    """Write all of `data` at `offset`."""
+    memory = memoryview(data)
+    done = 0
+    while done < len(memory):
+        done += os.pwrite(descriptor, memory[done:], offset + done)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a new file and flush it to the disk.
+
+    Raises:
+        OSError: the disk is full, may not be written, or has such a file.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        write_at(descriptor, data, 0)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def flush_folder(path: Path) -> None:
+    """Flush the names of a folder's files to the disk, so that a rename in it outlives a power cut."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,369 @@
+"""Reads and writes safetensors files tensor by tensor, and of a tensor no more than is asked for.
+
+Bytes are read straight into the memory of the result, without mapping the file, so that a process holds what it asked
+for and nothing else. Files that `TensorFileWriter` wrote have a checksum for each block: every byte handed out was
+compared with its own. The safetensors library and `torch.distributed.checkpoint` read these files too.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+import sys
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_mm5d.storage.files import corrupt, opened, read_into, write_at
+from lightning_mm5d.storage.source import Region, checked_region
+from lightning_mm5d.storage.tensor_header import (
+    BLOCK_BYTES,
+    Entry,
+    Header,
+    HeaderError,
+    block_count,
+    decode_header,
+    encode_header,
+    header_bytes,
+    lay_out,
+)
+
+_GAP_BYTES = 4096  # a gap up to this is read through, because another read would cost more
+_CHUNK_BYTES = 2**20  # read or written at once, so that checksums find the bytes in the processor's cache
+_SCRATCH_BYTES = 8 * 2**20  # for rows that are read together with the gaps between them
+_COPY_BYTES = 64 * 2**20  # of a tensor that is copied from its device at once
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """What identifies a file's content.
+
+    Attributes:
+        size: bytes.
+        checksum: CRC-32 of the header, which holds those of all blocks.
+    """
+
+    size: int
+    checksum: int
+
+
+class TensorFile:
+    """A safetensors file, a `TensorSource`. It keeps nothing open and reads the header at once.
+
+    Args:
+        path: of the file.
+        written: what the file must be; None where nobody noted it.
+        follow: whether the path may be a symbolic link.
+
+    Attributes:
+        path: of the file.
+        entries: dtype, shape and byte range of each tensor, by name.
+        metadata: free-form strings of the header.
+        bytes_read: so far, with the header.
+
+    Raises:
+        CheckpointCorruptError: the file is missing, damaged or another one.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], written: WrittenFile | None = None, *, follow: bool = True):
+        if sys.byteorder != "little":
+            raise NotImplementedError("safetensors files hold little-endian numbers; this machine is big-endian")
+        self.path, self._follow = Path(path), follow
+        self.bytes_read = 0
+        with opened(self.path, follow=follow) as descriptor:
+            self._identity = _identity(descriptor)
+            self._header = self._read_header(descriptor, written)
+        self.entries: Mapping[str, Entry] = self._header.entries
+        self.metadata: Mapping[str, str] = self._header.metadata
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether reads are verified."""
+        return bool(self._header.block_bytes)
+
+    def names(self) -> list[str]:
+        """Return the names of all tensors, in the order of their bytes."""
+        return list(self.entries)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor; raise KeyError for an unknown name."""
+        return self.entries[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a tensor; raise KeyError for an unknown name."""
+        return self.entries[name].dtype
+
+    def read(self, name: str, region: Region | None = None) -> Tensor:
+        """Return a tensor, or its `region`, in new memory of the CPU.
+
+        Args:
+            name: of the tensor.
+            region: one ``(start, stop)`` for each dim.
+
+        Raises:
+            KeyError: the file has no such tensor.
+            ValueError: the region does not lie in the tensor.
+            CheckpointCorruptError: bytes are missing, or differ from what was written.
+        """
+        entry = self.entries[name]
+        bounds = checked_region(region, entry.shape, name)
+        result = torch.empty([stop - start for start, stop in bounds], dtype=entry.dtype, device="cpu")
+        if result.numel():
+            with self._reopened() as descriptor:
+                reader = _Reader(self, descriptor, name, entry, self._header)
+                reader.fill(*_runs(result, entry, bounds))
+        return result
+
+    def verify(self) -> None:
+        """Compare all bytes with their checksums.
+
+        Raises:
+            CheckpointCorruptError: they differ.
+        """
+        scratch = torch.empty(_SCRATCH_BYTES, dtype=torch.uint8, device="cpu")
+        with self._reopened() as descriptor:
+            for name, entry in self.entries.items():
+                reader = _Reader(self, descriptor, name, entry, self._header)
+                for start in range(0, entry.size, _SCRATCH_BYTES):
+                    reader.copy(scratch[: min(_SCRATCH_BYTES, entry.size - start)], start)
+
+    def _read_header(self, descriptor: int, written: WrittenFile | None) -> Header:
+        size = os.fstat(descriptor).st_size
+        if written is not None and size != written.size:
+            raise corrupt(self.path, f"it has {size} bytes instead of {written.size}")
+        prefix = bytearray(min(8, size))
+        read_into(descriptor, memoryview(prefix), 0, self.path)
+        try:
+            text = bytearray(header_bytes(bytes(prefix), size))
+            read_into(descriptor, memoryview(text), 8, self.path)
+            self.bytes_read += 8 + len(text)
+            if written is not None and zlib.crc32(text, zlib.crc32(prefix)) != written.checksum:
+                raise HeaderError("its header differs from what was written")
+            header = decode_header(bytes(text), size)
+            if written is not None and not header.block_bytes:
+                raise HeaderError("it has no checksums")
+        except HeaderError as error:
+            raise corrupt(self.path, str(error)) from None
+        return header
+
+    @contextmanager
+    def _reopened(self) -> Iterator[int]:
+        with opened(self.path, follow=self._follow) as descriptor:
+            if _identity(descriptor) != self._identity:
+                raise corrupt(self.path, "it was changed or replaced after its header was read")
+            yield descriptor
+
+
+class _Reader:
+    """Reads bytes of one tensor, counted from its first one; verifies them where the file has checksums."""
+
+    def __init__(self, file: TensorFile, descriptor: int, name: str, entry: Entry, header: Header) -> None:
+        self._file, self._descriptor, self._name, self._entry = file, descriptor, name, entry
+        self._block, self._checksums = header.block_bytes, header.checksums.get(name, ())
+        self._gap = self._block or _GAP_BYTES
+
+    def fill(self, target: Tensor, strides: Sequence[int], starts: Sequence[int], offset: int = 0) -> None:
+        """Fill `target` with a region of the tensor.
+
+        Args:
+            target: contiguous bytes; the last dim is one run of bytes.
+            strides: bytes from one index to the next, for each dim of `target`.
+            starts: first index of the region, for each dim.
+            offset: the tensor's byte at which index 0 lies.
+        """
+        offset += starts[0] * strides[0]
+        if len(strides) == 1:
+            self.copy(target, offset)
+            return
+        low = _dot(starts[1:], strides[1:])
+        run = _dot([length - 1 for length in target.shape[1:]], strides[1:]) + 1
+        stride = strides[0]
+        if stride - run > self._gap or stride > _SCRATCH_BYTES:
+            for index, part in enumerate(target):
+                self.fill(part, strides[1:], starts[1:], offset + index * stride)
+            return
+        for parts in target.split(max(1, _SCRATCH_BYTES // stride)):
+            scratch = torch.empty((len(parts) - 1) * stride + run, dtype=torch.uint8, device="cpu")
+            self.copy(scratch, offset + low)
+            parts.copy_(scratch.as_strided(parts.shape, strides))
+            offset += len(parts) * stride
+
+    def copy(self, target: Tensor, start: int) -> None:
+        """Fill `target`, bytes of one dim, from the tensor's byte `start` on."""
+        memory = target.numpy().data
+        if not self._block:
+            self._read(memory, start)
+            return
+        end, done = start + len(memory), start
+        while done < end:
+            whole = end if end == self._entry.size else end // self._block * self._block
+            if done % self._block == 0 and done < whole:
+                stop = min(whole, done + _CHUNK_BYTES)
+                self._read_verified(memory[done - start : stop - start], done)
+            else:
+                first = done // self._block * self._block
+                block = memoryview(bytearray(min(self._block, self._entry.size - first)))
+                self._read_verified(block, first)
+                stop = min(end, first + self._block)
+                memory[done - start : stop - start] = block[done - first : stop - first]
+            done = stop
+
+    def _read(self, memory: memoryview, start: int) -> None:
+        read_into(self._descriptor, memory, self._entry.start + start, self._file.path)
+        self._file.bytes_read += len(memory)
+
+    def _read_verified(self, memory: memoryview, start: int) -> None:
+        """Read whole blocks."""
+        self._read(memory, start)
+        for number in range(0, len(memory), self._block):
+            if zlib.crc32(memory[number : number + self._block]) != self._checksums[(start + number) // self._block]:
+                raise corrupt(self._file.path, f"the bytes of {self._name!r} differ from what was written")
+
+
+class TensorFileWriter:
+    """Writes tensors one at a time into a new safetensors file; a context manager.
+
+    Leaving the context writes the header and flushes the file to the disk. Until then the file begins with zeros, which
+    no reader takes for a header.
+
+    Args:
+        path: of the file, which must not exist.
+        specs: dtype and shape of each tensor that will be written, by name.
+        metadata: free-form strings for the header.
+
+    Attributes:
+        written: size and checksum, once the context is left without an error.
+
+    Raises:
+        ValueError: a dtype that safetensors files cannot hold; on leaving, that a tensor of the specs was not written.
+        OSError: the file exists, or the disk is full or may not be written.
+    """
+
+    written: WrittenFile
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        specs: Mapping[str, tuple[torch.dtype, Sequence[int]]],
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        self.path, self._metadata = Path(path), dict(metadata or {})
+        self._entries = lay_out({name: (dtype, tuple(shape)) for name, (dtype, shape) in specs.items()})
+        self._digits = {name: "0" * 8 * block_count(entry) for name, entry in self._entries.items()}
+        self._missing = set(self._entries)
+        self._origin = len(self._header())
+
+    def __enter__(self) -> TensorFileWriter:
+        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        return self
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Write one tensor, from any device and of any strides; it is copied in parts.
+
+        Raises:
+            KeyError: the name is not among the specs, or was written before.
+            ValueError: dtype or shape are not those of the specs, or the tensor has no memory.
+            OSError: the disk is full.
+        """
+        if name not in self._missing:
+            raise KeyError(name)
+        entry = self._entries[name]
+        if (tensor.dtype, tuple(tensor.shape)) != (entry.dtype, entry.shape):
+            raise ValueError(
+                f"{name!r} is {entry.dtype} of shape {list(entry.shape)} in {self.path}, got {tensor.dtype} of shape "
+                f"{list(tensor.shape)}"
+            )
+        if tensor.layout != torch.strided or tensor.is_meta:
+            raise ValueError(f"{name!r} has layout {tensor.layout} on {tensor.device}, and no file can hold that")
+        offset, checksums = self._origin + entry.start, _BlockChecksums()
+        for memory in _pieces(tensor.detach()):
+            for start in range(0, len(memory), _CHUNK_BYTES):
+                chunk = memory[start : start + _CHUNK_BYTES]
+                checksums.add(chunk)
+                write_at(self._descriptor, chunk, offset)
+                offset += len(chunk)
+        self._digits[name] = checksums.digits()
+        self._missing.remove(name)
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            os.close(self._descriptor)
+
+    def _finish(self) -> None:
+        if self._missing:
+            raise ValueError(f"{self.path} lacks {len(self._missing)} tensors, among them {min(self._missing)!r}")
+        header = self._header()
+        write_at(self._descriptor, header, 0)
+        os.fsync(self._descriptor)
+        last = max((entry.stop for entry in self._entries.values()), default=0)
+        self.written = WrittenFile(self._origin + last, zlib.crc32(header))
+
+    def _header(self) -> bytes:
+        return encode_header(self._entries, self._metadata, "".join(self._digits.values()))
+
+
+class _BlockChecksums:
+    """CRC-32 of each block of bytes that come in parts of any length."""
+
+    def __init__(self) -> None:
+        self._done, self._current, self._room = list[int](), 0, BLOCK_BYTES
+
+    def add(self, memory: memoryview) -> None:
+        """Take the next bytes."""
+        start = 0
+        while start < len(memory):
+            part = memory[start : start + self._room]
+            self._current = zlib.crc32(part, self._current)
+            start, self._room = start + len(part), self._room - len(part)
+            if not self._room:
+                self._done.append(self._current)
+                self._current, self._room = 0, BLOCK_BYTES
+
+    def digits(self) -> str:
+        """Return 8 hexadecimal digits for each block, also for the last, shorter one."""
+        last = [self._current] if self._room < BLOCK_BYTES else []
+        return "".join(f"{checksum:08x}" for checksum in self._done + last)
+
+
+def _pieces(tensor: Tensor) -> Iterator[memoryview]:
+    """Yield the bytes of `tensor` in row-major order, in parts of which each is in the CPU's memory."""
+    if not tensor.numel():
+        return
+    if tensor.device.type == "cpu" and tensor.is_contiguous():
+        parts: Sequence[Tensor] = [tensor]
+    else:
+        rows = tensor if tensor.dim() else tensor.unsqueeze(0)
+        parts = rows.split(max(1, _COPY_BYTES * len(rows) // (rows.numel() * rows.itemsize)))
+    for part in parts:
+        local = part.resolve_conj().resolve_neg().to("cpu").contiguous()
+        yield local.view(-1).view(torch.uint8).numpy().data
+
+
+def _runs(result: Tensor, entry: Entry, bounds: Sequence[tuple[int, int]]) -> tuple[Tensor, list[int], list[int]]:
+    """Return `result` as bytes, whose last dim is one run of the file, and strides and first index of each dim."""
+    partial = [dim for dim, bound in enumerate(bounds) if bound != (0, entry.shape[dim])]
+    last = max(partial, default=0)
+    strides = [math.prod(entry.shape[dim + 1 :]) * entry.dtype.itemsize for dim in range(len(bounds))]
+    outer = [stop - start for start, stop in bounds[:last]]
+    starts = [start for start, _ in bounds[:last]]
+    run_start = bounds[last][0] * strides[last] if bounds else 0
+    return result.view(-1).view(torch.uint8).view(*outer, -1), [*strides[:last], 1], [*starts, run_start]
+
+
+def _dot(left: Sequence[int], right: Sequence[int]) -> int:
+    return sum(map(operator.mul, left, right))
+
+
+def _identity(descriptor: int) -> tuple[int, ...]:
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
