@@ -4,13 +4,31 @@ from __future__ import annotations
 
 import os
 import stat
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_mm5d.config.errors import CheckpointCorruptError
 
-WHOLE_FILE_BYTES = 2**30  # of the largest file that is read at once
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """What identifies a file's content.
+
+    Attributes:
+        size: bytes.
+        checksum: CRC-32 of all bytes; of a tensor file that of its header, which holds those of all blocks.
+    """
+
+    size: int
+    checksum: int
+
+    @classmethod
+    def of(cls, data: bytes) -> WrittenFile:
+        """Return what identifies a file of these bytes."""
+        return cls(len(data), zlib.crc32(data))
 
 
 def corrupt(path: Path, what: str) -> CheckpointCorruptError:
@@ -35,7 +53,7 @@ def opened(path: Path, *, follow: bool = True) -> Iterator[int]:
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
     try:
         descriptor = os.open(path, flags)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise corrupt(path, "the file is missing") from None
     except OSError as error:
         if not follow and os.path.islink(path):
@@ -63,30 +81,37 @@ def read_into(descriptor: int, memory: memoryview, offset: int, path: Path) -> N
         done += count
 
 
-def read_whole(path: Path, *, follow: bool = True) -> bytes:
-    """Return all bytes of a file.
+def read_whole(path: Path, limit: int, *, follow: bool = True) -> bytes:
+    """Return all bytes of a file of at most `limit` bytes.
 
     Raises:
-        CheckpointCorruptError: it is missing, no ordinary file, or larger than such a file can be.
+        CheckpointCorruptError: it is missing, no ordinary file, or larger.
     """
     with opened(path, follow=follow) as descriptor:
         size = os.fstat(descriptor).st_size
-        if size > WHOLE_FILE_BYTES:
-            raise corrupt(path, f"it has {size} bytes, and such a file has at most {WHOLE_FILE_BYTES}")
+        if size > limit:
+            raise corrupt(path, f"it has {size} bytes, and such a file has at most {limit}")
         memory = bytearray(size)
         read_into(descriptor, memoryview(memory), 0, path)
     return bytes(memory)
 
 
-def write_at(descriptor: int, data: memoryview | bytes, offset: int) -> None:
-    """Write all of `data` at `offset`."""
+def write_at(descriptor: int, data: memoryview | bytes, offset: int, path: Path) -> None:
+    """Write all of `data` at `offset`.
+
+    Raises:
+        OSError: with the file's name, for instance because the disk is full.
+    """
     memory = memoryview(data)
     done = 0
-    while done < len(memory):
-        done += os.pwrite(descriptor, memory[done:], offset + done)
+    try:
+        while done < len(memory):
+            done += os.pwrite(descriptor, memory[done:], offset + done)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from None
 
 
-def write_whole(path: Path, data: bytes) -> None:
+def write_whole(path: Path, data: bytes) -> WrittenFile:
     """Write a new file and flush it to the disk.
 
     Raises:
@@ -94,10 +119,11 @@ def write_whole(path: Path, data: bytes) -> None:
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        write_at(descriptor, data, 0)
+        write_at(descriptor, data, 0, path)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+    return WrittenFile.of(data)
 
 
 def flush_folder(path: Path) -> None:

@@ -14,14 +14,13 @@ import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_mm5d.storage.files import corrupt, opened, read_into, write_at
+from lightning_mm5d.storage.files import WrittenFile, corrupt, opened, read_into, write_at
 from lightning_mm5d.storage.source import Region, checked_region
 from lightning_mm5d.storage.tensor_header import (
     BLOCK_BYTES,
@@ -39,19 +38,6 @@ _GAP_BYTES = 4096  # a gap up to this is read through, because another read woul
 _CHUNK_BYTES = 2**20  # read or written at once, so that checksums find the bytes in the processor's cache
 _SCRATCH_BYTES = 8 * 2**20  # for rows that are read together with the gaps between them
 _COPY_BYTES = 64 * 2**20  # of a tensor that is copied from its device at once
-
-
-@dataclass(frozen=True)
-class WrittenFile:
-    """What identifies a file's content.
-
-    Attributes:
-        size: bytes.
-        checksum: CRC-32 of the header, which holds those of all blocks.
-    """
-
-    size: int
-    checksum: int
 
 
 class TensorFile:
@@ -287,7 +273,7 @@ class TensorFileWriter:
             for start in range(0, len(memory), _CHUNK_BYTES):
                 chunk = memory[start : start + _CHUNK_BYTES]
                 checksums.add(chunk)
-                write_at(self._descriptor, chunk, offset)
+                write_at(self._descriptor, chunk, offset, self.path)
                 offset += len(chunk)
         self._digits[name] = checksums.digits()
         self._missing.remove(name)
@@ -303,7 +289,7 @@ class TensorFileWriter:
         if self._missing:
             raise ValueError(f"{self.path} lacks {len(self._missing)} tensors, among them {min(self._missing)!r}")
         header = self._header()
-        write_at(self._descriptor, header, 0)
+        write_at(self._descriptor, header, 0, self.path)
         os.fsync(self._descriptor)
         last = max((entry.stop for entry in self._entries.values()), default=0)
         self.written = WrittenFile(self._origin + last, zlib.crc32(header))
