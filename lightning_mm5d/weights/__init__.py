@@ -1,0 +1,1 @@
+"""How a rank comes to its own weights without the full model."""

@@ -1,0 +1,169 @@
+"""A tensor without data that writes down its recipe while other code cuts, joins, turns and casts it.
+
+transformers' own loader converts checkpoints: it stacks experts, splits fused projections, permutes and casts. Given
+traced tensors in place of stored ones it does all this without reading a byte, and what it puts into the model knows
+from which regions of which files it comes. Operations that are no step of a `Recipe` become one `Computed` step.
+Refused are operations that write in place or ask for values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_mm5d.config.errors import private
+from lightning_mm5d.weights.recipe import Cast, Computed, Cut, Joined, Permuted, Picked, Recipe, Reshaped
+
+_aten = torch.ops.aten
+_make_wrapper = private(torch.Tensor, "_make_wrapper_subclass")
+
+
+class TracedTensor(torch.Tensor):
+    """Stands for the result of a recipe: its shape and dtype, on the CPU.
+
+    Args:
+        recipe: how to read the tensor.
+    """
+
+    recipe: Recipe
+
+    @staticmethod
+    def __new__(cls, recipe: Recipe) -> TracedTensor:
+        made: TracedTensor = _make_wrapper(cls, recipe.shape, dtype=recipe.dtype, device="cpu")
+        made.recipe = recipe
+        return made
+
+    __torch_function__ = private(torch._C, "_disabled_torch_function_impl")
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # All results are on the CPU, wherever the loader would have placed them.
+        kwargs = {name: value for name, value in (kwargs or {}).items() if name != "device"}
+        if func._schema.is_mutable:
+            raise NotImplementedError(f"{func} writes into a weight that has not been read from its file")
+        if func not in _STEPS and not _returns_tensors(func):
+            raise NotImplementedError(f"{func} asks for the value of a weight that has not been read from its file")
+        step = _STEPS.get(func, _computed)
+        made = func(*_changed(args, _as_meta), **_changed(kwargs, _as_meta))
+        if isinstance(made, Tensor):
+            return cls(step(func, args, kwargs, made, None))
+        return [cls(step(func, args, kwargs, tensor, index)) for index, tensor in enumerate(made)]
+
+
+def _returns_tensors(func: Any) -> bool:
+    return all(str(value.type) in ("Tensor", "List[Tensor]") for value in func._schema.returns)
+
+
+def _changed(tree: Any, change: Callable[[Any], Any]) -> Any:
+    """The same arguments with `change` applied to each, also within lists and dicts."""
+    if isinstance(tree, list | tuple):
+        return type(tree)(_changed(item, change) for item in tree)
+    if isinstance(tree, dict):
+        return {name: _changed(item, change) for name, item in tree.items()}
+    return change(tree)
+
+
+def _as_meta(value: Any) -> Any:
+    return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, Tensor) else value
+
+
+# Each step gets the operation, its arguments, a meta tensor in the shape of its result, and, where the operation
+# returns several tensors, the index of this one.
+
+
+def _computed(func: Any, args: Any, kwargs: Any, made: Tensor, output: int | None) -> Recipe:
+    parts: list[TracedTensor] = []
+
+    def collect(value: Any) -> Any:
+        if isinstance(value, TracedTensor):
+            parts.append(value)
+        return value
+
+    _changed([args, kwargs], collect)
+
+    def run(read: list[Tensor]) -> Any:
+        values = iter(read)
+
+        def fill(value: Any) -> Any:
+            return next(values) if isinstance(value, TracedTensor) else value
+
+        filled_args, filled_kwargs = _changed([args, kwargs], fill)
+        return func(*filled_args, **filled_kwargs)
+
+    return Computed(tuple(made.shape), made.dtype, tuple(part.recipe for part in parts), run, output)
+
+
+def _cast(func: Any, args: Any, kwargs: Any, made: Tensor, output: int | None) -> Recipe:
+    of: Recipe = args[0].recipe
+    return of if of.dtype == made.dtype else Cast(of.shape, made.dtype, of)
+
+
+def _reshaped(func: Any, args: Any, kwargs: Any, made: Tensor, output: int | None) -> Recipe:
+    return Reshaped(tuple(made.shape), made.dtype, args[0].recipe)
+
+
+def _permuted(func: Any, args: Any, kwargs: Any, made: Tensor, output: int | None) -> Recipe:
+    # A tensor whose sizes are the numbers of its dims shows which dim went where.
+    numbered = func(torch.empty(range(made.dim()), device="meta"), *args[1:])
+    return Permuted(tuple(made.shape), made.dtype, args[0].recipe, tuple(numbered.shape))
+
+
+def _split(func: Any, args: Any, kwargs: Any, made: Tensor, output: int | None) -> Recipe:
+    of, sizes, *rest = args
+    assert output is not None
+    start = output * sizes if isinstance(sizes, int) else sum(sizes[:output])
+    return Cut(tuple(made.shape), made.dtype, of.recipe, rest[0] % of.dim() if rest else 0, start)
+
+
+def _sliced(func: Any, args: Any, kwargs: Any, made: Tensor, output: int | None) -> Recipe:
+    dim, start, _, step = (list(args[1:]) + [0, None, None, 1][len(args) - 1 :])[:4]
+    if step != 1:
+        return _computed(func, args, kwargs, made, output)
+    start, _, _ = slice(start, None).indices(args[0].shape[dim])
+    return Cut(tuple(made.shape), made.dtype, args[0].recipe, dim % made.dim(), start)
+
+
+def _picked(func: Any, args: Any, kwargs: Any, made: Tensor, output: int | None) -> Recipe:
+    tensor = args[0]
+    dim = (args[1] if len(args) > 1 else 0) % tensor.dim()
+    index = (args[2] if output is None else output) % tensor.shape[dim]
+    return Picked(tuple(made.shape), made.dtype, tensor.recipe, dim, index)
+
+
+def _joined(func: Any, args: Any, kwargs: Any, made: Tensor, output: int | None) -> Recipe:
+    tensors = args[0]
+    dtypes = {tensor.dtype for tensor in tensors}
+    if not all(isinstance(tensor, TracedTensor) and tensor.dim() for tensor in tensors) or len(dtypes) > 1:
+        return _computed(func, args, kwargs, made, output)
+    dim = (args[1] if len(args) > 1 else 0) % made.dim()
+    parts = tuple(tensor.recipe for tensor in tensors)
+    return Joined(tuple(made.shape), made.dtype, parts, dim, stacked=func is _aten.stack.default)
+
+
+_STEPS = {
+    _aten.alias.default: _cast,
+    _aten.detach.default: _cast,
+    _aten.clone.default: _cast,
+    _aten._to_copy.default: _cast,
+    _aten.view.default: _reshaped,
+    _aten._unsafe_view.default: _reshaped,
+    _aten.unsqueeze.default: _reshaped,
+    _aten.squeeze.default: _reshaped,
+    _aten.squeeze.dim: _reshaped,
+    _aten.squeeze.dims: _reshaped,
+    _aten.transpose.int: _permuted,
+    _aten.t.default: _permuted,
+    _aten.permute.default: _permuted,
+    _aten.split.Tensor: _split,
+    _aten.split_with_sizes.default: _split,
+    _aten.slice.Tensor: _sliced,
+    _aten.select.int: _picked,
+    _aten.unbind.int: _picked,
+    _aten.cat.default: _joined,
+    _aten.stack.default: _joined,
+}
