@@ -129,7 +129,8 @@ class DirectoryWriter:
 
     def abort(self) -> None:
         """Remove what this save has written; an older directory keeps its name."""
-        _clear(self.path, self.folder, self._old)
+        with suppress(OSError):  # the error that ended the save says more; the next save removes what stays
+            _clear(self.path, self.folder, self._old)
         self._release()
 
     def _release(self) -> None:
