@@ -1,0 +1,156 @@
+"""The weights of one module that are yet to be made: their names, and the operations that make them.
+
+It is plain data: it holds no module, and may be pickled and sent to another process together with the module.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Generator, Tensor, UntypedStorage, nn
+
+from lightning_mm5d.weights.recorded import Memory, Operation, View
+from lightning_mm5d.weights.replay import Replay, sliced
+
+Kind = Literal["parameter", "buffer", "attribute"]
+# Called with all names of one tensor, more than one where it is tied, and its full value.
+Sink = Callable[[tuple[str, ...], Tensor], None]
+Deferred = tuple[tuple[str, ...], Kind, View]
+
+
+@dataclass(frozen=True)
+class DeferredWeights:
+    """What `DeferredInit.weights` found in a module.
+
+    Args:
+        operations: everything that was recorded.
+        memories: every recorded memory by its number.
+        starts: for each random source, its state before recording; the first is usually torch's CPU generator.
+        generators: the generators of these sources.
+        ends: states that the recorded code set after the last draw.
+        tensors: names, kind and place of each deferred tensor; plain attributes go by the path to them.
+        unknown: names of tensors of the meta device that were not recorded.
+    """
+
+    operations: Sequence[Operation]
+    memories: Mapping[int, Memory]
+    starts: Sequence[Tensor]
+    generators: Sequence[Generator]
+    ends: Mapping[int, Tensor | int]
+    tensors: Sequence[Deferred]
+    unknown: tuple[str, ...]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """All names of deferred parameters and buffers."""
+        return frozenset(name for names, kind, _ in self.tensors if kind != "attribute" for name in names)
+
+    @property
+    def random_state(self) -> tuple[Tensor, ...]:
+        """The states from which numbers will be drawn; ranks that must be equal use those of one rank."""
+        return tuple(self.starts)
+
+    def materialize(
+        self,
+        module: nn.Module,
+        sink: Sink,
+        *,
+        only: Iterable[str] | None = None,
+        random_state: Sequence[Tensor] | None = None,
+    ) -> None:
+        """Make the weights one by one and hand each to `sink` as soon as it is final.
+
+        `sink` puts the value, or a part of it, where it belongs, and keeps no more than it needs. Tensors in plain
+        attributes of the module become real in place. Afterwards generators are where an ordinary construction would
+        have left them.
+
+        Args:
+            module: the module that `DeferredInit.weights` was asked for, or a copy of it.
+            sink: called with all names of a tensor and its full value; names that are tied come in one call.
+            only: the parameters and buffers to make. Random values then differ from an ordinary construction,
+                though not between processes, and generators keep their state.
+            random_state: `random_state` of another process, to draw what it draws.
+        """
+        chosen = None if only is None else frozenset(only)
+        wanted: dict[int, list[Deferred]] = {}
+        for names, kind, view in self.tensors:
+            if chosen is None or kind == "attribute" or not chosen.isdisjoint(names):
+                wanted.setdefault(view.memory, []).append((names, kind, view))
+        attributes = {names[0]: tensor for names, kind, tensor in tensors_of(module) if kind == "attribute"}
+
+        def final(memory: int, storage: UntypedStorage) -> None:
+            for names, kind, view in wanted[memory]:
+                if kind == "attribute":
+                    _fill(attributes[names[0]], view.tensor(storage))
+                else:
+                    sink(names, view.tensor(storage))
+
+        states = [generator.get_state() for generator in self.generators]
+        starts = self.starts if random_state is None else random_state
+        for generator, start in zip(self.generators, starts, strict=True):
+            generator.set_state(start)
+        seed_of = None if chosen is None else _seeds(starts)
+        steps = sliced(self.operations, wanted, draws=chosen is None)
+        replay = Replay(self.memories, steps, self.generators, frozenset(wanted), final, seed_of)
+        replay.run(self.ends if chosen is None else None)
+        if chosen is not None:
+            for generator, state in zip(self.generators, states, strict=True):
+                generator.set_state(state)
+
+
+def _seeds(states: Sequence[Tensor]) -> Callable[[int], int]:
+    """A seed for each operation, so that a value does not depend on which others are made."""
+    state = b"".join(state.numpy().tobytes() for state in states)
+
+    def seed_of(index: int) -> int:
+        return int.from_bytes(hashlib.blake2b(state, digest_size=8, salt=index.to_bytes(8)).digest()) >> 1
+
+    return seed_of
+
+
+def _fill(tensor: Tensor, value: Tensor) -> None:
+    """Give a tensor without memory its value, in place, so that whoever holds it sees it."""
+    torch.utils.swap_tensors(tensor, value.requires_grad_(tensor.requires_grad))
+
+
+def tensors_of(module: nn.Module) -> Iterator[tuple[tuple[str, ...], Kind, Tensor]]:
+    """All parameters, buffers and tensors in plain attributes, each once with all its names."""
+    names: dict[int, list[str]] = {}
+    kinds: dict[int, tuple[Kind, Tensor]] = {}
+    found: list[tuple[Kind, Iterator[tuple[str, Tensor]]]] = [
+        ("parameter", module.named_parameters(remove_duplicate=False)),
+        ("buffer", module.named_buffers(remove_duplicate=False)),
+        ("attribute", _attributes(module)),
+    ]
+    for kind, pairs in found:
+        for name, tensor in pairs:
+            names.setdefault(id(tensor), []).append(name)
+            kinds.setdefault(id(tensor), (kind, tensor))
+    for key, (kind, tensor) in kinds.items():
+        yield tuple(names[key]), kind, tensor
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Tensors in plain attributes of modules, also within lists, tuples, dictionaries and plain objects."""
+    seen: set[int] = set()
+    registered = {id(t) for t in [*module.parameters(), *module.buffers()]}
+    for path, part in module.named_modules():
+        plain = {k: v for k, v in vars(part).items() if k not in ("_parameters", "_buffers", "_modules")}
+        queue: deque[tuple[str, Any]] = deque([(path, plain)])
+        while queue:
+            where, value = queue.popleft()
+            if id(value) in seen or isinstance(value, nn.Module | type):
+                continue
+            seen.add(id(value))
+            if isinstance(value, Tensor):
+                if id(value) not in registered:
+                    yield where, value
+            elif isinstance(value, dict):
+                queue.extend((f"{where}.{key}".lstrip("."), item) for key, item in value.items())
+            elif isinstance(value, list | tuple | deque):
+                queue.extend((f"{where}.{index}", item) for index, item in enumerate(value))

@@ -1,0 +1,86 @@
+"""Builds a module twice from one seed, as ever and deferred, and compares every tensor that it holds."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lightning_mm5d.weights import DeferredInit, DeferredWeights
+from lightning_mm5d.weights.deferred_weights import tensors_of
+
+Build = Callable[[], nn.Module]
+
+
+def seed_all(seed: int = 3) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def deferred(build: Build) -> tuple[nn.Module, DeferredWeights]:
+    """The module without memory, and what makes its weights."""
+    with DeferredInit() as recorder:
+        module = build()
+    return module, recorder.weights(module)
+
+
+def materialized(module: nn.Module, weights: DeferredWeights) -> nn.Module:
+    """The module with all of its weights in place."""
+    tensors = {names[0]: tensor for names, kind, tensor in tensors_of(module) if kind != "attribute"}
+
+    def place(names: tuple[str, ...], value: Tensor) -> None:
+        tensor = tensors[names[0]]
+        value = value.clone(memory_format=torch.preserve_format)
+        new = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+        for name in names:
+            owner, _, leaf = name.rpartition(".")
+            part = module.get_submodule(owner)
+            (part._parameters if isinstance(tensor, nn.Parameter) else part._buffers)[leaf] = new
+
+    weights.materialize(module, place)
+    return module
+
+
+def contents(module: nn.Module) -> dict[str, tuple[tuple[str, ...], str, Tensor]]:
+    """All tensors of a module by name, with the names that they are tied to and their kind."""
+    return {name: (names, kind, tensor) for names, kind, tensor in tensors_of(module) for name in names}
+
+
+def assert_equal_modules(module: nn.Module, expected: nn.Module) -> None:
+    """Assert that both hold the same tensors, bit by bit."""
+    mine, theirs = contents(module), contents(expected)
+    assert mine.keys() == theirs.keys()
+    for name, (names, kind, wanted) in theirs.items():
+        got_names, got_kind, got = mine[name]
+        assert (got_names, got_kind) == (names, kind), name
+        assert type(got) is type(wanted), name
+        assert got.requires_grad == wanted.requires_grad, name
+        assert (got.device, got.dtype, got.shape, got.stride()) == (
+            wanted.device,
+            wanted.dtype,
+            wanted.shape,
+            wanted.stride(),
+        ), name
+        assert got.detach().numpy(force=True).tobytes() == wanted.detach().numpy(force=True).tobytes(), name
+
+
+def assert_as_ever(build: Build, *, some_real: bool = False) -> DeferredWeights:
+    """Assert that a deferred construction ends as an ordinary one: tensors, ties, random states."""
+    seed_all()
+    expected = build()
+    state = torch.get_rng_state()
+    seed_all()
+    before = torch.get_rng_state()
+    module, weights = deferred(build)
+    assert torch.equal(torch.get_rng_state(), before), "recording must not draw"
+    real = [name for name, parameter in module.named_parameters() if not parameter.is_meta]
+    assert some_real or real == []
+    assert weights.unknown == (), weights.unknown
+    materialized(module, weights)
+    assert torch.equal(torch.get_rng_state(), state), "the random state must be that of an ordinary construction"
+    assert_equal_modules(module, expected)
+    return weights
