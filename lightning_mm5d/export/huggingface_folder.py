@@ -1,0 +1,195 @@
+"""Writes a folder that `from_pretrained` reads: weights tensor by tensor, configuration, generation, processors.
+
+Phases: names, shapes and dtypes of all tensors are computed on the meta device; from them follows which file holds
+which tensor; then each group of tensors is read, converted and written. Never more than one group is in memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from huggingface_hub import split_state_dict_into_shards_factory
+from torch import Tensor
+
+from lightning_mm5d.checkpoint.huggingface_record import unpacked
+from lightning_mm5d.config.errors import CheckpointCorruptError, ConfigError
+from lightning_mm5d.export.model_tensors import ModelTensors
+from lightning_mm5d.export.reverse_conversion import ReverseConversion, empty_model
+from lightning_mm5d.storage.tensor_file import TensorFileWriter
+
+WEIGHTS = "model{suffix}.safetensors"
+ADAPTER = "adapter_model{suffix}.safetensors"
+
+
+def write_model(
+    folder: Path,
+    model: Mapping[str, Any],
+    tensors: ModelTensors,
+    *,
+    max_shard_size: int,
+    dtype: torch.dtype | None,
+) -> list[str]:
+    """Write weights and configuration of a model; return warnings.
+
+    Args:
+        folder: an empty one.
+        model: what the checkpoint's record says about the model.
+        tensors: of the model.
+        max_shard_size: bytes of tensors in a file, where no single tensor has more.
+        dtype: for all floating-point tensors; None keeps each as it is.
+
+    Raises:
+        ConfigError: the checkpoint and its record do not fit each other, or transformers does not know the class.
+    """
+    if model["quantized"]:
+        rule = "The model is quantized, and its tensors mean nothing without the library that did it"
+        raise ConfigError("CHECKPOINT", model["name"], rule, "Use save_pretrained on the model after training")
+    tensors.check(model["names"], (*model["tied"], *model["ignored"]))
+    known = model["class"] is not None
+    empty = empty_model(model["class"], model["config"], "CHECKPOINT") if known else None
+    if empty is not None:
+        _check_shapes(empty, model["names"], tensors)
+    conversion = ReverseConversion(empty, model["conversions"], "CHECKPOINT")
+    specs = {name: _cast(value, dtype) for name, value in conversion.tensors(model["names"], tensors.empty)}
+    values = ((name, _cast(value, dtype)) for name, value in conversion.tensors(model["names"], tensors.read))
+    write_weights(folder, WEIGHTS, specs, values, max_shard_size)
+    own = model["dtype"] if dtype is None else str(dtype).removeprefix("torch.")
+    _write_json(folder / "config.json", _with_dtype(model["config"], own) if dtype else model["config"])
+    if model["generation_config"] is not None:
+        _write_json(folder / "generation_config.json", model["generation_config"])
+    return [*_warnings(model, known), *_mixed(specs, own)]
+
+
+def write_adapter(
+    folder: Path, model: Mapping[str, Any], name: str, tensors: ModelTensors, *, dtype: torch.dtype | None
+) -> list[str]:
+    """Write the adapter `name` of a model as PEFT has it; return warnings.
+
+    Raises:
+        ConfigError: the adapter's file would hold what the checkpoint does not, or tensors are missing.
+    """
+    adapter = model["adapters"][name]
+    if adapter["tensors"] is None:
+        rule = f"PEFT computes what it saves of a {adapter['config'].get('peft_type')} adapter, and needs the model for it"
+        raise ConfigError("CHECKPOINT", name, rule, "Use save_pretrained on the model after training")
+    tensors.check(list(adapter["tensors"].values()), others=tensors.names())
+    own = adapter["tensors"].items()
+    specs = {file_name: _cast(tensors.empty(inner), dtype) for file_name, inner in own}
+    values = ((file_name, _cast(tensors.read(inner), dtype)) for file_name, inner in own)
+    write_weights(folder, ADAPTER, specs, values, max_shard_size=2**63)  # PEFT reads one file
+    _write_json(folder / "adapter_config.json", adapter["config"])
+    left = adapter["trained_outside"]
+    if not left:
+        return []
+    return [f"{len(left)} trained tensors lie outside of the adapter and are left out, for instance {left[0]}"]
+
+
+def write_weights(
+    folder: Path,
+    pattern: str,
+    specs: Mapping[str, Tensor],
+    values: Iterable[tuple[str, Tensor]],
+    max_shard_size: int,
+) -> None:
+    """Write tensors into one file, or into several with an index, as transformers divides them.
+
+    Args:
+        folder: for the files.
+        pattern: of the files' names.
+        specs: tensors on the meta device in the order of `values`, by name.
+        values: names and tensors.
+        max_shard_size: bytes of tensors in a file.
+    """
+    split = split_state_dict_into_shards_factory(
+        dict(specs), get_storage_size=_bytes, filename_pattern=pattern, max_shard_size=max_shard_size
+    )
+    waiting = {file: set(names) for file, names in split.filename_to_tensors.items()}
+    writers: dict[str, TensorFileWriter] = {}
+    ends: dict[str, ExitStack] = {}
+    with ExitStack() as stack:
+        for name, value in values:
+            file = split.tensor_to_filename[name]
+            if file not in writers:
+                inside = {each: (specs[each].dtype, tuple(specs[each].shape)) for each in split.filename_to_tensors[file]}
+                ends[file] = stack.enter_context(ExitStack())
+                writers[file] = ends[file].enter_context(TensorFileWriter(folder / file, inside, {"format": "pt"}))
+            writers[file].write(name, value)
+            del value  # before the next one is read
+            waiting[file].discard(name)
+            if not waiting[file]:
+                ends[file].close()
+    if split.is_sharded:
+        total = {"total_parameters": sum(each.numel() for each in specs.values()), **split.metadata}
+        index = {"metadata": total, "weight_map": split.tensor_to_filename}
+        _write_json(folder / (pattern.format(suffix="") + ".index.json"), index)
+
+
+def write_processors(folder: Path, processors: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Write the files of processors and tokenizers; return warnings.
+
+    Raises:
+        CheckpointCorruptError: a file has a path that leads out of the folder, or cannot be decoded.
+    """
+    warnings: list[str] = []
+    for each in processors:
+        if not each["files"]:
+            warnings.append(f"{each['path']}, a {each['class']}, could not be saved and is missing")
+        for name, text in each["files"].items():
+            path = PurePosixPath(name)
+            if path.is_absolute() or ".." in path.parts or "\\" in name or not path.parts:
+                raise CheckpointCorruptError(f"The checkpoint names a file of {each['path']} that leads elsewhere: {name!r}")
+            if (folder / path).exists():
+                warnings.append(f"{name} of {each['path']} is left out: there is one already")
+                continue
+            try:
+                content = unpacked(text)
+            except ValueError as error:
+                raise CheckpointCorruptError(f"The checkpoint's file {name} of {each['path']}: {error}") from error
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_bytes(content)
+    return warnings
+
+
+def _check_shapes(empty: torch.nn.Module, names: Iterable[str], tensors: ModelTensors) -> None:
+    """Refuse what `from_pretrained` would refuse, for instance a vocabulary that the configuration does not know of."""
+    expected = empty.state_dict()
+    for name in names:
+        if name in expected and expected[name].shape != (shape := tensors.empty(name).shape):
+            rule = f"The configuration makes it {list(expected[name].shape)}, so from_pretrained could not load it"
+            raise ConfigError(f"CHECKPOINT {name}", list(shape), rule, "Give the model's own --config")
+
+
+def _cast(value: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return value.to(dtype) if dtype is not None and value.is_floating_point() else value
+
+
+def _bytes(value: Tensor) -> int:
+    return value.numel() * value.element_size()
+
+
+def _with_dtype(config: Any, dtype: str) -> Any:
+    """The configuration with another dtype, also in its parts."""
+    if not isinstance(config, dict):
+        return config
+    changed = {key: _with_dtype(value, dtype) for key, value in config.items()}
+    return changed | {key: dtype for key in ("dtype",) if isinstance(changed.get(key), str)}
+
+
+def _mixed(specs: Mapping[str, Tensor], own: str) -> Iterator[str]:
+    others = {str(each.dtype).removeprefix("torch.") for each in specs.values() if each.is_floating_point()} - {own}
+    if others:
+        yield f"tensors are {', '.join(sorted(others))} besides {own}, to which from_pretrained casts all of them"
+
+
+def _warnings(model: Mapping[str, Any], known: bool) -> Iterator[str]:
+    if not known:
+        yield f"{model['name']} is not a class of transformers: its tensors keep their names, and it loads with its own code"
+
+
+def _write_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
