@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 VERSION = 1
+KEY, RECORD = "lightning_mm5d", "huggingface"  # checkpoint[KEY][RECORD] is the record
 COMPILED = "_orig_mod"  # torch.compile's name for the module inside
 _MOST_FILES = 256 * 2**20  # bytes of a processor's files, before compression
 

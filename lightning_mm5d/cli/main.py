@@ -1,8 +1,9 @@
-"""The command ``mm5d``: plans multimodal training before it runs, without processes or process groups.
+"""The command ``mm5d``: plans multimodal training before it runs, and takes checkpoints out again, in one process.
 
 ``mm5d inspect`` prints which rank holds what; ``mm5d simulate`` prints, and draws, how long ranks would idle under
-every schedule; ``mm5d plan`` searches a better layout; ``mm5d doctor`` shows what would not work on this machine. All
-but the last read the configuration of a LightningCLI; for ``simulate`` sizes alone will do.
+every schedule; ``mm5d plan`` searches a better layout. These read the configuration of a LightningCLI; for ``simulate``
+sizes alone will do. ``mm5d export`` writes a checkpoint as Hugging Face or plain Lightning load it; ``mm5d checkpoint
+show`` prints what one holds. ``mm5d doctor`` shows what would not work on this machine.
 
 Help and refusals of a wrong configuration come before torch is imported. Refuses in one line, with exit code 2, what
 cannot work; an interrupt ends it with exit code 130.
@@ -18,6 +19,7 @@ from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 
+_CONFIGURED = ("inspect", "simulate", "plan")  # commands whose other options override the configuration
 _OPTIONS = ("--help", "--version", "--json", "--out", "--script", "--cost", "--frozen", "--measure")
 
 
@@ -52,6 +54,8 @@ def _run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         from lightning_mm5d.cli.doctor import doctor
 
         return doctor()
+    if arguments.command not in _CONFIGURED:
+        return _run_on_checkpoint(arguments)
     from jsonargparse import ArgumentError
 
     from lightning_mm5d.cli.configuration import prepare
@@ -73,10 +77,30 @@ def _run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     return 0
 
 
+def _run_on_checkpoint(arguments: argparse.Namespace) -> int:
+    from lightning_mm5d.config.errors import CheckpointCorruptError, CheckpointUntrustedError, ConfigError
+
+    path = arguments.checkpoint if arguments.command == "export" else arguments.path
+    try:
+        if not path.exists():  # before torch is imported
+            raise ConfigError("CHECKPOINT", str(path), "There is no such file or folder", "Name a checkpoint")
+        from lightning_mm5d.cli import checkpoint_commands  # imports torch
+
+        {"export": checkpoint_commands.export_checkpoint, "show": checkpoint_commands.show_checkpoint}[
+            arguments.command
+        ](arguments)
+    except (ConfigError, CheckpointCorruptError, CheckpointUntrustedError, OSError) as error:
+        print(f"mm5d: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
 def _parser() -> argparse.ArgumentParser:
     """A subparser for each command."""
     parser = argparse.ArgumentParser(
-        prog="mm5d", allow_abbrev=False, description="Plan multimodal training before it runs."
+        prog="mm5d",
+        allow_abbrev=False,
+        description="Plan multimodal training before it runs, and take checkpoints out again.",
     )
     parser.add_argument("--version", action="version", version=f"mm5d {version('lightning_mm5d')}")
     commands = parser.add_subparsers(metavar="COMMAND")
@@ -150,14 +174,63 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--json", action="store_true", help="print what was found as JSON")
     one.set_defaults(command="plan")
 
+    _add_checkpoint_commands(commands)
+
     about = "Show versions, devices and backends, and what would not work here."
     one = commands.add_parser("doctor", description=about, help="show versions, devices and what would not work")
     one.set_defaults(command="doctor")
     return parser
 
 
+def _add_checkpoint_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """`export` and `checkpoint show`."""
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument(
+        "--unsafe",
+        action="store_true",
+        help="also open a checkpoint that can run code while it is read, of somebody whom you trust",
+    )
+    about = (
+        "Write a checkpoint, sharded or full, as Hugging Face loads it: weights in safetensors, configuration, "
+        "processors; an adapter as PEFT has it. No more than one tensor is in memory at a time."
+    )
+    one = commands.add_parser(
+        "export", parents=[shared], description=about, help="write a checkpoint for Hugging Face or plain Lightning"
+    )
+    one.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="file or folder")
+    one.add_argument("folder", type=Path, metavar="DIR", help="new folder, or with --format lightning a new file")
+    one.add_argument(
+        "--format",
+        choices=("huggingface", "lightning"),
+        default="huggingface",
+        help="huggingface (default), or lightning for one file with everything in it",
+    )
+    one.add_argument(
+        "--module", metavar="PATH", help="the model's path in the LightningModule, where there are several"
+    )
+    one.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="config.json of the model, or a folder with one, for a checkpoint that was saved without this strategy",
+    )
+    one.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="most bytes of a file of weights (5GB)")
+    one.add_argument("--dtype", help="dtype of all floating-point tensors, for instance bfloat16")
+    one.set_defaults(command="export")
+
+    group = commands.add_parser("checkpoint", help="show what a checkpoint holds")
+    actions = group.add_subparsers(metavar="ACTION", required=True)
+    about = "Show a checkpoint's step, layout, files and models."
+    one = actions.add_parser("show", parents=[shared], description=about, help="print what a checkpoint holds")
+    one.add_argument("path", type=Path, metavar="CHECKPOINT", help="file or folder")
+    one.add_argument("--verify", action="store_true", help="read all of it, and compare it with its checksums")
+    one.set_defaults(command="show")
+
+
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Arguments of this command, and those that override the configuration, each with its value."""
+    if next(iter(argv), "") not in _CONFIGURED:
+        return list(argv), []
     own, overrides, rest = [], [], iter(argv)
     for argument in rest:
         if not argument.startswith("--") or argument.split("=")[0] in _OPTIONS:

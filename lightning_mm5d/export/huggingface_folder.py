@@ -75,9 +75,11 @@ def write_adapter(
     """
     adapter = model["adapters"][name]
     if adapter["tensors"] is None:
-        rule = f"PEFT computes what it saves of a {adapter['config'].get('peft_type')} adapter, and needs the model for it"
+        rule = (
+            f"PEFT computes what it saves of a {adapter['config'].get('peft_type')} adapter, and needs the model for it"
+        )
         raise ConfigError("CHECKPOINT", name, rule, "Use save_pretrained on the model after training")
-    tensors.check(list(adapter["tensors"].values()), others=tensors.names())
+    tensors.check(list(adapter["tensors"].values()))
     own = adapter["tensors"].items()
     specs = {file_name: _cast(tensors.empty(inner), dtype) for file_name, inner in own}
     values = ((file_name, _cast(tensors.read(inner), dtype)) for file_name, inner in own)
@@ -115,7 +117,9 @@ def write_weights(
         for name, value in values:
             file = split.tensor_to_filename[name]
             if file not in writers:
-                inside = {each: (specs[each].dtype, tuple(specs[each].shape)) for each in split.filename_to_tensors[file]}
+                inside = {
+                    each: (specs[each].dtype, tuple(specs[each].shape)) for each in split.filename_to_tensors[file]
+                }
                 ends[file] = stack.enter_context(ExitStack())
                 writers[file] = ends[file].enter_context(TensorFileWriter(folder / file, inside, {"format": "pt"}))
             writers[file].write(name, value)
@@ -142,7 +146,9 @@ def write_processors(folder: Path, processors: Iterable[Mapping[str, Any]]) -> l
         for name, text in each["files"].items():
             path = PurePosixPath(name)
             if path.is_absolute() or ".." in path.parts or "\\" in name or not path.parts:
-                raise CheckpointCorruptError(f"The checkpoint names a file of {each['path']} that leads elsewhere: {name!r}")
+                raise CheckpointCorruptError(
+                    f"The checkpoint names a file of {each['path']} that leads elsewhere: {name!r}"
+                )
             if (folder / path).exists():
                 warnings.append(f"{name} of {each['path']} is left out: there is one already")
                 continue
@@ -188,7 +194,7 @@ def _mixed(specs: Mapping[str, Tensor], own: str) -> Iterator[str]:
 
 def _warnings(model: Mapping[str, Any], known: bool) -> Iterator[str]:
     if not known:
-        yield f"{model['name']} is not a class of transformers: its tensors keep their names, and it loads with its own code"
+        yield f"{model['name']} is no class of transformers: it loads with its own code, under its own names"
 
 
 def _write_json(path: Path, content: Any) -> None:

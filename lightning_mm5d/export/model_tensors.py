@@ -44,12 +44,12 @@ class ModelTensors:
         found = self._found(name)
         return torch.empty(self._source.shape(found), dtype=self._source.dtype(found), device="meta")
 
-    def check(self, names: Sequence[str], others: Iterable[str] = ()) -> None:
+    def check(self, names: Sequence[str], others: Iterable[str] | None = None) -> None:
         """Compare the names in the checkpoint with those of the model.
 
         Args:
             names: of the tensors that are needed.
-            others: names that the checkpoint may have besides.
+            others: names that the checkpoint may have besides; None where it may have any.
 
         Raises:
             ConfigError: tensors are missing, or are left over.
@@ -58,6 +58,8 @@ class ModelTensors:
         if missing:
             rule = f"The checkpoint lacks {_some(missing)}"
             raise ConfigError("CHECKPOINT", self._prefix or "the module", rule, "Save the whole module")
+        if others is None:
+            return
         known = {*names, *others}
         own = (name.removeprefix(self._prefix) for name in self._known if name.startswith(self._prefix))
         more = sorted(name for name in own if name not in known)

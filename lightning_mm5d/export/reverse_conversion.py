@@ -1,9 +1,9 @@
 """Names and forms of tensors as `save_pretrained` writes them, computed for one group of tensors at a time.
 
-transformers renames, splits and merges tensors while it loads a model, and reverts that when it saves: the fused experts
-of Mixtral, for instance, are one file tensor for each expert and projection. `revert_weight_conversion` of transformers
-does it for a whole state dict in memory. `ReverseConversion` does the same for a group that belongs together, which is
-read when its turn comes.
+transformers renames, splits and merges tensors while it loads a model, and reverts that when it saves. The fused
+experts of Mixtral, for instance, are one tensor for each expert and projection in a file. `revert_weight_conversion` of
+transformers does it for a whole state dict in memory. `ReverseConversion` does the same for each group of tensors that
+belong together, and reads them when their turn comes.
 
 The model that transformers asks for is built on the meta device, without memory. Its class comes from transformers by
 name; no other class is imported.
@@ -16,6 +16,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -100,9 +101,7 @@ class ReverseConversion:
         for first, group in self._grouped(names, read, reverse, renamings).items():
             yield from self._converted(first, group, renamings)
 
-    def _converted(
-        self, first: str, group: WeightTransform, renamings: list[WeightRenaming]
-    ) -> Iterator[tuple[str, Tensor]]:
+    def _converted(self, first: str, group: Any, renamings: list[WeightRenaming]) -> Iterator[tuple[str, Tensor]]:
         config = self._model.config if self._model is not None else None
         made = group.convert(first, model=self._model, config=config)
         while made:  # each is given away before the next one is asked for
@@ -114,11 +113,11 @@ class ReverseConversion:
 
     def _grouped(
         self, names: Sequence[str], read: Read, reverse: Sequence[WeightTransform], renamings: list[WeightRenaming]
-    ) -> dict[str, WeightTransform]:
+    ) -> dict[str, Any]:
         """For each conversion the names that it takes together, as in transformers' `revert_weight_conversion`."""
         converters = [each for each in reverse if isinstance(each, WeightConverter)]
         by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
-        groups: dict[str, WeightTransform] = {}
+        groups: dict[str, Any] = {}
         for name in sorted(names, key=dot_natural_key):
             renamed, pattern = apply_converters(name, converters)
             if pattern is not None:
@@ -126,18 +125,8 @@ class ReverseConversion:
             else:
                 renamed, pattern = apply_renamings(name, renamings), name
                 group = groups.setdefault(renamed, WeightRenaming(name, renamed))
-            group.add_tensor(renamed, name, pattern, _Later(read, name))
+            group.add_tensor(renamed, name, pattern, partial(read, name))  # called when it is converted
         return groups
-
-
-class _Later:
-    """A tensor that is read when transformers converts it."""
-
-    def __init__(self, read: Read, name: str) -> None:
-        self._read, self._name = read, name
-
-    def __call__(self) -> Tensor:
-        return self._read(self._name)
 
 
 def _transforms(model: PreTrainedModel, used: Sequence[Any] | None, field: str) -> list[WeightTransform]:

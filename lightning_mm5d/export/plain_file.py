@@ -1,0 +1,150 @@
+"""Opens a full checkpoint, a file of ``torch.save``, and reads its tensors one at a time.
+
+The file is mapped, so that everything but tensors is known without reading them. A tensor is then read from its place
+in the file into new memory: pages of the map are never touched, and the process holds the tensors that it asked for.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_mm5d.config.errors import CheckpointCorruptError, CheckpointUntrustedError, ConfigError
+from lightning_mm5d.storage.source import Region, checked_region
+
+_LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip's member: at its end the lengths of its name and its extra field
+
+
+def open_plain(path: Path, weights_only: bool = True) -> dict[str, Any]:
+    """Return what a full checkpoint holds; its tensors are mapped.
+
+    Args:
+        path: of the file.
+        weights_only: whether to refuse what needs pickle to run code.
+
+    Raises:
+        ConfigError: the file is no checkpoint.
+        CheckpointCorruptError: the file is damaged.
+        CheckpointUntrustedError: the file asks for code to be run.
+    """
+    if not zipfile.is_zipfile(path):
+        rule = "It is no checkpoint: neither a folder of shards nor a file of torch.save, or it is truncated"
+        raise ConfigError("CHECKPOINT", str(path), rule, "Name one that ModelCheckpoint or save_checkpoint wrote")
+    try:
+        content = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        found = str(error).split("WeightsUnpickler error: ")[-1].splitlines()[0]
+        raise CheckpointUntrustedError(
+            f"{path} holds more than tensors and plain values: {found}. Loading it can run code that it names. Where "
+            "you trust whoever wrote it, ask for weights_only=False"
+        ) from None
+    except (RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
+        raise CheckpointCorruptError(f"{path} cannot be read: {_first_line(error)}") from error
+    if not isinstance(content, dict) or not isinstance(content.get("state_dict"), Mapping):
+        raise ConfigError("CHECKPOINT", str(path), "It has no state_dict, as Lightning's have", "Name one of Lightning")
+    return content
+
+
+def verify_plain(path: Path) -> None:
+    """Read all of a full checkpoint and compare it with its checksums.
+
+    Raises:
+        CheckpointCorruptError: something differs, or cannot be read.
+    """
+    try:
+        with zipfile.ZipFile(path) as file:
+            damaged = file.testzip()
+    except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError, RuntimeError) as error:
+        raise CheckpointCorruptError(f"{path} cannot be read: {_first_line(error)}") from error
+    if damaged is not None:
+        raise CheckpointCorruptError(f"{path} is damaged: the checksum of {damaged} differs")
+
+
+class PlainTensors:
+    """The tensors of one dict of a full checkpoint, a `TensorSource`.
+
+    Args:
+        path: of the file.
+        content: what `open_plain` returned.
+        state: the dict in it, by name.
+    """
+
+    def __init__(self, path: Path, content: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+        self._path = path
+        self._state = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        self._base = _base(path, content)
+
+    def names(self) -> list[str]:
+        """Return the names of all tensors."""
+        return list(self._state)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        return tuple(self._state[name].shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a tensor."""
+        return self._state[name].dtype
+
+    def read(self, name: str, region: Region | None = None) -> Tensor:
+        """Return a tensor, or its `region`, in memory of its own.
+
+        Raises:
+            CheckpointCorruptError: the file became shorter.
+        """
+        tensor = self._state[name].detach()
+        bounds = checked_region(region, tuple(tensor.shape), name)
+        tensor = tensor[tuple(slice(start, stop) for start, stop in bounds)]
+        if self._base is None or tensor.numel() == 0:
+            return tensor.clone()
+        spans = (stride * (length - 1) for stride, length in zip(tensor.stride(), tensor.shape, strict=True))
+        memory = torch.empty(sum(spans) + 1, dtype=tensor.dtype, device="cpu")
+        with self._path.open("rb") as file:
+            file.seek(tensor.data_ptr() - self._base)
+            wanted = memoryview(memory.view(torch.uint8).numpy())  # type: ignore[arg-type]
+            if file.readinto(wanted) != len(wanted):
+                raise CheckpointCorruptError(f"{self._path} is shorter than it was")
+        return memory.as_strided(tensor.shape, tensor.stride())
+
+
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    """All tensors in nested dicts, lists and tuples."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from tensors_in(value)
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            yield from tensors_in(value)
+
+
+def _base(path: Path, content: Mapping[str, Any]) -> int | None:
+    """Address of the file's first byte in the map; None where tensors cannot be matched with the file's members."""
+    addresses = sorted({each.untyped_storage().data_ptr() for each in tensors_in(content) if each.numel()})
+    places = sorted(_places(path))
+    if not addresses or len(places) != len(addresses):
+        return None
+    bases = {address - place for address, place in zip(addresses, places, strict=True)}
+    return bases.pop() if len(bases) == 1 else None
+
+
+def _places(path: Path) -> Iterator[int]:
+    """The first byte of each tensor's memory in the file."""
+    with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+        for member in archive.infolist():
+            if "/data/" in member.filename and member.file_size:
+                file.seek(member.header_offset)
+                name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
+                yield member.header_offset + _LOCAL_HEADER.size + name + extra
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
