@@ -32,6 +32,7 @@ ROOMS = (
     "gradients",
     "checkpoint",
     "planner",
+    "export",
     "trainer",
     "strategy",
     "cli",

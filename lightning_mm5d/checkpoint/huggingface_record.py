@@ -18,15 +18,17 @@ import tempfile
 import warnings
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_mm5d.config.errors import CheckpointCorruptError, ConfigError
+
 VERSION = 1
-KEY, RECORD = "lightning_mm5d", "huggingface"  # checkpoint[KEY][RECORD] is the record
+KEY, RECORD = "lightning_mm5d", "huggingface"  # checkpoint[KEY][RECORD] is the record, as text
 COMPILED = "_orig_mod"  # torch.compile's name for the module inside
 _MOST_FILES = 256 * 2**20  # bytes of a processor's files, before compression
 
@@ -46,6 +48,36 @@ def describe(module: nn.Module, *owners: Any) -> dict[str, Any]:
     record["processors"] = [_processor(name, each) for name, each in _processors((module, *owners))]
     if record["models"]:
         record["same"] = [names for names in _shared(state) if len(names) > 1]
+    return record
+
+
+def with_record(checkpoint: MutableMapping[str, Any], record: Mapping[str, Any]) -> None:
+    """Put a record into a checkpoint, as text; one without models and processors is left out."""
+    if record["models"] or record["processors"]:
+        checkpoint[KEY] = {**checkpoint.get(KEY, {}), RECORD: json.dumps(record)}
+
+
+def record_in(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the record of a checkpoint; None where there is none.
+
+    Raises:
+        CheckpointCorruptError: it is not what `describe` makes.
+        ConfigError: a later version of lightning_mm5d made it.
+    """
+    own = checkpoint.get(KEY)
+    text = own.get(RECORD) if isinstance(own, Mapping) else None
+    if text is None:
+        return None
+    try:
+        record: dict[str, Any] = json.loads(text)
+        version = int(record["version"])
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise CheckpointCorruptError(
+            f"The checkpoint's record of Hugging Face models is not readable: {error}"
+        ) from None
+    if version > VERSION:
+        rule = f"Its record of Hugging Face models has a later format than {VERSION}"
+        raise ConfigError("CHECKPOINT", version, rule, "Install the version of lightning_mm5d that saved it")
     return record
 
 

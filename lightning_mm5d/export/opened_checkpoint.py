@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_mm5d.checkpoint.huggingface_record import COMPILED, KEY, RECORD, VERSION
-from lightning_mm5d.config.errors import CheckpointCorruptError, ConfigError, did_you_mean
+from lightning_mm5d.checkpoint.huggingface_record import COMPILED, record_in
+from lightning_mm5d.config.errors import ConfigError, did_you_mean
 from lightning_mm5d.export.plain_file import PlainTensors, open_plain, verify_plain
 from lightning_mm5d.storage.source import TensorSource
 
@@ -48,26 +48,6 @@ def open_checkpoint(path: Path, *, weights_only: bool = True) -> OpenedCheckpoin
     verify_plain(path)
     source = PlainTensors(path, content, content["state_dict"])
     return OpenedCheckpoint(path=path, content=content, source=source, record=record_in(content))
-
-
-def record_in(content: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the record of Hugging Face models in a checkpoint; None where there is none.
-
-    Raises:
-        CheckpointCorruptError: it is not what `describe` makes.
-        ConfigError: a later version of lightning_mm5d made it.
-    """
-    own = content.get(KEY)
-    record = own.get(RECORD) if isinstance(own, Mapping) else None
-    if record is None:
-        return None
-    version = record.get("version") if isinstance(record, Mapping) else None
-    if not isinstance(version, int):
-        raise CheckpointCorruptError("The checkpoint's record of Hugging Face models is damaged: it has no version")
-    if version > VERSION:
-        rule = f"Its record of Hugging Face models has a later format than {VERSION}"
-        raise ConfigError("CHECKPOINT", version, rule, "Install the version of lightning_mm5d that saved it")
-    return record
 
 
 def chosen_model(record: Mapping[str, Any], path: str | None) -> Mapping[str, Any]:

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_mm5d.checkpoint.huggingface_record import record_in
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.export.opened_checkpoint import record_in
 from lightning_mm5d.export.plain_file import open_plain, tensors_in, verify_plain
 from lightning_mm5d.planner.tables import Page, Table
 

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mm5d.checkpoint.fingerprint import fingerprint
+from lightning_mm5d.checkpoint.huggingface_record import describe, with_record
 from lightning_mm5d.checkpoint.module_state import collect_module, is_partial, load_module
 from lightning_mm5d.checkpoint.optimizer_state import collect_optimizer, load_optimizers
 from lightning_mm5d.plan.plan import Plan
@@ -44,6 +45,7 @@ class CheckpointStrategy(ProcessStrategy):
         self._fit_plan: Plan | None = None
         self._last_plan: Plan | None = None
         self._failed = False
+        self._described: tuple[pl.LightningModule, dict[str, Any]] | None = None
 
     # --- saving ---
 
@@ -61,6 +63,20 @@ class CheckpointStrategy(ProcessStrategy):
         module, plan = self._module("optimizer_state"), self._fitted("optimizer_state")
         inner = getattr(optimizer, "optimizer", optimizer)
         return collect_optimizer(inner, module, plan, self.global_rank, message_device(self.root_device))
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        if self.is_global_zero:
+            with_record(checkpoint, self._models_record())
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _models_record(self) -> dict[str, Any]:
+        """What a checkpoint says of the Hugging Face models in the module, described once for each module."""
+        module = self._module("save_checkpoint")
+        if self._described is None or self._described[0] is not module:
+            trainer = module.trainer
+            self._described = module, describe(module, getattr(trainer, "datamodule", None))
+        return self._described[1]
 
     # --- loading ---
 
