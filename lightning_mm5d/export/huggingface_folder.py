@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -56,7 +57,7 @@ def write_model(
         _check_shapes(empty, model["names"], tensors)
     conversion = ReverseConversion(empty, model["conversions"], "CHECKPOINT")
     specs = {name: _cast(value, dtype) for name, value in conversion.tensors(model["names"], tensors.empty)}
-    values = ((name, _cast(value, dtype)) for name, value in conversion.tensors(model["names"], tensors.read))
+    values = map(partial(_cast_item, dtype), conversion.tensors(model["names"], tensors.read))
     write_weights(folder, WEIGHTS, specs, values, max_shard_size)
     own = model["dtype"] if dtype is None else str(dtype).removeprefix("torch.")
     _write_json(folder / "config.json", _with_dtype(model["config"], own) if dtype else model["config"])
@@ -172,6 +173,10 @@ def _check_shapes(empty: torch.nn.Module, names: Iterable[str], tensors: ModelTe
 
 def _cast(value: Tensor, dtype: torch.dtype | None) -> Tensor:
     return value.to(dtype) if dtype is not None and value.is_floating_point() else value
+
+
+def _cast_item(dtype: torch.dtype | None, item: tuple[str, Tensor]) -> tuple[str, Tensor]:
+    return item[0], _cast(item[1], dtype)
 
 
 def _bytes(value: Tensor) -> int:
