@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from lightning_mm5d.strategy import MultimodalStrategy
     from lightning_mm5d.tensor_parallel.layer_plan import TensorParallelPlan
     from lightning_mm5d.tensor_parallel.plan_lookup import register_tensor_parallel_plan
+    from lightning_mm5d.weights.pretrained import from_pretrained
 
 __all__ = [
     "CheckpointCorruptError",
@@ -40,6 +41,7 @@ __all__ = [
     "RemoteParameterError",
     "TensorParallelPlan",
     "WatchdogTimeoutError",
+    "from_pretrained",
     "multimodal_mask",
     "register_tensor_parallel_plan",
 ]
@@ -57,6 +59,7 @@ _HOMES = {
     "RemoteParameterError": "config.errors",
     "TensorParallelPlan": "tensor_parallel.layer_plan",
     "WatchdogTimeoutError": "config.errors",
+    "from_pretrained": "weights.pretrained",
     "multimodal_mask": "context_parallel.hooks.context_mask",
     "register_tensor_parallel_plan": "tensor_parallel.plan_lookup",
 }

@@ -31,7 +31,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_mm5d.config.errors import ConfigError, private
 from lightning_mm5d.weights.deferred_weights import DeferredWeights, tensors_of
 from lightning_mm5d.weights.ordinary_answers import OrdinaryAnswers
+from lightning_mm5d.weights.pretrained import streaming
 from lightning_mm5d.weights.random_sources import RandomSource, default_generator
+from lightning_mm5d.weights.recipe import Recipe
 from lightning_mm5d.weights.recorded import Memory, Operation, Signature, View, leaves, mapped
 from lightning_mm5d.weights.replay import Replay, sliced
 
@@ -76,10 +78,13 @@ class DeferredInit(TorchDispatchMode):
         self._hook = register_module_parameter_registration_hook(self._without_memory)
         self._trunc_normal = private(nn.init, "_no_grad_trunc_normal_")
         setattr(nn.init, "_no_grad_trunc_normal_", self._record_trunc_normal)  # noqa: B010
+        self._streaming = streaming(self.read_from)
+        self._streaming.__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         self._hook.remove()
+        self._streaming.__exit__(*exception)
         setattr(nn.init, "_no_grad_trunc_normal_", self._trunc_normal)  # noqa: B010
         self._answers.__exit__(*exception)
         super().__exit__(*exception)
@@ -102,6 +107,15 @@ class DeferredInit(TorchDispatchMode):
             ends=dict(self._ends),
             tensors=tuple((n, k, self.view(t)) for n, k, t in found if self.is_deferred(t)),
             unknown=tuple(n[0] for n, _, t in found if t.is_meta and not self.is_deferred(t)),
+        )
+
+    def read_from(self, tensor: Tensor, recipe: Recipe) -> None:
+        """Note that a tensor of the meta device is what `recipe` reads."""
+        self._number_storage(tensor.untyped_storage(), Memory(0, CPU))
+        view = self.view(tensor)
+        made = frozenset([view.memory])
+        self.operations.append(
+            Operation(recipe.read, (), {}, (view,), frozenset(), made, made, None, torch.get_default_dtype())
         )
 
     def is_deferred(self, tensor: Tensor) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Generator, Tensor, UntypedStorage, nn
 
+from lightning_mm5d.weights.recipe import Cast, Recipe
 from lightning_mm5d.weights.recorded import Memory, Operation, View
 from lightning_mm5d.weights.replay import Replay, sliced
 
@@ -51,6 +52,16 @@ class DeferredWeights:
         return frozenset(name for names, kind, _ in self.tensors if kind != "attribute" for name in names)
 
     @property
+    def stored(self) -> dict[str, Recipe]:
+        """How to read what lies in files, by name, where nothing has changed it since."""
+        writers: dict[int, list[Operation]] = {}
+        for operation in self.operations:
+            for memory in operation.writes:
+                writers.setdefault(memory, []).append(operation)
+        recipes = {names: _recipe(view, writers) for names, kind, view in self.tensors if kind != "attribute"}
+        return {name: recipe for names, recipe in recipes.items() if recipe is not None for name in names}
+
+    @property
     def random_state(self) -> tuple[Tensor, ...]:
         """The states from which numbers will be drawn; ranks that must be equal use those of one rank."""
         return tuple(self.starts)
@@ -69,6 +80,8 @@ class DeferredWeights:
         attributes of the module become real in place. Afterwards generators are where an ordinary construction would
         have left them.
 
+        What lies unchanged in files is not made: `stored` tells how to read it.
+
         Args:
             module: the module that `DeferredInit.weights` was asked for, or a copy of it.
             sink: called with all names of a tensor and its full value; names that are tied come in one call.
@@ -78,7 +91,10 @@ class DeferredWeights:
         """
         chosen = None if only is None else frozenset(only)
         wanted: dict[int, list[Deferred]] = {}
+        stored = self.stored
         for names, kind, view in self.tensors:
+            if names[0] in stored:
+                continue
             if chosen is None or kind == "attribute" or not chosen.isdisjoint(names):
                 wanted.setdefault(view.memory, []).append((names, kind, view))
         attributes = {names[0]: tensor for names, kind, tensor in tensors_of(module) if kind == "attribute"}
@@ -101,6 +117,21 @@ class DeferredWeights:
         if chosen is not None:
             for generator, state in zip(self.generators, states, strict=True):
                 generator.set_state(state)
+
+
+def _recipe(view: View, writers: Mapping[int, Sequence[Operation]]) -> Recipe | None:
+    """How to read a view from files; None where it is not just read, or read and cast."""
+    operations = writers.get(view.memory, ())
+    if len(operations) != 1 or operations[0].results != (view,):
+        return None
+    operation = operations[0]
+    recipe = getattr(operation.function, "__self__", None)
+    if isinstance(recipe, Recipe):
+        return recipe
+    if operation.name == "aten._to_copy.default" and isinstance(operation.args[0], View):
+        of = _recipe(operation.args[0], writers)
+        return of and Cast(of.shape, view.dtype, of)
+    return None
 
 
 def _seeds(states: Sequence[Tensor]) -> Callable[[int], int]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -76,17 +77,22 @@ def from_pretrained(cls: type[_Model], path: str | Path, *args: Any, **kwargs: A
 
 
 @contextmanager
-def streaming() -> Iterator[None]:
-    """Within this context every ``from_pretrained`` of transformers leaves the weights in their files."""
+def streaming(note: Callable[[Tensor, Recipe], None]) -> Iterator[None]:
+    """Within this context every ``from_pretrained`` of transformers leaves the weights in their files.
+
+    Args:
+        note: called with each tensor that a model gets in place of stored weights, on the meta device, and with what
+            its values are.
+    """
     from transformers import PreTrainedModel
 
-    before = PreTrainedModel.__dict__.get(_LOADER) or private(PreTrainedModel, _LOADER)
-    if not is_streaming():
-        setattr(PreTrainedModel, _LOADER, staticmethod(_Loader(private(PreTrainedModel, _LOADER))))
+    before = private(PreTrainedModel, _LOADER)
+    original = before.original if isinstance(before, _Loader) else before
+    setattr(PreTrainedModel, _LOADER, staticmethod(_Loader(original, note)))
     try:
         yield
     finally:
-        setattr(PreTrainedModel, _LOADER, before)
+        setattr(PreTrainedModel, _LOADER, staticmethod(before))
 
 
 def is_streaming() -> bool:
@@ -96,45 +102,41 @@ def is_streaming() -> bool:
     return isinstance(private(PreTrainedModel, _LOADER), _Loader)
 
 
-def recipe_of(tensor: Tensor) -> Recipe | None:
-    """Return from where in which files a placeholder's values come; None for any other tensor."""
-    recipe = getattr(tensor, "recipe", None)
-    return recipe if isinstance(recipe, Recipe) else None
-
-
 class PretrainedSource:
-    """The tensors of a module whose values lie in files of pretrained weights, a `TensorSource`.
+    """Tensors whose values lie in files of pretrained weights, a `TensorSource`.
 
     Args:
-        module: names are its own, whatever the files call the tensors.
+        recipes: by name in the module, whatever the files call the tensors.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-        self.recipes: Mapping[str, Recipe] = {
-            name: recipe for name, tensor in tensors if (recipe := recipe_of(tensor)) is not None
-        }
+    def __init__(self, recipes: Mapping[str, Recipe]) -> None:
+        self._recipes = recipes
 
     def names(self) -> list[str]:
-        """Return the names of all tensors in the files."""
-        return list(self.recipes)
+        """Return the names of all tensors."""
+        return list(self._recipes)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a full tensor; raise KeyError for an unknown name."""
-        return self.recipes[name].shape
+        return self._recipes[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype that `read` returns; raise KeyError for an unknown name."""
-        return self.recipes[name].dtype
+        """Return the dtype of what `read` returns; raise KeyError for an unknown name."""
+        return self._recipes[name].dtype
 
     def read(self, name: str, region: Region | None = None) -> Tensor:
-        """Return a full tensor, or its `region`, read from the files; raise KeyError for an unknown name."""
-        return self.recipes[name].read(region)
+        """Return a full tensor, or its `region`, read from the files.
+
+        Raises:
+            KeyError: the name is unknown.
+            CheckpointCorruptError: a file has changed, or ends too early.
+        """
+        return self._recipes[name].read(region)
 
     @property
     def bytes_read(self) -> int:
-        """How many bytes were read of all files."""
-        files = {stored.file for recipe in self.recipes.values() for stored in recipe.stored()}
+        """How many bytes were read of the files, with their headers."""
+        files = {stored.file for recipe in self._recipes.values() for stored in recipe.stored()}
         return sum(file.bytes_read for file in files)
 
 
@@ -143,10 +145,11 @@ class _Loader:
 
     Args:
         original: that step.
+        note: called with each placeholder and its recipe.
     """
 
-    def __init__(self, original: Callable[..., tuple[Any, Any]]) -> None:
-        self._original = original
+    def __init__(self, original: Callable[..., tuple[Any, Any]], note: Callable[[Tensor, Recipe], None]) -> None:
+        self.original, self._note = original, note
 
     def __call__(
         self,
@@ -166,12 +169,21 @@ class _Loader:
             raise _refused("device_map", load_config.device_map, "The strategy places the weights")
         traced = _traced(checkpoint_files or [], (load_config.sharded_metadata or {}).get("weight_map", {}))
         on_cpu = dataclasses.replace(load_config, device_map=None)
-        info, offloaded = self._original(model, traced, checkpoint_files, on_cpu, *args, **kwargs)
-        for module in model.modules():
+        info, offloaded = self.original(model, traced, checkpoint_files, on_cpu, *args, **kwargs)
+        recipes: dict[int, Recipe] = {}
+        for path, module in model.named_modules():
             for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+                full_name = f"{path}.{name}" if path else name
                 if isinstance(tensor, TracedTensor):
-                    setattr(module, name, _placeholder(tensor))
-        _settle_ties(model, info)
+                    placeholder = _alike(tensor, device="meta")
+                    self._note(placeholder, tensor.recipe)
+                    # so that transformers does not initialise it
+                    placeholder._is_hf_initialized = True  # type: ignore[attr-defined]
+                    recipes[id(placeholder)] = tensor.recipe
+                    setattr(module, name, placeholder)
+                elif full_name not in model.all_tied_weights_keys:
+                    setattr(module, name, _alike(tensor, device="cpu"))  # transformers initialises it
+        _settle_ties(model, info, recipes)
         return info, offloaded
 
 
@@ -206,25 +218,24 @@ def _traced(paths: list[str], index: Mapping[str, str]) -> dict[str, TracedTenso
     return traced
 
 
-def _placeholder(traced: TracedTensor) -> Tensor:
-    """A tensor without memory that knows its recipe; transformers leaves it out when it initialises weights."""
-    empty = torch.empty(traced.shape, dtype=traced.dtype, device="meta")
-    made: Any = nn.Parameter(empty, traced.requires_grad) if isinstance(traced, nn.Parameter) else empty
-    made.recipe, made._is_hf_initialized = traced.recipe, True
-    placeholder: Tensor = made
-    return placeholder
+def _alike(tensor: Tensor, device: str) -> Tensor:
+    """An empty parameter or buffer of the same shape and dtype."""
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
-def _settle_ties(model: Any, info: Any) -> None:
+def _settle_ties(model: Any, info: Any, recipes: Mapping[int, Recipe]) -> None:
     """Tie parameters that should be tied and are stored twice, where their values are equal.
 
     transformers compares them in memory, and leaves tensors on the meta device untied.
     """
     for target, source in [*model.all_tied_weights_keys.items()]:
-        first, second = (recipe_of(model.get_parameter_or_buffer(name)) for name in (source, target))
+        first, second = (recipes.get(id(model.get_parameter_or_buffer(name))) for name in (source, target))
         if first is None or second is None:
             continue
-        if _equal(first, second):
+        with ThreadPoolExecutor(1) as apart:  # what is recorded in this thread is not recorded there
+            equal = apart.submit(_equal, first, second).result()
+        if equal:
             info.missing_keys.add(target)  # so that transformers ties it
         else:
             del model.all_tied_weights_keys[target]

@@ -164,7 +164,7 @@ class Joined(Recipe):
         return self.parts
 
     def _read(self, region: list[tuple[int, int]]) -> Tensor:
-        out = torch.empty([stop - start for start, stop in region], dtype=self.dtype)
+        out = torch.empty([stop - start for start, stop in region], dtype=self.dtype, device="cpu")
         start, stop = region[self.dim]
         at = 0
         for part in self.parts:

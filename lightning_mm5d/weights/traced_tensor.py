@@ -9,6 +9,7 @@ Refused are operations that write in place or ask for values.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -77,25 +78,41 @@ def _as_meta(value: Any) -> Any:
 
 
 def _computed(func: Any, args: Any, kwargs: Any, made: Tensor, output: int | None) -> Recipe:
-    parts: list[TracedTensor] = []
+    parts: list[Recipe] = []
 
-    def collect(value: Any) -> Any:
-        if isinstance(value, TracedTensor):
-            parts.append(value)
-        return value
+    def place(value: Any) -> Any:
+        if not isinstance(value, TracedTensor):
+            return value
+        parts.append(value.recipe)
+        return _Place(len(parts) - 1)
 
-    _changed([args, kwargs], collect)
+    call = _Call(str(func), *_changed([args, kwargs], place))
+    return Computed(tuple(made.shape), made.dtype, tuple(parts), call, output)
 
-    def run(read: list[Tensor]) -> Any:
-        values = iter(read)
+
+@dataclass(frozen=True)
+class _Place:
+    """Stands among the arguments of an operation for the tensor of this part."""
+
+    part: int
+
+
+@dataclass(frozen=True)
+class _Call:
+    """An operation by its name, so that it can be pickled, with its arguments but for tensors."""
+
+    operation: str
+    args: Any
+    kwargs: Any
+
+    def __call__(self, read: list[Tensor]) -> Any:
+        namespace, name, overload = self.operation.split(".")
+        function = getattr(getattr(getattr(torch.ops, namespace), name), overload)
 
         def fill(value: Any) -> Any:
-            return next(values) if isinstance(value, TracedTensor) else value
+            return read[value.part] if isinstance(value, _Place) else value
 
-        filled_args, filled_kwargs = _changed([args, kwargs], fill)
-        return func(*filled_args, **filled_kwargs)
-
-    return Computed(tuple(made.shape), made.dtype, tuple(part.recipe for part in parts), run, output)
+        return function(*_changed(self.args, fill), **_changed(self.kwargs, fill))
 
 
 def _cast(func: Any, args: Any, kwargs: Any, made: Tensor, output: int | None) -> Recipe:
