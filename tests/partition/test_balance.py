@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from itertools import combinations, pairwise
 
 import pytest
@@ -58,13 +57,9 @@ def test_sums_are_exact_where_floats_would_round() -> None:
     assert balance([2.0**60, 1, 1, 2.0**60], 2, first=2) == [1, 3]
 
 
-def test_many_layers_take_milliseconds() -> None:
+def test_many_layers_are_balanced_too() -> None:
+    """A search through all cuts would not end: there are more than 10**18."""
     source = random.Random(0)
     rows = [[2e8] * 128, [source.random() * 1e9 for _ in range(128)], [0.0] * 127 + [1e9]]
     for row in rows:
-        seconds = []
-        for _ in range(5):
-            start = time.perf_counter()
-            assert sum(balance(row, 16, last=5e8)) == 128
-            seconds.append(time.perf_counter() - start)
-        assert min(seconds) < 0.1  # 4 to 16 ms on a quiet machine
+        assert sum(balance(row, 16, last=5e8)) == 128
