@@ -40,10 +40,10 @@ def open_plain(path: Path, weights_only: bool = True) -> dict[str, Any]:
     try:
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
     except pickle.UnpicklingError as error:
-        found = str(error).split("WeightsUnpickler error: ")[-1].splitlines()[0]
+        named = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(path)) or _first_line(error)
         raise CheckpointUntrustedError(
-            f"{path} holds more than tensors and plain values: {found}. Loading it can run code that it names. Where "
-            "you trust whoever wrote it, ask for weights_only=False"
+            f"{path} holds more than tensors and plain values: {named}. Loading it can run code that it names. Where "
+            "you trust whoever wrote it, ask for weights_only=False (--unsafe)"
         ) from None
     except (RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
         raise CheckpointCorruptError(f"{path} cannot be read: {_first_line(error)}") from error
