@@ -31,7 +31,7 @@ class WrittenFile:
         return cls(len(data), zlib.crc32(data))
 
 
-def corrupt(path: Path, what: str) -> CheckpointCorruptError:
+def corrupt(path: str | os.PathLike[str], what: str) -> CheckpointCorruptError:
     """Return the error that `path` is not what was written, and what to do about it."""
     return CheckpointCorruptError(
         f"{os.fspath(path)!r}: {what}. Nothing of it was loaded. Load an earlier checkpoint, or copy this one again "
