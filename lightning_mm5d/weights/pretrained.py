@@ -16,10 +16,12 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from lightning_mm5d.config.errors import CheckpointCorruptError, CheckpointUntrustedError, ConfigError, private
@@ -73,6 +75,10 @@ def from_pretrained(cls: type[_Model], path: str | Path, *args: Any, **kwargs: A
             if kwargs.get(name):
                 fix = f"Leave {name} out, or load the model in __init__"
                 raise ConfigError(f"from_pretrained.{name}", kwargs[name], why, fix)
+        try:
+            return make(path, *args, **kwargs)
+        except (JSONDecodeError, SafetensorError) as error:
+            raise CheckpointCorruptError(f"{path}: its index or a file of weights is damaged: {error}") from error
     return make(path, *args, **kwargs)
 
 

@@ -37,6 +37,9 @@ class TracedTensor(torch.Tensor):
         made.recipe = recipe
         return made
 
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"TracedTensor({self.recipe!r})"
+
     __torch_function__ = private(torch._C, "_disabled_torch_function_impl")
 
     @classmethod
@@ -126,7 +129,7 @@ def _reshaped(func: Any, args: Any, kwargs: Any, made: Tensor, output: int | Non
 
 def _permuted(func: Any, args: Any, kwargs: Any, made: Tensor, output: int | None) -> Recipe:
     # A tensor whose sizes are the numbers of its dims shows which dim went where.
-    numbered = func(torch.empty(range(made.dim()), device="meta"), *args[1:])
+    numbered = func(torch.empty([*range(made.dim())], device="meta"), *args[1:])
     return Permuted(tuple(made.shape), made.dtype, args[0].recipe, tuple(numbered.shape))
 
 
