@@ -34,7 +34,7 @@ from lightning_mm5d.storage.tensor_header import (
     lay_out,
 )
 
-_GAP_BYTES = 4096  # a gap up to this is read through, because another read would cost more
+_GAP_BYTES = 256  # a gap up to this is read through, because another read would cost more
 _CHUNK_BYTES = 2**20  # read or written at once, so that checksums find the bytes in the processor's cache
 _SCRATCH_BYTES = 8 * 2**20  # for rows that are read together with the gaps between them
 _COPY_BYTES = 64 * 2**20  # of a tensor that is copied from its device at once
