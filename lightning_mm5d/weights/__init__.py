@@ -6,5 +6,6 @@ them later, one tensor at a time. `initializers` does the same for modules that 
 
 from lightning_mm5d.weights.deferred_init import DeferredInit
 from lightning_mm5d.weights.deferred_weights import DeferredWeights
+from lightning_mm5d.weights.initializers import initialize_meta
 
-__all__ = ["DeferredInit", "DeferredWeights"]
+__all__ = ["DeferredInit", "DeferredWeights", "initialize_meta"]

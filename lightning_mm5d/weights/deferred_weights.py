@@ -6,14 +6,18 @@ It is plain data: it holds no module, and may be pickled and sent to another pro
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Generator, Tensor, UntypedStorage, nn
 
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.weights.random_sources import unmoved
 from lightning_mm5d.weights.recipe import Cast, Recipe
 from lightning_mm5d.weights.recorded import Memory, Operation, View
 from lightning_mm5d.weights.replay import Replay, sliced
@@ -35,7 +39,11 @@ class DeferredWeights:
         generators: the generators of these sources.
         ends: states that the recorded code set after the last draw.
         tensors: names, kind and place of each deferred tensor; plain attributes go by the path to them.
-        unknown: names of tensors of the meta device that were not recorded.
+        read_by: what read a random value while the module was built, if anything did; the record then holds for these
+            random states only.
+        unwritten: names of tensors that an ordinary construction leaves as `torch.empty` made them, in full or in part;
+            they are filled with zeros.
+        unknown: names of tensors of the meta device whose contents were not recorded; `initialize_meta` is for them.
     """
 
     operations: Sequence[Operation]
@@ -44,6 +52,8 @@ class DeferredWeights:
     generators: Sequence[Generator]
     ends: Mapping[int, Tensor | int]
     tensors: Sequence[Deferred]
+    read_by: str | None
+    unwritten: tuple[str, ...]
     unknown: tuple[str, ...]
 
     @property
@@ -106,17 +116,29 @@ class DeferredWeights:
                 else:
                     sink(names, view.tensor(storage))
 
-        states = [generator.get_state() for generator in self.generators]
-        starts = self.starts if random_state is None else random_state
-        for generator, start in zip(self.generators, starts, strict=True):
-            generator.set_state(start)
-        seed_of = None if chosen is None else _seeds(starts)
-        steps = sliced(self.operations, wanted, draws=chosen is None)
+        starts = self._starts(random_state)
+        one_stream = chosen is None or self.read_by is not None
+        steps = sliced(self.operations, wanted, draws=one_stream)
+        seed_of = None if one_stream else _seeds(starts)
         replay = Replay(self.memories, steps, self.generators, frozenset(wanted), final, seed_of)
-        replay.run(self.ends if chosen is None else None)
-        if chosen is not None:
-            for generator, state in zip(self.generators, states, strict=True):
-                generator.set_state(state)
+        with nullcontext() if chosen is None else unmoved(self.generators):
+            for generator, start in zip(self.generators, starts, strict=True):
+                generator.set_state(start)
+            replay.run(self.ends if one_stream else None)
+
+    def _starts(self, random_state: Sequence[Tensor] | None) -> Sequence[Tensor]:
+        """The states to draw from; those of another process are refused where the record depends on its own."""
+        if random_state is None or self.read_by is None:
+            return self.starts if random_state is None else random_state
+        for mine, other in zip(self.starts, random_state, strict=True):
+            if not torch.equal(mine, other):
+                raise ConfigError(
+                    "configure_model",
+                    f"{self.read_by} of a random value, with another random state than that of rank 0",
+                    "What the module is built of depends on the value, so ranks must draw the same",
+                    "Call seed_everything before the Trainer is made",
+                )
+        return self.starts
 
 
 def _recipe(view: View, writers: Mapping[int, Sequence[Operation]]) -> Recipe | None:
@@ -144,9 +166,35 @@ def _seeds(states: Sequence[Tensor]) -> Callable[[int], int]:
     return seed_of
 
 
+def filling(module: nn.Module) -> Sink:
+    """A sink that gives each parameter and buffer of `module` its full value."""
+    tensors = {names[0]: tensor for names, _, tensor in tensors_of(module)}
+
+    def fill(names: tuple[str, ...], value: Tensor) -> None:
+        tensor = tensors[names[0]]
+        if not weakref.getweakrefs(tensor):
+            _fill(tensor, value)
+            return
+        new = _like(tensor, value)
+        for name in names:  # what holds weak references, as recurrent layers do, notices that an attribute is set
+            owner, _, leaf = name.rpartition(".")
+            setattr(module.get_submodule(owner), leaf, new)
+
+    return fill
+
+
 def _fill(tensor: Tensor, value: Tensor) -> None:
     """Give a tensor without memory its value, in place, so that whoever holds it sees it."""
-    torch.utils.swap_tensors(tensor, value.requires_grad_(tensor.requires_grad))
+    torch.utils.swap_tensors(tensor, _like(tensor, value))
+
+
+def _like(tensor: Tensor, value: Tensor) -> Tensor:
+    """A tensor with this value, and of `tensor` the class and the Python attributes."""
+    value = value.detach()
+    if isinstance(tensor, nn.Parameter):
+        value = nn.Parameter(value, tensor.requires_grad)
+    vars(value).update(vars(tensor))
+    return value.requires_grad_(tensor.requires_grad)
 
 
 def tensors_of(module: nn.Module) -> Iterator[tuple[tuple[str, ...], Kind, Tensor]]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -13,12 +15,20 @@ from lightning_mm5d.config.errors import private
 from lightning_mm5d.weights.recorded import leaves, mapped
 
 META = torch.device("meta")
+SEQUENCES = list | tuple | range | np.ndarray
 READERS = frozenset(
     {
         Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__bool__, Tensor.__int__, Tensor.__float__,
         Tensor.__index__, Tensor.__contains__, torch.tensor, torch.as_tensor, torch.asarray,
     }
 )  # fmt: skip
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Let operators and functions run without being seen."""
+    with private(torch._C, "_DisableTorchDispatch")(), torch._C.DisableTorchFunction():
+        yield
 
 
 class Recorder(Protocol):
@@ -44,6 +54,9 @@ class OrdinaryAnswers(TorchFunctionMode):
             Tensor.cpu: self._cpu,
             Tensor.to: self._to,
             Tensor.new_tensor: self._new_tensor,
+            Tensor.set_: self._set,
+            Tensor.__getitem__: lambda t, index: t[_with_tensors(index)],
+            Tensor.__setitem__: lambda t, index, value: t.__setitem__(_with_tensors(index), value),
         }
         self._set_data = private(Tensor.data, "__set__")
 
@@ -51,6 +64,9 @@ class OrdinaryAnswers(TorchFunctionMode):
         kwargs = kwargs or {}
         if function == self._set_data:
             return self._put_data(*args)
+        if function is Tensor.__deepcopy__ and not self._is_deferred(args[0]):
+            with unrecorded():  # it sets the storage of an empty tensor
+                return function(*args, **kwargs)
         if function in self._handlers and self._is_deferred(args[0]):
             return self._handlers[function](*args, **kwargs)
         if function in READERS and any(self._is_deferred(item) for item in leaves(list(args))):
@@ -79,6 +95,15 @@ class OrdinaryAnswers(TorchFunctionMode):
         options: dict[str, Any] = {"dtype": tensor.dtype, "device": self._recorder.device_of(tensor)} | kwargs
         return torch.tensor(data, **options)
 
+    def _set(self, tensor: Tensor, *source: Any) -> Tensor:
+        """`Tensor.set_`, which makes a deferred tensor real where the source is."""
+        if source and source[0].device.type != "meta":
+            with unrecorded():
+                real = torch.empty(0, dtype=tensor.dtype, device=source[0].device).set_(*source)
+                torch.utils.swap_tensors(tensor, real)
+            return tensor
+        return tensor.set_(*source)
+
     def _put_data(self, tensor: Tensor, data: Tensor) -> None:
         """`tensor.data = data`, also between deferred and real tensors."""
         if self._is_deferred(tensor) and not data.is_meta:
@@ -88,3 +113,10 @@ class OrdinaryAnswers(TorchFunctionMode):
             torch.utils.swap_tensors(tensor, other)
             return
         tensor.data = data
+
+
+def _with_tensors(index: Any) -> Any:
+    """An index with tensors in place of sequences, whose numbers torch would move to the meta device."""
+    if isinstance(index, tuple):
+        return tuple(torch.tensor(item) if isinstance(item, SEQUENCES) else item for item in index)
+    return torch.tensor(index) if isinstance(index, SEQUENCES) else index

@@ -8,6 +8,9 @@ A state that it did not pass was set by the user's code (`torch.manual_seed`), a
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
 import torch
 from torch import Generator, Tensor
 
@@ -23,6 +26,17 @@ def default_generator(device: torch.device) -> Generator:
     if not module.default_generators:
         module.init()
     return module.default_generators[index]
+
+
+@contextmanager
+def unmoved(generators: Sequence[Generator]) -> Iterator[None]:
+    """Give generators their states back at the end."""
+    states = [generator.get_state() for generator in generators]
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
 
 
 class RandomSource:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -87,6 +87,15 @@ class Operation:
         """The name of what was called, for instance ``aten.normal_.default``."""
         return str(self.function) if isinstance(self.function, OpOverload) else self.function.__name__
 
+    def overwritten_views(self) -> list[View]:
+        """The views that it writes without reading them."""
+        if not isinstance(self.function, OpOverload):
+            return [self.args[0]]
+        signature = Signature.of(self.function)
+        unread = signature.unread
+        named = signature.named(self.args, self.kwargs)
+        return [view for name, item in named if name in unread for view in leaves(item) if isinstance(view, View)]
+
     def __reduce__(self) -> tuple[Any, ...]:
         fields = [getattr(self, name) for name in self.__slots__]
         if isinstance(self.function, OpOverload):
@@ -127,23 +136,27 @@ SHAPE_ONLY = frozenset(
 )
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Signature:
-    """What an operator's schema says of its arguments."""
+    """What an operator's schema says of it."""
 
     name: str
     random: bool
     view: bool
     written: frozenset[str]
-    out: frozenset[str]
     arguments: tuple[str, ...]
-    returns_tensors: bool
-    overwrites: bool = field(init=False)
-    shape_only: bool = field(init=False)
+    out: frozenset[str] = frozenset()
+    returns_tensors: bool = True
 
-    def __post_init__(self) -> None:
-        self.overwrites = self.name in OVERWRITING
-        self.shape_only = self.name in SHAPE_ONLY or self.name.startswith("new_")
+    @property
+    def unread(self) -> frozenset[str]:
+        """The arguments that it writes without reading them."""
+        return self.out | {"self"} if self.name in OVERWRITING else self.out
+
+    @property
+    def shape_only(self) -> bool:
+        """Whether it takes only the shape of its argument."""
+        return self.name in SHAPE_ONLY or self.name.startswith("new_")
 
     @classmethod
     def of(cls, function: OpOverload) -> Signature:

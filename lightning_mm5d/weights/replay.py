@@ -32,6 +32,11 @@ class Step:
     dropped: bool
 
     @property
+    def draws_by_value(self) -> bool:
+        """Whether the values of its arguments tell how many numbers it draws."""
+        return any(name in self.operation.name for name in DRAWS_BY_VALUE)
+
+    @property
     def touched(self) -> frozenset[int]:
         return frozenset() if self.dropped else self.operation.reads | self.operation.writes
 
@@ -51,11 +56,13 @@ def sliced(operations: Sequence[Operation], wanted: Iterable[int], draws: bool) 
         needed = not live.isdisjoint(operation.writes)
         if not needed and not (draws and operation.draw):
             continue
-        dropped = not needed and not any(name in operation.name for name in DRAWS_BY_VALUE)
-        if not dropped:
+        step = Step(index, operation, dropped=not needed)
+        if not needed and step.draws_by_value:
+            step = Step(index, operation, dropped=False)
+        if not step.dropped:
             live -= operation.overwrites
             live |= operation.reads
-        steps.append(Step(index, operation, dropped))
+        steps.append(step)
     return steps[::-1]
 
 
@@ -79,6 +86,14 @@ def ordered(steps: Sequence[Step]) -> list[Step]:
 
 
 @dataclass
+class States:
+    """States of generators before and after random operations, by the operation's index."""
+
+    before: dict[int, Tensor] = field(default_factory=dict)
+    after: dict[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass
 class Replay:
     """One replay: the memories that exist at the moment, and what is still to come.
 
@@ -86,6 +101,8 @@ class Replay:
         memories: every recorded memory.
         steps: what to run, from `sliced`.
         generators: for each random source, the generator to draw from; it already has its first state.
+        known: states of the generators at each random operation; none means that they draw from one stream.
+        noted: where to note these states.
         seed_of: gives the seed of an operation of its own by its index; none means that all draw from one stream.
         final: called with each memory of `kept` once it is final.
         kept: the memories that are asked for.
@@ -97,8 +114,10 @@ class Replay:
     kept: frozenset[int]
     final: Callable[[int, UntypedStorage], None]
     seed_of: Callable[[int], int] | None = None
+    known: States | None = None
+    noted: States | None = None
     _storages: dict[int, UntypedStorage] = field(default_factory=dict)
-    _states: dict[int, Tensor] = field(default_factory=dict)
+    _after: dict[int, Tensor] = field(default_factory=dict)
 
     def run(self, ends: Mapping[int, Tensor | int] | None = None) -> None:
         """Run all steps, then give generators the states of `ends`, by the index of their source."""
@@ -116,15 +135,18 @@ class Replay:
         try:
             for position, step in enumerate(steps):
                 self._run(step)
-                if step.index in marks and step.operation.draw:
-                    self._states[step.index] = self.generators[step.operation.draw.source].get_state()
+                draw = step.operation.draw
+                if draw and (step.index in marks or self.noted is not None):
+                    (self.noted.after if self.noted else self._after)[step.index] = self.generators[
+                        draw.source
+                    ].get_state()
                 for memory in step.touched:
                     if last[memory] == position:
                         self._hand_over(memory)
         finally:
             torch.set_default_dtype(dtype)
         for source, end in (ends or {}).items():
-            self.generators[source].set_state(self._states[end] if isinstance(end, int) else end)
+            self.generators[source].set_state(self._state(end))
 
     def _hand_over(self, memory: int) -> None:
         if memory in self.kept:
@@ -174,9 +196,18 @@ class Replay:
         generator = self.generators[draw.source]
         if self.seed_of is not None:
             generator.manual_seed(self.seed_of(step.index))
+        elif self.known is not None:
+            generator.set_state(self.known.before[step.index])
         elif draw.restore is not None:
-            generator.set_state(self._states[draw.restore] if isinstance(draw.restore, int) else draw.restore)
+            generator.set_state(self._state(draw.restore))
+        if self.noted is not None:
+            self.noted.before[step.index] = generator.get_state()
         return generator
+
+    def _state(self, restore: Tensor | int) -> Tensor:
+        if not isinstance(restore, int):
+            return restore
+        return self._after[restore] if self.noted is None else self.noted.after[restore]
 
     def _keep(self, operation: Operation, view: View, made: Tensor, inputs: set[int]) -> None:
         """Make the memory of a result, by taking over what was made where it has the recorded geometry."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mm5d.weights import DeferredInit, DeferredWeights
-from lightning_mm5d.weights.deferred_weights import tensors_of
+from lightning_mm5d.weights.deferred_weights import filling, tensors_of
 
 Build = Callable[[], nn.Module]
 
@@ -30,18 +30,7 @@ def deferred(build: Build) -> tuple[nn.Module, DeferredWeights]:
 
 def materialized(module: nn.Module, weights: DeferredWeights) -> nn.Module:
     """The module with all of its weights in place."""
-    tensors = {names[0]: tensor for names, kind, tensor in tensors_of(module) if kind != "attribute"}
-
-    def place(names: tuple[str, ...], value: Tensor) -> None:
-        tensor = tensors[names[0]]
-        value = value.clone(memory_format=torch.preserve_format)
-        new = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
-        for name in names:
-            owner, _, leaf = name.rpartition(".")
-            part = module.get_submodule(owner)
-            (part._parameters if isinstance(tensor, nn.Parameter) else part._buffers)[leaf] = new
-
-    weights.materialize(module, place)
+    weights.materialize(module, filling(module))
     return module
 
 
@@ -53,7 +42,7 @@ def contents(module: nn.Module) -> dict[str, tuple[tuple[str, ...], str, Tensor]
 def assert_equal_modules(module: nn.Module, expected: nn.Module) -> None:
     """Assert that both hold the same tensors, bit by bit."""
     mine, theirs = contents(module), contents(expected)
-    assert mine.keys() == theirs.keys()
+    assert mine.keys() == theirs.keys(), mine.keys() ^ theirs.keys()
     for name, (names, kind, wanted) in theirs.items():
         got_names, got_kind, got = mine[name]
         assert (got_names, got_kind) == (names, kind), name
@@ -65,7 +54,11 @@ def assert_equal_modules(module: nn.Module, expected: nn.Module) -> None:
             wanted.shape,
             wanted.stride(),
         ), name
-        assert got.detach().numpy(force=True).tobytes() == wanted.detach().numpy(force=True).tobytes(), name
+        assert bits(got) == bits(wanted), name
+
+
+def bits(tensor: Tensor) -> bytes:
+    return tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def assert_as_ever(build: Build, *, some_real: bool = False) -> DeferredWeights:
