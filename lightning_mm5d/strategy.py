@@ -34,6 +34,7 @@ from lightning_mm5d.schedule import AnySchedule, Simulation, check_fields, loade
 from lightning_mm5d.trainer.checkpoint_strategy import CheckpointStrategy
 from lightning_mm5d.trainer.process_group import message_device
 from lightning_mm5d.trainer.replica_collectives import ReplicaCollectives
+from lightning_mm5d.trainer.resume import steps_taken
 from lightning_mm5d.trainer.session import RunOptions, Session
 from lightning_mm5d.trainer.statements import loader, optimizers, structure
 from lightning_mm5d.trainer.validation import (
@@ -260,10 +261,16 @@ class MultimodalStrategy(CheckpointStrategy):
         # also before `setup`: a module may ask in its own hook how many steps there will be
         if self._agreement is not None:
             self._agreement.check("dataloader", loader(dataloader))
-        count = self.layout.num_replicas
-        if any(len(self.layout.replica_ranks(number)) > 1 for number in range(count)):
-            served = self.layout.replicas_of_rank(self.global_rank)
-            dataloader = shard_loader(dataloader, shards=served, num_shards=count, seed=self._seed)
+        layout, trainer = self.layout, self._module("process_dataloader").trainer
+        served = layout.replicas_of_rank(self.global_rank)
+        dataloader = shard_loader(
+            dataloader,
+            shards=served,
+            num_shards=layout.num_replicas,
+            seed=self._seed,
+            alone=all(len(layout.replica_ranks(number)) == 1 for number in served),
+            steps_taken=partial(steps_taken, trainer) if trainer.training else None,
+        )
         if self.microbatching == "loader" and self.num_microbatches > 1:
             return group_batches(dataloader, self.num_microbatches)
         return dataloader

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -33,12 +33,21 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_mm5d.data.batches import LoaderBatches, ReplicaBatches
 from lightning_mm5d.data.random_state import seed_all, seed_of, seeded
+from lightning_mm5d.data.resumable import Progress, Resumable
 from lightning_mm5d.data.samplers import ShardOrder, for_predictions, samplers_of_shards, unservable
 
 _Loader = TypeVar("_Loader")
 
 
-def shard_loader(dataloader: _Loader, *, shards: Sequence[int], num_shards: int, seed: int) -> _Loader:
+def shard_loader(
+    dataloader: _Loader,
+    *,
+    shards: Sequence[int],
+    num_shards: int,
+    seed: int,
+    alone: bool = False,
+    steps_taken: Callable[[], int] | None = None,
+) -> _Loader:
     """Return the loader of a rank that serves the replicas `shards` out of `num_shards`.
 
     Call it in `Strategy.process_dataloader`: Lightning has put in its distributed sampler by then, by
@@ -51,6 +60,9 @@ def shard_loader(dataloader: _Loader, *, shards: Sequence[int], num_shards: int,
         shards: ascending indices of the served replicas.
         num_shards: number of replicas that share the data set.
         seed: an integer that all ranks agree on.
+        alone: whether no other rank loads the same shards.
+        steps_taken: returns how many steps of this epoch the trainer has taken, for a loader whose position can be
+            saved; None for one that always begins at its beginning.
 
     Returns:
         A loader of the same class. It yields batches for one shard, `ReplicaBatches` for several.
@@ -64,14 +76,17 @@ def shard_loader(dataloader: _Loader, *, shards: Sequence[int], num_shards: int,
     if not isinstance(dataloader, DataLoader):
         if count > 1:
             raise unservable(dataloader, "it must be a torch DataLoader", "Return a DataLoader")
-        return dataloader
+        if steps_taken is None:
+            return dataloader
+        return ResumableIterable(dataloader, Progress(steps_taken, tuple(shards), num_shards), seed)  # type: ignore[return-value]
     if count > 1 and isinstance(dataloader.dataset, IterableDataset):
         raise unservable(dataloader, "an IterableDataset cannot be sharded", "Use a map-style data set")
 
     loader = _copied(dataloader, _ShardIteration)
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     indices = getattr(loader, name)
-    order = ShardOrder(samplers_of_shards(loader, indices, shards, num_shards, seed), seed)
+    samplers = samplers_of_shards(loader, indices, shards, num_shards, seed, alone=alone)
+    order = ShardOrder(samplers, seed, shards, seeds_workers=loader.num_workers > 0 and name == "batch_sampler")
     object.__setattr__(loader, name, for_predictions(indices, order))  # DataLoader forbids plain assignment
 
     if loader.generator is None:
@@ -81,7 +96,8 @@ def shard_loader(dataloader: _Loader, *, shards: Sequence[int], num_shards: int,
     loader.num_workers *= count
     if hasattr(loader, "in_order"):
         loader.in_order = True  # the order of arrival would differ between ranks
-    loader.served_shards, loader.served_order = tuple(shards), order
+    loader.served_order, loader.served_indices = order, indices
+    loader.progress = Progress(steps_taken, tuple(shards), num_shards)
     return loader
 
 
@@ -94,14 +110,14 @@ def group_batches(dataloader: Any, count: int) -> Any:
         dataloader: what the user's hook returned, prepared for this rank; its class and attributes are kept.
         count: batches per step.
     """
-    if not isinstance(dataloader, DataLoader):
+    if not isinstance(dataloader, Resumable):
         return _Grouped(dataloader, count)
     loader = _copied(dataloader, _GroupedIteration)
-    loader.batches_per_step = count
+    loader.progress = replace(loader.progress, batches_per_step=count)
     return loader
 
 
-def _copied(dataloader: DataLoader[Any], iteration: type) -> Any:
+def _copied(dataloader: Any, iteration: type) -> Any:
     """Return a copy with all arguments and attributes, of a class with `iteration` before the user's own."""
     cls = type(dataloader)
     loader: Any = object.__new__(type(cls.__name__, (iteration, cls), {"__module__": cls.__module__}))
@@ -109,37 +125,81 @@ def _copied(dataloader: DataLoader[Any], iteration: type) -> Any:
     return loader
 
 
-class _ShardIteration:
-    """Seeds each step and groups the batches of its shards."""
+class _ShardIteration(Resumable):
+    """Seeds each batch and groups those of its shards. It draws nothing before its first batch is asked for."""
 
-    served_shards: tuple[int, ...]
-    served_order: ShardOrder
+    served_indices: Any
     generator: torch.Generator
     reseeds_generator = False
 
     def __iter__(self) -> Iterator[Any]:
-        if self.reseeds_generator:  # DataLoader draws the base seed of its workers from it
-            self.generator.manual_seed(seed_of(self.served_order.seed, "workers", self.served_order.epoch))
-        with seeded(self.served_order.seed, "start", self.served_order.epoch):
-            batches = super().__iter__()  # type: ignore[misc]
-        return self._steps(batches, self.served_order.epoch)
+        return self._steps()
 
     def __len__(self) -> int:
-        return -(-super().__len__() // len(self.served_shards))  # type: ignore[misc]
+        return -(-super().__len__() // len(self.progress.shards))  # type: ignore[misc]
 
-    def _steps(self, batches: Iterator[Any], epoch: int) -> Iterator[Any]:
+    def _steps(self) -> Iterator[Any]:
+        # an epoch's number is known when its first batch is asked for, and not always before
+        order, shards = self.served_order, self.progress.shards
+        first, dropped = self.begin_pass()
+        seed, epoch = order.seed, order.epoch
+        if self.reseeds_generator:  # DataLoader draws the base seed of its workers from it
+            self.generator.manual_seed(seed_of(seed, "workers", epoch))
+        with seeded(seed, "start", epoch):
+            batches = super().__iter__()  # type: ignore[misc]
         end = object()
-        for step in itertools.count():
+        for step in itertools.count(first - dropped):
             group = []
-            for shard in self.served_shards:
-                with seeded(self.served_order.seed, "batch", epoch, step, shard):
+            for shard in shards:
+                with seeded(seed, "batch", epoch, step, shard):
                     batch = next(batches, end)
                 if batch is end:
                     break
                 group.append(batch)
             if not group:
                 return
-            yield group[0] if len(self.served_shards) == 1 else ReplicaBatches(group)
+            if step >= first:
+                self.note_batch(step)
+                yield group[0] if len(shards) == 1 else ReplicaBatches(group)
+
+
+class ResumableIterable(Resumable):
+    """An iterable that is no DataLoader, with a position; it shows the iterable's own attributes.
+
+    Args:
+        iterable: of the user.
+        progress: of this rank.
+        seed: of random draws.
+    """
+
+    def __init__(self, iterable: Any, progress: Progress, seed: int) -> None:
+        self.iterable, self.progress = iterable, progress
+        samplers = [iterable] if callable(getattr(iterable, "set_epoch", None)) else []
+        if getattr(iterable, "sampler", None) is not None:
+            samplers.append(iterable.sampler)
+        self.sampler = self.served_order = ShardOrder(samplers, seed, progress.shards, seeds_workers=False)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._steps()
+
+    def __len__(self) -> int:
+        return len(self.iterable)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "iterable":  # while it is unpickled
+            raise AttributeError(name)
+        return getattr(self.iterable, name)
+
+    def own_loader(self) -> Any:
+        own = self.iterable
+        return own if hasattr(own, "state_dict") and hasattr(own, "load_state_dict") else None
+
+    def _steps(self) -> Iterator[Any]:
+        first, dropped = self.begin_pass()
+        for number, batch in enumerate(self.iterable, first - dropped):
+            if number >= first:
+                self.note_batch(number)
+                yield batch
 
 
 @dataclass(frozen=True)
@@ -160,13 +220,13 @@ class _SeedWorker:
 class _GroupedIteration:
     """Groups the batches of a step."""
 
-    batches_per_step: int
+    progress: Progress
 
     def __iter__(self) -> Iterator[Any]:
-        return _groups(super().__iter__(), self.batches_per_step)  # type: ignore[misc]
+        return _groups(super().__iter__(), self.progress.batches_per_step)  # type: ignore[misc]
 
     def __len__(self) -> int:
-        return -(-super().__len__() // self.batches_per_step)  # type: ignore[misc]
+        return -(-super().__len__() // self.progress.batches_per_step)  # type: ignore[misc]
 
 
 class _Grouped:

@@ -91,6 +91,33 @@ def set_torch_states(states: list[Tensor], device: torch.device) -> None:
         torch.cuda.set_rng_state(state, device)
 
 
+def pack_states(device: torch.device) -> Tensor:
+    """Return the states of Python's, numpy's and torch's generators as bytes ``[N]``, uint8, N equal on all ranks."""
+    version, numbers, gauss = random.getstate()
+    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    integers = np.array([version, *numbers, gauss is not None, *map(int, keys), position, has_gauss], dtype=np.int64)
+    floats = np.array([gauss or 0.0, cached], dtype=np.float64)
+    parts = [torch.from_numpy(integers).view(torch.uint8), torch.from_numpy(floats).view(torch.uint8)]
+    return torch.cat([*parts, *(state.cpu() for state in torch_states(device))])
+
+
+def unpack_states(packed: Tensor, device: torch.device) -> None:
+    """Put `pack_states` back; the state of another kind of device is left out."""
+    packed = packed.cpu()
+    count = len(random.getstate()[1])
+    size = 8 * (count + 2 + 624 + 2)
+    integers = packed[:size].clone().view(torch.int64).tolist()
+    gauss, cached = packed[size : size + 16].clone().view(torch.float64).tolist()
+    version, numbers, has_own = integers[0], integers[1 : count + 1], integers[count + 1]
+    random.setstate((version, tuple(numbers), gauss if has_own else None))
+    *keys, position, has_gauss = integers[count + 2 :]
+    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    states = [packed[size + 16 :]]
+    length = len(torch.get_rng_state())
+    states = [states[0][:length].clone(), states[0][length:].clone()]
+    set_torch_states(states if device.type == "cuda" and len(states[1]) else states[:1], device)
+
+
 @contextmanager
 def kept_random_state(device: torch.device = CPU) -> Iterator[None]:
     """Put the states of Python's, numpy's and torch's generators back at the end."""

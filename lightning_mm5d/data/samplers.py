@@ -10,36 +10,86 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.overrides import distributed
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler, UnrepeatedDistributedSamplerWrapper
-from torch.utils.data import BatchSampler, DataLoader, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Sampler, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_mm5d.config.errors import ConfigError, private
-from lightning_mm5d.data.random_state import seeded
+from lightning_mm5d.data.random_state import seed_all, seed_of, seeded
 
-_WRAPPERS = (DistributedSamplerWrapper, UnrepeatedDistributedSamplerWrapper)
-_MOVABLE = (DistributedSampler, UnrepeatedDistributedSampler, *_WRAPPERS)
+WRAPPERS = (DistributedSamplerWrapper, UnrepeatedDistributedSamplerWrapper)
+MOVABLE = (DistributedSampler, UnrepeatedDistributedSampler, *WRAPPERS)
+
+
+class SeededBatch(list[Any]):
+    """Indices of one batch; a worker that begins to read them seeds its generators from `key`."""
+
+    def __init__(self, items: Iterable[Any], key: tuple[int | str, ...]) -> None:
+        super().__init__(items)
+        self.key = key
+        self.begun = False
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self.begun and get_worker_info() is not None:
+            self.begun = True
+            seed_all(seed_of(*self.key))
+        return super().__iter__()
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where one pass over the data begins.
+
+    Attributes:
+        batch: number in the epoch of the first batch of each shard.
+        skipped: batches of each shard that were consumed before.
+        samplers: those of the shards in this pass; None for the usual ones.
+    """
+
+    batch: int = 0
+    skipped: int = 0
+    samplers: list[Any] | None = None
 
 
 class ShardOrder(Sampler[Any]):
-    """The indices of all served shards: one item of each for every step. It keeps random state as it is."""
+    """The indices of all served shards: one item of each for every step. It keeps random state as it is.
 
-    def __init__(self, samplers: list[Any], seed: int) -> None:
+    Args:
+        samplers: what yields the indices of each shard, of batches where the loader batches.
+        seed: of all draws.
+        shards: the shards' numbers.
+        seeds_workers: whether batches are read in workers, which then seed their generators for each batch.
+
+    Attributes:
+        start: where the next pass begins.
+        epoch: of the order.
+    """
+
+    def __init__(self, samplers: list[Any], seed: int, shards: Sequence[int], *, seeds_workers: bool) -> None:
         self.samplers = samplers
         self.seed = seed
+        self.shards = tuple(shards)
+        self.seeds_workers = seeds_workers
+        self.start = Start()
         self.epoch = 0
         self.sampler = self  # where Lightning looks for `set_epoch` when this stands as the batch sampler
 
     def __iter__(self) -> Iterator[Any]:
-        end = object()
-        streams = [self._drawn(sampler, self.epoch) for sampler in self.samplers]
-        for group in itertools.zip_longest(*streams, fillvalue=end):
-            yield from (item for item in group if item is not end)
+        start, end = self.start, object()
+        streams = [
+            itertools.islice(drawn(sampler, self.seed, self.epoch), start.skipped, None)
+            for sampler in start.samplers or self.samplers
+        ]
+        for step, group in enumerate(itertools.zip_longest(*streams, fillvalue=end), start.batch):
+            for shard, item in zip(self.shards, group, strict=True):
+                if item is not end:
+                    yield self._seeded(item, step, shard)
 
     def __len__(self) -> int:
         return sum(len(sampler) for sampler in self.samplers)
@@ -51,16 +101,31 @@ class ShardOrder(Sampler[Any]):
                 if callable(forward := getattr(target, "set_epoch", None)):
                     forward(epoch)
 
-    def _drawn(self, sampler: Any, epoch: int) -> Iterator[Any]:
-        end = object()
-        with seeded(self.seed, "order", epoch):
-            items = iter(sampler)
-        for step in itertools.count():
-            with seeded(self.seed, "order", epoch, step):
-                item = next(items, end)
-            if item is end:
-                return
-            yield item
+    def reseed(self, seed: int) -> None:
+        """Take over the seed of an earlier run."""
+        self.seed = seed
+        for sampler in self.samplers:
+            leaf = leaf_of(sampler)
+            if isinstance(leaf, WRAPPERS) and isinstance(inner := private(leaf.dataset, "_sampler"), _EpochOrder):
+                inner.seed = seed
+
+    def _seeded(self, item: Any, step: int, shard: int) -> Any:
+        if self.seeds_workers and isinstance(item, list | tuple):
+            return SeededBatch(item, (self.seed, "batch", self.epoch, step, shard))
+        return item
+
+
+def drawn(sampler: Any, seed: int, epoch: int) -> Iterator[Any]:
+    """Yield a sampler's items, seeded for each; global random state stays as it is."""
+    end = object()
+    with seeded(seed, "order", epoch):
+        items = iter(sampler)
+    for step in itertools.count():
+        with seeded(seed, "order", epoch, step):
+            item = next(items, end)
+        if item is end:
+            return
+        yield item
 
 
 class _EpochOrder(Sampler[Any]):
@@ -112,11 +177,25 @@ class _CheckedBatches:
         return batch
 
 
+def leaf_of(indices: Any) -> Any:
+    """Return the sampler that a batch sampler draws from, or the sampler itself."""
+    return indices if isinstance(indices, DistributedSampler) else getattr(indices, "sampler", None)
+
+
 def samplers_of_shards(
-    loader: DataLoader[Any], indices: Any, shards: Sequence[int], num_shards: int, seed: int
+    loader: DataLoader[Any], indices: Any, shards: Sequence[int], num_shards: int, seed: int, *, alone: bool
 ) -> list[Any]:
-    """Return for each shard what yields its indices: of batches, or of single items without automatic batching."""
-    leaf = indices if isinstance(indices, DistributedSampler) else getattr(indices, "sampler", None)
+    """Return for each shard what yields its indices: of batches, or of single items without automatic batching.
+
+    Args:
+        loader: of the user.
+        indices: its sampler, or its batch sampler where it batches.
+        shards: those that this rank serves.
+        num_shards: of the data set.
+        seed: of the order.
+        alone: whether no other rank loads the same shard, so that a sampler of the user's own class may stay.
+    """
+    leaf = leaf_of(indices)
     if not isinstance(leaf, DistributedSampler):
         if len(shards) > 1:
             raise unservable(
@@ -125,14 +204,16 @@ def samplers_of_shards(
                 "Keep use_distributed_sampler=True",
             )
         return [indices]
-    wrapped: Any = leaf.dataset if isinstance(leaf, _WRAPPERS) else None
+    wrapped: Any = leaf.dataset if isinstance(leaf, WRAPPERS) else None
     if wrapped is not None:
         inner = private(wrapped, "_sampler")
         if not isinstance(inner, _EpochOrder):
             wrapped._sampler = _EpochOrder(inner, seed)
     if (leaf.num_replicas, [leaf.rank]) == (num_shards, list(shards)):
         return [indices]
-    if type(leaf) not in _MOVABLE:
+    if type(leaf) not in MOVABLE:
+        if alone:
+            return [indices]
         raise ConfigError(
             f"{type(leaf).__name__}(num_replicas, rank)",
             (leaf.num_replicas, leaf.rank),
@@ -142,29 +223,17 @@ def samplers_of_shards(
             "plain sampler, or give every modality the same dp_size",
         )
     source: Any = leaf.dataset if wrapped is None else wrapped._sampler
-    return [_placed(loader, indices, leaf, source, shard, num_shards) for shard in shards]
+    return [
+        placed(loader, indices, leaf, type(leaf)(source, num_shards, shard, leaf.shuffle, leaf.seed, leaf.drop_last))
+        for shard in shards
+    ]
 
 
-def _placed(
-    loader: DataLoader[Any],
-    indices: Any,
-    leaf: DistributedSampler[Any],
-    source: Any,
-    shard: int,
-    num_shards: int,
-) -> Any:
-    """Return a copy of `indices` that draws from a copy of `leaf` on another shard; the data set is not copied."""
-    moved = type(leaf)(
-        source,
-        num_replicas=num_shards,
-        rank=shard,
-        shuffle=leaf.shuffle,
-        seed=leaf.seed,
-        drop_last=leaf.drop_last,
-    )
+def placed(loader: DataLoader[Any], indices: Any, leaf: DistributedSampler[Any], moved: DistributedSampler[Any]) -> Any:
+    """Return a copy of `indices` that draws from `moved` instead of `leaf`; the data set is not copied."""
     if indices is leaf:
         return moved
-    keep = {id(leaf): moved, id(source): source, id(loader.dataset): loader.dataset}
+    keep = {id(leaf): moved, id(leaf.dataset): leaf.dataset, id(loader.dataset): loader.dataset}
     try:
         batches = copy.deepcopy(indices, keep)
     except (TypeError, NotImplementedError) as error:

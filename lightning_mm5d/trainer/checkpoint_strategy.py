@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -16,6 +17,7 @@ from lightning_mm5d.checkpoint.optimizer_state import collect_optimizer, load_op
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.trainer.process_group import message_device
 from lightning_mm5d.trainer.process_strategy import ProcessStrategy
+from lightning_mm5d.trainer.resume import Resume
 from lightning_mm5d.trainer.session import Session
 from lightning_mm5d.trainer.validation import lost_weights, required
 
@@ -46,8 +48,27 @@ class CheckpointStrategy(ProcessStrategy):
         self._last_plan: Plan | None = None
         self._failed = False
         self._described: tuple[pl.LightningModule, dict[str, Any]] | None = None
+        self._resume = Resume()
 
     # --- saving ---
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        self._note_position(checkpoint)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _note_position(self, checkpoint: dict[str, Any]) -> None:
+        """Add what exact resuming needs; collective."""
+        trainer = self._module("save_checkpoint").trainer
+        if self._fit_plan is not None and "optimizer_states" in checkpoint:
+            self._resume.collect(
+                trainer,
+                checkpoint,
+                seed=self._seed,
+                layout=self._layout_of_states(),
+                device=self.root_device,
+                wire=message_device(self.root_device),
+            )
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -99,6 +120,9 @@ class CheckpointStrategy(ProcessStrategy):
             self._agreement.check("checkpoint", fingerprint(checkpoint))
         if failed is not None:
             raise failed
+        module = self._module("load_checkpoint")
+        if module.trainer.state.fn == TrainerFn.FITTING and (seed := self._resume.load(checkpoint)) is not None:
+            self._seed = seed
         return checkpoint
 
     @override
@@ -113,6 +137,27 @@ class CheckpointStrategy(ProcessStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any], **kwargs: Any) -> None:
         module, plan = self._module("load_optimizer_state_dict"), self._fitted("load_optimizer_state_dict")
         load_optimizers(self.optimizers, checkpoint["optimizer_states"], module, plan, self.global_rank)
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        trainer, replica = self._module("on_train_start").trainer, self._run("on_train_start").plan.layout
+        self._resume.begin(
+            trainer,
+            layout=self._layout_of_states(),
+            device=self.root_device,
+            replica=replica.replicas_of_rank(self.global_rank)[0],
+            rank=self.global_rank,
+        )
+
+    def _layout_of_states(self) -> dict[str, Any]:
+        """Return what decides which random numbers each rank draws."""
+        layout = self._fitted("save_checkpoint").layout
+        return {
+            "ranks": {name: list(ranks) for name, ranks in layout.ranks.items()},
+            "sizes": {name: list(sizes) for name, sizes in layout.axes.items()},
+            "device": self.root_device.type,
+        }
 
     # --- what a call needs ---
 

@@ -26,6 +26,7 @@ from torch.utils.data import (
     Sampler,
     SequentialSampler,
     WeightedRandomSampler,
+    get_worker_info,
 )
 from torch.utils.data.distributed import DistributedSampler
 
@@ -237,20 +238,40 @@ def test_prediction_repeats_no_sample_and_gives_a_short_last_step() -> None:
     assert split_replicas(steps[-1], 2) == [torch.tensor([4]), None]
 
 
-def record_seed(worker_id: int) -> None:
-    random.seed(1000 + worker_id)
+def tell_worker(worker_id: int) -> None:
+    dataset: Any = get_worker_info().dataset  # type: ignore[union-attr]
+    dataset.worker = worker_id
+
+
+class Told(Augmented):
+    worker = -1
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([self.worker])
 
 
 @workers_on_few_cores
-def test_a_users_worker_init_fn_runs_last_and_counts_the_workers_of_one_replica() -> None:
+def test_a_users_worker_init_fn_counts_the_workers_of_one_replica() -> None:
     def make(shard: int, num_shards: int) -> DataLoader[Any]:
-        loader = make_workers(shard, num_shards)
-        loader.worker_init_fn = record_seed
-        return loader
+        sampler = DistributedSampler(range(22), num_replicas=num_shards, rank=shard)
+        return DataLoader(Told(22), 2, sampler=sampler, num_workers=2, worker_init_fn=tell_worker)
 
-    first, second = (float(step[1][0, 1]) for step in read(make, [0, 1], 2, epochs=1)[:2])
-    expected = [random.Random(1000 + worker).random() for worker in range(2)]
-    assert [first, second] == pytest.approx(expected)
+    steps = read(make, [0, 1], 2, epochs=1)[:2]
+    assert [[int(batch[0]) for batch in step] for step in steps] == [[0, 0], [1, 1]]
+
+
+@workers_on_few_cores
+def test_augmentation_is_the_same_with_any_number_of_workers() -> None:
+    def reads(num_workers: int) -> list[Any]:
+        def make(shard: int, num_shards: int) -> DataLoader[Any]:
+            sampler = DistributedSampler(range(10), num_replicas=num_shards, rank=shard)
+            return DataLoader(Augmented(10), 2, sampler=sampler, num_workers=num_workers)
+
+        return read(make, [1], 2)
+
+    assert_equal = torch.testing.assert_close
+    assert_equal(reads(0), reads(1), rtol=0, atol=0)
+    assert_equal(reads(0), reads(2), rtol=0, atol=0)
 
 
 @workers_on_few_cores

@@ -1,0 +1,328 @@
+"""Dataloaders that know their position, and go on from one that a run of any layout has saved.
+
+What a loader has handed out is not what was consumed: Lightning and workers fetch ahead. So the position counts the
+steps that the trainer has finished. A map-style loader draws the order of its epoch again, without loading anything,
+and leaves out what was consumed. An iterable is read again up to the position. A loader with `state_dict` and
+`load_state_dict` of its own saves its own state.
+
+It refuses positions in the midst of an epoch that this loader cannot go on from.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.data.position import Kind, Position
+from lightning_mm5d.data.random_sources import generator_states, set_generator_states
+from lightning_mm5d.data.remaining import batch_size_of, rest_of_shards
+from lightning_mm5d.data.samplers import ShardOrder, Start, leaf_of
+
+_AT_THE_END = "resume from a checkpoint of the end of an epoch"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a loader's position depends on, beside its order.
+
+    Attributes:
+        steps_taken: returns the steps of this epoch that the trainer has finished; None where no position is kept.
+        shards: replicas that this rank serves.
+        num_shards: replicas that share the data set.
+        batches_per_step: of each replica.
+    """
+
+    steps_taken: Callable[[], int] | None
+    shards: tuple[int, ...]
+    num_shards: int
+    batches_per_step: int = 1
+
+    def taken(self) -> int:
+        """Return the batches of this epoch that each replica has consumed."""
+        return 0 if self.steps_taken is None else self.steps_taken() * self.batches_per_step
+
+
+class Resumable:
+    """A loader that keeps its position; a class in front of the user's own."""
+
+    progress: Progress
+    served_order: ShardOrder
+    served_indices: Any = None
+    reseeds_generator = False
+
+    _pending: Position | None = None
+    _rest: list[Any] | None = None
+    _began = 0
+    _earlier: Sequence[list[Any]] = ()
+    _cycled = False
+    _before: dict[str, Any] | None = None
+    _states: deque[tuple[int, Any]] | None = None
+
+    # --- what Lightning and users ask for ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the user's own loader, where it has one."""
+        own = self.own_loader()
+        return {} if own is None else own.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Give the user's own loader its state."""
+        own = self.own_loader()
+        if own is not None:
+            own.load_state_dict(state_dict)
+
+    # --- saving ---
+
+    @property
+    def kind(self) -> Kind:
+        if self.own_loader() is not None:
+            return "stateful"
+        dataset = getattr(self, "dataset", None)
+        return "iterable" if self.served_indices is None or isinstance(dataset, IterableDataset) else "map"
+
+    def own_loader(self) -> Any:
+        """Return what holds a state of its own; None without one."""
+        own = super()
+        return own if hasattr(own, "state_dict") and hasattr(own, "load_state_dict") else None
+
+    def position(self) -> Position:
+        """Return the position after the steps that the trainer has finished."""
+        if self._pending is not None:  # nothing was read since
+            return self._pending
+        taken = self.progress.taken() - self._began
+        before = self._generators() if self._before is None else self._before
+        return Position(
+            kind=self.kind,
+            epoch=self.served_order.epoch,
+            segments=[*self._earlier, [self.progress.num_shards, self._batch_size, taken]],
+            batches_per_step=self.progress.batches_per_step,
+            cycled=self._cycled,
+            samples=self._samples(),
+            workers=self._workers,
+            order_seed=getattr(leaf_of(self.served_indices), "seed", None),
+            before=before,
+            now=self._generators(),
+            own={self._shard_key: self._own_state(taken)} if self.kind == "stateful" else {},
+        )
+
+    # --- resuming ---
+
+    def resume(self, position: Position, seed: int, epoch: int) -> None:
+        """Go on from `position` at the next pass over the data.
+
+        Args:
+            position: of this loader.
+            seed: of the run that saved it.
+            epoch: that the trainer goes on with.
+
+        Raises:
+            ConfigError: the position lies in the midst of this epoch, and this loader cannot go on from it.
+        """
+        order = self.served_order
+        order.reseed(seed)
+        if position.order_seed is not None:
+            for leaf in (leaf_of(self.served_indices), *map(leaf_of, order.samplers)):
+                if hasattr(leaf, "seed"):
+                    leaf.seed = position.order_seed
+        self._began, self._before = 0, None
+        if position.epoch != epoch:
+            set_generator_states(self, position.now)
+            order.set_epoch(epoch)
+            return
+        self._check(position)
+        order.set_epoch(epoch)
+        set_generator_states(self, position.before)
+        self._pending = position
+        if position.kind == "map":
+            segments = position.segments[:-1] if self._continues(position) else position.segments
+            self._rest = self._rest_of(segments) if segments else None
+
+    def resume_own(self, state: Any, batches: int, epoch: int) -> None:
+        """Go on from the state of the user's own loader, which plain Lightning saves for its first rank alone.
+
+        Raises:
+            ConfigError: this run has several replicas.
+        """
+        segments = [[1, self._batch_size, batches]]
+        own = {"0": state}
+        self.resume(Position(kind="stateful", epoch=epoch, segments=segments, own=own), self.served_order.seed, epoch)
+
+    def resumed_step(self) -> int | None:
+        """Return the number of the step that the pending pass begins with; None where it says nothing about an epoch.
+
+        In another layout steps hold other numbers of samples. So it counts back from the end of the epoch.
+        """
+        position = self._pending
+        if position is None or position.cycled:
+            return None
+        *_, batches = position.segments[-1]
+        size = self.progress.batches_per_step
+        if position.kind != "map":
+            return batches // size
+        left = len((self._rest or self.served_order.samplers)[0])
+        left -= batches if self._continues(position) else 0
+        return len(self) - max(0, -(-left // size))  # type: ignore[arg-type]
+
+    def same_steps(self) -> bool:
+        """Whether steps of the pending position hold as many samples as this loader's."""
+        position = self._pending
+        return position is None or (
+            self._continues(position) and position.batches_per_step == self.progress.batches_per_step
+        )
+
+    def end_pass(self) -> None:
+        """Give no batch in the pending pass."""
+        if self._pending is not None:
+            self._rest = [[] for _ in self.progress.shards]
+
+    def begin_pass(self) -> tuple[int, int]:
+        """Begin a pass; return the number of its first batch, and how many batches before it must be read again."""
+        position, self._pending = self._pending, None
+        rest, self._rest = self._rest, None
+        order, first, dropped = self.served_order, self.progress.taken(), 0
+        start = Start(batch=first)
+        self._states = None
+        if position is not None and position.epoch != order.epoch:  # nothing was left of that epoch
+            set_generator_states(self, position.now)
+            position = None
+        if position is None:
+            self._began, self._earlier, self._cycled = first, (), first > 0
+            self._before = self._generators()
+        else:
+            *earlier, (_, _, batches) = position.segments
+            continues = self._continues(position)
+            self._before, self._cycled = position.before, position.cycled
+            self._earlier = earlier if continues else position.segments
+            self._began = first - batches if continues else first
+            start = Start(first, batches if continues and rest != [[]] else 0, rest)
+            if position.kind == "stateful":
+                start = Start(self._began)
+                if (state := position.own[self._shard_key]) is not None:
+                    self.own_loader().load_state_dict(state)
+            elif position.kind == "iterable":
+                start, dropped = Start(self._began), batches
+        order.start = start
+        return first, dropped
+
+    def note_batch(self, number: int) -> None:
+        """Keep the state of the user's own loader after batch `number`, where Lightning fetches ahead of its steps."""
+        if self.progress.steps_taken is None or self.kind != "stateful" or self._is_sized():
+            return
+        if self._states is None:
+            self._states = deque(maxlen=2 * self.progress.batches_per_step + 1)
+        self._states.append((number + 1 - self._began, self.own_loader().state_dict()))
+
+    # --- parts of these ---
+
+    @property
+    def _batch_size(self) -> int | None:
+        return batch_size_of(self.served_indices)
+
+    @property
+    def _workers(self) -> int:
+        return getattr(self, "num_workers", 0) // len(self.progress.shards)
+
+    @property
+    def _shard_key(self) -> str:
+        return ",".join(map(str, self.progress.shards))
+
+    def _is_sized(self) -> bool:
+        try:
+            return len(self) >= 0  # type: ignore[arg-type]
+        except (TypeError, NotImplementedError):
+            return False
+
+    def _samples(self) -> int | None:
+        try:
+            return len(self.dataset) if self.kind == "map" else None  # type: ignore[attr-defined]
+        except (TypeError, NotImplementedError):
+            return None
+
+    def _generators(self) -> dict[str, Any]:
+        if self.progress.steps_taken is None:
+            return {}
+        states = generator_states(self)
+        return {path: state for path, state in states.items() if not (path == "generator" and self.reseeds_generator)}
+
+    def _own_state(self, taken: int) -> Any:
+        """Return the state after `taken` batches of this pass; None at its beginning."""
+        if taken == 0:
+            return None
+        if self._states is None:
+            return self.own_loader().state_dict()
+        return dict(self._states)[taken]
+
+    def _continues(self, position: Position) -> bool:
+        """Whether batches of this loader are those that the run would have had next."""
+        return tuple(position.segments[-1][:2]) == (self.progress.num_shards, self._batch_size)
+
+    def _rest_of(self, segments: Sequence[Sequence[Any]]) -> list[Any]:
+        return rest_of_shards(
+            self,  # type: ignore[arg-type]
+            self.served_indices,
+            [(count, size, batches) for count, size, batches in segments],
+            self.progress.shards,
+            self.progress.num_shards,
+            seed=self.served_order.seed,
+            epoch=self.served_order.epoch,
+        )
+
+    def _check(self, position: Position) -> None:
+        """Raise where the position cannot be gone on from; warn where that takes long."""
+        count, _, batches = position.segments[-1]
+        if position.kind != self.kind:
+            raise _refused(type(self).__name__, f"The checkpoint was saved with a dataloader of kind {position.kind!r}")
+        if position.kind == "map":
+            if position.samples != self._samples():
+                raise _refused(
+                    f"{self._samples()} samples",
+                    f"The checkpoint was saved in the midst of an epoch of {position.samples} samples, and which of "
+                    "them were consumed is known by their places in the data set",
+                )
+            return
+        if not batches:
+            return
+        what = "a dataloader with a state of its own" if position.kind == "stateful" else "an iterable data set"
+        if count != self.progress.num_shards:
+            raise _refused(
+                f"{self.progress.num_shards} replicas",
+                f"The checkpoint was saved in the midst of an epoch by {count} replicas, each with its own position in "
+                f"{what}, and nothing tells which samples other replicas would have left",
+                f"Run {count} replicas of the language model",
+            )
+        if position.kind == "stateful":
+            if self._shard_key not in position.own:
+                raise _refused(
+                    f"a rank for the replicas {self._shard_key}",
+                    f"The states of {what} were saved for ranks that serve the replicas {sorted(position.own)}",
+                    "Keep the layout",
+                )
+            return
+        if position.segments[-1][1] != self._batch_size or max(1, position.workers) != max(1, self._workers):
+            raise _refused(
+                f"batch size {self._batch_size} and {self._workers} workers",
+                f"The checkpoint was saved in the midst of an epoch of {what}, read with batch size "
+                f"{position.segments[-1][1]} and {position.workers} workers, which decide what each batch holds",
+                "Keep both",
+            )
+        if not isinstance(getattr(self, "iterable", None), Sequence):
+            warnings.warn(
+                f"{batches} batches of an iterable data set are read again and dropped, to come to where the "
+                "checkpoint was saved; a StatefulDataLoader of torchdata would save its position instead",
+                stacklevel=2,
+            )
+
+
+def _refused(got: Any, rule: str, fix: str = "Keep the data") -> ConfigError:
+    return ConfigError("dataloader", got, rule, f"{fix}, or {_AT_THE_END}")
+
+
+def with_own(position: Position, own: dict[str, Any]) -> Position:
+    """Return `position` with the states of all replicas' own loaders."""
+    return replace(position, own=own)

@@ -1,0 +1,255 @@
+"""What a checkpoint says beside Lightning's own, so that a run goes on as if it had not stopped.
+
+It is kept under one key of the checkpoint, in plain values and tensors: the seed of all random streams, the position of
+each training dataloader, and the random state of each rank. Plain Lightning leaves the key alone.
+
+Phases of resuming:
+
+1. `Resume.load`, when the checkpoint is read: takes the seed over, before anything depends on it.
+2. `Resume.begin`, after all hooks of the start of training: gives dataloaders their positions, sets Lightning's
+   counters to them where the layout has changed, and puts random states back.
+
+A checkpoint inside of an accumulation window goes on at the start of that window, because the gradients of the window
+are not in the checkpoint: no parameter has seen its batches yet.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from lightning_mm5d.config.errors import ConfigError, private
+from lightning_mm5d.data.position import Position
+from lightning_mm5d.data.random_state import pack_states, seed_all, seed_of, unpack_states
+from lightning_mm5d.data.resumable import Resumable, with_own
+from lightning_mm5d.engine.codec import receive_tree, send_tree
+
+KEY = "lightning_mm5d"
+_COMBINED = "combined_loader"
+
+
+class Resume:
+    """Saves and restores what one rank's run depends on.
+
+    Attributes:
+        saved: what the checkpoint says that this run goes on from; None without one.
+    """
+
+    def __init__(self) -> None:
+        self.saved: Mapping[str, Any] | None = None
+        self._foreign: list[Any] = []
+        self._is_loaded = False
+        self._window: Tensor | None = None
+
+    # --- saving ---
+
+    def collect(
+        self,
+        trainer: pl.Trainer,
+        checkpoint: dict[str, Any],
+        *,
+        seed: int,
+        layout: Any,
+        device: torch.device,
+        wire: torch.device,
+    ) -> None:
+        """Add to `checkpoint` what a run needs to go on from it; complete on rank 0 only. Collective.
+
+        Args:
+            trainer: that runs.
+            checkpoint: of Lightning, with optimizer states.
+            seed: of all random streams.
+            layout: plain values that are equal where ranks stand for the same parts of a run.
+            device: where this rank computes.
+            wire: where messages live.
+        """
+        loaders = list(training_loaders(trainer))
+        positions = [_gathered(loader.position(), trainer, wire) for loader in loaders]
+        steps, window = steps_taken(trainer), _window(trainer)
+        inside = bool(window and steps % window and self._window is not None)
+        random = self._window if inside else pack_states(device)
+        assert random is not None
+        checkpoint[KEY] = {
+            "format": 1,
+            "seed": seed,
+            "layout": layout,
+            "steps": steps,
+            "window": window,
+            "loaders": [position.saved() for position in positions],
+            "random": _all_gathered(random, wire),
+        }
+        state = checkpoint["loops"]["fit_loop"]["state_dict"]
+        state.pop(_COMBINED, None)
+        own = [next(iter(position.own.values())) for position in positions if position.kind == "stateful"]
+        if own and all(state is not None for state in own):  # as plain Lightning saves and expects it
+            state[_COMBINED] = own
+
+    # --- loading ---
+
+    def load(self, checkpoint: Mapping[str, Any]) -> int | None:
+        """Remember what `checkpoint` says; return the seed of the run that saved it, None where it does not tell."""
+        saved = checkpoint.get(KEY)
+        self.saved = saved if isinstance(saved, Mapping) and "loaders" in saved else None
+        self._is_loaded = "loops" in checkpoint
+        state = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+        self._foreign = state.pop(_COMBINED, [])
+        return None if self.saved is None else int(self.saved["seed"])
+
+    def begin(self, trainer: pl.Trainer, *, layout: Any, device: torch.device, replica: int, rank: int) -> None:
+        """Go on from the checkpoint that was loaded, if any.
+
+        Args:
+            trainer: about to train.
+            layout: as for `collect`.
+            device: where this rank computes.
+            replica: the first that this rank serves.
+            rank: global rank.
+
+        Raises:
+            ConfigError: on all ranks, when the dataloaders cannot go on in the midst of the epoch.
+        """
+        saved, self.saved = self.saved, None
+        is_loaded, self._is_loaded = self._is_loaded, False
+        if not is_loaded:
+            return
+        loaders = list(training_loaders(trainer))
+        if saved is None:
+            self._begin_foreign(trainer, loaders)
+            return
+        same_layout = saved["layout"] == layout
+        positions = [Position.load(one) for one in saved["loaders"]]
+        if len(positions) != len(loaders):
+            raise ConfigError(
+                "train_dataloader",
+                f"{len(loaders)} dataloaders",
+                f"The checkpoint was saved with {len(positions)}",
+                "Return the same dataloaders",
+            )
+        epoch = _epochs(trainer)
+        for loader, position in zip(loaders, positions, strict=True):
+            loader.resume(position, int(saved["seed"]), epoch)
+        if any(position.epoch == epoch for position in positions):
+            _place(trainer, loaders)
+        else:
+            _place_at_beginning(trainer)
+        _fetch_again(trainer)
+        if same_layout:
+            unpack_states(saved["random"][rank], device)
+        else:
+            seed_all(seed_of(int(saved["seed"]), "resumed", trainer.fit_loop.total_batch_idx, replica), device)
+
+    def _begin_foreign(self, trainer: pl.Trainer, loaders: list[Resumable]) -> None:
+        """Go on from a checkpoint that does not say which samples were consumed."""
+        stateful = [loader for loader in loaders if loader.kind == "stateful"]
+        if self._foreign and len(self._foreign) == len(stateful) == len(loaders):
+            for loader, state in zip(stateful, self._foreign, strict=True):
+                loader.resume_own(state, steps_taken(trainer), _epochs(trainer))
+            _fetch_again(trainer)
+        elif trainer.fit_loop.restarting and 0 < steps_taken(trainer) < trainer.num_training_batches:
+            warnings.warn(
+                "The checkpoint was saved in the midst of an epoch and does not say which samples were consumed: the "
+                "rest of the epoch reads samples from the beginning of the data again",
+                stacklevel=2,
+            )
+
+
+def training_loaders(trainer: pl.Trainer) -> Iterator[Resumable]:
+    """Yield the training dataloaders of a run in Lightning's order; none before they are made."""
+    for loader in tree_leaves(trainer.train_dataloader, is_leaf=lambda one: isinstance(one, Resumable)):
+        if isinstance(loader, Resumable):
+            yield loader
+
+
+def steps_taken(trainer: pl.Trainer) -> int:
+    """Return the steps of this epoch that are finished."""
+    return int(_batches(trainer).processed)
+
+
+def _batches(trainer: pl.Trainer) -> Any:
+    return trainer.fit_loop.epoch_loop.batch_progress.current
+
+
+def _epochs(trainer: pl.Trainer) -> int:
+    """Return how many epochs are finished."""
+    current: Any = trainer.fit_loop.epoch_progress.current
+    return int(current.processed)
+
+
+def _window(trainer: pl.Trainer) -> int:
+    return trainer.accumulate_grad_batches
+
+
+def _place(trainer: pl.Trainer, loaders: list[Resumable]) -> None:
+    """Set Lightning's counter of batches to the steps that loaders go on with."""
+    current = _batches(trainer)
+    current.ready = current.started = current.processed
+    if all(loader.same_steps() for loader in loaders):
+        return
+    steps = [step for loader in loaders if (step := loader.resumed_step()) is not None]
+    if not steps:
+        return
+    combined = private(trainer.fit_loop, "_combined_loader")
+    step, end = (min if private(combined, "_mode") != "min_size" else max)(steps), trainer.num_training_batches
+    if step >= end:  # Lightning ends an epoch by a step, or where there is no batch for it
+        step = int(end) - 1
+        for loader in loaders:
+            loader.end_pass()
+    moved = step - current.processed
+    for name in ("ready", "started", "processed", "completed"):
+        setattr(current, name, getattr(current, name) + moved)
+
+
+def _place_at_beginning(trainer: pl.Trainer) -> None:
+    """Set Lightning's counter for an epoch that follows one whose end only its last batch could tell."""
+    current, loop = _batches(trainer), trainer.fit_loop.epoch_loop
+    if loop.restarting and trainer.num_training_batches == float("inf"):
+        current.ready = current.started = current.processed = 0
+        current.completed = -1 if loop.restarted_on_train_batch_end else 0  # Lightning counts one more then
+
+
+def _fetch_again(trainer: pl.Trainer) -> None:
+    """Begin to fetch again where Lightning has fetched ahead, before loaders had their positions."""
+    fetcher: Any = private(trainer.fit_loop, "_data_fetcher")
+    if fetcher is not None and fetcher.length is None:
+        iter(fetcher)
+
+
+def _all_gathered(state: Tensor, wire: torch.device) -> Tensor:
+    """Return the states of all ranks ``[ranks, bytes]``; collective."""
+    if not dist.is_initialized():
+        return state[None]
+    states = [torch.empty_like(state, device=wire) for _ in range(dist.get_world_size())]
+    dist.all_gather(states, state.to(wire))
+    return torch.stack(states).cpu()
+
+
+def _gathered(position: Position, trainer: pl.Trainer, wire: torch.device) -> Position:
+    """Return a position with the own states of all replicas' loaders, on rank 0; collective.
+
+    Raises:
+        ConfigError: the state of a loader holds something other than tensors and plain values.
+    """
+    if position.kind != "stateful" or not dist.is_initialized():
+        return position
+    own = dict(position.own)
+    failed: str | None = None
+    for src in range(1, dist.get_world_size()):
+        try:
+            if dist.get_rank() == src:
+                send_tree(position.own, 0, wire)
+            elif dist.get_rank() == 0:
+                own = {**receive_tree(src, wire), **own}
+        except ValueError as error:
+            failed = str(error)
+    if failed is not None:
+        raise ConfigError(
+            "dataloader.state_dict()", failed, "A checkpoint holds tensors and plain values", "Return such values"
+        )
+    return with_own(position, own)
