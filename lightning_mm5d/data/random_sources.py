@@ -6,8 +6,9 @@ the state with which the epoch began.
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,38 +17,17 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 
-def generators(holder: Any, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
-    """Yield path and generator for those of `holder`, and of samplers that it draws from, each once.
-
-    Args:
-        holder: a dataloader, sampler or batch sampler.
-        path: where it was found.
-        seen: ids of what was looked at before.
-    """
-    seen = set() if seen is None else seen
-    seen.add(id(holder))
-    for name, value in list(getattr(holder, "__dict__", {}).items()):
-        where = f"{path}.{name}" if path else name
-        if id(value) in seen:
-            continue
-        if isinstance(value, torch.Generator | np.random.Generator | np.random.RandomState | random.Random):
-            seen.add(id(value))
-            yield where, value
-        elif _draws(name, value):
-            yield from generators(value, where, seen)
-        elif isinstance(value, list) and value and all(_draws("", one) for one in value):
-            for index, one in enumerate(value):
-                yield from generators(one, f"{where}.{index}", seen)
+def generator_states(*holders: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the states of the generators in the first of `holders` that has any, by path: tensors, and plain values."""
+    for holder in holders:
+        if states := {path: _state(generator) for path, generator in _generators(holder)}:
+            return states
+    return {}
 
 
-def generator_states(holder: Any) -> dict[str, Any]:
-    """Return the states of `generators(holder)` by path: tensors, and plain values."""
-    return {path: _state(generator) for path, generator in generators(holder)}
-
-
-def set_generator_states(holder: Any, states: dict[str, Any]) -> None:
-    """Put `generator_states` back where the paths still hold generators of the same kind."""
-    for path, generator in generators(holder):
+def set_generator_states(states: Mapping[str, Any], *holders: Mapping[str, Any]) -> None:
+    """Put `generator_states` back in each of `holders`, where a path still leads to a generator of the same kind."""
+    for path, generator in itertools.chain.from_iterable(map(_generators, holders)):
         state = states.get(path)
         if isinstance(generator, torch.Generator) and isinstance(state, Tensor):
             generator.set_state(state.cpu())
@@ -60,9 +40,28 @@ def set_generator_states(holder: Any, states: dict[str, Any]) -> None:
             generator.bit_generator.state = _arrays(state)
 
 
+def _generators(holder: Any, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
+    """Yield path and generator for those of `holder`, and of samplers that it draws from, each once."""
+    seen = set() if seen is None else seen
+    seen.add(id(holder))
+    values = holder if isinstance(holder, Mapping) else getattr(holder, "__dict__", {})
+    for name, value in list(values.items()):
+        where = f"{path}.{name}" if path else name
+        if id(value) in seen:
+            continue
+        if isinstance(value, torch.Generator | np.random.Generator | np.random.RandomState | random.Random):
+            seen.add(id(value))
+            yield where, value
+        elif _draws(name, value):
+            yield from _generators(value, where, seen)
+        elif isinstance(value, list) and value and all(_draws("", one) for one in value):
+            for index, one in enumerate(value):
+                yield from _generators(one, f"{where}.{index}", seen)
+
+
 def _draws(name: str, value: Any) -> bool:
     """Whether a dataloader takes its order from `value`. Its data set is the user's own and stays as it is."""
-    if isinstance(value, Sampler):
+    if isinstance(value, Sampler) or name == "indices":
         return True
     # Lightning's wrapper holds a sampler as its data set, and that one holds the user's sampler
     return (name == "dataset" and isinstance(value, Dataset) and hasattr(value, "_sampler")) or name == "_sampler"

@@ -132,12 +132,12 @@ class Resumable:
                     leaf.seed = position.order_seed
         self._began, self._before = 0, None
         if position.epoch != epoch:
-            set_generator_states(self, position.now)
+            set_generator_states(position.now, *self._holders())
             order.set_epoch(epoch)
             return
         self._check(position)
         order.set_epoch(epoch)
-        set_generator_states(self, position.before)
+        set_generator_states(position.before, *self._holders())
         self._pending = position
         if position.kind == "map":
             segments = position.segments[:-1] if self._continues(position) else position.segments
@@ -189,7 +189,7 @@ class Resumable:
         start = Start(batch=first)
         self._states = None
         if position is not None and position.epoch != order.epoch:  # nothing was left of that epoch
-            set_generator_states(self, position.now)
+            set_generator_states(position.now, *self._holders())
             position = None
         if position is None:
             self._began, self._earlier, self._cycled = first, (), first > 0
@@ -247,8 +247,13 @@ class Resumable:
     def _generators(self) -> dict[str, Any]:
         if self.progress.steps_taken is None:
             return {}
-        states = generator_states(self)
-        return {path: state for path, state in states.items() if not (path == "generator" and self.reseeds_generator)}
+        return generator_states(*self._holders())
+
+    def _holders(self) -> list[dict[str, Any]]:
+        """Return what may hold generators: the samplers of each shard under the same paths, first those that are read."""
+        indices = [getattr(sampler, "batches", sampler) for sampler in self.served_order.samplers]
+        own = None if self.reseeds_generator else getattr(self, "generator", None)
+        return [{"generator": own, "indices": one} for one in [*indices, self.served_indices]]
 
     def _own_state(self, taken: int) -> Any:
         """Return the state after `taken` batches of this pass; None at its beginning."""

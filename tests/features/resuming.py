@@ -92,10 +92,10 @@ class SaveAndStop(Callback):
         self.seen += 1
         if self.seen == self.after:
             trainer.save_checkpoint(self.path)
-            raise Stopped
+            raise StoppedError
 
 
-class Stopped(Exception):
+class StoppedError(Exception):
     pass
 
 
@@ -130,7 +130,7 @@ def train(
     trainer = run.trainer(max_epochs=case.epochs, callbacks=callbacks, **case.trainer)
     try:
         trainer.fit(module, case.loader(run), ckpt_path=ckpt_path)
-    except Stopped:
+    except StoppedError:
         return {"steps": module.steps, "losses": losses.values}
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return {
