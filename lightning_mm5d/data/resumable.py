@@ -20,8 +20,8 @@ from torch.utils.data import IterableDataset
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.data.position import Kind, Position
-from lightning_mm5d.data.random_sources import generator_states, set_generator_states
 from lightning_mm5d.data.remaining import batch_size_of, rest_of_shards
+from lightning_mm5d.data.sampler_generators import generator_states, set_generator_states
 from lightning_mm5d.data.samplers import ShardOrder, Start, leaf_of
 
 _AT_THE_END = "resume from a checkpoint of the end of an epoch"
@@ -250,7 +250,7 @@ class Resumable:
         return generator_states(*self._holders())
 
     def _holders(self) -> list[dict[str, Any]]:
-        """Return what may hold generators: the samplers of each shard under the same paths, first those that are read."""
+        """Return what may hold generators, under paths that are the same on all ranks: first the samplers in use."""
         indices = [getattr(sampler, "batches", sampler) for sampler in self.served_order.samplers]
         own = None if self.reseeds_generator else getattr(self, "generator", None)
         return [{"generator": own, "indices": one} for one in [*indices, self.served_indices]]

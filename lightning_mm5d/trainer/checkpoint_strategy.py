@@ -52,11 +52,6 @@ class CheckpointStrategy(ProcessStrategy):
 
     # --- saving ---
 
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        self._note_position(checkpoint)
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
     def _note_position(self, checkpoint: dict[str, Any]) -> None:
         """Add what exact resuming needs; collective."""
         trainer = self._module("save_checkpoint").trainer
@@ -87,6 +82,7 @@ class CheckpointStrategy(ProcessStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        self._note_position(checkpoint)
         if self.is_global_zero:
             with_record(checkpoint, self._models_record())
         super().save_checkpoint(checkpoint, filepath, storage_options)

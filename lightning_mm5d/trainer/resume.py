@@ -1,7 +1,7 @@
 """What a checkpoint says beside Lightning's own, so that a run goes on as if it had not stopped.
 
-It is kept under one key of the checkpoint, in plain values and tensors: the seed of all random streams, the position of
-each training dataloader, and the random state of each rank. Plain Lightning leaves the key alone.
+It is kept in one entry of the checkpoint, in plain values and tensors: the seed of all random streams, the position of
+each training dataloader, and the random state of each rank. Plain Lightning leaves it alone.
 
 Phases of resuming:
 
@@ -25,13 +25,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from lightning_mm5d.checkpoint.huggingface_record import KEY
 from lightning_mm5d.config.errors import ConfigError, private
 from lightning_mm5d.data.position import Position
 from lightning_mm5d.data.random_state import pack_states, seed_all, seed_of, unpack_states
 from lightning_mm5d.data.resumable import Resumable, with_own
 from lightning_mm5d.engine.codec import receive_tree, send_tree
 
-KEY = "lightning_mm5d"
+RESUME = "resume"  # checkpoint[KEY][RESUME]
 _COMBINED = "combined_loader"
 
 
@@ -76,7 +77,7 @@ class Resume:
         inside = bool(window and steps % window and self._window is not None)
         random = self._window if inside else pack_states(device)
         assert random is not None
-        checkpoint[KEY] = {
+        said = {
             "format": 1,
             "seed": seed,
             "layout": layout,
@@ -85,6 +86,7 @@ class Resume:
             "loaders": [position.saved() for position in positions],
             "random": _all_gathered(random, wire),
         }
+        checkpoint[KEY] = {**checkpoint.get(KEY, {}), RESUME: said}
         state = checkpoint["loops"]["fit_loop"]["state_dict"]
         state.pop(_COMBINED, None)
         own = [next(iter(position.own.values())) for position in positions if position.kind == "stateful"]
@@ -95,8 +97,7 @@ class Resume:
 
     def load(self, checkpoint: Mapping[str, Any]) -> int | None:
         """Remember what `checkpoint` says; return the seed of the run that saved it, None where it does not tell."""
-        saved = checkpoint.get(KEY)
-        self.saved = saved if isinstance(saved, Mapping) and "loaders" in saved else None
+        self.saved = checkpoint.get(KEY, {}).get(RESUME)
         self._is_loaded = "loops" in checkpoint
         state = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
         self._foreign = state.pop(_COMBINED, [])

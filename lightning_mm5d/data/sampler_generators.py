@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, Sampler
 
 
 def generator_states(*holders: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the states of the generators in the first of `holders` that has any, by path: tensors, and plain values."""
+    """Return the states of the generators in the first of `holders` that has any, by path."""
     for holder in holders:
         if states := {path: _state(generator) for path, generator in _generators(holder)}:
             return states
