@@ -24,7 +24,7 @@ def new_folder(path: Path) -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         made = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     except OSError as error:
-        raise _unwritable(path, error) from error
+        raise unwritable(path, error) from error
     try:
         made.chmod(0o777 & ~_umask())
         yield made
@@ -33,7 +33,7 @@ def new_folder(path: Path) -> Iterator[Path]:
         made.rename(path)  # replaces an empty folder, and fails where another process was first
         _flush(path.parent)
     except OSError as error:
-        raise _unwritable(path, error) from error
+        raise unwritable(path, error) from error
     finally:
         shutil.rmtree(made, ignore_errors=True)
 
@@ -43,12 +43,13 @@ def check_new(path: Path) -> None:
     try:
         taken = path.is_symlink() or (path.exists() and not (path.is_dir() and not any(path.iterdir())))
     except OSError as error:
-        raise _unwritable(path, error) from error
+        raise unwritable(path, error) from error
     if taken:
         raise ConfigError("DIR", str(path), "It exists already, and nothing is overwritten", "Name another folder")
 
 
-def _unwritable(path: Path, error: OSError) -> ConfigError:
+def unwritable(path: Path, error: OSError) -> ConfigError:
+    """Return the error of a place that cannot be written."""
     rule = f"It cannot be written: {error.strerror or error}"
     return ConfigError("DIR", str(path), rule, "Name a folder that can, on a disk with room")
 

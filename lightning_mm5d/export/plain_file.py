@@ -79,7 +79,7 @@ class PlainTensors:
     def __init__(self, path: Path, content: Mapping[str, Any], state: Mapping[str, Any]) -> None:
         self._path = path
         self._state = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-        self._base = _base(path, content)
+        self._base = map_base(path, content)
 
     def names(self) -> list[str]:
         """Return the names of all tensors."""
@@ -126,8 +126,11 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
             yield from tensors_in(value)
 
 
-def _base(path: Path, content: Mapping[str, Any]) -> int | None:
-    """Address of the file's first byte in the map; None where tensors cannot be matched with the file's members."""
+def map_base(path: Path, content: Mapping[str, Any]) -> int | None:
+    """Return the address of the file's first byte in the map that the tensors of `content` lie in.
+
+    Returns None where they cannot be matched with the file's members.
+    """
     addresses = sorted({each.untyped_storage().data_ptr() for each in tensors_in(content) if each.numel()})
     places = sorted(_places(path))
     if not addresses or len(places) != len(addresses):
@@ -138,12 +141,18 @@ def _base(path: Path, content: Mapping[str, Any]) -> int | None:
 
 def _places(path: Path) -> Iterator[int]:
     """The first byte of each tensor's memory in the file."""
-    with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+    with zipfile.ZipFile(path) as archive:
         for member in archive.infolist():
             if "/data/" in member.filename and member.file_size:
-                file.seek(member.header_offset)
-                name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
-                yield member.header_offset + _LOCAL_HEADER.size + name + extra
+                yield member_place(path, member)
+
+
+def member_place(path: Path, member: zipfile.ZipInfo) -> int:
+    """Return where the content of a zip's member begins in the file."""
+    with path.open("rb") as file:
+        file.seek(member.header_offset)
+        name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
+    return member.header_offset + _LOCAL_HEADER.size + int(name) + int(extra)
 
 
 def _first_line(error: Exception) -> str:

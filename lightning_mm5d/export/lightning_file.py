@@ -1,0 +1,124 @@
+"""Writes a full checkpoint, one file that plain Lightning loads, tensor by tensor.
+
+Phases: `torch.save` writes a draft of the file with stand-ins, which have no memory, in place of all tensors, and leaves
+holes where their bytes belong; the draft is loaded, which shows which hole is whose; then all members of the draft are
+copied into the final file, with each tensor read when its turn comes. So checksums and alignment are those of
+`torch.save`, and no more than one tensor is in memory.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import tempfile
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode  # torch.serialization.skip_data is documented with it
+
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.export.new_folder import unwritable
+from lightning_mm5d.export.plain_file import map_base, member_place, tensors_in
+
+Read = Callable[[], Tensor]
+_ALIGNMENT = 64  # bytes, as torch.save aligns tensors
+_EXTRA, _ZIP64_EXTRA = struct.Struct("<HH"), 20  # in a member's header: id and length; bytes for sizes over 4 GB
+_PADDING = 0x4246  # torch's id of padding
+_CHUNK_BYTES = 2**24
+
+
+def write_lightning(path: Path, content: Mapping[str, Any]) -> None:
+    """Write what a checkpoint holds into a new file.
+
+    Args:
+        path: of the file.
+        content: with tensors, or sources of tensors in their place.
+
+    Raises:
+        ConfigError: the file exists or cannot be written, or there are tensors inside of objects.
+    """
+    if path.is_symlink() or path.exists():
+        raise ConfigError("DIR", str(path), "It exists already, and nothing is overwritten", "Name another file")
+    reads: list[Read] = []
+    with FakeTensorMode() as mode:
+        stand_ins = _stand_ins(content, mode, reads)
+    with _beside(path) as draft, _beside(path) as final:
+        with torch.serialization.skip_data(materialize_fake_tensors=True):
+            torch.save(stand_ins, draft)
+        holes = _holes(draft, reads)
+        with zipfile.ZipFile(draft) as source, zipfile.ZipFile(final, "w") as target:
+            for member in source.infolist():
+                name = f"{path.stem}/{member.filename.partition('/')[2]}"
+                with target.open(_info(target, name, member.file_size), "w") as file:
+                    if "/data/" in member.filename:
+                        if member.file_size:
+                            _write(file, holes[member_place(draft, member)]())
+                    else:
+                        file.write(source.read(member))
+        with final.open("rb") as file:
+            os.fsync(file.fileno())
+        os.link(final, path)  # fails where another process was first
+
+
+def _stand_ins(tree: Any, mode: FakeTensorMode, reads: list[Read]) -> Any:
+    """A copy of the tree in which tensors have no memory; `reads` gets the real ones in their order."""
+    if isinstance(tree, Tensor):
+        reads.append(lambda: tree)
+        return torch.empty(tree.shape, dtype=tree.dtype, device="cpu")
+    if type(tree) in (dict, OrderedDict):
+        return type(tree)((key, _stand_ins(value, mode, reads)) for key, value in tree.items())
+    if type(tree) in (list, tuple):
+        return type(tree)(_stand_ins(value, mode, reads) for value in tree)
+    return tree
+
+
+def _holes(draft: Path, reads: list[Read]) -> dict[int, Read]:
+    """By the place in the draft, what belongs there."""
+    content = torch.load(draft, map_location="cpu", mmap=True, weights_only=False)  # of this process
+    base = map_base(draft, content)
+    tensors = list(tensors_in(content))
+    if base is None and any(each.numel() for each in tensors):
+        rule = "It has tensors inside of objects, for instance of a callback, which cannot be read one by one"
+        raise ConfigError("CHECKPOINT", "its content", rule, "Use --format huggingface")
+    return {each.data_ptr() - (base or 0): read for each, read in zip(tensors, reads, strict=True) if each.numel()}
+
+
+def _info(target: zipfile.ZipFile, name: str, size: int) -> zipfile.ZipInfo:
+    """A member's header, padded so that its content is aligned."""
+    info = zipfile.ZipInfo(name)
+    info.file_size = size
+    assert target.fp is not None
+    large = _ZIP64_EXTRA if size * 1.05 > zipfile.ZIP64_LIMIT else 0  # as zipfile decides it
+    start = target.fp.tell() + zipfile.sizeFileHeader + len(name.encode()) + large + _EXTRA.size
+    padding = -start % _ALIGNMENT
+    info.extra = _EXTRA.pack(_PADDING, padding) + bytes(padding)
+    return info
+
+
+def _write(file: Any, tensor: Tensor) -> None:
+    memory = memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    for start in range(0, len(memory), _CHUNK_BYTES):
+        file.write(memory[start : start + _CHUNK_BYTES])
+
+
+@contextmanager
+def _beside(path: Path) -> Iterator[Path]:
+    """A hidden file beside `path`, removed at the end."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        os.close(descriptor)
+    except OSError as error:
+        raise unwritable(path, error) from error
+    try:
+        yield Path(name)
+    except OSError as error:
+        raise unwritable(path, error) from error
+    finally:
+        os.unlink(name)
