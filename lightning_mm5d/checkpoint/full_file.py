@@ -70,13 +70,16 @@ def save_full(checkpoint: Any, path: str | os.PathLike[str]) -> None:
     replacement.commit()
 
 
-def load_full(path: str | os.PathLike[str], weights_only: bool | None = None, map_location: Any = "cpu") -> Any:
+def load_full(
+    path: str | os.PathLike[str], weights_only: bool | None = None, map_location: Any = "cpu", *, mmap: bool = False
+) -> Any:
     """Return what `save_full` or `torch.save` wrote, verified.
 
     Args:
         path: of the file, or an address that fsspec knows.
         weights_only: False to run whatever code the file asks for; None is True.
         map_location: of `torch.load`.
+        mmap: whether tensors stay in a local file until they are used; those of an old format cannot.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -85,10 +88,12 @@ def load_full(path: str | os.PathLike[str], weights_only: bool | None = None, ma
     """
     opened: Any = open(path, "rb") if _is_local(path) else fsspec.open(os.fspath(path), "rb")  # noqa: SIM115
     with opened as file:
-        return load_opened(file, os.fspath(path), weights_only, map_location)
+        return load_opened(file, os.fspath(path), weights_only, map_location, mmap=mmap)
 
 
-def load_opened(file: IO[bytes], name: str, weights_only: bool | None = None, map_location: Any = "cpu") -> Any:
+def load_opened(
+    file: IO[bytes], name: str, weights_only: bool | None = None, map_location: Any = "cpu", *, mmap: bool = False
+) -> Any:
     """Return what `torch.save` wrote into an open file, verified.
 
     Args:
@@ -96,6 +101,7 @@ def load_opened(file: IO[bytes], name: str, weights_only: bool | None = None, ma
         name: of the file, for errors.
         weights_only: False to run whatever code the file asks for; None is True.
         map_location: of `torch.load`.
+        mmap: whether to map the file `name`, where it is an archive.
 
     Raises:
         CheckpointCorruptError: the file is not as it was written.
@@ -108,13 +114,15 @@ def load_opened(file: IO[bytes], name: str, weights_only: bool | None = None, ma
         except ArchiveError as error:
             raise corrupt(name, str(error)) from None
     file.seek(0)
+    mmap = mmap and is_archive
+    source: Any = name if mmap else file
     if weights_only is False:
-        return torch.load(file, map_location, mmap=False, weights_only=False)
+        return torch.load(source, map_location, mmap=mmap, weights_only=False)
     allowed = AllowedGlobals()
     try:
         with torch.serialization.safe_globals(allowed.names), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of other pickle protocols
-            return allowed.restored(torch.load(file, map_location, mmap=False, weights_only=True))
+            return allowed.restored(torch.load(source, map_location, mmap=mmap, weights_only=True))
     except pickle.UnpicklingError as error:
         found = re.findall(r"GLOBAL (\S+)", str(error)) or _globals(file, is_archive)
         if not found and not is_archive:

@@ -13,8 +13,9 @@ import torch
 from lightning_mm5d.config.errors import CheckpointCorruptError, ConfigError, did_you_mean
 from lightning_mm5d.export.given_configuration import record_of
 from lightning_mm5d.export.huggingface_folder import write_adapter, write_model, write_processors
+from lightning_mm5d.export.lightning_file import write_lightning
 from lightning_mm5d.export.model_tensors import ModelTensors
-from lightning_mm5d.export.new_folder import check_new, new_folder
+from lightning_mm5d.export.new_folder import check_new, check_new_file, new_folder
 from lightning_mm5d.export.opened_checkpoint import OpenedCheckpoint, chosen_model, open_checkpoint
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -66,6 +67,8 @@ def export(
         CheckpointCorruptError: the checkpoint is damaged.
         CheckpointUntrustedError: the checkpoint asks for code to be run.
     """
+    if format == "lightning":
+        return _lightning(checkpoint, folder, {"module": module, "config": config, "dtype": dtype}, weights_only)
     size, kind = parsed_size(max_shard_size), _dtype(dtype)
     check_new(folder)
     opened = open_checkpoint(checkpoint, weights_only=weights_only)
@@ -104,6 +107,17 @@ def _huggingface(
         files = {each.relative_to(made).as_posix(): each.stat().st_size for each in made.rglob("*") if each.is_file()}
     name = "adapter of PEFT" if model["kind"] == "adapter" else model["name"]
     return Exported(path=folder, name=name, files=dict(sorted(files.items())), warnings=warnings)
+
+
+def _lightning(checkpoint: Path, path: Path, options: Mapping[str, Any], weights_only: bool) -> Exported:
+    for name, value in options.items():
+        if value is not None:
+            rule = "One file of plain Lightning holds the whole checkpoint as it is"
+            raise ConfigError(f"--{name}", str(value), rule, "Leave it out, or use --format huggingface")
+    check_new_file(path)
+    opened = open_checkpoint(checkpoint, weights_only=weights_only)
+    write_lightning(path, opened.content)
+    return Exported(path=path, name="A full checkpoint", files={path.name: path.stat().st_size}, warnings=[])
 
 
 def parsed_size(text: str) -> int:

@@ -1,9 +1,8 @@
 """Writes a full checkpoint, one file that plain Lightning loads, tensor by tensor.
 
-Phases: `torch.save` writes a draft of the file with stand-ins, which have no memory, in place of all tensors, and leaves
-holes where their bytes belong; the draft is loaded, which shows which hole is whose; then all members of the draft are
-copied into the final file, with each tensor read when its turn comes. So checksums and alignment are those of
-`torch.save`, and no more than one tensor is in memory.
+Phases: `torch.save` writes a draft, with stand-ins without memory in place of all tensors, and leaves holes where their
+bytes belong. The draft is loaded, which shows which hole is whose. Then its records are copied into the final file, and
+each tensor is read when its turn comes. So no more than one tensor is in memory, and pickles are those of `torch.save`.
 """
 
 from __future__ import annotations
@@ -13,8 +12,9 @@ import struct
 import tempfile
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode  # torch.serialization.skip_data is documented with it
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.export.new_folder import unwritable
+from lightning_mm5d.export.new_folder import check_new_file, unwritable
 from lightning_mm5d.export.plain_file import map_base, member_place, tensors_in
 
 Read = Callable[[], Tensor]
 _ALIGNMENT = 64  # bytes, as torch.save aligns tensors
 _EXTRA, _ZIP64_EXTRA = struct.Struct("<HH"), 20  # in a member's header: id and length; bytes for sizes over 4 GB
+_HEADER_BYTES = 30  # of a member, without its name and extra field
 _PADDING = 0x4246  # torch's id of padding
 _CHUNK_BYTES = 2**24
 
@@ -43,15 +44,14 @@ def write_lightning(path: Path, content: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: the file exists or cannot be written, or there are tensors inside of objects.
     """
-    if path.is_symlink() or path.exists():
-        raise ConfigError("DIR", str(path), "It exists already, and nothing is overwritten", "Name another file")
-    reads: list[Read] = []
-    with FakeTensorMode() as mode:
-        stand_ins = _stand_ins(content, mode, reads)
+    check_new_file(path)
+    made = _StandIns()
+    with FakeTensorMode():
+        stand_ins = made.of(content)
     with _beside(path) as draft, _beside(path) as final:
         with torch.serialization.skip_data(materialize_fake_tensors=True):
             torch.save(stand_ins, draft)
-        holes = _holes(draft, reads)
+        holes = _holes(draft, made.reads)
         with zipfile.ZipFile(draft) as source, zipfile.ZipFile(final, "w") as target:
             for member in source.infolist():
                 name = f"{path.stem}/{member.filename.partition('/')[2]}"
@@ -66,16 +66,34 @@ def write_lightning(path: Path, content: Mapping[str, Any]) -> None:
         os.link(final, path)  # fails where another process was first
 
 
-def _stand_ins(tree: Any, mode: FakeTensorMode, reads: list[Read]) -> Any:
-    """A copy of the tree in which tensors have no memory; `reads` gets the real ones in their order."""
-    if isinstance(tree, Tensor):
-        reads.append(lambda: tree)
-        return torch.empty(tree.shape, dtype=tree.dtype, device="cpu")
-    if type(tree) in (dict, OrderedDict):
-        return type(tree)((key, _stand_ins(value, mode, reads)) for key, value in tree.items())
-    if type(tree) in (list, tuple):
-        return type(tree)(_stand_ins(value, mode, reads) for value in tree)
-    return tree
+class _StandIns:
+    """Copies of trees in which tensors have no memory; tensors that share memory share a stand-in.
+
+    Attributes:
+        reads: the tensors in the order of the tree.
+    """
+
+    def __init__(self) -> None:
+        self.reads: list[Read] = []
+        self._made: dict[Any, Tensor] = {}
+
+    def of(self, tree: Any) -> Any:
+        """Return a copy of a tree, under the `FakeTensorMode`."""
+        if isinstance(tree, Tensor):
+            place = (tree.data_ptr(), tree.stride()) if tree.numel() else id(tree)
+            return self._stand_in((place, tree.shape, tree.dtype), tree.shape, tree.dtype, lambda: tree)
+        if type(tree) in (dict, OrderedDict):
+            return type(tree)((key, self.of(value)) for key, value in tree.items())
+        if type(tree) in (list, tuple):
+            return type(tree)(self.of(value) for value in tree)
+        self.reads += [partial(Tensor.detach, tensor) for tensor in tensors_in(tree)]  # of other kinds of containers
+        return tree
+
+    def _stand_in(self, key: Any, shape: Sequence[int], dtype: torch.dtype, read: Read) -> Tensor:
+        self.reads.append(read)
+        if key not in self._made:
+            self._made[key] = torch.empty(shape, dtype=dtype, device="cpu")
+        return self._made[key]
 
 
 def _holes(draft: Path, reads: list[Read]) -> dict[int, Read]:
@@ -95,7 +113,7 @@ def _info(target: zipfile.ZipFile, name: str, size: int) -> zipfile.ZipInfo:
     info.file_size = size
     assert target.fp is not None
     large = _ZIP64_EXTRA if size * 1.05 > zipfile.ZIP64_LIMIT else 0  # as zipfile decides it
-    start = target.fp.tell() + zipfile.sizeFileHeader + len(name.encode()) + large + _EXTRA.size
+    start = target.fp.tell() + _HEADER_BYTES + len(name.encode()) + large + _EXTRA.size
     padding = -start % _ALIGNMENT
     info.extra = _EXTRA.pack(_PADDING, padding) + bytes(padding)
     return info

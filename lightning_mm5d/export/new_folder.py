@@ -48,6 +48,12 @@ def check_new(path: Path) -> None:
         raise ConfigError("DIR", str(path), "It exists already, and nothing is overwritten", "Name another folder")
 
 
+def check_new_file(path: Path) -> None:
+    """Raise ConfigError where `path` exists."""
+    if os.path.lexists(path):
+        raise ConfigError("DIR", str(path), "It exists already, and nothing is overwritten", "Name another file")
+
+
 def unwritable(path: Path, error: OSError) -> ConfigError:
     """Return the error of a place that cannot be written."""
     rule = f"It cannot be written: {error.strerror or error}"

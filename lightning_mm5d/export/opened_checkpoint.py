@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_mm5d.checkpoint.huggingface_record import COMPILED, record_in
 from lightning_mm5d.config.errors import ConfigError, did_you_mean
-from lightning_mm5d.export.plain_file import PlainTensors, open_plain, verify_plain
+from lightning_mm5d.export.plain_file import PlainTensors, open_plain
 from lightning_mm5d.storage.source import TensorSource
 
 
@@ -31,7 +31,7 @@ class OpenedCheckpoint:
 
 
 def open_checkpoint(path: Path, *, weights_only: bool = True) -> OpenedCheckpoint:
-    """Open a checkpoint without reading tensors of the module; a file's checksums are compared first.
+    """Open a checkpoint without keeping tensors of the module; a file's checksums are compared.
 
     Args:
         path: of a file or a folder.
@@ -45,7 +45,6 @@ def open_checkpoint(path: Path, *, weights_only: bool = True) -> OpenedCheckpoin
     if not path.exists():
         raise ConfigError("CHECKPOINT", str(path), "There is no such file or folder", _nearby(path))
     content = open_plain(path, weights_only)
-    verify_plain(path)
     source = PlainTensors(path, content, content["state_dict"])
     return OpenedCheckpoint(path=path, content=content, source=source, record=record_in(content))
 

@@ -6,7 +6,6 @@ in the file into new memory: pages of the map are never touched, and the process
 
 from __future__ import annotations
 
-import pickle
 import struct
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -16,55 +15,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_mm5d.config.errors import CheckpointCorruptError, CheckpointUntrustedError, ConfigError
+from lightning_mm5d.checkpoint.full_file import load_full
+from lightning_mm5d.config.errors import CheckpointCorruptError, ConfigError
 from lightning_mm5d.storage.source import Region, checked_region
 
 _LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip's member: at its end the lengths of its name and its extra field
 
 
 def open_plain(path: Path, weights_only: bool = True) -> dict[str, Any]:
-    """Return what a full checkpoint holds; its tensors are mapped.
+    """Return what a full checkpoint holds, verified; its tensors are mapped.
 
     Args:
         path: of the file.
         weights_only: whether to refuse what needs pickle to run code.
 
     Raises:
-        ConfigError: the file is no checkpoint.
+        ConfigError: the file is no checkpoint of Lightning.
         CheckpointCorruptError: the file is damaged.
         CheckpointUntrustedError: the file asks for code to be run.
     """
-    if not zipfile.is_zipfile(path):
-        rule = "It is no checkpoint: neither a folder of shards nor a file of torch.save, or it is truncated"
-        raise ConfigError("CHECKPOINT", str(path), rule, "Name one that ModelCheckpoint or save_checkpoint wrote")
-    try:
-        content = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
-    except pickle.UnpicklingError as error:
-        named = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(path)) or _first_line(error)
-        raise CheckpointUntrustedError(
-            f"{path} holds more than tensors and plain values: {named}. Loading it can run code that it names. Where "
-            "you trust whoever wrote it, ask for weights_only=False (--unsafe)"
-        ) from None
-    except (RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
-        raise CheckpointCorruptError(f"{path} cannot be read: {_first_line(error)}") from error
+    content = load_full(path, weights_only, mmap=True)
     if not isinstance(content, dict) or not isinstance(content.get("state_dict"), Mapping):
         raise ConfigError("CHECKPOINT", str(path), "It has no state_dict, as Lightning's have", "Name one of Lightning")
     return content
-
-
-def verify_plain(path: Path) -> None:
-    """Read all of a full checkpoint and compare it with its checksums.
-
-    Raises:
-        CheckpointCorruptError: something differs, or cannot be read.
-    """
-    try:
-        with zipfile.ZipFile(path) as file:
-            damaged = file.testzip()
-    except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError, RuntimeError) as error:
-        raise CheckpointCorruptError(f"{path} cannot be read: {_first_line(error)}") from error
-    if damaged is not None:
-        raise CheckpointCorruptError(f"{path} is damaged: the checksum of {damaged} differs")
 
 
 class PlainTensors:
@@ -153,7 +126,3 @@ def member_place(path: Path, member: zipfile.ZipInfo) -> int:
         file.seek(member.header_offset)
         name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
     return member.header_offset + _LOCAL_HEADER.size + int(name) + int(extra)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -139,7 +139,11 @@ def test_checkpoints_of_plain_lightning_take_a_configuration(tmp_path: Path) -> 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text").write_text("no checkpoint")
     torch.save({"weights": 1}, tmp_path / "other")
-    for name, words in {"text": "It is no checkpoint", "other": "It has no state_dict", "gone": "no such file"}.items():
+    for name, words in {
+        "text": "neither an archive nor a pickle",
+        "other": "It has no state_dict",
+        "gone": "no such file",
+    }.items():
         for command in (
             ["export", str(tmp_path / name), str(tmp_path / "out")],
             ["checkpoint", "show", str(tmp_path / name)],
@@ -177,10 +181,10 @@ def test_damaged_files_are_refused(checkpoint: Path, tmp_path: Path) -> None:
         place = file.getinfo(next(name for name in file.namelist() if name.endswith("data/3"))).header_offset + 200
     whole[place] ^= 1
     path.write_bytes(whole)
-    with pytest.raises(CheckpointCorruptError, match=r"the checksum of .*data/3 differs"):
+    with pytest.raises(CheckpointCorruptError, match=r"data/3' differs"):
         export(path, tmp_path / "out")
     path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises((CheckpointCorruptError, ConfigError), match=r"truncated|cannot be read"):
+    with pytest.raises((CheckpointCorruptError, ConfigError), match="it is truncated"):
         export(path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
