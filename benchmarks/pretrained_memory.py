@@ -13,6 +13,7 @@ import json
 import logging
 import sys
 import tempfile
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,17 @@ def config(layers: int) -> LlavaConfig:
     return LlavaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE_ID, image_seq_length=FEATURES)
 
 
-def write(folder: Path, layers: int, file_bytes: int = 200 * 10**6) -> list[int]:
-    """Write a model's random weights in files of about `file_bytes`; return the sizes of its tensors in bytes."""
+def write(folder: Path, layers: int) -> list[int]:
+    """Write a model's random weights; return the sizes of its tensors in bytes.
+
+    Another process does it, so that ranks which are forked from this one begin without memory that it has freed.
+    """
+    with get_context("fork").Pool(1) as pool:
+        return pool.apply(_write, (folder, layers))
+
+
+def _write(folder: Path, layers: int, file_bytes: int = 200 * 10**6) -> list[int]:
+    """Write files of about `file_bytes`."""
     made = config(layers)
     with torch.device("meta"):
         model = LlavaForConditionalGeneration(made)
