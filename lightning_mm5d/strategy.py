@@ -6,7 +6,7 @@ runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property, partial
@@ -23,7 +23,6 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_mm5d.checkpoint.module_state import equalize, is_partial
 from lightning_mm5d.config.modality import Modality, for_schedule, loss_modality_of
 from lightning_mm5d.config.options import BACKENDS
 from lightning_mm5d.data.batches import per_replica
@@ -32,7 +31,9 @@ from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import AnySchedule, Simulation, check_fields, loaded
 from lightning_mm5d.trainer.checkpoint_strategy import CheckpointStrategy
-from lightning_mm5d.trainer.process_group import message_device
+from lightning_mm5d.trainer.configured import configured, is_configured, try_configured
+from lightning_mm5d.trainer.kept_shards import kept_plan, refuse_other_processes
+from lightning_mm5d.trainer.launch import ProcessLauncher
 from lightning_mm5d.trainer.replica_collectives import ReplicaCollectives
 from lightning_mm5d.trainer.resume import steps_taken
 from lightning_mm5d.trainer.session import RunOptions, Session
@@ -44,7 +45,6 @@ from lightning_mm5d.trainer.validation import (
     check_computed,
     check_drawn,
     check_module,
-    lost_weights,
 )
 
 
@@ -140,40 +140,63 @@ class MultimodalStrategy(CheckpointStrategy):
             placement=self._placement,
         )
 
-    def validate_before_launch(self, module: pl.LightningModule, *data: Any) -> Plan | None:
-        """Return what `validate` returns; refuse what can be laid out but not computed. The launchers call it."""
+    def validate_before_launch(self, module: pl.LightningModule, *data: Any) -> None:
+        """Refuse what `validate` refuses, and what can be laid out but not computed. The launchers call it.
+
+        A `configure_model` runs on a copy without memory in the process that starts the others. Where it fails there,
+        before `prepare_data` and `setup`, its module is checked in `setup` alone.
+        """
         check_backend(self._process_group_backend, self.root_device)
         check_computed(self.modalities)
-        return self.validate(module, *data)
+        refuse_other_processes(module, starts_processes=isinstance(self._launcher, ProcessLauncher))
+        assert self.layout.size  # raises where the sizes do not fill the world
+        self._check_data(module, data)
+        if not is_configured(module):
+            starts = self.cluster_environment is not None and not self.cluster_environment.creates_processes_externally
+            built = try_configured(module, self.precision_plugin) if starts else None
+            if built is None:
+                return
+            module = built
+        self._checked(module)
 
-    def validate(self, module: pl.LightningModule, *data: Any) -> Plan | None:
-        """Check everything that needs no processes; return the plan, None before a `configure_model`.
+    def validate(self, module: pl.LightningModule, *data: Any) -> Plan:
+        """Check everything that needs no processes; return the plan.
 
         Args:
-            module: the module to run.
+            module: the module to run; a `configure_model` runs on a copy without memory.
             data: what was passed to the trainer beside it.
 
         Raises:
             ConfigError: the layout does not fill the world or does not fit the module or the data.
         """
-        plan = None
         assert self.layout.size  # raises where the sizes do not fill the world
-        if type(module).configure_model.__module__.startswith("lightning."):
-            plan = self.plan(module)
-            check_module(module, plan, self.num_microbatches, self.schedule)
-            if plan.topology.is_replicated and self.num_microbatches == 1:
-                check_drawn(self._timeline)
+        self._check_data(module, data)
+        return self._checked(configured(module, self.precision_plugin))
+
+    def _check_data(self, module: pl.LightningModule, data: Sequence[Any]) -> None:
         if self.microbatching == "split" and not callable(getattr(module, "split_batch", None)):
             check_batches(data, self.num_microbatches)
+
+    def _checked(self, module: pl.LightningModule) -> Plan:
+        """Return the plan of a module whose `configure_model` has run; raise ConfigError where it cannot run."""
+        plan = self._plan(module)
+        check_module(module, plan, self.num_microbatches, self.schedule)
+        if plan.topology.is_replicated and self.num_microbatches == 1:
+            check_drawn(self._timeline)
         return plan
 
     def plan(self, module: pl.LightningModule) -> Plan:
-        """Return which rank runs which stage of `module`.
+        """Return which rank runs which stage of `module`; a `configure_model` runs on a copy without memory.
 
         Raises:
             ConfigError: the configuration does not fit the module.
         """
-        return Plan.of(module, self.layout, self.modalities, v_shaped=self.schedule == "zbv")
+        return self._plan(configured(module, self.precision_plugin))
+
+    def _plan(self, module: pl.LightningModule) -> Plan:
+        v_shaped = self.schedule == "zbv"
+        kept = kept_plan(module, self.layout, self.modalities, v_shaped=v_shaped)
+        return kept or Plan.of(module, self.layout, self.modalities, v_shaped=v_shaped)
 
     def simulate(self, module: pl.LightningModule | None = None) -> Simulation:
         """Return the ideal timeline of one training step of all replicas.
@@ -182,8 +205,8 @@ class MultimodalStrategy(CheckpointStrategy):
             module: what to train; the trainer's where unset. The unit of time is that of `Modality.cost`, or a
                 multiply-add per token.
         """
-        module = module or self._module("simulate")
-        return self.plan(module).graphs.simulate(self.schedule, self.num_microbatches, module)
+        module = configured(module or self._module("simulate"), self.precision_plugin)
+        return self._plan(module).graphs.simulate(self.schedule, self.num_microbatches, module)
 
     # --- the life of a run ---
 
@@ -198,22 +221,18 @@ class MultimodalStrategy(CheckpointStrategy):
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
+        self._end_recording()
         module = self.precision_plugin.convert_module(self.lightning_module)
         assert isinstance(module, pl.LightningModule)
         self.model = module
-        plan = self.validate_before_launch(module)
-        if plan is None:  # `configure_model` has made its layers since
-            plan = self.plan(module)
-            check_module(module, plan, self.num_microbatches, self.schedule)
+        plan = self._checked(module)  # `setup` and `configure_model` may have changed it
         check_callbacks(vars(trainer)["callbacks"], plan)
         self._last_plan = plan
         if trainer.state.fn == TrainerFn.FITTING:
             self._fit_plan = plan
         assert self._agreement is not None
-        self._agreement.check("model", structure(module))
-        if self.reduce_boolean_decision(self.is_global_zero and is_partial(module), all=False):
-            raise lost_weights()
-        equalize(module, message_device(self.root_device))
+        self._agreement.check("model", structure(module, plan.division.shards))
+        self._take_weights(module, plan)
         self._failed = False
         options = RunOptions(
             schedule=loaded(self.schedule),
@@ -242,8 +261,8 @@ class MultimodalStrategy(CheckpointStrategy):
     @override
     def teardown(self) -> None:
         if self._session is not None:
-            targets = range(0, self.layout.size, self.num_processes)
-            self._session.close(targets, gather=not self._failed)
+            keeps = self.checkpoint == "sharded"
+            self._session.close(() if keeps else range(0, self.layout.size, self.num_processes), failed=self._failed)
             self._session = None
         super().teardown()
 

@@ -22,6 +22,8 @@ from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.remote_value import Guard, Origin, Placeholder, make_parameter, make_placeholder
 from lightning_mm5d.stage.remote import give_memory, is_placeholder
+from lightning_mm5d.storage.source import StateDictSource
+from lightning_mm5d.weights.load_local import Loaded, check_shape, pieces
 
 _BUCKET_ELEMENTS = 8 * 2**20
 
@@ -32,10 +34,10 @@ def is_partial(root: nn.Module) -> bool:
 
 
 def equalize(root: nn.Module, device: torch.device) -> None:
-    """Give all ranks the full parameters and buffers of rank 0; collective.
+    """Give all ranks the full parameters and buffers of rank 0, those with memory; collective.
 
     Args:
-        root: the LightningModule, full on rank 0.
+        root: the LightningModule, full on rank 0 where it has memory.
         device: where messages of the default group live.
     """
     give_memory(root.parameters())
@@ -44,7 +46,8 @@ def equalize(root: nn.Module, device: torch.device) -> None:
         return
     held: dict[torch.dtype, list[Tensor]] = {}
     for tensor in (*root.parameters(), *root.buffers()):
-        held.setdefault(tensor.dtype, []).append(tensor.data)
+        if not tensor.is_meta:
+            held.setdefault(tensor.dtype, []).append(tensor.data)
     for tensors in held.values():
         while tensors:
             bucket = [tensors.pop(0)]
@@ -102,30 +105,25 @@ def load_module(root: nn.Module, state: Mapping[str, Any], strict: bool, plan: P
     Raises:
         RuntimeError: shapes are others; with `strict`, also when keys are missing or unknown.
     """
-    expected = root.state_dict(keep_vars=True)
-    remote = {name for name, value in expected.items() if isinstance(value, Tensor) and is_placeholder(value)}
-    missing = sorted(name for name in remote if name not in state)
-    own = {name: value for name, value in state.items() if name not in remote}
+    expected = {name: value for name, value in root.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+    source = StateDictSource(state)
+    own = dict(state)
     for name, value in expected.items():
         shard = plan.division.shards.get(name)
-        if not isinstance(value, Tensor) or name not in state or (shard is None and name not in remote):
+        if name not in state or (shard is None and not is_placeholder(value)):
             continue
-        shape = value.shape if shard is None else full_shape(value.shape, shard)
-        if state[name].shape != shape:  # torch compares the shapes of full tensors alone
-            raise RuntimeError(
-                f"Error(s) in loading state_dict for {type(root).__name__}: size mismatch for {name}: the checkpoint "
-                f"has {tuple(state[name].shape)}, the model {tuple(shape)}"
-            )
-        if shard is not None and name not in remote and is_local(value, shard):
-            own[name] = shard.cut(state[name], plan.ownership.shard_index(name, rank))
+        check_shape(root, name, source.shape(name), value, shard)  # torch compares the shapes of full tensors alone
+        if is_placeholder(value):
+            del own[name]
+        elif shard is not None:
+            parts = [source.read(name, region) for _, region in pieces(value, shard, plan, name, rank)]
+            own[name] = torch.cat(parts, shard.dim)
     settle(buffer for name, buffer in root.named_buffers(remove_duplicate=False) if name in own)
     found = root.load_state_dict(own, strict=False)
-    missing += [name for name in found.missing_keys if name not in remote]
-    if strict and (missing or found.unexpected_keys):
-        raise RuntimeError(
-            f"Error(s) in loading state_dict for {type(root).__name__}: missing keys {missing}, "
-            f"unexpected keys {found.unexpected_keys}"
-        )
+    remote = {name for name, value in expected.items() if is_placeholder(value)}
+    missing = [name for name in found.missing_keys if name not in remote]
+    if strict:
+        Loaded(sorted(remote - state.keys()) + missing, found.unexpected_keys).check(root)
 
 
 def restore_full(
@@ -167,6 +165,29 @@ def restore_full(
         give_memory(root.parameters())
         settle(root.buffers())
         root.load_state_dict(state, strict=False)
+    if missing is not None:
+        raise missing
+
+
+def share_buffers(root: nn.Module, plan: Plan, *, buffers: BufferState | None = None) -> None:
+    """Give all ranks the newest value of every buffer that is not sharded; collective.
+
+    Raises:
+        ConfigError: no rank has the value of a buffer; all others are shared before.
+    """
+    device = wire_device(root)
+    sources: Mapping[str, int] = {}
+    missing: ConfigError | None = None
+    try:
+        sources = {} if buffers is None else buffers.sources(device)
+    except ConfigError as error:  # the same on all ranks
+        missing = error
+    settle(root.buffers())
+    for name, buffer in root.named_buffers():
+        if name not in plan.division.shards:
+            wire = buffer.detach().to(device).contiguous()
+            dist.broadcast(wire, sources.get(name, plan.ownership.primary_ranks(name)[0]))
+            buffer.data.copy_(wire)
     if missing is not None:
         raise missing
 

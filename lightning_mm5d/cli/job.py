@@ -33,6 +33,8 @@ from lightning_mm5d.cli.configuration import Source, devices
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.strategy import MultimodalStrategy
+from lightning_mm5d.trainer.configured import configured
+from lightning_mm5d.weights import DeferredInit
 
 # what Lightning's precision plugins make of a module's parameters; all other settings leave them alone
 _DTYPES = {"64-true": torch.float64, "64": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
@@ -165,14 +167,17 @@ def _parsed(parser: Any, command: list[str], arguments: list[str], with_model: b
     def make() -> tuple[LightningModule, Any]:
         made = _instantiate(parser, parsed)
         made = made[command[0]] if command else made
-        made.model.configure_model()
+        if with_memory:
+            made.model.configure_model()
         return made.model, made.get("data")
 
     try:
-        with nullcontext() if with_memory else torch.device("meta"):
+        with nullcontext() if with_memory else DeferredInit():
             module, data = make()
-    except Exception:  # a constructor that computes with values, or loads them, needs memory
+    except Exception:  # a constructor that reads random numbers needs memory
         module, data = make()
+    if not with_memory:
+        module = configured(module, strategy.precision_plugin)
     strategy.validate(module, data)
     return Job(strategy, module if dtype is None else module.to(dtype), modalities, data)
 

@@ -61,6 +61,10 @@ class Shard:
         ranks = range(len(self.ranges))
         return tuple(rank for rank in ranks if any(held.sharers[0] == rank for held in self.segments(rank)))
 
+    def is_full(self, tensor: Tensor) -> bool:
+        """Whether `tensor` has the length of the full one; a local tensor of that length is equal to it."""
+        return tensor.shape[self.dim] == self.size
+
     def cut(self, full: Tensor, rank: int) -> Tensor:
         """Return a copy of what `rank` holds of `full`."""
         return torch.cat([full.narrow(self.dim, start, stop - start) for start, stop in self.ranges[rank]], self.dim)

@@ -32,7 +32,7 @@ class TensorParallel:
     """The sharded modules of one rank.
 
     Args:
-        root: the LightningModule, with full parameters that are equal on all ranks.
+        root: the LightningModule, with parameters that are equal on all ranks, in full or cut to this rank's shards.
         division: what is sharded, and how.
         groups: this rank's tensor parallel groups by name; modules of other groups stay as they are.
         holds: whether this rank holds the parameter of a name; modules whose parameters it does not hold stay too.
@@ -118,8 +118,8 @@ class TensorParallel:
             if group is None or not holds(name) or id(tensor) in done:
                 continue
             done.add(id(tensor))
-            # the object stays: users and ties hold on to it
-            tensor.data = shard.cut(tensor.data, group.index)
+            if shard.is_full(tensor):  # the object stays: users and ties hold on to it
+                tensor.data = shard.cut(tensor.data, group.index)
 
     def _group_of(self, name: str) -> TensorGroup | None:
         return self.groups.get(self._division.groups[name])

@@ -15,14 +15,15 @@ from lightning_mm5d.checkpoint.huggingface_record import describe, with_record
 from lightning_mm5d.checkpoint.module_state import collect_module, is_partial, load_module
 from lightning_mm5d.checkpoint.optimizer_state import collect_optimizer, load_optimizers
 from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.storage.source import StateDictSource
 from lightning_mm5d.trainer.process_group import message_device
-from lightning_mm5d.trainer.process_strategy import ProcessStrategy
 from lightning_mm5d.trainer.resume import Resume
 from lightning_mm5d.trainer.session import Session
 from lightning_mm5d.trainer.validation import lost_weights, required
+from lightning_mm5d.trainer.weights_strategy import WeightsStrategy
 
 
-class CheckpointStrategy(ProcessStrategy):
+class CheckpointStrategy(WeightsStrategy):
     """Saves and loads what the ranks of a run hold together.
 
     Args:
@@ -124,7 +125,9 @@ class CheckpointStrategy(ProcessStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True, **kwargs: Any) -> None:
         module = self._module("load_model_state_dict")
-        if self._session is None:  # before anything is cut
+        if self._session is None and self.must_load_in_setup(module):
+            self.load_in_setup(StateDictSource(checkpoint["state_dict"]), strict=strict)
+        elif self._session is None:  # before anything is cut
             module.load_state_dict(checkpoint["state_dict"], strict=strict)
         else:
             load_module(module, checkpoint["state_dict"], strict, self._session.plan, self.global_rank)

@@ -26,7 +26,7 @@ class CutModule:
     between layers are sharded, with ``sequence_parallel``.
 
     Args:
-        module: full, and equal on all ranks.
+        module: full or as this rank holds it, and equal on all ranks.
         plan: all stages.
         groups: of this rank.
         rank: global rank.

@@ -12,7 +12,8 @@ Lightning whose launchers no longer look as they did when this was written.
 
 After a `fit` in spawned or forked processes, each node's local rank 0 sends ``lightning_module.state_dict()`` to the
 process that called `fit`, once `Strategy.teardown` is over. So `teardown` gathers the weights of all stages into the
-module, on the local rank 0 of every node. (`on_train_end` is not called when `fit` has nothing to do.)
+module, on the local rank 0 of every node. (`on_train_end` is not called when `fit` has nothing to do.) Where ranks keep
+their shards instead, no weights are sent, and the module of the process that called `fit` says so when it is used.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from lightning_mm5d.config.errors import ConfigError, RankLostError, private
 from lightning_mm5d.monitor.losses import LAUNCHED_BY
 from lightning_mm5d.monitor.monitor import ERRORS
 from lightning_mm5d.monitor.processes import ended_how, state_of
+from lightning_mm5d.trainer.kept_shards import has_kept_shards, left_elsewhere
 from lightning_mm5d.trainer.process_group import free_port
 
 
@@ -56,6 +58,7 @@ try:
 except ImportError as error:
     raise _moved("_MultiProcessingLauncher and _SubprocessScriptLauncher") from error
 
+_KEPT = "mm5d_kept_shards"
 _RELIED_ON: tuple[tuple[type, str, tuple[str, ...]], ...] = (
     (_SubprocessScriptLauncher, "__init__", ("self", "cluster_environment", "num_processes", "num_nodes")),
     (_SubprocessScriptLauncher, "launch", ("self", "function", "args", "trainer", "kwargs")),
@@ -63,6 +66,8 @@ _RELIED_ON: tuple[tuple[type, str, tuple[str, ...]], ...] = (
     (_MultiProcessingLauncher, "__init__", ("self", "strategy", "start_method")),
     (_MultiProcessingLauncher, "launch", ("self", "function", "args", "trainer", "kwargs")),
     (_MultiProcessingLauncher, "_collect_rank_zero_results", ("self", "trainer", "results")),
+    (_MultiProcessingLauncher, "get_extra_results", ("self", "trainer")),
+    (_MultiProcessingLauncher, "update_main_process_results", ("self", "trainer", "extra")),
     (_MultiProcessingLauncher, "_recover_results_in_main_process", ("self", "worker_output", "trainer")),
 )
 
@@ -84,6 +89,10 @@ class LaunchedStrategy(Protocol):
 
     def validate_before_launch(self, module: LightningModule, *data: Any) -> Any:
         """Raises `ConfigError` when the module cannot run under this configuration."""
+        ...
+
+    def build_in_full(self, module: LightningModule) -> None:
+        """Give `module` the tensors that ranks have built, in full, for weights that come back from them."""
         ...
 
     def run_guarded(
@@ -151,6 +160,33 @@ class ProcessLauncher(_MultiProcessingLauncher):
                 if cause is None:
                     raise
                 raise cause from None
+
+    @override
+    def _recover_results_in_main_process(self, worker_output: Any, trainer: Trainer) -> None:
+        if worker_output.weights_path is not None:
+            cast(LaunchedStrategy, self._strategy).build_in_full(trainer.lightning_module)
+        super()._recover_results_in_main_process(worker_output, trainer)
+
+    @override
+    def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
+        module = trainer.lightning_module
+        if not has_kept_shards(module):
+            return super()._collect_rank_zero_results(trainer, results)
+        vars(module)["state_dict"] = dict  # nothing of the weights goes back
+        try:
+            return super()._collect_rank_zero_results(trainer, results)
+        finally:
+            del vars(module)["state_dict"]
+
+    @override
+    def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:
+        return {**super().get_extra_results(trainer), _KEPT: has_kept_shards(trainer.lightning_module)}
+
+    @override
+    def update_main_process_results(self, trainer: Trainer, extra: dict[str, Any]) -> None:
+        if extra.pop(_KEPT):
+            left_elsewhere(trainer.lightning_module)
+        super().update_main_process_results(trainer, extra)
 
 
 class Reports:

@@ -73,6 +73,10 @@ class ProcessStrategy(ParallelStrategy, ABC):
     def validate_before_launch(self, module: pl.LightningModule, *data: Any) -> Any:
         """Raise `ConfigError` when the module cannot run under this configuration."""
 
+    @abstractmethod
+    def build_in_full(self, module: pl.LightningModule) -> None:
+        """Give `module` the tensors that ranks have built, in full, for weights that come back from them."""
+
     @property
     def is_distributed(self) -> bool:
         """Lightning asks for samplers and synced logs only where this is true."""

@@ -1,7 +1,8 @@
 """What exists on a rank between the trainer's setup and teardown.
 
 It is built in a fixed order on all ranks: (1) process groups, in plan order; (2) the cut module; (3) transport and
-engine; (4) gradients, metrics and steps. `Session.close` undoes it, and gathers the weights of all stages first.
+engine; (4) gradients, metrics and steps. `Session.close` undoes it, and gathers the weights of all stages first unless
+ranks keep their shards.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_mm5d.checkpoint.buffer_state import BufferState
-from lightning_mm5d.checkpoint.module_state import restore_full
+from lightning_mm5d.checkpoint.module_state import restore_full, share_buffers
 from lightning_mm5d.config.errors import private
 from lightning_mm5d.data.batches import per_replica
 from lightning_mm5d.engine.engine import Engine
@@ -38,6 +39,7 @@ from lightning_mm5d.schedule import UNSPLIT_SCHEDULES, Graph, Schedule
 from lightning_mm5d.stage import is_placeholder
 from lightning_mm5d.trainer.cut_module import CutModule
 from lightning_mm5d.trainer.device import DeviceFigures
+from lightning_mm5d.trainer.kept_shards import keep_shards
 from lightning_mm5d.trainer.measured_timeline import write_timeline
 from lightning_mm5d.trainer.metrics import MetricSync
 from lightning_mm5d.trainer.optimization import Optimization
@@ -80,7 +82,7 @@ class Session:
     """The running state of one rank.
 
     Args:
-        module: full, and equal on all ranks.
+        module: full or as this rank holds it, and equal on all ranks.
         plan: all stages.
         options: how this rank runs.
 
@@ -263,12 +265,12 @@ class Session:
         if self._transport is not None:
             self._transport.abort(why)
 
-    def close(self, targets: Sequence[int], gather: bool) -> None:
-        """Undo what the session did to the module.
+    def close(self, targets: Sequence[int], *, failed: bool) -> None:
+        """Undo what the session did to the module; collective unless `failed`.
 
         Args:
-            targets: ranks that get the full weights.
-            gather: whether to gather them, which is collective; False after a failure.
+            targets: ranks that get the full weights; without any, all ranks keep their shards.
+            failed: whether the run has failed, after which nothing can be gathered.
         """
         if self._lock_step is not None:
             self._lock_step.remove()
@@ -279,11 +281,15 @@ class Session:
         self.turns.detach()
         for owner in self._hooked:
             vars(owner).pop("on_before_batch_transfer", None)
-        if not gather:
+        if failed:
             self.abort()
             return
         if self.plan.topology.edges or self.plan.division.shards:
-            restore_full(self._module, self.plan, self._options.rank, targets, buffers=self.buffers)
+            if targets:
+                restore_full(self._module, self.plan, self._options.rank, targets, buffers=self.buffers)
+            else:
+                keep_shards(self._module, self.plan)
+                share_buffers(self._module, self.plan, buffers=self.buffers)
         dist.barrier()
         self._write_timeline()
         if self._transport is not None:

@@ -35,8 +35,10 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler
 
+from lightning_mm5d.checkpoint.shard_shapes import full_shape
 from lightning_mm5d.schedule import is_table
 from lightning_mm5d.sharded.remote_value import is_remote
+from lightning_mm5d.sharded.shards import Shard
 
 _PACKAGES = ("lightning_mm5d", "torch", "lightning", "transformers", "torchmetrics")
 _TRAINER = (
@@ -104,8 +106,8 @@ def configuration(strategy: object, trainer: pl.Trainer, module: pl.LightningMod
     return found | {f"source of {name}": digest for name, digest in _sources(module).items()}
 
 
-def structure(module: nn.Module) -> dict[str, Any]:
-    """Return the classes of all submodules, and shape, dtype and `requires_grad` of parameters and buffers."""
+def structure(module: nn.Module, shards: Mapping[str, Shard]) -> dict[str, Any]:
+    """Return the classes of all submodules, and full shape, dtype and `requires_grad` of parameters and buffers."""
     found: dict[str, Any] = {}
     for path, part in module.named_modules():
         name = path or "the module"
@@ -113,8 +115,10 @@ def structure(module: nn.Module) -> dict[str, Any]:
         with suppress(Exception):  # a class of the user's own may not be ready to describe itself
             found[name] = _text(f"{type(part).__name__}({part.extra_repr()})")
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        found[name] = f"{_form(parameter)} {'trained' if parameter.requires_grad else 'frozen'}"
-    return found | {name: _form(buffer) for name, buffer in module.named_buffers(remove_duplicate=False)}
+        form = _form(parameter, shards.get(name))
+        found[name] = f"{form} {'trained' if parameter.requires_grad else 'frozen'}"
+    buffers = module.named_buffers(remove_duplicate=False)
+    return found | {name: _form(buffer, shards.get(name)) for name, buffer in buffers}
 
 
 def loader(dataloader: object) -> dict[str, Any]:
@@ -154,10 +158,11 @@ def _arguments(cls: type) -> list[str]:
     return [name for name in dict.fromkeys(name for names in found for name in names) if name not in _SET_BY_TRAINER]
 
 
-def _form(tensor: Tensor) -> str:
+def _form(tensor: Tensor, shard: Shard | None = None) -> str:
     if is_lazy(tensor):
         return "uninitialized"
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    shape = tensor.shape if shard is None else full_shape(tensor.shape, shard)
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(shape)}"
 
 
 def _flat(name: str, value: Any) -> dict[str, Any]:

@@ -1,0 +1,131 @@
+"""What becomes of a module whose weights are not gathered after a run: it keeps this rank's shards.
+
+A following run of the same layout in the same processes goes on with them. Everything else is refused by name: another
+layout, another process, and any use of the module without a trainer.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.modality import Modality
+from lightning_mm5d.layout import Layout
+from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.sharded.remote_value import Guard, is_remote
+
+_ATTRIBUTE = "_mm5d_kept_shards"
+_FIX = (
+    "Call trainer.save_checkpoint on all ranks after the first run, and give a new module's run its path as ckpt_path; "
+    'or use checkpoint="full"'
+)
+
+
+@dataclass(frozen=True, eq=False)
+class KeptShards:
+    """What a module that keeps shards is a part of.
+
+    Attributes:
+        plan: of the run that left them; None in a process that only waited for the ranks.
+        process: that holds them.
+    """
+
+    plan: Plan | None
+    process: int
+    _undo: list[Callable[[], object]] = field(default_factory=list)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KeptShards:
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"plan": None, "process": self.process, "_undo": []}
+
+    def guard(self, module: nn.Module, plan: Plan) -> None:
+        """Refuse calls of modules with shards and their state dicts, which would have the values of one rank."""
+        where = Guard(plan.ownership.holders)
+        named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+        for name, tensor in named:
+            shard = plan.division.shards.get(name)
+            if shard is None or is_remote(tensor) or shard.is_full(tensor):
+                continue
+
+            def refuse_call(_: nn.Module, args: Any, name: str = name) -> None:
+                raise where.error(name, "A call without a trainer")
+
+            def refuse_state(_: nn.Module, prefix: str, keep_vars: bool, name: str = name) -> None:
+                if not keep_vars:
+                    raise where.error(name, "state_dict()")
+
+            owner = module.get_submodule(name.rpartition(".")[0])
+            self._undo.append(owner.register_forward_pre_hook(refuse_call).remove)
+            self._undo.append(owner.register_state_dict_pre_hook(refuse_state).remove)
+
+    def release(self) -> None:
+        """Let the module be called again, by a run."""
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+
+
+def keep_shards(module: nn.Module, plan: Plan) -> None:
+    """Note that `module` keeps the shards that a run of `plan` has left in this process."""
+    kept = KeptShards(plan, os.getpid())
+    kept.guard(module, plan)
+    vars(module)[_ATTRIBUTE] = kept
+
+
+def left_elsewhere(module: nn.Module) -> None:
+    """Note that the weights of `module` are in processes that this one has started, and which have ended."""
+    vars(module)[_ATTRIBUTE] = KeptShards(None, -1)
+
+
+def has_kept_shards(module: nn.Module) -> bool:
+    """Whether a run has left shards in `module`, in this process or in others."""
+    return _ATTRIBUTE in vars(module)
+
+
+def release_shards(module: nn.Module) -> bool:
+    """Give the shards to a run that begins; return whether there are any."""
+    kept = vars(module).pop(_ATTRIBUTE, None)
+    if kept is not None:
+        kept.release()
+    return kept is not None
+
+
+def refuse_other_processes(module: nn.Module, *, starts_processes: bool) -> None:
+    """Refuse a module whose shards other processes than those of the next run hold.
+
+    Raises:
+        ConfigError: they are in processes that have ended, or the next run starts others.
+    """
+    kept: KeptShards | None = vars(module).get(_ATTRIBUTE)
+    if kept is not None and (starts_processes or kept.process != os.getpid()):
+        rule = 'With checkpoint="sharded" weights stay in the processes of their ranks, and the next run has others'
+        raise ConfigError("module", "a module whose weights the last run left in other processes", rule, _FIX)
+
+
+def kept_plan(module: nn.Module, layout: Layout, modalities: Mapping[str, Modality], *, v_shaped: bool) -> Plan | None:
+    """Return the plan whose shards `module` keeps; None where it keeps none.
+
+    Raises:
+        ConfigError: they are those of another layout, or in another process.
+    """
+    kept: KeptShards | None = vars(module).get(_ATTRIBUTE)
+    if kept is None:
+        return None
+    refuse_other_processes(module, starts_processes=False)
+    assert kept.plan is not None
+    if (kept.plan.layout, kept.plan.modalities, kept.plan.v_shaped) != (layout, modalities, v_shaped):
+        rule = 'With checkpoint="sharded" each rank keeps the shards of its layout after a run, and this is another one'
+        raise ConfigError("modalities", _named(modalities), rule, f"Use {_named(kept.plan.modalities)}. {_FIX}")
+    return kept.plan
+
+
+def _named(modalities: Mapping[str, Modality]) -> dict[str, Any]:
+    sizes = ("dp_size", "tp_size", "pp_size", "cp_size")
+    return {name: {size: getattr(one, size) for size in sizes} for name, one in modalities.items()}

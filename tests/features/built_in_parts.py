@@ -1,0 +1,87 @@
+"""Modules that are built in `configure_model`, and scenarios that train them; equal seeds give equal weights.
+
+The classes are those of `toys`; nothing of them is built before a run.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+
+from features.toys import Decoder, Encoder, Run, Toy
+
+
+class Late(Toy):
+    """The toy, built in `configure_model`, with a buffer of random numbers."""
+
+    def __init__(self, lr: float = 0.1) -> None:
+        L.LightningModule.__init__(self)
+        self.save_hyperparameters({"lr": lr})
+        self.decoder: Any = None
+
+    def configure_model(self) -> None:
+        if self.decoder is None:
+            self.encoder, self.decoder = Encoder().double(), Decoder().double()
+            self.register_buffer("offset", torch.randn(3).double())
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return super().forward(batch) + self.offset
+
+
+class Mixed(Late):
+    """Its encoder has memory from the start, with values of its own on each rank but the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3 if os.environ.get("LOCAL_RANK", "0") == "0" else os.getpid())
+            self.encoder = Encoder().double()
+
+    def configure_model(self) -> None:
+        if self.decoder is None:
+            self.decoder = Decoder().double()
+            self.decoder.embedding.requires_grad_(False)
+            self.scale = nn.Parameter(torch.rand(3).double())
+            self.register_buffer("offset", torch.zeros(3).double())
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return super().forward(batch) * self.scale
+
+
+class Copied(Late):
+    """Values of a state dict, written while it is built."""
+
+    def configure_model(self) -> None:
+        if self.decoder is None:
+            super().configure_model()
+            self.encoder.load_state_dict({key: torch.full_like(x, 0.1) for key, x in Encoder().state_dict().items()})
+
+
+class Seen(Callback):
+    """What a rank holds when it begins to fit: copies of parameters and buffers, and the generator's state."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.state = torch.empty(0)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        named = [*pl_module.named_parameters(), *pl_module.named_buffers()]
+        self.tensors = {name: tensor.detach().clone() for name, tensor in named}
+        self.state = torch.get_rng_state()
+
+
+def weights(module: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in module.named_parameters()}
+
+
+def trained(run: Run, kind: type[Late]) -> dict[str, Any]:
+    """What a rank had at the start, and all weights at the end, of modules from the same seed."""
+    torch.manual_seed(7)
+    seen, module = Seen(), kind()
+    run.trainer(callbacks=[seen]).fit(module, run.training())
+    return {"start": seen.tensors, "state": seen.state, "end": weights(module)}
