@@ -20,13 +20,13 @@ from torch import Tensor, nn
 
 from lightning_mm5d.checkpoint.module_state import equalize, tensors_of
 from lightning_mm5d.checkpoint.shard_shapes import local_shape
-from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.engine.codec import broadcast_tree
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.remote_value import Guard, is_remote
 from lightning_mm5d.stage import drop_parameters
 from lightning_mm5d.storage.source import TensorSource
 from lightning_mm5d.weights import DeferredWeights
+from lightning_mm5d.weights.initializers import initialize_meta
 from lightning_mm5d.weights.load_local import load_local
 from lightning_mm5d.weights.pretrained import PretrainedSource
 
@@ -129,10 +129,7 @@ def with_unrecorded(root: nn.Module, recorded: Sequence[DeferredWeights]) -> lis
     """
     known = {name for weights in recorded for name in weights.names}
     unknown = [name for name, tensor in tensors_of(root) if tensor.is_meta and name not in known]
-    if unknown:
-        rule = "Nothing has recorded how it is initialised"
-        raise ConfigError(unknown[0], "a tensor of the meta device", rule, "Build the module in configure_model")
-    return [*recorded]
+    return [*recorded, *([initialize_meta(root, unknown)] if unknown else [])]
 
 
 def fill(root: nn.Module, names: Iterable[str], tensor: Tensor, value: Tensor) -> None:

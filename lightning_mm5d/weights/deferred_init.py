@@ -28,7 +28,6 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mm5d.config.errors import ConfigError, private
-from lightning_mm5d.sharded.remote_value import is_remote
 from lightning_mm5d.weights.deferred_weights import DeferredWeights, tensors_of
 from lightning_mm5d.weights.journal import Call, Journal
 from lightning_mm5d.weights.memories import CPU, META
@@ -215,73 +214,6 @@ class DeferredInit(TorchDispatchMode):
             torch.utils.swap_tensors(parameter, twin)
 
 
-<<<<<<< HEAD
 def truncated_normal(tensor: Tensor, *args: Any, generator: Generator | None) -> Tensor:
     """Draw as `torch.nn.init.trunc_normal_` does."""
     return private(nn.init, "_no_grad_trunc_normal_")(tensor, *args, generator=generator)
-=======
-    def _frozen(self, item: Any) -> Any:
-        """An argument as it is kept: a view, a copy of a real tensor, or the thing itself."""
-        if not isinstance(item, Tensor):
-            return item
-        return self.view(item) if self.is_deferred(item) else item.detach().clone()
-
-    def _run_for_real(self, function: OpOverload, args: Any, kwargs: Any) -> Any:
-        real = lambda t: self.value(t, str(function)) if isinstance(t, Tensor) and self.is_deferred(t) else t  # noqa: E731
-        kwargs = {name: mapped(real, item) for name, item in kwargs.items()}
-        if kwargs.get("device") == META:
-            kwargs["device"] = CPU
-        return function(*mapped(real, args), **kwargs)
-
-    def _device(self, kwargs: Any, tensors: list[Tensor]) -> torch.device:
-        """The device on which the results of a call would be."""
-        device = kwargs.get("device")
-        if device is not None and device != META:
-            return torch.device(device)
-        own = [self.device_of(t) if self.is_deferred(t) else t.device for t in tensors]
-        return next((d for t, d in zip(tensors, own, strict=True) if t.dim()), own[0] if own else CPU)
-
-    def _source(self, generator: Generator | None, device: torch.device) -> RandomSource:
-        generator = default_generator(device) if generator is None else generator
-        for source in self.sources:
-            if source.generator is generator:
-                return source
-        self.sources.append(RandomSource(generator, len(self.sources)))
-        return self.sources[-1]
-
-    def _result(self, tensor: Any, device: torch.device) -> View | None:
-        """The view of a tensor that a call made, none where it shares memory that was there."""
-        if not isinstance(tensor, Tensor) or self.is_deferred(tensor):
-            return None
-        self._number_storage(tensor.untyped_storage(), Memory(0, device))
-        return self.view(tensor)
-
-    def _adopt(self, tensor: Tensor) -> None:
-        """Take memory that was there before into the record, with what it holds now."""
-        storage = tensor.untyped_storage()
-        if tensor.is_meta:
-            self._number_storage(storage, Memory(0, CPU, undefined=True))
-            return
-        self._adopted.append(storage)
-        self._numbers[id(storage)] = len(self._storages)
-        self._number_storage(UntypedStorage(storage.nbytes(), device="meta"), Memory(0, tensor.device, storage))
-
-    def _number_storage(self, storage: UntypedStorage, memory: Memory) -> None:
-        self._numbers[id(storage)] = len(self._storages)
-        self._storages.append(storage)
-        self._memories.append(memory)
-
-    def _number(self, tensor: Tensor) -> int | None:
-        if tensor.layout != torch.strided or is_remote(tensor):
-            return None
-        return self._numbers.get(id(tensor.untyped_storage()))
-
-    def _twin(self, tensor: Tensor) -> Tensor:
-        """A meta tensor of the same geometry, on the same numbered memory where it has one."""
-        if tensor.is_meta:
-            return tensor
-        if self.is_deferred(tensor):
-            view = self.view(tensor)
-            return view.tensor(self._storages[view.memory])
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
->>>>>>> 8d2bc66 (Each rank builds only what it holds of a module from configure_model, equal to one process)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.sharded.remote_value import is_remote
 from lightning_mm5d.weights.recorded import Memory, View
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -34,7 +35,7 @@ class Memories:
 
     def number(self, tensor: Tensor) -> int | None:
         """The number of the memory that a tensor lies in, none if it is not known."""
-        if tensor.layout != torch.strided:
+        if tensor.layout != torch.strided or is_remote(tensor):
             return None
         return self._numbers.get(id(tensor.untyped_storage()))
 
