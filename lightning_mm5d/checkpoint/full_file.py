@@ -17,7 +17,7 @@ import re
 import warnings
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import IO, Any
 
 import fsspec
@@ -120,8 +120,7 @@ def load_opened(
         return torch.load(source, map_location, mmap=mmap, weights_only=False)
     allowed = AllowedGlobals()
     try:
-        with torch.serialization.safe_globals(allowed.names), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of other pickle protocols
+        with torch.serialization.safe_globals(allowed.names), warnings.catch_warnings(action="ignore"):
             return allowed.restored(torch.load(source, map_location, mmap=mmap, weights_only=True))
     except pickle.UnpicklingError as error:
         found = re.findall(r"GLOBAL (\S+)", str(error)) or _globals(file, is_archive)
@@ -190,7 +189,7 @@ def _globals(file: IO[bytes], is_archive: bool) -> list[str]:
     else:
         pickles = io.BytesIO(file.read(_SCANNED_BYTES))
     found, words = list[str](), ["", ""]
-    try:
+    with warnings.catch_warnings(action="ignore"), suppress(*_DAMAGE):  # until they end, or are no pickles
         while True:
             for code, argument, _ in pickletools.genops(pickles):
                 if isinstance(argument, str):
@@ -199,5 +198,4 @@ def _globals(file: IO[bytes], is_archive: bool) -> list[str]:
                     found.append(argument.replace(" ", "."))
                 elif code.name == "STACK_GLOBAL":
                     found.append(".".join(words))
-    except (ValueError, IndexError, EOFError):  # the pickles end
-        return found
+    return found

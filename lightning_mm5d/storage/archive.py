@@ -15,7 +15,17 @@ ENTRY_START = b"PK\x03\x04"
 _ENTRY = struct.Struct("<4s22xHH")  # signature, lengths of name and extra field
 _END = b"PK\x05\x06"
 _END_BYTES = 22
+_IS_FOLDER = 0x10  # among the attributes of a record
 _CHUNK_BYTES = 2**20
+_UNREADABLE = (
+    zipfile.BadZipFile,
+    ValueError,
+    NotImplementedError,
+    LookupError,
+    ArithmeticError,
+    EOFError,
+    struct.error,
+)
 
 
 class ArchiveError(ValueError):
@@ -37,14 +47,14 @@ def verify_archive(file: IO[bytes]) -> None:
         raise ArchiveError("its list of records does not stand at its end: it is truncated, or something was added")
     try:
         archive = zipfile.ZipFile(file)
-    except (zipfile.BadZipFile, ValueError, NotImplementedError, struct.error, OverflowError) as error:
+    except _UNREADABLE as error:
         raise ArchiveError(f"its list of records is not readable ({error})") from None
     records = sorted(archive.infolist(), key=lambda record: record.header_offset)
     if len({record.filename for record in records}) != len(records):
         raise ArchiveError("a record stands in it twice")
     has_checksums, end = any(record.CRC for record in records), 0
     for record in records:
-        if record.header_offset < end or (end == 0 and record.header_offset):
+        if not end <= record.header_offset < archive.start_dir or (end == 0 and record.header_offset):
             raise ArchiveError(f"its record {record.filename!r} does not lie after the one before")
         end = _verify_record(file, record, has_checksums)
     if end > archive.start_dir:
@@ -55,6 +65,10 @@ def _verify_record(file: IO[bytes], record: zipfile.ZipInfo, has_checksums: bool
     """Return where the bytes of a record end."""
     if record.compress_type != zipfile.ZIP_STORED or record.compress_size != record.file_size:
         raise ArchiveError(f"its record {record.filename!r} is compressed, and torch.save writes no such records")
+    if (
+        record.filename.endswith("/") or record.external_attr & _IS_FOLDER
+    ):  # torch reads nothing of it, and says nothing
+        raise ArchiveError(f"its record {record.filename!r} is called a folder")
     file.seek(record.header_offset)
     entry = file.read(_ENTRY.size)
     if len(entry) < _ENTRY.size:
