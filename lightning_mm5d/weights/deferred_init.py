@@ -34,8 +34,8 @@ from lightning_mm5d.weights.memories import CPU, META
 from lightning_mm5d.weights.ordinary_answers import OrdinaryAnswers, unrecorded
 from lightning_mm5d.weights.pretrained import streaming
 from lightning_mm5d.weights.recipe import Recipe
-from lightning_mm5d.weights.recorded import Operation, Signature, leaves, mapped
-from lightning_mm5d.weights.undefined import Undefined, undefined_memories
+from lightning_mm5d.weights.recorded import Operation, Signature, Undefined, leaves, mapped
+from lightning_mm5d.weights.undefined import undefined_memories
 
 DEFERRED_FACTORIES = frozenset({"empty", "empty_strided", "empty_permuted", "zeros", "ones", "full", "eye"})
 TRUNCATED_NORMAL = Signature("normal_", random=True, view=False, written=frozenset({"self"}), arguments=("self",))
@@ -95,7 +95,7 @@ class DeferredInit(TorchDispatchMode):
                 operations=tuple(self._journal.operations),
                 memories=memories,
                 starts=tuple(source.start for source in self._journal.sources),
-                generators=tuple(source.generator for source in self._journal.sources),
+                draws_from=tuple(source.stands_for for source in self._journal.sources),
                 ends=dict(self._journal.ends),
                 read_by=self._journal.read_by,
                 tensors=tuple((n, k, self._memories.view(t)) for n, k, t in found if id(t) in deferred),

@@ -17,7 +17,7 @@ import torch
 from torch import Generator, Tensor, UntypedStorage, nn
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.weights.random_sources import unmoved
+from lightning_mm5d.weights.random_sources import default_generator, unmoved
 from lightning_mm5d.weights.recipe import Cast, Recipe
 from lightning_mm5d.weights.recorded import Memory, Operation, View
 from lightning_mm5d.weights.replay import Replay, sliced
@@ -36,7 +36,7 @@ class DeferredWeights:
         operations: everything that was recorded.
         memories: every recorded memory by its number.
         starts: for each random source, its state before recording; the first is usually torch's CPU generator.
-        generators: the generators of these sources.
+        draws_from: the generators of these sources; a device stands for its default generator in any process.
         ends: states that the recorded code set after the last draw.
         tensors: names, kind and place of each deferred tensor; plain attributes go by the path to them.
         read_by: what read a random value while the module was built, if anything did; the record then holds for these
@@ -49,7 +49,7 @@ class DeferredWeights:
     operations: Sequence[Operation]
     memories: Mapping[int, Memory]
     starts: Sequence[Tensor]
-    generators: Sequence[Generator]
+    draws_from: Sequence[Generator | torch.device]
     ends: Mapping[int, Tensor | int]
     tensors: Sequence[Deferred]
     read_by: str | None
@@ -60,6 +60,11 @@ class DeferredWeights:
     def names(self) -> frozenset[str]:
         """All names of deferred parameters and buffers."""
         return frozenset(name for names, kind, _ in self.tensors if kind != "attribute" for name in names)
+
+    @property
+    def generators(self) -> list[Generator]:
+        """The generators that numbers will be drawn from, in the order of `random_state`."""
+        return [default_generator(g) if isinstance(g, torch.device) else g for g in self.draws_from]
 
     @property
     def stored(self) -> dict[str, Recipe]:
@@ -120,9 +125,10 @@ class DeferredWeights:
         one_stream = chosen is None or self.read_by is not None
         steps = sliced(self.operations, wanted, draws=one_stream)
         seed_of = None if one_stream else _seeds(starts)
-        replay = Replay(self.memories, steps, self.generators, frozenset(wanted), final, seed_of)
-        with nullcontext() if chosen is None else unmoved(self.generators):
-            for generator, start in zip(self.generators, starts, strict=True):
+        generators = self.generators
+        replay = Replay(self.memories, steps, generators, frozenset(wanted), final, seed_of)
+        with nullcontext() if chosen is None else unmoved(generators):
+            for generator, start in zip(generators, starts, strict=True):
                 generator.set_state(start)
             replay.run(self.ends if one_stream else None)
 

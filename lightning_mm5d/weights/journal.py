@@ -72,6 +72,10 @@ class Journal:
     def note(self, call: Call, made: list[Any]) -> None:
         """Write a call down, with the meta tensors that it made; all that it writes is in known memory."""
         device = self.device(call)
+        if call.signature.empty:
+            for item in made:
+                self.memories.add(item, device, empty=True)
+            return
         results = tuple(self._result(item, device) for item in made)
         new = {view.memory for view in results if view is not None}
         writes = new | {self.memories.known(t) for t in call.written}

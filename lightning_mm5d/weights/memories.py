@@ -7,12 +7,14 @@ storage gets a number, too, and the contents that it has at that moment are the 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, UntypedStorage
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.sharded.remote_value import is_remote
-from lightning_mm5d.weights.recorded import Memory, View
+from lightning_mm5d.weights.recorded import Memory, Undefined, View
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -29,7 +31,7 @@ class Memories:
     def table(self) -> dict[int, Memory]:
         """Every memory by its number, with the size that it has now."""
         return {
-            number: Memory(self._storages[number].nbytes(), memory.device, memory.initial, memory.undefined)
+            number: replace(memory, n_bytes=self._storages[number].nbytes())
             for number, memory in enumerate(self._memories)
         }
 
@@ -73,19 +75,20 @@ class Memories:
         view = self.view(tensor)
         return view.covers(self._storages[view.memory].nbytes())
 
-    def add(self, tensor: Tensor, device: torch.device) -> None:
-        """Number the memory of a meta tensor that an operation made."""
-        self._add(tensor.untyped_storage(), Memory(0, device))
+    def add(self, tensor: Tensor, device: torch.device, *, empty: bool = False) -> None:
+        """Number the memory of a meta tensor that an operation made, or left `empty`."""
+        self._add(tensor.untyped_storage(), Memory(0, device, undefined=Undefined.EMPTY if empty else None))
 
     def adopt(self, tensor: Tensor) -> None:
         """Number the memory of a tensor that was there before, with what it holds now; a meta tensor holds nothing."""
         storage = tensor.untyped_storage()
         if tensor.is_meta:
-            self._add(storage, Memory(0, CPU, undefined=True))
+            self._add(storage, Memory(0, CPU, undefined=Undefined.META))
             return
         self._adopted.append(storage)
         self._numbers[id(storage)] = len(self._storages)
-        self._add(UntypedStorage(storage.nbytes(), device="meta"), Memory(0, tensor.device, storage))
+        contents = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+        self._add(UntypedStorage(storage.nbytes(), device="meta"), Memory(0, tensor.device, contents))
 
     def twin(self, tensor: Tensor) -> Tensor:
         """A meta tensor of the same geometry, in the same memory where that is known."""

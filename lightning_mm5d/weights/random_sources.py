@@ -48,6 +48,12 @@ class RandomSource:
         self._passed: dict[bytes, int | None] = {_key(self.start): None}
         self._now = _key(self.start)
 
+    @property
+    def stands_for(self) -> Generator | torch.device:
+        """The generator; its device where it is that device's default."""
+        device = self.generator.device
+        return device if default_generator(device) is self.generator else self.generator
+
     def draw(self, operation: int) -> Draw:
         """Note that the operation of this index draws now."""
         draw = Draw(self.index, self.changed())

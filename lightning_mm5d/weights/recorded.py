@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -110,17 +111,29 @@ def _restored(function: Any, *fields: Any) -> Operation:
     return Operation(function, *fields)
 
 
-@dataclass(slots=True)
+class Undefined(Enum):
+    """Why the contents of a memory are not defined."""
+
+    EMPTY = "it is as torch.empty made it, in full or in part"
+    META = "it was made on the meta device, and is not written in full"
+    FROM_META = "it is computed from a tensor of the meta device, which has no contents"
+
+
+@dataclass(frozen=True, slots=True)
 class Memory:
     """A numbered memory: its size, where it would be, and what it held before the first operation.
 
-    `initial` is none for memory that an operation makes. `undefined` memory was never given contents that are known.
+    Args:
+        n_bytes: its size.
+        device: the device that it stands for.
+        initial: its bytes before the first operation; none where an operation makes it, or nothing defines them.
+        undefined: why nothing defines them.
     """
 
     n_bytes: int
     device: torch.device
-    initial: UntypedStorage | None = None
-    undefined: bool = False
+    initial: Tensor | None = None
+    undefined: Undefined | None = None
 
 
 OVERWRITING = frozenset(
@@ -152,6 +165,11 @@ class Signature:
     def unread(self) -> frozenset[str]:
         """The arguments that it writes without reading them."""
         return self.out | {"self"} if self.name in OVERWRITING else self.out
+
+    @property
+    def empty(self) -> bool:
+        """Whether it makes a tensor and leaves its contents open."""
+        return self.name.removeprefix("new_").startswith("empty")
 
     @property
     def shape_only(self) -> bool:

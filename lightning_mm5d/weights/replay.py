@@ -230,5 +230,5 @@ def _is_mark(restore: Tensor | int | None) -> bool:
 
 def _made(memory: Memory) -> UntypedStorage:
     if memory.initial is not None:
-        return memory.initial.clone()
+        return memory.initial.clone().untyped_storage()
     return torch.zeros(memory.n_bytes, dtype=torch.uint8, device=memory.device).untyped_storage()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mm5d.weights import DeferredInit, DeferredWeights
 from lightning_mm5d.weights.deferred_weights import filling, tensors_of
@@ -77,3 +80,33 @@ def assert_as_ever(build: Build, *, some_real: bool = False) -> DeferredWeights:
     assert torch.equal(torch.get_rng_state(), state), "the random state must be that of an ordinary construction"
     assert_equal_modules(module, expected)
     return weights
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all real storages that operators have made within the context and that still live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = 0
+        self.peak = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, list | tuple) else [made]:
+            if isinstance(tensor, Tensor) and not tensor.is_meta:
+                self._count(tensor.untyped_storage())
+        return made
+
+    def _count(self, storage: UntypedStorage) -> None:
+        key, size = id(storage), storage.nbytes()
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._free, key, size)
+
+    def _free(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.live -= size
