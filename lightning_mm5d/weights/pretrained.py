@@ -175,7 +175,8 @@ class _Loader:
             raise _refused("device_map", load_config.device_map, "The strategy places the weights")
         traced = _traced(checkpoint_files or [], (load_config.sharded_metadata or {}).get("weight_map", {}))
         on_cpu = dataclasses.replace(load_config, device_map=None)
-        info, offloaded = self.original(model, traced, checkpoint_files, on_cpu, *args, **kwargs)
+        with _without_progress_bar():  # nothing is read yet
+            info, offloaded = self.original(model, traced, checkpoint_files, on_cpu, *args, **kwargs)
         recipes: dict[int, Recipe] = {}
         for path, module in model.named_modules():
             for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
@@ -191,6 +192,20 @@ class _Loader:
                     setattr(module, name, _alike(tensor, device="cpu"))  # transformers initialises it
         _settle_ties(model, info, recipes)
         return info, offloaded
+
+
+@contextmanager
+def _without_progress_bar() -> Iterator[None]:
+    from transformers.utils import logging as shown
+
+    if not shown.is_progress_bar_enabled():
+        yield
+        return
+    shown.disable_progress_bar()
+    try:
+        yield
+    finally:
+        shown.enable_progress_bar()
 
 
 def _refused(name: str, got: object, why: str) -> ConfigError:
