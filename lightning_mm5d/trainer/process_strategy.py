@@ -17,10 +17,11 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.plugins import Precision
+from lightning.pytorch.plugins import AsyncCheckpointIO, Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from typing_extensions import override
 
+from lightning_mm5d.checkpoint.full_file import FullFileIO
 from lightning_mm5d.config.environment import check_environment
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.engine.agreement import Agreement
@@ -62,6 +63,7 @@ class ProcessStrategy(ParallelStrategy, ABC):
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         self.num_nodes = 1
+        self._file_io = checkpoint_io
         self._start_method, self._process_group_backend, self._timeout = start_method, backend, timeout
         self._watchdog = watchdog
         self._guard: Guard | None = None
@@ -92,6 +94,20 @@ class ProcessStrategy(ParallelStrategy, ABC):
     def root_device(self) -> torch.device:
         assert self.parallel_devices is not None
         return self.parallel_devices[self.local_rank]
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        """What writes and reads full checkpoints: verified files, unless the trainer was given a plugin."""
+        if self._file_io is None:
+            self._file_io = FullFileIO()
+        elif isinstance(self._file_io, AsyncCheckpointIO) and self._file_io.checkpoint_io is None:
+            self._file_io.checkpoint_io = FullFileIO()
+        return self._file_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._file_io = io
 
     @override
     def _configure_launcher(self) -> None:
