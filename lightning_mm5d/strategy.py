@@ -37,7 +37,7 @@ from lightning_mm5d.trainer.launch import ProcessLauncher
 from lightning_mm5d.trainer.replica_collectives import ReplicaCollectives
 from lightning_mm5d.trainer.resume import steps_taken
 from lightning_mm5d.trainer.session import RunOptions, Session
-from lightning_mm5d.trainer.statements import loader, optimizers, structure
+from lightning_mm5d.trainer.statements import layout_fields, loader, optimizers, structure
 from lightning_mm5d.trainer.validation import (
     check_backend,
     check_batches,
@@ -244,9 +244,11 @@ class MultimodalStrategy(CheckpointStrategy):
             seed=self._seed,
             timeline=self._timeline if trainer.state.fn == TrainerFn.FITTING else None,
             on_nonfinite=self.on_nonfinite,
+            saves=self._checkpoints.saves,
         )
         self._session = Session(module, plan, options)
         self.model_to_device()
+        self._load_waiting()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             self._agreement.check("optimizers", optimizers(self.optimizers))
@@ -272,6 +274,10 @@ class MultimodalStrategy(CheckpointStrategy):
         if self._session is not None:
             self._session.abort()
         super().on_exception(exception)
+
+    @override
+    def _layout_fields(self) -> dict[str, Any]:
+        return layout_fields(self.layout, self.modalities, self.schedule, self.num_microbatches)
 
     # --- data ---
 

@@ -7,18 +7,22 @@ is sharded as the parameter is; any other, such as a step count, is equal on all
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_mm5d.checkpoint.shard_shapes import full_shape, is_local, local_shape, senders
+from lightning_mm5d.checkpoint.saved_state import SavedOptimizerState
+from lightning_mm5d.checkpoint.shard_shapes import full_shape, local_shape, senders
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.engine.codec import receive_tree, send_tree
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.shards import Shard
 from lightning_mm5d.stage.remote import is_placeholder
+from lightning_mm5d.storage.source import StateDictSource
+from lightning_mm5d.weights.load_local import pieces
 
 
 def drop_remote_state(optimizer: Optimizer) -> None:
@@ -94,23 +98,68 @@ def load_optimizer(optimizer: Optimizer, full: Mapping[str, Any], root: nn.Modul
     Raises:
         ValueError: the groups are not those that it was saved from.
     """
-    names = names_of(root)
-    state = dict(full["state"])
+    names, states = names_of(root), full["state"]
+    if isinstance(states, SavedOptimizerState):
+        _check_names(optimizer, states.labels, full["param_groups"], names)
+    state = {}
     for group, saved in zip(optimizer.param_groups, full["param_groups"], strict=False):
         for parameter, index in zip(group["params"], saved["params"], strict=False):
-            if is_placeholder(parameter):
-                state.pop(index, None)
-                continue
-            name = names.get(id(parameter))
-            shard = None if name is None else plan.division.shards.get(name)
-            if name is None or shard is None or index not in state or not is_local(parameter, shard):
-                continue
-            shape, number = full_shape(parameter.shape, shard), plan.ownership.shard_index(name, rank)
-            state[index] = {
-                key: shard.cut(value, number) if isinstance(value, Tensor) and value.shape == shape else value
-                for key, value in state[index].items()
-            }
+            if index in states and not is_placeholder(parameter):
+                state[index] = _own(states, index, parameter, names.get(id(parameter)), plan, rank)
     optimizer.load_state_dict({**full, "state": state})
+
+
+def _own(
+    states: Mapping[int, Any], index: int, parameter: Tensor, name: str | None, plan: Plan, rank: int
+) -> dict[str, Any]:
+    """Return what this rank holds of the state of one parameter."""
+    if isinstance(states, SavedOptimizerState):
+        source, keys, rest = states.parts(index)
+    else:
+        source = StateDictSource(states[index])
+        keys = {key: key for key in source.names()}
+        rest = {key: value for key, value in states[index].items() if key not in keys}
+    shard = None if name is None else plan.division.shards.get(name)
+    found = dict(rest)
+    for key, stored in keys.items():
+        if name is None or shard is None or source.shape(stored) != tuple(full_shape(parameter.shape, shard)):
+            found[key] = source.read(stored)
+            continue
+        found[key] = torch.empty(parameter.shape, dtype=source.dtype(stored))
+        for held, region in pieces(found[key], shard, plan, name, rank):
+            held.copy_(source.read(stored, region))
+    return found
+
+
+def _check_names(
+    optimizer: Optimizer, labels: Sequence[str], groups: Sequence[Mapping[str, Any]], names: Mapping[int, str]
+) -> None:
+    """Compare the parameters in each group with those that were saved, by name.
+
+    Raises:
+        ConfigError: they are others.
+    """
+    sizes = [len(group["params"]) for group in groups]
+    ends = list(accumulate(sizes))
+    saved = [list(labels[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
+    own, position = list[list[str]](), 0
+    for group in optimizer.param_groups:
+        own.append([names.get(id(one), f"@{position + number}") for number, one in enumerate(group["params"])])
+        position += len(group["params"])
+    if own == saved:
+        return
+    here = [name for group in own for name in group]
+    lost, new = set(labels) - set(here), set(here) - set(labels)
+    parts = [f"It has no {', '.join(sorted(new)[:3])}"] if new else []
+    parts += [f"It has {', '.join(sorted(lost)[:3])}, which this optimizer has not"] if lost else []
+    if not parts:
+        parts = [f"Its groups have {sizes} parameters, or others in each, and here they have {list(map(len, own))}"]
+    raise ConfigError(
+        "checkpoint.optimizer_states",
+        f"a state of {len(labels)} parameters",
+        ". ".join(parts),
+        "Make the same groups of the same trainable parameters, or load the weights alone",
+    )
 
 
 def _merged(shards: Mapping[int, Mapping[str, Any]], shard: Shard, shape: torch.Size) -> dict[str, Any]:

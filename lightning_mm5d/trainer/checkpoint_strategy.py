@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mm5d.checkpoint.fingerprint import fingerprint
+from lightning_mm5d.checkpoint.full_file import FullFileIO
 from lightning_mm5d.checkpoint.huggingface_record import describe, with_record
 from lightning_mm5d.checkpoint.module_state import collect_module, is_partial, load_module
 from lightning_mm5d.checkpoint.optimizer_state import collect_optimizer, load_optimizers
+from lightning_mm5d.checkpoint.rank_reports import RankReports
+from lightning_mm5d.checkpoint.saved_state import SavedWeights
+from lightning_mm5d.checkpoint.saved_weights import check_weights, load_weights
+from lightning_mm5d.checkpoint.sharded_save import OptimizerPart
 from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.storage.directory import is_checkpoint_directory
 from lightning_mm5d.storage.source import StateDictSource
-from lightning_mm5d.trainer.process_group import message_device
+from lightning_mm5d.trainer.kept_shards import has_kept_shards
+from lightning_mm5d.trainer.process_group import message_device, rendezvous_store
 from lightning_mm5d.trainer.resume import Resume
 from lightning_mm5d.trainer.session import Session
+from lightning_mm5d.trainer.sharded_checkpoints import ShardedCheckpoints
 from lightning_mm5d.trainer.validation import lost_weights, required
 from lightning_mm5d.trainer.weights_strategy import WeightsStrategy
 
 
-class CheckpointStrategy(WeightsStrategy):
+class CheckpointStrategy(WeightsStrategy, ABC):
     """Saves and loads what the ranks of a run hold together.
 
     Args:
@@ -50,6 +61,18 @@ class CheckpointStrategy(WeightsStrategy):
         self._failed = False
         self._described: tuple[pl.LightningModule, dict[str, Any]] | None = None
         self._resume = Resume()
+        if self._checkpoint_io is None:
+            self._checkpoint_io = FullFileIO()
+        self._checkpoints = ShardedCheckpoints(self._open_reports)
+        self._store: dist.Store | None = None  # for checkpoints alone, because a thread may use it
+        self._waiting: SavedWeights | None = None  # to load once the module is cut
+
+    def _open_reports(self, topic: str) -> RankReports:
+        world = self.world_size if dist.is_initialized() else 1
+        if self._store is None and world > 1:
+            assert self.cluster_environment is not None
+            self._store = dist.PrefixStore("checkpoints", rendezvous_store(self.cluster_environment, self._timeout))
+        return RankReports(self._store, topic, rank=self.global_rank, world_size=world, timeout=self._timeout)
 
     # --- saving ---
 
@@ -69,16 +92,35 @@ class CheckpointStrategy(WeightsStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         module = self._module("lightning_module_state_dict")
-        if self._session is None:
-            if self._failed and is_partial(module):
-                raise lost_weights()
+        if self._session is None and self._failed and is_partial(module):
+            raise lost_weights()
+        if self.checkpoint == "sharded":
+            return self._checkpoints.state_dict(module, self._shards_plan())
+        return self.full_state_dict()
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """Return the module's state dict, on rank 0 with full tensors; collective, so that all ranks call it.
+
+        On other ranks it has what these hold, and placeholders.
+        """
+        module, plan = self._module("full_state_dict"), self._shards_plan()
+        if plan is None:
             return module.state_dict()
-        return collect_module(module, self._session.plan, self.global_rank, buffers=self._session.buffers)
+        buffers = None if self._session is None else self._session.buffers
+        return collect_module(module, plan, self.global_rank, buffers=buffers)
+
+    def _shards_plan(self) -> Plan | None:
+        """Return the plan whose shards the module has on this rank; None where it is whole."""
+        if self._session is not None:
+            return self._session.plan
+        return self._last_plan if has_kept_shards(self._module("state_dict")) else None
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         module, plan = self._module("optimizer_state"), self._fitted("optimizer_state")
         inner = getattr(optimizer, "optimizer", optimizer)
+        if self.checkpoint == "sharded":
+            return OptimizerPart(inner, next(n for n, one in enumerate(self.optimizers) if one is optimizer))
         return collect_optimizer(inner, module, plan, self.global_rank, message_device(self.root_device))
 
     @override
@@ -86,7 +128,30 @@ class CheckpointStrategy(WeightsStrategy):
         self._note_position(checkpoint)
         if self.is_global_zero:
             with_record(checkpoint, self._models_record())
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self.checkpoint == "full":
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        module, session = self._module("save_checkpoint"), self._session
+        trainer = module.trainer
+        self._checkpoints.save(
+            checkpoint,
+            filepath,
+            module,
+            [getattr(one, "optimizer", one) for one in self.optimizers],
+            self._shards_plan(),
+            buffers=None if session is None else session.buffers,
+            fields={"step": trainer.global_step, "epoch": trainer.current_epoch, "layout": self._layout_fields()},
+            in_thread=self.async_checkpoint and session is not None,
+        )
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self.is_global_zero:
+            self._checkpoints.remove(filepath, self.checkpoint_io.remove_checkpoint)
+
+    @abstractmethod
+    def _layout_fields(self) -> dict[str, Any]:
+        """Return the layout as JSON, for people who look at a checkpoint."""
 
     def _models_record(self) -> dict[str, Any]:
         """What a checkpoint says of the Hugging Face models in the module, described once for each module."""
@@ -104,7 +169,27 @@ class CheckpointStrategy(WeightsStrategy):
 
         Raises:
             RankMismatchError: ranks have read unequal files, or some could not read theirs.
+            CheckpointCorruptError: it is not as it was written.
+            CheckpointUntrustedError: it would run code.
         """
+        checkpoint = (
+            self._load_sharded(checkpoint_path, weights_only)
+            if is_checkpoint_directory(checkpoint_path)
+            else self._load_file(checkpoint_path, weights_only)
+        )
+        module = self._module("load_checkpoint")
+        if module.trainer.state.fn == TrainerFn.FITTING and (seed := self._resume.load(checkpoint)) is not None:
+            self._seed = seed
+        return checkpoint
+
+    def _load_sharded(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
+        falls_back = self.on_corrupt_checkpoint == "previous"
+        found, files = self._checkpoints.load(path, weights_only=weights_only is not False, falls_back=falls_back)
+        if self._agreement is not None:
+            self._agreement.check("checkpoint", files)
+        return found
+
+    def _load_file(self, checkpoint_path: Any, weights_only: bool | None) -> dict[str, Any]:
         checkpoint: dict[str, Any] = {}
         failed: Exception | None = None
         try:
@@ -117,25 +202,36 @@ class CheckpointStrategy(WeightsStrategy):
             self._agreement.check("checkpoint", fingerprint(checkpoint))
         if failed is not None:
             raise failed
-        module = self._module("load_checkpoint")
-        if module.trainer.state.fn == TrainerFn.FITTING and (seed := self._resume.load(checkpoint)) is not None:
-            self._seed = seed
         return checkpoint
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True, **kwargs: Any) -> None:
-        module = self._module("load_model_state_dict")
-        if self._session is None and self.must_load_in_setup(module):
-            self.load_in_setup(StateDictSource(checkpoint["state_dict"]), strict=strict)
+        module, state = self._module("load_model_state_dict"), checkpoint["state_dict"]
+        if isinstance(state, SavedWeights):
+            check_weights(module, state, strict, self._shards_plan())
+            self._waiting = state
+            if self._session is not None:
+                self._load_waiting()
+        elif self._session is None and self.must_load_in_setup(module):
+            self.load_in_setup(StateDictSource(state), strict=strict)
         elif self._session is None:  # before anything is cut
-            module.load_state_dict(checkpoint["state_dict"], strict=strict)
+            module.load_state_dict(state, strict=strict)
         else:
-            load_module(module, checkpoint["state_dict"], strict, self._session.plan, self.global_rank)
+            load_module(module, state, strict, self._session.plan, self.global_rank)
+
+    def _load_waiting(self) -> None:
+        """Read the weights that were to be loaded once the module is cut; collective."""
+        if self._waiting is not None:
+            state, self._waiting = self._waiting, None
+            module, plan = self._module("load_model_state_dict"), self._run("load_model_state_dict").plan
+            self._checkpoints.together("weights", partial(load_weights, module, state, plan, self.global_rank))
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any], **kwargs: Any) -> None:
         module, plan = self._module("load_optimizer_state_dict"), self._fitted("load_optimizer_state_dict")
-        load_optimizers(self.optimizers, checkpoint["optimizer_states"], module, plan, self.global_rank)
+        states = checkpoint["optimizer_states"]
+        load = partial(load_optimizers, self.optimizers, states, module, plan, self.global_rank)
+        self._checkpoints.together("optimizers", load)
 
     @override
     def on_train_start(self) -> None:
@@ -148,6 +244,28 @@ class CheckpointStrategy(WeightsStrategy):
             replica=replica.replicas_of_rank(self.global_rank)[0],
             rank=self.global_rank,
         )
+        self._checkpoints.attach(trainer)
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self._checkpoints.saves.finish()
+
+    @override
+    def teardown(self) -> None:
+        self._waiting = None
+        self._checkpoints.detach()
+        try:
+            self._checkpoints.saves.close(failed=self._failed)
+        finally:
+            super().teardown()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_checkpoints": None, "_store": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._checkpoints = ShardedCheckpoints(self._open_reports)
 
     def _layout_of_states(self) -> dict[str, Any]:
         """Return what decides which random numbers each rank draws."""

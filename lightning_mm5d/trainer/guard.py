@@ -25,18 +25,22 @@ import torch.distributed as dist
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_mm5d.checkpoint import rank_reports
 from lightning_mm5d.config.errors import RankLostError, RankMismatchError, WatchdogTimeoutError, private
 from lightning_mm5d.engine.agreement import Agreement
 from lightning_mm5d.engine.transport import Transport, TransportError
 from lightning_mm5d.monitor.monitor import Monitor, one_line
 from lightning_mm5d.monitor.stack import failed_in_communication, place_of
 from lightning_mm5d.monitor.verdict import said
+from lightning_mm5d.trainer import saves
 
 _REPEATED = (RankLostError, RankMismatchError, WatchdogTimeoutError)
 _BLOCKING = {
     Transport.recv.__code__: "recv",
     Transport.flush.__code__: "flush",
     Agreement.check.__code__: "check",
+    rank_reports.WAITING: "check",
+    saves.WAITING: "check",
 }
 _FIRST = "failed first:"
 _WORDS = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe", "Timed out waiting")

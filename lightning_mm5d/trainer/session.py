@@ -45,6 +45,7 @@ from lightning_mm5d.trainer.metrics import MetricSync
 from lightning_mm5d.trainer.optimization import Optimization
 from lightning_mm5d.trainer.process_group import message_device
 from lightning_mm5d.trainer.replica_collectives import ReplicaCollectives
+from lightning_mm5d.trainer.saves import Saves
 from lightning_mm5d.trainer.step_result import ResultChannel
 from lightning_mm5d.trainer.steps import Replica, Steps
 from lightning_mm5d.trainer.turns import Turns
@@ -65,6 +66,7 @@ class RunOptions:
         seed: for random state, the same on all ranks.
         timeline: file for the timeline of the last training step; None records none.
         on_nonfinite: what happens to a step whose losses or gradients are not finite.
+        saves: that may be under way.
     """
 
     schedule: str | Callable[[Graph], Schedule]
@@ -76,6 +78,7 @@ class RunOptions:
     seed: int
     timeline: str | None = None
     on_nonfinite: Literal["propagate", "raise", "skip"] = "propagate"
+    saves: Saves | None = None
 
 
 class Session:
@@ -142,6 +145,7 @@ class Session:
             message_device(device),
             steps_together=not self.is_plain,
             predicts_together=not self.is_plain and plan.layout.num_replicas == 1,
+            saves=options.saves,
         )
 
     def _connect(self, groups: RunGroups) -> None:

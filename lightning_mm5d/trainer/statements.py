@@ -36,6 +36,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_mm5d.checkpoint.shard_shapes import full_shape
+from lightning_mm5d.config.modality import Modality
+from lightning_mm5d.layout import Layout
 from lightning_mm5d.schedule import is_table
 from lightning_mm5d.sharded.remote_value import is_remote
 from lightning_mm5d.sharded.shards import Shard
@@ -119,6 +121,22 @@ def structure(module: nn.Module, shards: Mapping[str, Shard]) -> dict[str, Any]:
         found[name] = f"{form} {'trained' if parameter.requires_grad else 'frozen'}"
     buffers = module.named_buffers(remove_duplicate=False)
     return found | {name: _form(buffer, shards.get(name)) for name, buffer in buffers}
+
+
+def layout_fields(
+    layout: Layout, modalities: Mapping[str, Modality], schedule: Any, microbatches: int
+) -> dict[str, Any]:
+    """Return a layout as JSON: the number of ranks, the sizes of each modality, and how batches are scheduled."""
+    sizes = {name: layout.sizes(name) for name in modalities}
+    return {
+        "world_size": layout.size,
+        "modalities": {
+            name: {"dp": one.dp, "tp": one.tp, "cp": one.cp, "pp": modalities[name].stages}
+            for name, one in sizes.items()
+        },
+        "schedule": _text(schedule),
+        "num_microbatches": microbatches,
+    }
 
 
 def loader(dataloader: object) -> dict[str, Any]:

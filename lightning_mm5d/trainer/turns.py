@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_mm5d.config.errors import RankMismatchError, private
 from lightning_mm5d.monitor.verdict import named
+from lightning_mm5d.trainer.saves import Saves
 
 
 class Turns:
@@ -32,6 +33,7 @@ class Turns:
         device: where messages of the group live.
         steps_together: whether evaluation steps involve all ranks, which then agree in them too.
         predicts_together: whether prediction steps do. Where data is divided among replicas, some have one more.
+        saves: whose errors all ranks raise at the start of a batch; None where nothing is saved meanwhile.
     """
 
     def __init__(
@@ -42,7 +44,9 @@ class Turns:
         *,
         steps_together: bool,
         predicts_together: bool,
+        saves: Saves | None = None,
     ) -> None:
+        self._saves = saves
         self._trainer, self._group, self._device = trainer, group, device
         self._steps_together = predicts_together if trainer.predicting else steps_together
         self._terminates = False
@@ -76,6 +80,7 @@ class Turns:
         Raises:
             RankMismatchError: on all ranks, when they are not at the same batch.
             SIGTERMException: on all ranks, when any of them was told to terminate.
+            Exception: on all ranks, when a checkpoint that is saved meanwhile has failed.
         """
         epoch, batch = self._trainer.current_epoch, self._loop.batch_progress.current.ready
         rank = self._agreed(epoch, batch)
@@ -98,17 +103,24 @@ class Turns:
     def _agreed(self, epoch: int, batch: int) -> int | None:
         """Return a rank that was told to terminate; None where none was."""
         rank = self._trainer.global_rank
+        save_failed = self._saves is not None and self._saves.has_failed
         if self._group is None:
+            self._raise_failed_save(save_failed)
             return rank if self._terminates else None
         stage = list(RunningStage).index(self._trainer.state.stage) if self._trainer.state.stage is not None else -1
         place = [stage, epoch, batch]
         told = rank + 1 if self._terminates else 0
-        agreed = torch.tensor([told, *place, *(-value for value in place)], device=self._device)
+        agreed = torch.tensor([told, save_failed, *place, *(-value for value in place)], device=self._device)
         dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self._group)
-        told, *bounds = agreed.tolist()
+        told, save_failed, *bounds = agreed.tolist()
         if bounds[:3] != [-value for value in bounds[3:]]:
             raise RankMismatchError(self._differences(place))
+        self._raise_failed_save(save_failed)
         return told - 1 if told else None
+
+    def _raise_failed_save(self, failed: bool) -> None:
+        if failed and self._saves is not None:
+            self._saves.finish()
 
     def _differences(self, place: list[int]) -> str:
         assert self._group is not None

@@ -52,22 +52,20 @@ def fit(
 ) -> Recorder:
     """Train `module` on `batches` (one a step) and return what was recorded."""
     recorder = Recorder()
-    callbacks = [recorder, *options.pop("callbacks", [])]
+    callbacks, ckpt_path = [recorder, *options.pop("callbacks", [])], options.pop("ckpt_path", None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = L.Trainer(
             accelerator="cpu",
             devices=devices,
             strategy=strategy,
-            max_epochs=1,
             logger=False,
-            enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
             callbacks=callbacks,
-            **{"use_distributed_sampler": False, **options},
+            **{"max_epochs": 1, "enable_checkpointing": False, "use_distributed_sampler": False, **options},
         )
-        trainer.fit(module, DataLoader(Batches(batches), batch_size=None))
+        trainer.fit(module, DataLoader(Batches(batches), batch_size=None), ckpt_path=ckpt_path)
     return recorder
 
 

@@ -1,0 +1,208 @@
+"""What this rank writes of a sharded checkpoint: its pieces of the module's tensors, and of the optimizers' states.
+
+A state of an optimizer that has the shape of its parameter is cut as the parameter is. All others, such as a count of
+steps, are equal on all ranks of the parameter, and the writer of its first piece writes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_mm5d.checkpoint.module_state import tensors_of
+from lightning_mm5d.checkpoint.optimizer_state import names_of
+from lightning_mm5d.checkpoint.pieces import Box, Piece, Saved, pieces_of, whole_box
+from lightning_mm5d.checkpoint.shard_shapes import full_shape, is_local
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.sharded.remote_value import Guard, Origin, is_remote, placeholder
+from lightning_mm5d.stage.remote import is_placeholder
+
+TRAINED_COPIES = 3  # a weight and two moments
+
+
+@dataclass(frozen=True)
+class Item:
+    """A piece with its values.
+
+    Attributes:
+        name: under which it is stored.
+        tensor: values of the piece; may share memory with what is trained.
+        box: in the full tensor.
+        shape: of the full tensor.
+    """
+
+    name: str
+    tensor: Tensor
+    box: Box
+    shape: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, name: str, tensor: Tensor) -> Item:
+        """Return a tensor in one piece."""
+        return cls(name, tensor, whole_box(tensor.shape), tuple(tensor.shape))
+
+
+class OwnShards:
+    """The pieces of one rank.
+
+    Args:
+        root: the LightningModule, as it is on this rank.
+        plan: all stages; None where this rank has the whole module alone.
+        rank: global rank.
+        sources: which rank has the value of a buffer whose primary rank has not.
+        stand_ins: what `own_state` has put in place of tensors, by name.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        plan: Plan | None,
+        rank: int,
+        sources: Mapping[str, int] | None = None,
+        stand_ins: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self._root, self._plan, self._rank = root, plan, rank
+        sources, self._stand_ins = sources or {}, stand_ins or {}
+        self._tensors = dict(tensors_of(root))
+        self._shapes = {name: self._full_shape(name, tensor) for name, tensor in self._tensors.items()}
+        parameters = dict(root.named_parameters(remove_duplicate=False))
+        saved = {}
+        for name, tensor in self._tensors.items():
+            copies = TRAINED_COPIES if name in parameters and tensor.requires_grad else 1
+            source = None if name in parameters else sources.get(name)
+            saved[name] = Saved(self._shapes[name], tensor.itemsize, copies, source)
+        self._pieces: dict[str, list[Piece]] = {name: [] for name in saved}
+        if plan is None:
+            for name, one in saved.items():
+                box = whole_box(one.shape)
+                self._pieces[name].append(Piece(name, box, box, is_first=True))
+        else:
+            first_names = {id(tensor): name for name, tensor in reversed(self._tensors.items())}
+            once = {name: saved[name] for name in saved if first_names[id(self._tensors[name])] == name}
+            for piece in pieces_of(plan, once):
+                self._pieces[piece.name].append(piece)
+            for name, tensor in self._tensors.items():
+                first = first_names[id(tensor)]
+                if name != first:
+                    self._pieces[name] = self._pieces[first]
+
+    def module_items(self, names: Mapping[str, str]) -> Iterator[Item]:
+        """Yield what this rank writes of tensors of the module.
+
+        Args:
+            names: of tensors, by the names under which they are stored.
+
+        Raises:
+            ConfigError: this rank does not have the value of a tensor that it writes.
+        """
+        for stored, name in names.items():
+            yield from self._cut(stored, name, self._tensors[name].detach())
+
+    def optimizer_items(self, optimizer: Optimizer, prefix: str) -> tuple[list[Item], dict[str, dict[str, Any]]]:
+        """Return what this rank writes of an optimizer's state: pieces, and by parameter and key what has no pieces."""
+        items: list[Item] = []
+        rest: dict[str, dict[str, Any]] = {}
+        for label, parameter in labelled(optimizer, self._root):
+            if is_placeholder(parameter):
+                continue
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor) and value.shape == parameter.shape and label in self._tensors:
+                    items += self._cut(f"{prefix}/{key}/{label}", label, value.detach())
+                elif not self._writes_rest(label):
+                    continue
+                elif isinstance(value, Tensor):
+                    items.append(Item.whole(f"{prefix}/{key}/{label}", value.detach()))
+                else:
+                    rest.setdefault(label, {})[key] = value
+        return items, rest
+
+    def name_of(self, value: Tensor) -> str | None:
+        """Return the first name of the module's tensor that `value` is, or stands for; None for any other tensor."""
+        known = self._by_identity.get(id(value))
+        if known is not None or is_remote(value) or not value.numel():
+            return known
+        return self._by_memory.get(_memory(value))
+
+    @cached_property
+    def _by_identity(self) -> dict[int, str]:
+        return {id(tensor): name for name, tensor in (*self._stand_ins.items(), *reversed(self._tensors.items()))}
+
+    @cached_property
+    def _by_memory(self) -> dict[tuple[Any, ...], str]:
+        return {_memory(tensor): name for name, tensor in reversed(self._tensors.items()) if not is_remote(tensor)}
+
+    def _writes_rest(self, label: str) -> bool:
+        if label not in self._pieces:
+            return self._rank == 0
+        return any(piece.is_first and piece.writer == self._rank for piece in self._pieces[label])
+
+    def _cut(self, stored: str, name: str, value: Tensor) -> Iterator[Item]:
+        for piece in self._pieces[name]:
+            if piece.writer != self._rank:
+                continue
+            if is_remote(value):
+                rule = "A checkpoint has the values of all tensors of the module, and no rank has this one"
+                raise ConfigError(name, "a tensor without a value", rule, "Write it on the ranks that have its values")
+            view = value
+            local = piece.box if value.shape == self._shapes[name] else piece.local
+            for dim, (start, stop) in enumerate(local):
+                view = view.narrow(dim, start, stop - start)
+            yield Item(stored, view, piece.box, self._shapes[name])
+
+    def _full_shape(self, name: str, tensor: Tensor) -> tuple[int, ...]:
+        shard = None if self._plan is None else self._plan.division.shards.get(name)
+        return tuple(tensor.shape if shard is None else full_shape(tensor.shape, shard))
+
+
+def own_state(root: nn.Module, plan: Plan | None, stand_ins: dict[str, Tensor]) -> dict[str, Any]:
+    """Return the module's state dict with what this rank holds in full; placeholders stand for all else.
+
+    Args:
+        root: the LightningModule, as it is on this rank.
+        plan: all stages; None where this rank has the whole module.
+        stand_ins: placeholders of shards by name, which this adds to.
+    """
+    state = root.state_dict(keep_vars=True)
+    if plan is None:
+        return {name: value.detach() if isinstance(value, Tensor) else value for name, value in state.items()}
+    guard = Guard(plan.ownership.holders)
+    for name, value in state.items():
+        shard = plan.division.shards.get(name)
+        if not isinstance(value, Tensor) or is_remote(value):
+            continue
+        if shard is None or not is_local(value, shard):
+            state[name] = value.detach()
+            continue
+        if name not in stand_ins:
+            full = value.detach().new_empty(()).expand(full_shape(value.shape, shard))
+            stand_ins[name] = placeholder(full, Origin(name, guard))
+        state[name] = stand_ins[name]
+    return state
+
+
+def labelled(optimizer: Optimizer, root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters of an optimizer in the order of its groups, by name, or by position where it has none."""
+    names = names_of(root)
+    parameters: Iterable[nn.Parameter] = (one for group in optimizer.param_groups for one in group["params"])
+    for position, parameter in enumerate(parameters):
+        yield names.get(id(parameter), f"@{position}"), parameter
+
+
+def labels_of(optimizer: Optimizer, root: nn.Module) -> list[str]:
+    """Return the names of an optimizer's parameters in the order of its groups."""
+    return [label for label, _ in labelled(optimizer, root)]
+
+
+def copied(item: Item) -> Item:
+    """Return an item with a copy of its values in host memory."""
+    return replace(item, tensor=item.tensor.detach().to("cpu", copy=True))
+
+
+def _memory(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device

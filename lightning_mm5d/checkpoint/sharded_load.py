@@ -1,0 +1,130 @@
+"""Reads a sharded checkpoint: as a source of weights, and as the dict that Lightning loads.
+
+Nothing of a tensor is read before somebody asks for it, and then only the region that is asked for. So each rank reads
+what it holds, whatever the layout of the ranks that wrote.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_mm5d.checkpoint.full_file import load_opened
+from lightning_mm5d.checkpoint.saved_state import SavedOptimizerState, SavedWeights
+from lightning_mm5d.checkpoint.sharded_save import (
+    OBJECTS_FILE,
+    OPTIMIZERS,
+    OWN,
+    STATE_DICT,
+    STATE_FILE,
+    VALUES,
+)
+from lightning_mm5d.checkpoint.stored_tensors import StoredTensors
+from lightning_mm5d.storage.directory import CheckpointDirectory
+from lightning_mm5d.storage.files import corrupt
+from lightning_mm5d.storage.json_state import decode_state
+from lightning_mm5d.storage.source import Region
+
+
+class ShardedCheckpoint:
+    """A sharded checkpoint: a `TensorSource` of its weights, with the rest of it beside them.
+
+    Args:
+        path: of the directory.
+        weights_only: whether to refuse objects that need pickle to run code.
+
+    Attributes:
+        path: where it was found.
+        stored: all tensors, also those of optimizers.
+        fields: what the manifest says: the step, the epoch and the layout.
+        state: the dict that Lightning loads; weights and states of optimizers are read when they are asked for.
+
+    Raises:
+        CheckpointCorruptError: it is not as it was written.
+        CheckpointUntrustedError: it has objects that would run code.
+    """
+
+    def __init__(self, path: str | Path, *, weights_only: bool = True) -> None:
+        directory = CheckpointDirectory(path)
+        self.path, self.fields = directory.path, directory.fields
+        self.stored = StoredTensors(directory)
+        try:
+            head = json.loads(directory.read_bytes(STATE_FILE).decode())
+            self._keys: dict[str, str] = dict(head["keys"])
+            references = head["references"]
+            lost = [name for name in (*self._keys.values(), *references.values()) if name not in self.stored.names()]
+            text, has = json.dumps(head["state"]).encode(), head["has"]
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            raise corrupt(self.path / STATE_FILE, f"it is not readable: {error}") from None
+        if lost:
+            raise corrupt(self.path, f"its files do not hold {lost[0]!r}")
+        objects = _objects(directory, weights_only)
+        state = decode_state(text, lambda name: self.stored.read(references[name]), objects)
+        self.state: dict[str, Any] = dict(state["rest"])
+        if STATE_DICT in has:
+            self.state[STATE_DICT] = SavedWeights(self, state["extra"])
+        if OPTIMIZERS in has:
+            self.state[OPTIMIZERS] = self._optimizers(state["optimizers"])
+
+    def names(self) -> list[str]:
+        """Return the names of all weights, tied ones under each of their names."""
+        return list(self._keys)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a weight; raise KeyError for an unknown name."""
+        return self.stored.shape(self._keys[name])
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a weight; raise KeyError for an unknown name."""
+        return self.stored.dtype(self._keys[name])
+
+    def read(self, name: str, region: Region | None = None) -> Tensor:
+        """Return a weight, or its `region`, in new memory of the CPU."""
+        return self.stored.read(self._keys[name], region)
+
+    def _optimizers(self, parts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        tensors: dict[int, dict[str, dict[str, str]]] = {}
+        for name in self.stored.names():
+            if name.startswith(f"{OPTIMIZERS}/"):
+                _, number, key, label = name.split("/", 3)
+                tensors.setdefault(int(number), {}).setdefault(label, {})[key] = name
+        values = list(self._values())
+        found = []
+        for part in parts:
+            number, labels = part["number"], part["names"]
+            own = tensors.get(number, {})
+            rest = {label: state for value in values for label, state in value.get(str(number), {}).items()}
+            entries = {
+                index: (own.get(label, {}), rest.get(label, {}))
+                for index, label in enumerate(labels)
+                if label in own or label in rest
+            }
+            found.append({**part["rest"], "state": SavedOptimizerState(self.stored, labels, entries)})
+        return found
+
+    def _values(self) -> Iterator[dict[str, Any]]:
+        """Yield what each file says of states that have no pieces."""
+        for name, file in self.stored.files.items():
+            text = file.metadata.get(VALUES)
+            if text is not None:
+                prefix = f"{OWN}optimizers/{int(name.removeprefix('rank-').split('.')[0])}"
+
+                def tensor(path: str, prefix: str = prefix) -> Tensor:
+                    return self.stored.read(f"{prefix}/{path}")
+
+                yield decode_state(text.encode(), tensor, {})
+
+
+def _objects(directory: CheckpointDirectory, weights_only: bool) -> dict[str, Any]:
+    """Return what JSON could not hold."""
+    if OBJECTS_FILE not in directory.files:
+        return {}
+    data = BytesIO(directory.read_bytes(OBJECTS_FILE))
+    found: dict[str, Any] = load_opened(data, str(directory.path / OBJECTS_FILE), weights_only)
+    return found
