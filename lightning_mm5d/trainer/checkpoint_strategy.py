@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mm5d.checkpoint.fingerprint import fingerprint
-from lightning_mm5d.checkpoint.full_file import FullFileIO
 from lightning_mm5d.checkpoint.huggingface_record import describe, with_record
 from lightning_mm5d.checkpoint.module_state import collect_module, is_partial, load_module
 from lightning_mm5d.checkpoint.optimizer_state import collect_optimizer, load_optimizers
@@ -61,8 +60,6 @@ class CheckpointStrategy(WeightsStrategy, ABC):
         self._failed = False
         self._described: tuple[pl.LightningModule, dict[str, Any]] | None = None
         self._resume = Resume()
-        if self._checkpoint_io is None:
-            self._checkpoint_io = FullFileIO()
         self._checkpoints = ShardedCheckpoints(self._open_reports)
         self._store: dist.Store | None = None  # for checkpoints alone, because a thread may use it
         self._waiting: SavedWeights | None = None  # to load once the module is cut

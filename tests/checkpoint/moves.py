@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_mm5d import Modality
+from lightning_mm5d.checkpoint.sharded_save import OWN
 from lightning_mm5d.checkpoint.stored_tensors import StoredTensors
 from lightning_mm5d.storage.directory import CheckpointDirectory
 from parity.harness import fit, strategy
@@ -99,9 +100,9 @@ def saved(folder: Path) -> Path:
 
 
 def tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Return all tensors of a sharded checkpoint, by stored name."""
+    """Return the weights of a sharded checkpoint and the tensors of its optimizers, by stored name."""
     stored = StoredTensors(CheckpointDirectory(path))
-    return {name: stored.read(name) for name in stored.names()}
+    return {name: stored.read(name) for name in stored.names() if not name.startswith(OWN)}
 
 
 def assert_same_bits(one: Path, other: Path) -> None:
