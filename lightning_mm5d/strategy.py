@@ -35,7 +35,6 @@ from lightning_mm5d.trainer.configured import configured, is_configured, try_con
 from lightning_mm5d.trainer.kept_shards import kept_plan, refuse_other_processes
 from lightning_mm5d.trainer.launch import ProcessLauncher
 from lightning_mm5d.trainer.replica_collectives import ReplicaCollectives
-from lightning_mm5d.trainer.resume import steps_taken
 from lightning_mm5d.trainer.session import RunOptions, Session
 from lightning_mm5d.trainer.statements import layout_fields, loader, optimizers, structure
 from lightning_mm5d.trainer.validation import (
@@ -294,7 +293,7 @@ class MultimodalStrategy(CheckpointStrategy):
             num_shards=layout.num_replicas,
             seed=self._seed,
             alone=all(len(layout.replica_ranks(number)) == 1 for number in served),
-            steps_taken=partial(steps_taken, trainer) if trainer.training else None,
+            trainer=self._resume.watch(trainer) if trainer.training else None,
         )
         if self.microbatching == "loader" and self.num_microbatches > 1:
             return group_batches(dataloader, self.num_microbatches)

@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_mm5d.data.batches import LoaderBatches, ReplicaBatches
 from lightning_mm5d.data.random_state import seed_all, seed_of, seeded
-from lightning_mm5d.data.resumable import Progress, Resumable
+from lightning_mm5d.data.resumable import Progress, Resumable, TrainerProgress
 from lightning_mm5d.data.samplers import ShardOrder, for_predictions, samplers_of_shards, unservable
 
 _Loader = TypeVar("_Loader")
@@ -46,7 +46,7 @@ def shard_loader(
     num_shards: int,
     seed: int,
     alone: bool = False,
-    steps_taken: Callable[[], int] | None = None,
+    trainer: TrainerProgress | None = None,
 ) -> _Loader:
     """Return the loader of a rank that serves the replicas `shards` out of `num_shards`.
 
@@ -61,8 +61,8 @@ def shard_loader(
         num_shards: number of replicas that share the data set.
         seed: an integer that all ranks agree on.
         alone: whether no other rank loads the same shards.
-        steps_taken: returns how many steps of this epoch the trainer has taken, for a loader whose position can be
-            saved; None for one that always begins at its beginning.
+        trainer: how far it is, for a loader whose position can be saved; None for one that always begins at its
+            beginning.
 
     Returns:
         A loader of the same class. It yields batches for one shard, `ReplicaBatches` for several.
@@ -76,9 +76,9 @@ def shard_loader(
     if not isinstance(dataloader, DataLoader):
         if count > 1:
             raise unservable(dataloader, "it must be a torch DataLoader", "Return a DataLoader")
-        if steps_taken is None:
+        if trainer is None:
             return dataloader
-        return ResumableIterable(dataloader, Progress(steps_taken, tuple(shards), num_shards), seed)  # type: ignore[return-value]
+        return ResumableIterable(dataloader, Progress(trainer, tuple(shards), num_shards), seed)  # type: ignore[return-value]
     if count > 1 and isinstance(dataloader.dataset, IterableDataset):
         raise unservable(dataloader, "an IterableDataset cannot be sharded", "Use a map-style data set")
 
@@ -97,7 +97,7 @@ def shard_loader(
     if hasattr(loader, "in_order"):
         loader.in_order = True  # the order of arrival would differ between ranks
     loader.served_order, loader.served_indices = order, indices
-    loader.progress = Progress(steps_taken, tuple(shards), num_shards)
+    loader.progress = Progress(trainer, tuple(shards), num_shards)
     return loader
 
 
@@ -150,6 +150,7 @@ class _ShardIteration(Resumable):
         end = object()
         for step in itertools.count(first - dropped):
             group = []
+            self.progress.fetching()
             for shard in shards:
                 with seeded(seed, "batch", epoch, step, shard):
                     batch = next(batches, end)
@@ -196,7 +197,15 @@ class ResumableIterable(Resumable):
 
     def _steps(self) -> Iterator[Any]:
         first, dropped = self.begin_pass()
-        for number, batch in enumerate(self.iterable, first - dropped):
+        seed, epoch, end = self.served_order.seed, self.served_order.epoch, object()
+        with seeded(seed, "start", epoch):
+            batches = iter(self.iterable)
+        for number in itertools.count(first - dropped):
+            self.progress.fetching()
+            with seeded(seed, "batch", epoch, number, *self.progress.shards):
+                batch = next(batches, end)
+            if batch is end:
+                return
             if number >= first:
                 self.note_batch(number)
                 yield batch

@@ -11,6 +11,7 @@ import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -91,14 +92,19 @@ def set_torch_states(states: list[Tensor], device: torch.device) -> None:
         torch.cuda.set_rng_state(state, device)
 
 
-def pack_states(device: torch.device) -> Tensor:
-    """Return the states of Python's, numpy's and torch's generators as bytes ``[N]``, uint8, N equal on all ranks."""
-    version, numbers, gauss = random.getstate()
-    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+def all_states(device: torch.device) -> tuple[Any, Any, list[Tensor]]:
+    """Return the states of Python's, numpy's and torch's generators."""
+    return random.getstate(), np.random.get_state(legacy=True), torch_states(device)
+
+
+def pack_states(states: tuple[Any, Any, list[Tensor]]) -> Tensor:
+    """Return what `all_states` returned as bytes ``[N]``, uint8, N equal on all ranks."""
+    version, numbers, gauss = states[0]
+    _, keys, position, has_gauss, cached = states[1]
     integers = np.array([version, *numbers, gauss is not None, *map(int, keys), position, has_gauss], dtype=np.int64)
     floats = np.array([gauss or 0.0, cached], dtype=np.float64)
     parts = [torch.from_numpy(integers).view(torch.uint8), torch.from_numpy(floats).view(torch.uint8)]
-    return torch.cat([*parts, *(state.cpu() for state in torch_states(device))])
+    return torch.cat([*parts, *(state.cpu() for state in states[2])])
 
 
 def unpack_states(packed: Tensor, device: torch.device) -> None:

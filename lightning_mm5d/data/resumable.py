@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from torch.utils.data import IterableDataset
 
@@ -27,25 +27,42 @@ from lightning_mm5d.data.samplers import ShardOrder, Start, leaf_of
 _AT_THE_END = "resume from a checkpoint of the end of an epoch"
 
 
+class TrainerProgress(Protocol):
+    """How far the trainer is in its epoch."""
+
+    def steps_taken(self) -> int:
+        """Return the steps that it has finished."""
+        ...
+
+    def fetching(self) -> None:
+        """Note that a batch is fetched, before the step that uses it and all that it draws."""
+        ...
+
+
 @dataclass(frozen=True)
 class Progress:
     """What a loader's position depends on, beside its order.
 
     Attributes:
-        steps_taken: returns the steps of this epoch that the trainer has finished; None where no position is kept.
+        trainer: says how far the trainer is; None where no position is kept.
         shards: replicas that this rank serves.
         num_shards: replicas that share the data set.
         batches_per_step: of each replica.
     """
 
-    steps_taken: Callable[[], int] | None
+    trainer: TrainerProgress | None
     shards: tuple[int, ...]
     num_shards: int
     batches_per_step: int = 1
 
     def taken(self) -> int:
         """Return the batches of this epoch that each replica has consumed."""
-        return 0 if self.steps_taken is None else self.steps_taken() * self.batches_per_step
+        return 0 if self.trainer is None else self.trainer.steps_taken() * self.batches_per_step
+
+    def fetching(self) -> None:
+        """Tell the trainer's side that a batch is fetched now."""
+        if self.trainer is not None:
+            self.trainer.fetching()
 
 
 class Resumable:
@@ -91,11 +108,15 @@ class Resumable:
         own = super()
         return own if hasattr(own, "state_dict") and hasattr(own, "load_state_dict") else None
 
-    def position(self) -> Position:
-        """Return the position after the steps that the trainer has finished."""
+    def began_after(self, steps: int) -> bool:
+        """Whether this pass over the data began only after that many steps of the epoch."""
+        return self._pending is None and self._began > steps * self.progress.batches_per_step
+
+    def position(self, steps: int) -> Position:
+        """Return the position after so many steps of the epoch, in this pass over the data."""
         if self._pending is not None:  # nothing was read since
             return self._pending
-        taken = self.progress.taken() - self._began
+        taken = steps * self.progress.batches_per_step - self._began
         before = self._generators() if self._before is None else self._before
         return Position(
             kind=self.kind,
@@ -212,7 +233,7 @@ class Resumable:
 
     def note_batch(self, number: int) -> None:
         """Keep the state of the user's own loader after batch `number`, where Lightning fetches ahead of its steps."""
-        if self.progress.steps_taken is None or self.kind != "stateful" or self._is_sized():
+        if self.progress.trainer is None or self.kind != "stateful" or self._is_sized():
             return
         if self._states is None:
             self._states = deque(maxlen=2 * self.progress.batches_per_step + 1)
@@ -245,7 +266,7 @@ class Resumable:
             return None
 
     def _generators(self) -> dict[str, Any]:
-        if self.progress.steps_taken is None:
+        if self.progress.trainer is None:
             return {}
         return generator_states(*self._holders())
 

@@ -28,12 +28,47 @@ from torch.utils._pytree import tree_leaves
 from lightning_mm5d.checkpoint.huggingface_record import KEY
 from lightning_mm5d.config.errors import ConfigError, private
 from lightning_mm5d.data.position import Position
-from lightning_mm5d.data.random_state import pack_states, seed_all, seed_of, unpack_states
+from lightning_mm5d.data.random_state import all_states, pack_states, seed_all, seed_of, unpack_states
 from lightning_mm5d.data.resumable import Resumable, with_own
 from lightning_mm5d.engine.codec import receive_tree, send_tree
 
 RESUME = "resume"  # checkpoint[KEY][RESUME]
 _COMBINED = "combined_loader"
+
+
+class Watch:
+    """How far the trainer is, and the random states with which its step and its accumulation window began.
+
+    Args:
+        trainer: that trains.
+        device: where this rank computes.
+
+    Attributes:
+        step: epoch and number of the step that was fetched for last, and the states before it.
+        window: the same for the first step of the accumulation window.
+    """
+
+    def __init__(self, trainer: pl.Trainer, device: torch.device) -> None:
+        self._trainer, self._device = trainer, device
+        self.forget()
+
+    def forget(self) -> None:
+        self.step: tuple[Any, Any] = (None, None)
+        self.window: tuple[Any, Any] = (None, None)
+
+    def steps_taken(self) -> int:
+        return _steps(self._trainer)
+
+    def fetching(self) -> None:
+        steps = _steps(self._trainer)
+        self.step = (_epochs(self._trainer), steps), all_states(self._device)
+        if steps % self._trainer.accumulate_grad_batches == 0:
+            self.window = self.step
+
+    def states(self, steps: int) -> Any:
+        """Return the states after `steps` steps of the epoch, before the next one."""
+        kept = {self.window[0]: self.window[1], self.step[0]: self.step[1]}
+        return kept.get((_epochs(self._trainer), steps)) or all_states(self._device)
 
 
 class Resume:
@@ -47,7 +82,13 @@ class Resume:
         self.saved: Mapping[str, Any] | None = None
         self._foreign: list[Any] = []
         self._is_loaded = False
-        self._window: Tensor | None = None
+        self._watch: Watch | None = None
+
+    def watch(self, trainer: pl.Trainer) -> Watch:
+        """Return what training dataloaders of this trainer tell, and are told, about its steps."""
+        if self._watch is None:
+            self._watch = Watch(trainer, trainer.strategy.root_device)
+        return self._watch
 
     # --- saving ---
 
@@ -72,26 +113,22 @@ class Resume:
             wire: where messages live.
         """
         loaders = list(training_loaders(trainer))
-        positions = [_gathered(loader.position(), trainer, wire) for loader in loaders]
-        steps, window = steps_taken(trainer), _window(trainer)
-        inside = bool(window and steps % window and self._window is not None)
-        random = self._window if inside else pack_states(device)
-        assert random is not None
+        loops = checkpoint["loops"]["fit_loop"]
+        steps = _wound_back(trainer, loaders, loops)
+        positions = [_gathered(loader.position(steps), wire) for loader in loaders]
+        states = all_states(device) if self._watch is None else self._watch.states(steps)
         said = {
             "format": 1,
             "seed": seed,
             "layout": layout,
-            "steps": steps,
-            "window": window,
             "loaders": [position.saved() for position in positions],
-            "random": _all_gathered(random, wire),
+            "random": _all_gathered(pack_states(states), wire),
         }
         checkpoint[KEY] = {**checkpoint.get(KEY, {}), RESUME: said}
-        state = checkpoint["loops"]["fit_loop"]["state_dict"]
-        state.pop(_COMBINED, None)
+        loops["state_dict"].pop(_COMBINED, None)
         own = [next(iter(position.own.values())) for position in positions if position.kind == "stateful"]
         if own and all(state is not None for state in own):  # as plain Lightning saves and expects it
-            state[_COMBINED] = own
+            loops["state_dict"][_COMBINED] = own
 
     # --- loading ---
 
@@ -118,6 +155,8 @@ class Resume:
         """
         saved, self.saved = self.saved, None
         is_loaded, self._is_loaded = self._is_loaded, False
+        if self._watch is not None:
+            self._watch.forget()
         if not is_loaded:
             return
         loaders = list(training_loaders(trainer))
@@ -151,9 +190,9 @@ class Resume:
         stateful = [loader for loader in loaders if loader.kind == "stateful"]
         if self._foreign and len(self._foreign) == len(stateful) == len(loaders):
             for loader, state in zip(stateful, self._foreign, strict=True):
-                loader.resume_own(state, steps_taken(trainer), _epochs(trainer))
+                loader.resume_own(state, _steps(trainer), _epochs(trainer))
             _fetch_again(trainer)
-        elif trainer.fit_loop.restarting and 0 < steps_taken(trainer) < trainer.num_training_batches:
+        elif trainer.fit_loop.restarting and 0 < _steps(trainer) < trainer.num_training_batches:
             warnings.warn(
                 "The checkpoint was saved in the midst of an epoch and does not say which samples were consumed: the "
                 "rest of the epoch reads samples from the beginning of the data again",
@@ -168,7 +207,7 @@ def training_loaders(trainer: pl.Trainer) -> Iterator[Resumable]:
             yield loader
 
 
-def steps_taken(trainer: pl.Trainer) -> int:
+def _steps(trainer: pl.Trainer) -> int:
     """Return the steps of this epoch that are finished."""
     return int(_batches(trainer).processed)
 
@@ -183,8 +222,29 @@ def _epochs(trainer: pl.Trainer) -> int:
     return int(current.processed)
 
 
-def _window(trainer: pl.Trainer) -> int:
-    return trainer.accumulate_grad_batches
+def _wound_back(trainer: pl.Trainer, loaders: list[Resumable], loops: dict[str, Any]) -> int:
+    """Return how many steps of this epoch count as taken; set the saved counters of Lightning back to it.
+
+    Inside of an accumulation window these are the steps before it.
+    """
+    steps, loop = _steps(trainer), trainer.fit_loop.epoch_loop
+    back = steps % trainer.accumulate_grad_batches
+    if not back or loop.batch_progress.is_last_batch or steps == trainer.num_training_batches:
+        return steps
+    if any(loader.began_after(steps - back) for loader in loaders):
+        warnings.warn(
+            "A checkpoint is saved inside of an accumulation window in which a dataloader began its data again: a run "
+            "that is resumed from it loses the gradients of this window",
+            stacklevel=3,
+        )
+        return steps
+    progress = loops["epoch_loop.batch_progress"]
+    for name in ("current", "total"):
+        loops["epoch_loop.batch_progress"] = progress = {
+            **progress,
+            name: dict.fromkeys(progress[name], progress[name]["processed"] - back),
+        }
+    return steps - back
 
 
 def _place(trainer: pl.Trainer, loaders: list[Resumable]) -> None:
@@ -231,7 +291,7 @@ def _all_gathered(state: Tensor, wire: torch.device) -> Tensor:
     return torch.stack(states).cpu()
 
 
-def _gathered(position: Position, trainer: pl.Trainer, wire: torch.device) -> Position:
+def _gathered(position: Position, wire: torch.device) -> Position:
     """Return a position with the own states of all replicas' loaders, on rank 0; collective.
 
     Raises:

@@ -152,12 +152,13 @@ def stopped_and_resumed(run: Run, case: Case, after: int, name: str) -> dict[str
     return {"whole": whole, "first": first, "second": second, "after": after}
 
 
-def assert_exact(found: dict[str, Any]) -> None:
-    """The two parts are the uninterrupted run, to the last bit."""
+def assert_exact(found: dict[str, Any], again: int = 0) -> None:
+    """The two parts are the uninterrupted run, to the last bit; the second takes the last `again` steps once more."""
     whole, first, second, after = found["whole"], found["first"], found["second"], found["after"]
-    assert first["steps"] + second["steps"] == whole["steps"]
+    assert first["steps"] == whole["steps"][:after]
+    assert second["steps"] == whole["steps"][after - again :]
     assert first["losses"] == whole["losses"][:after]
-    assert second["losses"] == whole["losses"][after:]
+    assert second["losses"] == whole["losses"][after - again :]
     assert second["global_step"] == whole["global_step"]
     assert second["metrics"] == whole["metrics"]
     assert second["after"] == whole["after"]
