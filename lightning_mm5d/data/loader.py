@@ -98,6 +98,7 @@ def shard_loader(
         loader.in_order = True  # the order of arrival would differ between ranks
     loader.served_order, loader.served_indices = order, indices
     loader.progress = Progress(trainer, tuple(shards), num_shards)
+    loader.take_order_seed()
     return loader
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from torch.utils.data import IterableDataset
+from torch.utils.data.distributed import DistributedSampler
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.data.position import Kind, Position
@@ -36,6 +37,11 @@ class TrainerProgress(Protocol):
 
     def fetching(self) -> None:
         """Note that a batch is fetched, before the step that uses it and all that it draws."""
+        ...
+
+    @property
+    def order_seeds(self) -> dict[int, int]:
+        """For seeds of distributed samplers in this process, those of the run that it goes on with."""
         ...
 
 
@@ -147,10 +153,10 @@ class Resumable:
         """
         order = self.served_order
         order.reseed(seed)
-        if position.order_seed is not None:
-            for leaf in (leaf_of(self.served_indices), *map(leaf_of, order.samplers)):
-                if hasattr(leaf, "seed"):
-                    leaf.seed = position.order_seed
+        if position.order_seed is not None and self.progress.trainer is not None:
+            leaf = leaf_of(self.served_indices)
+            self.progress.trainer.order_seeds[getattr(leaf, "seed", position.order_seed)] = position.order_seed
+            self.take_order_seed()
         self._began, self._before = 0, None
         if position.epoch != epoch:
             set_generator_states(position.now, *self._holders())
@@ -163,6 +169,15 @@ class Resumable:
         if position.kind == "map":
             segments = position.segments[:-1] if self._continues(position) else position.segments
             self._rest = self._rest_of(segments) if segments else None
+
+    def take_order_seed(self) -> None:
+        """Draw orders as the run did that this one goes on with, also from dataloaders that are made later."""
+        seeds = self.progress.trainer.order_seeds if self.progress.trainer is not None else {}
+        for leaf in {
+            id(leaf): leaf for leaf in map(leaf_of, (self.served_indices, *self.served_order.samplers))
+        }.values():
+            if isinstance(leaf, DistributedSampler):
+                leaf.seed = seeds.get(leaf.seed, leaf.seed)
 
     def resume_own(self, state: Any, batches: int, epoch: int) -> None:
         """Go on from the state of the user's own loader, which plain Lightning saves for its first rank alone.

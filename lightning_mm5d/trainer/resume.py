@@ -46,10 +46,12 @@ class Watch:
     Attributes:
         step: epoch and number of the step that was fetched for last, and the states before it.
         window: the same for the first step of the accumulation window.
+        order_seeds: for seeds of distributed samplers in this process, those of the run that it goes on with.
     """
 
     def __init__(self, trainer: pl.Trainer, device: torch.device) -> None:
         self._trainer, self._device = trainer, device
+        self.order_seeds: dict[int, int] = {}
         self.forget()
 
     def forget(self) -> None:
@@ -225,25 +227,24 @@ def _epochs(trainer: pl.Trainer) -> int:
 def _wound_back(trainer: pl.Trainer, loaders: list[Resumable], loops: dict[str, Any]) -> int:
     """Return how many steps of this epoch count as taken; set the saved counters of Lightning back to it.
 
-    Inside of an accumulation window these are the steps before it.
+    A step that has begun does not count. Inside of an accumulation window, only the steps before it do.
     """
-    steps, loop = _steps(trainer), trainer.fit_loop.epoch_loop
+    steps, loop, current = _steps(trainer), trainer.fit_loop.epoch_loop, _batches(trainer)
     back = steps % trainer.accumulate_grad_batches
-    if not back or loop.batch_progress.is_last_batch or steps == trainer.num_training_batches:
-        return steps
-    if any(loader.began_after(steps - back) for loader in loaders):
+    if loop.batch_progress.is_last_batch or steps == trainer.num_training_batches:
+        back = 0
+    if back and any(loader.began_after(steps - back) for loader in loaders):
         warnings.warn(
             "A checkpoint is saved inside of an accumulation window in which a dataloader began its data again: a run "
             "that is resumed from it loses the gradients of this window",
             stacklevel=3,
         )
         return steps
-    progress = loops["epoch_loop.batch_progress"]
-    for name in ("current", "total"):
-        loops["epoch_loop.batch_progress"] = progress = {
-            **progress,
-            name: dict.fromkeys(progress[name], progress[name]["processed"] - back),
-        }
+    if back or current.ready > steps:
+        saved = dict(loops["epoch_loop.batch_progress"])
+        for name in ("current", "total"):
+            saved[name] = dict.fromkeys(saved[name], saved[name]["processed"] - back)
+        loops["epoch_loop.batch_progress"] = saved
     return steps - back
 
 

@@ -71,8 +71,9 @@ class Turns:
         if not self._terminates and launcher is not None:
             launcher.kill(signum)
         self._terminates = True
-        if not self._steps_together and self._trainer.state.fn != TrainerFn.FITTING:
-            self._connector.received_sigterm = True  # ranks evaluate alone, and each ends after its batch
+        evaluates_alone = not self._steps_together and self._trainer.state.fn != TrainerFn.FITTING
+        if evaluates_alone or self._group is None:
+            self._connector.received_sigterm = True  # this rank ends after its batch
 
     def begin_batch(self) -> None:
         """Agree at the start of a training batch, and at the end of training; collective.
