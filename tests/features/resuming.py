@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from lightning import seed_everything
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
 
 from features.toys import PIXELS, Run, Samples, Toy, weights
 
@@ -35,6 +34,36 @@ class Streamed(IterableDataset):
 
     def __iter__(self) -> Iterator[Any]:
         return (self.samples[index] for index in range(len(self.samples)))
+
+
+class StatefulStream(IterableDataset):
+    """The same samples as a stream that saves its own place."""
+
+    def __init__(self, count: int) -> None:
+        self.samples, self.place = Drawn(count), 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.place < len(self.samples):
+            self.place += 1
+            yield self.samples[self.place - 1]
+        self.place = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+class Batches:
+    """Batches that no DataLoader makes."""
+
+    def __init__(self, count: int, batch: int) -> None:
+        self.samples, self.batch = Drawn(count), batch
+
+    def __iter__(self) -> Iterator[Any]:
+        for start in range(0, len(self.samples), self.batch):
+            yield default_collate([self.samples[index] for index in range(start, start + self.batch)])
 
 
 class Shuffled(BatchSampler):
@@ -182,7 +211,3 @@ def samples(steps: list[Any], epoch: int) -> list[int]:
 def loader(count: int = 24, batch: int = 4, **options: Any) -> Loader:
     """`batch` counts the samples of one replica."""
     return lambda run: DataLoader(Drawn(count), batch_size=batch, **options)
-
-
-def equal(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one, other)
