@@ -188,7 +188,7 @@ class _Loader:
                     placeholder._is_hf_initialized = True  # type: ignore[attr-defined]
                     recipes[id(placeholder)] = tensor.recipe
                     setattr(module, name, placeholder)
-                elif full_name not in model.all_tied_weights_keys:
+                elif tensor.is_meta and full_name not in model.all_tied_weights_keys:
                     setattr(module, name, _alike(tensor, device="cpu"))  # transformers initialises it
         _settle_ties(model, info, recipes)
         return info, offloaded
@@ -231,7 +231,7 @@ def _traced(paths: list[str], index: Mapping[str, str]) -> dict[str, TracedTenso
     traced: dict[str, TracedTensor] = {}
     for path in paths:
         file = TensorFile(path)
-        own = {name for name, file_name in index.items() if path.endswith(file_name)}
+        own = {name for name, file_name in index.items() if Path(path).match(file_name)}
         if lost := sorted(own - set(file.names())):
             raise CheckpointCorruptError(f"{path}: the index says that it holds {lost[0]!r}, and it does not")
         for name in file.names():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from pathlib import Path
@@ -127,6 +128,44 @@ def test_what_the_user_does_with_the_model_afterwards_counts(tmp_path: Path) -> 
     assert assert_same(LlamaForCausalLM, tmp_path, lambda model: model.to(torch.bfloat16))
     assert_same(LlamaForCausalLM, tmp_path, frozen)
     assert "base_model.model.lm_head.weight" in assert_same(LlamaForCausalLM, tmp_path, adapted)
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # of peft
+def test_adapters_are_read_beside_their_model(tmp_path: Path) -> None:
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    llama().save_pretrained(base)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    peft.get_peft_model(LlamaForCausalLM.from_pretrained(base), config).save_pretrained(adapter)
+
+    def adapted(model: Any) -> Any:
+        model.load_adapter(str(adapter))
+        return model
+
+    for stored in (assert_same(LlamaForCausalLM, base, adapted), assert_same(AutoModelForCausalLM, adapter)):
+        assert {"lm_head.weight", "model.layers.0.self_attn.q_proj.lora_A.default.weight"} <= {*stored}
+    assert_same(LlamaForCausalLM, base, lambda model: peft.PeftModel.from_pretrained(model, adapter, is_trainable=True))
+
+
+def test_models_of_several_folders_have_their_own_weights(tmp_path: Path) -> None:
+    bert().save_pretrained(tmp_path / "encoder")
+    llama().save_pretrained(tmp_path / "decoder")
+
+    class Pair(nn.Module):
+        @classmethod
+        def from_pretrained(cls, folder: Path) -> Pair:
+            return cls(folder)
+
+        def __init__(self, folder: Path) -> None:
+            super().__init__()
+            self.encoder = from_pretrained(BertModel, folder / "encoder")
+            self.projector = nn.Linear(16, 16)
+            self.decoder = from_pretrained(LlamaForCausalLM, folder / "decoder", dtype=torch.bfloat16)
+            self.decoder.lm_head.weight.data.mul_(2)
+            self.copy = copy.deepcopy(self.decoder.model.norm)
+
+    stored = assert_same(Pair, tmp_path)
+    assert "decoder.model.norm.weight" in stored
+    assert not {"projector.weight", "decoder.lm_head.weight"} & {*stored}
 
 
 def test_sizes_that_differ_are_refused_unless_ignored(tmp_path: Path) -> None:
