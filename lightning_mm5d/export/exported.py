@@ -116,7 +116,7 @@ def _lightning(checkpoint: Path, path: Path, options: Mapping[str, Any], weights
             raise ConfigError(f"--{name}", str(value), rule, "Leave it out, or use --format huggingface")
     check_new_file(path)
     opened = open_checkpoint(checkpoint, weights_only=weights_only)
-    write_lightning(path, opened.content)
+    write_lightning(path, opened.content, opened.record["same"] if opened.record is not None else ())
     return Exported(path=path, name="A full checkpoint", files={path.name: path.stat().st_size}, warnings=[])
 
 

@@ -12,7 +12,7 @@ import struct
 import tempfile
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -22,9 +22,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode  # torch.serialization.skip_data is documented with it
 
+from lightning_mm5d.checkpoint.saved_state import SavedOptimizerState, SavedWeights
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.export.new_folder import check_new_file, unwritable
 from lightning_mm5d.export.plain_file import map_base, member_place, tensors_in
+from lightning_mm5d.storage.source import TensorSource
 
 Read = Callable[[], Tensor]
 _ALIGNMENT = 64  # bytes, as torch.save aligns tensors
@@ -34,18 +36,19 @@ _PADDING = 0x4246  # torch's id of padding
 _CHUNK_BYTES = 2**24
 
 
-def write_lightning(path: Path, content: Mapping[str, Any]) -> None:
+def write_lightning(path: Path, content: Mapping[str, Any], same: Iterable[Sequence[str]] = ()) -> None:
     """Write what a checkpoint holds into a new file.
 
     Args:
         path: of the file.
-        content: with tensors, or sources of tensors in their place.
+        content: what Lightning loads, of a full or a sharded checkpoint.
+        same: names of weights that stand for one tensor, group by group.
 
     Raises:
         ConfigError: the file exists or cannot be written, or there are tensors inside of objects.
     """
     check_new_file(path)
-    made = _StandIns()
+    made = _StandIns(same)
     with FakeTensorMode():
         stand_ins = made.of(content)
     with _beside(path) as draft, _beside(path) as final:
@@ -69,11 +72,15 @@ def write_lightning(path: Path, content: Mapping[str, Any]) -> None:
 class _StandIns:
     """Copies of trees in which tensors have no memory; tensors that share memory share a stand-in.
 
+    Args:
+        same: names of weights that stand for one tensor, group by group.
+
     Attributes:
         reads: the tensors in the order of the tree.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, same: Iterable[Sequence[str]]) -> None:
+        self._first = {name: group[0] for group in same for name in group}
         self.reads: list[Read] = []
         self._made: dict[Any, Tensor] = {}
 
@@ -82,12 +89,24 @@ class _StandIns:
         if isinstance(tree, Tensor):
             place = (tree.data_ptr(), tree.stride()) if tree.numel() else id(tree)
             return self._stand_in((place, tree.shape, tree.dtype), tree.shape, tree.dtype, lambda: tree)
+        if isinstance(tree, SavedWeights):
+            found = {name: self._read_later(tree, name, self._first.get(name, name)) for name in tree.names()}
+            return {name: found[name] if name in found else tree[name] for name in tree}
+        if isinstance(tree, SavedOptimizerState):
+            return {index: self._state(*tree.parts(index)) for index in tree}
         if type(tree) in (dict, OrderedDict):
             return type(tree)((key, self.of(value)) for key, value in tree.items())
         if type(tree) in (list, tuple):
             return type(tree)(self.of(value) for value in tree)
         self.reads += [partial(Tensor.detach, tensor) for tensor in tensors_in(tree)]  # of other kinds of containers
         return tree
+
+    def _state(self, source: TensorSource, names: Mapping[str, str], rest: Mapping[str, Any]) -> dict[str, Any]:
+        """The state of one parameter."""
+        return {**{key: self._read_later(source, name, name) for key, name in names.items()}, **self.of(dict(rest))}
+
+    def _read_later(self, source: TensorSource, name: str, memory: str) -> Tensor:
+        return self._stand_in((id(source), memory), source.shape(name), source.dtype(name), partial(source.read, name))
 
     def _stand_in(self, key: Any, shape: Sequence[int], dtype: torch.dtype, read: Read) -> Tensor:
         self.reads.append(read)

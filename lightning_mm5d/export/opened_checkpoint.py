@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from lightning_mm5d.checkpoint.huggingface_record import COMPILED, record_in
+from lightning_mm5d.checkpoint.sharded_load import ShardedCheckpoint
 from lightning_mm5d.config.errors import ConfigError, did_you_mean
 from lightning_mm5d.export.plain_file import PlainTensors, open_plain
+from lightning_mm5d.storage.directory import is_checkpoint_directory
 from lightning_mm5d.storage.source import TensorSource
 
 
@@ -31,7 +33,9 @@ class OpenedCheckpoint:
 
 
 def open_checkpoint(path: Path, *, weights_only: bool = True) -> OpenedCheckpoint:
-    """Open a checkpoint without keeping tensors of the module; a file's checksums are compared.
+    """Open a checkpoint without keeping tensors of the module.
+
+    Of a full checkpoint all checksums are compared, of a sharded one those of what is read, when it is read.
 
     Args:
         path: of a file or a folder.
@@ -42,8 +46,11 @@ def open_checkpoint(path: Path, *, weights_only: bool = True) -> OpenedCheckpoin
         CheckpointCorruptError: it is damaged.
         CheckpointUntrustedError: it asks for code to be run.
     """
-    if not path.exists():
+    if not (path.exists() or is_checkpoint_directory(path)):
         raise ConfigError("CHECKPOINT", str(path), "There is no such file or folder", _nearby(path))
+    if is_checkpoint_directory(path):
+        sharded = ShardedCheckpoint(path, weights_only=weights_only)
+        return OpenedCheckpoint(path=path, content=sharded.state, source=sharded, record=record_in(sharded.state))
     content = open_plain(path, weights_only)
     source = PlainTensors(path, content, content["state_dict"])
     return OpenedCheckpoint(path=path, content=content, source=source, record=record_in(content))

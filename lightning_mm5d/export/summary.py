@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from lightning_mm5d.checkpoint.huggingface_record import record_in
+from lightning_mm5d.checkpoint.saved_state import SavedOptimizerState, SavedWeights
+from lightning_mm5d.checkpoint.sharded_load import ShardedCheckpoint
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.export.plain_file import open_plain, tensors_in
 from lightning_mm5d.planner.tables import Page, Table
+from lightning_mm5d.storage.directory import CheckpointDirectory, is_checkpoint_directory
+from lightning_mm5d.storage.manifest import VERSION
 
 _UNITS = ("KB", "MB", "GB", "TB", "PB")
+_KNOWN = {"state_dict", "optimizer_states", "epoch", "global_step"}
+_MOST_FILES = 20  # in the table; of more only the number and the sum are said
 
 
 def summary(path: Path, *, verify: bool, weights_only: bool = True) -> Page:
@@ -22,7 +28,7 @@ def summary(path: Path, *, verify: bool, weights_only: bool = True) -> Page:
 
     Args:
         path: of a full checkpoint, or of the folder of a sharded one.
-        verify: whether to read all of it and compare it with its checksums.
+        verify: whether to read all of a sharded one and compare it with its checksums; a full one always is.
         weights_only: whether to refuse what needs pickle to run code.
 
     Raises:
@@ -30,12 +36,15 @@ def summary(path: Path, *, verify: bool, weights_only: bool = True) -> Page:
         CheckpointCorruptError: it is damaged.
         CheckpointUntrustedError: it asks for code to be run.
     """
+    if is_checkpoint_directory(path):
+        return _of_folder(path, verify, weights_only)
     if not path.exists():
         raise ConfigError("CHECKPOINT", str(path), "There is no such file or folder", "Name a checkpoint")
     content = open_plain(path, weights_only)
     rows = [("checkpoint", str(path)), ("format", "full, one file"), *_progress(content)]
     rows += [("size", human(path.stat().st_size)), ("content", "all checksums hold")]
-    return [Table.of(("", ""), rows), *_parts(content), *_models(record_in(content))]
+    record = record_in(content)
+    return [Table.of(("", ""), rows), *_parts(content, record), *_models(record)]
 
 
 def human(size: int) -> str:
@@ -47,25 +56,80 @@ def human(size: int) -> str:
     return f"{number:.{0 if number >= 99.95 else 1}f} {_UNITS[power - 1]}"
 
 
-def _progress(content: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+def _of_folder(path: Path, verify: bool, weights_only: bool) -> Page:
+    directory = CheckpointDirectory(path)
+    directory.check_sizes()
+    if verify:
+        directory.verify()
+    sharded = ShardedCheckpoint(path, weights_only=weights_only)
+    sizes = {name: file.size for name, file in directory.files.items()}
+    held = "all checksums hold" if verify else "sizes and headers hold; --verify reads the rest"
+    rows = [("checkpoint", str(directory.path)), ("format", f"sharded, version {VERSION}"), *_progress(sharded.state)]
+    rows += [*_run(sharded.fields), ("size", f"{human(sum(sizes.values()))} in {len(sizes)} files"), ("content", held)]
+    page: Page = [Table.of(("", ""), rows), *_layout(sharded.fields)]
+    if len(sizes) <= _MOST_FILES:
+        page.append(Table.of(("file", "size"), [(name, human(size)) for name, size in sorted(sizes.items())]))
+    record = record_in(sharded.state)
+    return [*page, *_parts(sharded.state, record), *_models(record)]
+
+
+def _progress(content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for key, name in (("epoch", "epoch"), ("global_step", "step"), ("pytorch-lightning_version", "Lightning")):
         if key in content:
             yield name, str(content[key])
 
 
-def _parts(content: Mapping[str, Any]) -> Page:
+def _run(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    layout = fields.get("layout")
+    if isinstance(layout, Mapping):
+        for key, name in (("world_size", "ranks"), ("schedule", "schedule"), ("num_microbatches", "microbatches")):
+            if key in layout:
+                yield name, str(layout[key])
+
+
+def _layout(fields: Mapping[str, Any]) -> Page:
+    """A row for each modality with its sizes."""
+    layout = fields.get("layout")
+    modalities = layout.get("modalities") if isinstance(layout, Mapping) else None
+    if not isinstance(modalities, Mapping) or not all(isinstance(sizes, Mapping) for sizes in modalities.values()):
+        return []
+    axes = list(dict.fromkeys(axis for sizes in modalities.values() for axis in sizes))
+    rows = [(name, *(str(sizes.get(axis, "")) for axis in axes)) for name, sizes in modalities.items()]
+    return [Table.of(("modality", *axes), rows)] if rows else []
+
+
+def _parts(content: Mapping[str, Any], record: Mapping[str, Any] | None) -> Page:
     """Tables of what takes memory, and of the rest by its keys."""
-    state = content["state_dict"]
-    rows = [("weights", *_amount(state))]
+    same = record["same"] if record is not None else ()
+    first = {name: group[0] for group in same for name in group}
+    weights = [(first.get(key, key), *size) for key, *size in _sizes(content.get("state_dict", {}))]
+    rows = [("weights", *_amount(weights))]
     for number, each in enumerate(content.get("optimizer_states", ())):
-        rows.append((f"optimizer {number}", *_amount(each)))
-    others = sorted(set(content) - {"state_dict", "optimizer_states", "epoch", "global_step"})
+        groups = each.get("param_groups", ()) if isinstance(each, Mapping) else ()
+        rows.append((f"optimizer {number}, {_counted(len(groups), 'group')}", *_amount(_sizes(each))))
+    others = sorted(set(content) - _KNOWN)
     return [Table.of(("part", "tensors", "numbers", "bytes"), rows), f"Also in it: {', '.join(others)}"]
 
 
-def _amount(tree: Any) -> tuple[int, int, str]:
-    tensors: list[Tensor] = list({id(each): each for each in tensors_in(tree)}.values())
-    return len(tensors), sum(each.numel() for each in tensors), human(sum(each.nbytes for each in tensors))
+def _sizes(tree: Any) -> Iterable[tuple[Any, Sequence[int], int]]:
+    """Identity, shape and bytes of a number, for each tensor; nothing is read."""
+    if isinstance(tree, SavedWeights):
+        return [(name, tree.shape(name), tree.dtype(name).itemsize) for name in tree.names()]
+    if isinstance(tree, SavedOptimizerState):
+        parts = [tree.parts(index) for index in tree]
+        stored = [(source, name) for source, names, _ in parts for name in names.values()]
+        own = [(id(each), each.shape, each.itemsize) for _, _, rest in parts for each in tensors_in(rest)]
+        return [*((name, source.shape(name), source.dtype(name).itemsize) for source, name in stored), *own]
+    if isinstance(tree, Mapping):
+        return [size for value in tree.values() for size in _sizes(value)]
+    tensors: Iterable[Tensor] = tensors_in(tree)
+    return [(each.data_ptr() if each.numel() else id(each), each.shape, each.itemsize) for each in tensors]
+
+
+def _amount(sizes: Iterable[tuple[Any, Sequence[int], int]]) -> tuple[int, int, str]:
+    once = {key: (math.prod(shape), itemsize) for key, shape, itemsize in sizes}
+    numbers = sum(count for count, _ in once.values())
+    return len(once), numbers, human(sum(count * itemsize for count, itemsize in once.values()))
 
 
 def _models(record: Mapping[str, Any] | None) -> Page:
@@ -75,3 +139,7 @@ def _models(record: Mapping[str, Any] | None) -> Page:
     page: Page = [Table.of(("path", "model of Hugging Face", "adapters"), rows)]
     processors = [f"{each['path']} ({each['class']})" for each in record["processors"]]
     return [*page, f"Processors: {', '.join(processors)}"] if processors else page
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
