@@ -70,7 +70,7 @@ def _of_folder(path: Path, verify: bool, weights_only: bool) -> Page:
     if len(sizes) <= _MOST_FILES:
         page.append(Table.of(("file", "size"), [(name, human(size)) for name, size in sorted(sizes.items())]))
     record = record_in(sharded.state)
-    return [*page, *_parts(sharded.state, record), *_models(record)]
+    return [*page, *_parts(sharded.state, record, sharded.fields.get("optimizers", ())), *_models(record)]
 
 
 def _progress(content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -98,7 +98,7 @@ def _layout(fields: Mapping[str, Any]) -> Page:
     return [Table.of(("modality", *axes), rows)] if rows else []
 
 
-def _parts(content: Mapping[str, Any], record: Mapping[str, Any] | None) -> Page:
+def _parts(content: Mapping[str, Any], record: Mapping[str, Any] | None, classes: Sequence[str] = ()) -> Page:
     """Tables of what takes memory, and of the rest by its keys."""
     same = record["same"] if record is not None else ()
     first = {name: group[0] for group in same for name in group}
@@ -106,7 +106,8 @@ def _parts(content: Mapping[str, Any], record: Mapping[str, Any] | None) -> Page
     rows = [("weights", *_amount(weights))]
     for number, each in enumerate(content.get("optimizer_states", ())):
         groups = each.get("param_groups", ()) if isinstance(each, Mapping) else ()
-        rows.append((f"optimizer {number}, {_counted(len(groups), 'group')}", *_amount(_sizes(each))))
+        name = classes[number] if number < len(classes) else f"optimizer {number}"
+        rows.append((f"{name}, {_counted(len(groups), 'group')}", *_amount(_sizes(each))))
     others = sorted(set(content) - _KNOWN)
     return [Table.of(("part", "tensors", "numbers", "bytes"), rows), f"Also in it: {', '.join(others)}"]
 

@@ -129,15 +129,16 @@ class CheckpointStrategy(WeightsStrategy, ABC):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         module, session = self._module("save_checkpoint"), self._session
-        trainer = module.trainer
+        trainer, optimizers = module.trainer, [getattr(one, "optimizer", one) for one in self.optimizers]
+        fields = {"step": trainer.global_step, "epoch": trainer.current_epoch, "layout": self._layout_fields()}
         self._checkpoints.save(
             checkpoint,
             filepath,
             module,
-            [getattr(one, "optimizer", one) for one in self.optimizers],
+            optimizers,
             self._shards_plan(),
             buffers=None if session is None else session.buffers,
-            fields={"step": trainer.global_step, "epoch": trainer.current_epoch, "layout": self._layout_fields()},
+            fields={**fields, "optimizers": [type(one).__name__ for one in optimizers]},
             in_thread=self.async_checkpoint and session is not None,
         )
 
