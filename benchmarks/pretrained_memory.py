@@ -102,7 +102,7 @@ class Loaded(L.LightningModule):
         self.figures = {"memory": memory, "read": read, "share": share(self)}
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("loss", self.model(**batch, use_cache=False).loss)
+        self.log("loss", self.model(**batch, use_cache=False).loss, sync_dist=True)
 
 
 def share(module: torch.nn.Module) -> int:
