@@ -28,9 +28,10 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mm5d.config.errors import ConfigError, private
-from lightning_mm5d.weights.deferred_weights import DeferredWeights, tensors_of
+from lightning_mm5d.weights.deferred_weights import DeferredWeights
 from lightning_mm5d.weights.journal import Call, Journal
 from lightning_mm5d.weights.memories import CPU, META
+from lightning_mm5d.weights.module_tensors import tensors_of
 from lightning_mm5d.weights.ordinary_answers import OrdinaryAnswers, unrecorded
 from lightning_mm5d.weights.pretrained import streaming
 from lightning_mm5d.weights.recipe import Recipe
@@ -91,6 +92,7 @@ class DeferredInit(TorchDispatchMode):
                         "Build the module outside of torch.device('meta'): configure_model makes no weights by itself",
                     )
             deferred = {key for key, reason in why.items() if reason is not Undefined.META}
+            known = [(names, kind, t) for names, kind, t in found if id(t) in deferred]
             return DeferredWeights(
                 operations=tuple(self._journal.operations),
                 memories=memories,
@@ -98,7 +100,8 @@ class DeferredInit(TorchDispatchMode):
                 draws_from=tuple(source.stands_for for source in self._journal.sources),
                 ends=dict(self._journal.ends),
                 read_by=self._journal.read_by,
-                tensors=tuple((n, k, self._memories.view(t)) for n, k, t in found if id(t) in deferred),
+                tensors=tuple((n, self._memories.view(t)) for n, k, t in known if k != "attribute"),
+                attributes=tuple((t, self._memories.view(t)) for _, k, t in known if k == "attribute"),
                 unwritten=tuple(n[0] for n, _, t in found if why.get(id(t)) is Undefined.EMPTY),
                 unknown=tuple(n[0] for n, _, t in found if t.is_meta and id(t) not in deferred),
             )

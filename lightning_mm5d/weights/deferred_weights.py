@@ -1,31 +1,28 @@
 """The weights of one module that are yet to be made: their names, and the operations that make them.
 
-It is plain data: it holds no module, and may be pickled and sent to another process together with the module.
+It holds no module, only tensors without memory that stand in plain attributes. So it may be pickled, or copied,
+together with the module in one go.
 """
 
 from __future__ import annotations
 
 import hashlib
-import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
 
 import torch
 from torch import Generator, Tensor, UntypedStorage, nn
 
 from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.weights.module_tensors import tensors_of
 from lightning_mm5d.weights.random_sources import default_generator, unmoved
 from lightning_mm5d.weights.recipe import Cast, Recipe
 from lightning_mm5d.weights.recorded import Memory, Operation, View
 from lightning_mm5d.weights.replay import Replay, sliced
 
-Kind = Literal["parameter", "buffer", "attribute"]
 # Called with all names of one tensor, more than one where it is tied, and its full value.
 Sink = Callable[[tuple[str, ...], Tensor], None]
-Deferred = tuple[tuple[str, ...], Kind, View]
 
 
 @dataclass(frozen=True)
@@ -38,7 +35,8 @@ class DeferredWeights:
         starts: for each random source, its state before recording; the first is usually torch's CPU generator.
         draws_from: the generators of these sources; a device stands for its default generator in any process.
         ends: states that the recorded code set after the last draw.
-        tensors: names, kind and place of each deferred tensor; plain attributes go by the path to them.
+        tensors: the names of each deferred parameter and buffer, and where it is.
+        attributes: deferred tensors in plain attributes of the module, and where they are.
         read_by: what read a random value while the module was built, if anything did; the record then holds for these
             random states only.
         unwritten: names of tensors that an ordinary construction leaves as `torch.empty` made them, in full or in part;
@@ -51,7 +49,8 @@ class DeferredWeights:
     starts: Sequence[Tensor]
     draws_from: Sequence[Generator | torch.device]
     ends: Mapping[int, Tensor | int]
-    tensors: Sequence[Deferred]
+    tensors: Sequence[tuple[tuple[str, ...], View]]
+    attributes: Sequence[tuple[Tensor, View]]
     read_by: str | None
     unwritten: tuple[str, ...]
     unknown: tuple[str, ...]
@@ -59,7 +58,7 @@ class DeferredWeights:
     @property
     def names(self) -> frozenset[str]:
         """All names of deferred parameters and buffers."""
-        return frozenset(name for names, kind, _ in self.tensors if kind != "attribute" for name in names)
+        return frozenset(name for names, _ in self.tensors for name in names)
 
     @property
     def generators(self) -> list[Generator]:
@@ -73,7 +72,7 @@ class DeferredWeights:
         for operation in self.operations:
             for memory in operation.writes:
                 writers.setdefault(memory, []).append(operation)
-        recipes = {names: _recipe(view, writers) for names, kind, view in self.tensors if kind != "attribute"}
+        recipes = {names: _recipe(view, writers) for names, view in self.tensors}
         return {name: recipe for names, recipe in recipes.items() if recipe is not None for name in names}
 
     @property
@@ -105,21 +104,17 @@ class DeferredWeights:
             random_state: `random_state` of another process, to draw what it draws.
         """
         chosen = None if only is None else frozenset(only)
-        wanted: dict[int, list[Deferred]] = {}
         stored = self.stored
-        for names, kind, view in self.tensors:
-            if names[0] in stored:
-                continue
-            if chosen is None or kind == "attribute" or not chosen.isdisjoint(names):
-                wanted.setdefault(view.memory, []).append((names, kind, view))
-        attributes = {names[0]: tensor for names, kind, tensor in tensors_of(module) if kind == "attribute"}
+        wanted: dict[int, list[Callable[[UntypedStorage], None]]] = {}
+        for names, view in self.tensors:
+            if names[0] not in stored and (chosen is None or not chosen.isdisjoint(names)):
+                wanted.setdefault(view.memory, []).append(_sinking(sink, names, view))
+        for tensor, view in self.attributes:
+            wanted.setdefault(view.memory, []).append(_filling(tensor, view))
 
         def final(memory: int, storage: UntypedStorage) -> None:
-            for names, kind, view in wanted[memory]:
-                if kind == "attribute":
-                    _fill(attributes[names[0]], view.tensor(storage))
-                else:
-                    sink(names, view.tensor(storage))
+            for receive in wanted[memory]:
+                receive(storage)
 
         starts = self._starts(random_state)
         one_stream = chosen is None or self.read_by is not None
@@ -172,17 +167,23 @@ def _seeds(states: Sequence[Tensor]) -> Callable[[int], int]:
     return seed_of
 
 
+def _sinking(sink: Sink, names: tuple[str, ...], view: View) -> Callable[[UntypedStorage], None]:
+    return lambda storage: sink(names, view.tensor(storage))
+
+
+def _filling(tensor: Tensor, view: View) -> Callable[[UntypedStorage], None]:
+    return lambda storage: _fill(tensor, view.tensor(storage))
+
+
 def filling(module: nn.Module) -> Sink:
     """A sink that gives each parameter and buffer of `module` its full value."""
     tensors = {names[0]: tensor for names, _, tensor in tensors_of(module)}
 
     def fill(names: tuple[str, ...], value: Tensor) -> None:
-        tensor = tensors[names[0]]
-        if not weakref.getweakrefs(tensor):
-            _fill(tensor, value)
+        new = _like(tensors[names[0]], value)
+        if _swapped(tensors[names[0]], new):
             return
-        new = _like(tensor, value)
-        for name in names:  # what holds weak references, as recurrent layers do, notices that an attribute is set
+        for name in names:  # recurrent layers, which hold weak references, notice that an attribute is set
             owner, _, leaf = name.rpartition(".")
             setattr(module.get_submodule(owner), leaf, new)
 
@@ -191,7 +192,21 @@ def filling(module: nn.Module) -> Sink:
 
 def _fill(tensor: Tensor, value: Tensor) -> None:
     """Give a tensor without memory its value, in place, so that whoever holds it sees it."""
-    torch.utils.swap_tensors(tensor, _like(tensor, value))
+    if not _swapped(tensor, _like(tensor, value)):
+        raise ConfigError(
+            "configure_model",
+            f"a tensor of shape {tuple(tensor.shape)} in a plain attribute, to which torch itself keeps references",
+            "Such a tensor cannot be made in place",
+            "Register it as a buffer, or its layer as a submodule",
+        )
+
+
+def _swapped(tensor: Tensor, new: Tensor) -> bool:
+    try:
+        torch.utils.swap_tensors(tensor, new)
+    except RuntimeError:  # there is a weak reference to it, or autograd has saved it
+        return False
+    return True
 
 
 def _like(tensor: Tensor, value: Tensor) -> Tensor:
@@ -201,41 +216,3 @@ def _like(tensor: Tensor, value: Tensor) -> Tensor:
         value = nn.Parameter(value, tensor.requires_grad)
     vars(value).update(vars(tensor))
     return value.requires_grad_(tensor.requires_grad)
-
-
-def tensors_of(module: nn.Module) -> Iterator[tuple[tuple[str, ...], Kind, Tensor]]:
-    """All parameters, buffers and tensors in plain attributes, each once with all its names."""
-    names: dict[int, list[str]] = {}
-    kinds: dict[int, tuple[Kind, Tensor]] = {}
-    found: list[tuple[Kind, Iterator[tuple[str, Tensor]]]] = [
-        ("parameter", module.named_parameters(remove_duplicate=False)),
-        ("buffer", module.named_buffers(remove_duplicate=False)),
-        ("attribute", _attributes(module)),
-    ]
-    for kind, pairs in found:
-        for name, tensor in pairs:
-            names.setdefault(id(tensor), []).append(name)
-            kinds.setdefault(id(tensor), (kind, tensor))
-    for key, (kind, tensor) in kinds.items():
-        yield tuple(names[key]), kind, tensor
-
-
-def _attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Tensors in plain attributes of modules, also within lists, tuples, dictionaries and plain objects."""
-    seen: set[int] = set()
-    registered = {id(t) for t in [*module.parameters(), *module.buffers()]}
-    for path, part in module.named_modules():
-        plain = {k: v for k, v in vars(part).items() if k not in ("_parameters", "_buffers", "_modules")}
-        queue: deque[tuple[str, Any]] = deque([(path, plain)])
-        while queue:
-            where, value = queue.popleft()
-            if id(value) in seen or isinstance(value, nn.Module | type):
-                continue
-            seen.add(id(value))
-            if isinstance(value, Tensor):
-                if id(value) not in registered:
-                    yield where, value
-            elif isinstance(value, dict):
-                queue.extend((f"{where}.{key}".lstrip("."), item) for key, item in value.items())
-            elif isinstance(value, list | tuple | deque):
-                queue.extend((f"{where}.{index}", item) for index, item in enumerate(value))

@@ -29,7 +29,8 @@ from torch.nn.utils import parametrize
 
 from lightning_mm5d.config.errors import ConfigError, private
 from lightning_mm5d.weights.deferred_init import DeferredInit
-from lightning_mm5d.weights.deferred_weights import DeferredWeights, tensors_of
+from lightning_mm5d.weights.deferred_weights import DeferredWeights
+from lightning_mm5d.weights.module_tensors import tensors_of
 
 
 def initialize_meta(module: nn.Module, names: Iterable[str] | None = None) -> DeferredWeights:

@@ -13,7 +13,8 @@ from torch import Tensor, UntypedStorage, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mm5d.weights import DeferredInit, DeferredWeights
-from lightning_mm5d.weights.deferred_weights import filling, tensors_of
+from lightning_mm5d.weights.deferred_weights import filling
+from lightning_mm5d.weights.module_tensors import tensors_of
 
 Build = Callable[[], nn.Module]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable
 
@@ -11,6 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.nn.utils import weight_norm as old_weight_norm
+from torchmetrics import MeanSquaredError
+from torchmetrics.classification import MulticlassConfusionMatrix
 
 
 class Direct(L.LightningModule):
@@ -37,6 +41,33 @@ class Direct(L.LightningModule):
         self.plain = torch.randn(3)
         self.listed = [torch.zeros(2), {"deep": (torch.ones(1), torch.rand(2))}]
         self.register_parameter("absent", None)
+
+
+class Schedule:
+    """A plain object with tensors."""
+
+    def __init__(self) -> None:
+        self.betas = torch.linspace(0, 1, 4)
+        self.products = torch.cat([torch.ones(1), self.betas[1:].cumprod(0)])
+
+
+class Elsewhere(nn.Module):
+    """Tensors in objects, closures, metrics and modules that are not registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.schedule = Schedule()
+        self.teacher = [nn.BatchNorm1d(2), nn.Linear(2, 2).requires_grad_(False)]
+        mask = torch.ones(2)
+        self.masked = lambda x: x * mask
+        self.partial = functools.partial(torch.add, torch.zeros(2))
+        self.metric = MeanSquaredError(num_outputs=3)
+        self.confusion = MulticlassConfusionMatrix(4)
+        self.loss = nn.CrossEntropyLoss(weight=torch.rand(3))
+        self.old = old_weight_norm(nn.Linear(2, 3))
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+        for layer in self.layers:
+            layer.plain = torch.zeros(2)
 
 
 class Initialisers(nn.Module):
@@ -208,6 +239,7 @@ def lora() -> nn.Module:
 
 ODD: dict[str, Callable[[], nn.Module]] = {
     "direct": Direct,
+    "elsewhere": Elsewhere,
     "initialisers": Initialisers,
     "edited": Edited,
     "copied": Copied,

@@ -33,7 +33,7 @@ def test_families_of_the_zoo_come_out_as_ever(name: str) -> None:
     assert_as_ever(CASES[name].make_module)
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft asks transformers for a deprecated property
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # old weight norm; peft asks for a deprecated property
 @pytest.mark.parametrize("name", list(ODD))
 def test_odd_constructors_come_out_as_ever(name: str) -> None:
     assert_as_ever(ODD[name])
