@@ -18,12 +18,13 @@ import warnings
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import IO, Any
 
 import fsspec
 import torch
 from fsspec.core import url_to_fs
-from fsspec.utils import get_protocol
+from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.plugins.io import CheckpointIO
 from typing_extensions import override
 
@@ -34,7 +35,10 @@ from lightning_mm5d.storage.files import corrupt
 from lightning_mm5d.storage.replacement import Replacement, new_save_id, remove_checkpoint
 
 _SCANNED_BYTES = 64 * 2**20  # of a pickle, for the names in it
-_DAMAGE = (RuntimeError, ValueError, TypeError, LookupError, EOFError, AttributeError, ArithmeticError, MemoryError)
+_DAMAGE = (
+    *(RuntimeError, ValueError, TypeError, LookupError, EOFError, AttributeError, ArithmeticError, MemoryError),
+    *(AssertionError, SyntaxError, SystemError),  # of torch, and of NumPy's dtypes and characters
+)
 
 
 def save_full(checkpoint: Any, path: str | os.PathLike[str]) -> None:
@@ -47,11 +51,12 @@ def save_full(checkpoint: Any, path: str | os.PathLike[str]) -> None:
     Raises:
         OSError: the disk is full or may not be written.
     """
-    if not _is_local(path):
+    place = _local(path)
+    if place is None:
         with fsspec.open(os.fspath(path), "wb") as remote, _checksums():
             torch.save(checkpoint, remote)
         return
-    replacement = Replacement(path, new_save_id())
+    replacement = Replacement(place, new_save_id())
     replacement.begin()
     try:
         with open(replacement.new, "xb") as file, _checksums():
@@ -86,9 +91,10 @@ def load_full(
         CheckpointCorruptError: the file is not as it was written.
         CheckpointUntrustedError: the file names a class or function that could run code.
     """
-    opened: Any = open(path, "rb") if _is_local(path) else fsspec.open(os.fspath(path), "rb")  # noqa: SIM115
+    place = _local(path)
+    opened: Any = open(place, "rb") if place else fsspec.open(os.fspath(path), "rb")  # noqa: SIM115
     with opened as file:
-        return load_opened(file, os.fspath(path), weights_only, map_location, mmap=mmap)
+        return load_opened(file, os.fspath(place or path), weights_only, map_location, mmap=mmap and place is not None)
 
 
 def load_opened(
@@ -148,16 +154,22 @@ class FullFileIO(CheckpointIO):
 
     @override
     def remove_checkpoint(self, path: Any) -> None:
-        if _is_local(path):
-            remove_checkpoint(path)
-        else:
-            files, place = url_to_fs(os.fspath(path))
-            if files.exists(place):
-                files.rm(place, recursive=True)
+        place = _local(path)
+        if place is not None:
+            remove_checkpoint(place)
+            return
+        files, name = url_to_fs(os.fspath(path))
+        if files.exists(name):
+            files.rm(name, recursive=True)
 
 
-def _is_local(path: str | os.PathLike[str]) -> bool:
-    return get_protocol(os.fspath(path)) in ("file", "local")
+def _local(path: str | os.PathLike[str]) -> Path | None:
+    """Return the local path of `path`, None for an address elsewhere."""
+    name = os.fspath(path)
+    if "://" not in name and "::" not in name:
+        return Path(name)
+    files, place = url_to_fs(name)
+    return Path(place) if isinstance(files, LocalFileSystem) else None
 
 
 @contextmanager

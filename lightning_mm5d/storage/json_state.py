@@ -28,7 +28,10 @@ from lightning_mm5d.storage.tensor_header import storable
 
 _DEPTH = 100  # of containers in each other; deeper ones are kept as objects
 _TAG = "$"
-_DECODING_ERRORS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, struct.error)
+_DECODING_ERRORS = (
+    *(ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, struct.error),
+    *(SyntaxError, SystemError),  # of NumPy: a dtype, and a character that Unicode does not have
+)
 _PATHS = {kind.__name__: kind for kind in (pathlib.PosixPath, pathlib.WindowsPath)} | {
     kind.__name__: kind for kind in (pathlib.PurePosixPath, pathlib.PureWindowsPath)
 }

@@ -43,9 +43,14 @@ class Replacement:
     Attributes:
         path: what is made or replaced, absolute.
         new: where it is written meanwhile.
+
+    Raises:
+        ValueError: the path is the address of something remote, where nothing can be renamed.
     """
 
     def __init__(self, path: str | os.PathLike[str], save_id: str) -> None:
+        if "://" in os.fspath(path):
+            raise ValueError(f"{os.fspath(path)!r} is no path. Save to a local or mounted folder")
         self.path = Path(os.path.abspath(path))
         self.new = _hidden(self.path, save_id, _NEW)
         self._old = _hidden(self.path, save_id, _OLD)

@@ -274,6 +274,7 @@ def test_files_of_other_ways_to_save_load(tmp_path: Path) -> None:
         assert _same(load_full(tmp_path / name), _checkpoint())
     with zipfile.ZipFile(tmp_path / "with checksums") as archive:
         assert all(record.CRC for record in archive.infolist())
+    assert _same(load_full(f"file://{tmp_path}/old"), _checkpoint())
     save_full(_checkpoint(), "memory://a.ckpt")
     assert _same(load_full("memory://a.ckpt"), _checkpoint())
     FullFileIO().remove_checkpoint("memory://a.ckpt")

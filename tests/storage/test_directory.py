@@ -193,4 +193,6 @@ def test_a_full_disk_and_a_folder_that_may_not_be_written_are_named(tmp_path: Pa
     (tmp_path / "folder").touch()
     with pytest.raises(FileExistsError):  # root may write anywhere, so a file stands where a folder must
         save(tmp_path / "folder" / "a.ckpt", 2.0)
+    with pytest.raises(ValueError, match="is no path"):
+        save("s3://bucket/a.ckpt", 2.0)  # type: ignore[arg-type]
     assert load(path) == 1.0

@@ -212,6 +212,8 @@ TEXTS = [
     '{"$":"timedelta","parts":[1e300,0,0]}',
     '{"$":"size","lengths":["a"]}',
     '{"$":"tuple"}',
+    '{"$":"array","dtype":",","shape":[],"base64":""}',
+    '{"$":"number","dtype":"<U1","shape":[],"base64":"/////w=="}',
 ]
 
 
