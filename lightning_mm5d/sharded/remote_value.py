@@ -63,7 +63,7 @@ class Guard:
         if self.ends_here is None:
             return RemoteParameterError(
                 f"{wanted}To save weights, call trainer.save_checkpoint(...) on all ranks. To read them, call "
-                "trainer.strategy.lightning_module_state_dict() on all ranks: rank 0 gets full tensors, for instance "
+                "trainer.strategy.full_state_dict() on all ranks: rank 0 gets full tensors, for instance "
                 "for model.save_pretrained(folder, state_dict=...). After fit, rank 0 holds all weights"
             )
         return RemoteParameterError(

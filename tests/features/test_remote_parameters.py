@@ -148,7 +148,7 @@ def test_what_takes_its_shape_alone_is_a_plain_tensor(name: str) -> None:
 @pytest.mark.parametrize("name", LEAVES)
 def test_no_number_comes_out_of_a_remote_parameter(name: str) -> None:
     held = Held()
-    with pytest.raises(RemoteParameterError, match=r"lightning_module_state_dict"):
+    with pytest.raises(RemoteParameterError, match=r"full_state_dict"):
         LEAVES[name](held.weight)
 
 
@@ -291,7 +291,7 @@ class Tries(L.Callback):
                 self.errors[name] = str(error)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self.state = trainer.strategy.lightning_module_state_dict()
+        self.state = trainer.strategy.full_state_dict()
 
 
 def tried(run: Run) -> Any:
@@ -321,7 +321,7 @@ def test_hooks_get_errors_and_the_whole_state_and_correct_steps_train(tmp_path: 
     for errors, _ in found["tried"].ranks[1:]:
         assert errors.keys() == OUTSIDE.keys()
         for name, error in errors.items():
-            for words in ("`encoder", "rank 0 (vision.0)", "lightning_module_state_dict"):
+            for words in ("`encoder", "rank 0 (vision.0)", "full_state_dict"):
                 assert words in error, name
     assert_same(found["tried"].ranks[0][1], found["tried"].one[1])
     assert_same(found["right"].ranks[0], found["right"].one)

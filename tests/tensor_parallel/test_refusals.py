@@ -105,7 +105,7 @@ class Saves(L.Callback):
             pl_module.model.save_pretrained(self.folder / f"alone{trainer.global_rank}")
         except RemoteParameterError as error:
             self.error = str(error)
-        state = trainer.strategy.lightning_module_state_dict()
+        state = trainer.strategy.full_state_dict()
         if trainer.is_global_zero:
             own = {name.removeprefix("model."): value for name, value in state.items() if name.startswith("model.")}
             pl_module.model.save_pretrained(self.folder / "all", state_dict=own)
@@ -123,7 +123,7 @@ def test_a_model_is_saved_while_it_trains_from_the_state_of_all_ranks(tmp_path: 
     """language: ranks 0-1 and 2-3 as stages of two tensor parallel ranks."""
     found = run_ranks(4, save_while_training, tmp_path)
     for error, _ in found:
-        assert "lightning_module_state_dict" in error
+        assert "full_state_dict" in error
     loaded = type(build("llama_tied").model).from_pretrained(tmp_path / "all", dtype=torch.float64)
     for name, value in loaded.state_dict().items():
         torch.testing.assert_close(value, found[0][1][name], rtol=1e-9, atol=1e-9)

@@ -1,0 +1,230 @@
+"""Sharded checkpoints through Lightning's own ways: callbacks, hooks, links, threads and failures."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from features.test_checkpoints import Adaptive
+from features.toys import PIPE, Run, Toy, assert_same, together, weights
+from lightning_mm5d.checkpoint.sharded_load import ShardedCheckpoint
+from lightning_mm5d.checkpoint.sharded_save import Save
+from lightning_mm5d.sharded.remote_value import is_remote
+from lightning_mm5d.storage.tensor_file import TensorFileWriter
+
+
+class Hooked(Adaptive):
+    """Drops a key, renames one, and adds tensors of its own."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        state = checkpoint["state_dict"]
+        del state["decoder.norm.bias"]
+        state["renamed"] = state.pop("encoder.patch.weight")
+        state["own"] = torch.arange(3.0)
+        checkpoint["pair"] = (1, torch.ones(2))
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        state = checkpoint["state_dict"]
+        state["encoder.patch.weight"] = state.pop("renamed")
+        del state["own"]
+        self.strict_loading = False
+        self.pair = checkpoint["pair"]
+
+
+class Greedy(Toy):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["state_dict"]
+        checkpoint["state_dict"] = {name: value * 2 for name, value in state.items()}
+
+
+class Grown(Adaptive):
+    def configure_optimizers(self) -> Any:
+        found = super().configure_optimizers()
+        del found["optimizer"].param_groups[1]["params"][-1]
+        return found
+
+
+class FailsOnOne(Toy):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.global_rank == 1:
+            raise OSError("rank 1 has its own trouble")
+
+
+def train(run: Run, module: Toy, epochs: int, **options: Any) -> Any:
+    kept = options.pop("save_top_k", 1)
+    saver = ModelCheckpoint(run.folder, save_last="link", filename="{step}", save_top_k=kept, every_n_train_steps=2)
+    callbacks = [saver, *options.pop("callbacks", [])]
+    ckpt_path = options.pop("ckpt_path", None)
+    trainer = run.trainer(max_epochs=epochs, enable_checkpointing=True, callbacks=callbacks, **options)
+    trainer.fit(module, run.training(), ckpt_path=ckpt_path)
+    return trainer
+
+
+def hooks(run: Run) -> dict[str, Any]:
+    train(run, Hooked(), 2)
+    module = Hooked()
+    train(run, module, 3, ckpt_path="last")
+    return {"mine": module.loaded, "pair": module.pair, "there": sorted(os.listdir(run.folder))}
+
+
+def failed_save(run: Run, module: Toy) -> str:
+    try:
+        train(run, module, 1)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def loads_of_others(run: Run) -> dict[str, str]:
+    """What another optimizer, another shape and another name say; nothing is changed by them."""
+    train(run, Adaptive(), 1)
+    found = {}
+
+    class Wider(Adaptive):
+        def __init__(self) -> None:
+            super().__init__()
+            self.decoder.head = torch.nn.Linear(8, 5).double()
+
+    class Renamed(Adaptive):
+        def __init__(self) -> None:
+            super().__init__()
+            self.more = torch.nn.Linear(2, 2).double()
+
+    for name, module in {"groups": Grown(), "shape": Wider(), "name": Renamed()}.items():
+        before = weights(module)
+        try:
+            train(run, module, 2, ckpt_path=run.folder / "last.ckpt")
+            found[name] = "no error"
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+        if name != "groups":
+            assert_same(weights(module), before)
+    return found
+
+
+def test_hooks_that_change_the_state_dict_are_honoured(tmp_path: Path) -> None:
+    """vision: rank 0; language: ranks 1-2 as stages."""
+    for found in together(PIPE, hooks, tmp_path, checkpoint="sharded"):
+        assert found["mine"] == 3  # the hook that counts comes after that which saves
+        assert found["pair"][0] == 1
+        assert torch.equal(found["pair"][1], torch.ones(2))
+        assert found["there"] == ["last.ckpt", "step=6.ckpt"]
+    assert (tmp_path / "last.ckpt").is_symlink()
+    names = ShardedCheckpoint(tmp_path / "last.ckpt").names()
+    assert "decoder.norm.bias" not in names
+    assert {"renamed", "own"} <= set(names)
+
+
+def test_values_that_rank_0_does_not_have_are_refused_by_name(tmp_path: Path) -> None:
+    """vision: rank 0; language: ranks 1-2 as stages."""
+    for error in together(PIPE, partial(failed_save, module=Greedy()), tmp_path, checkpoint="sharded"):
+        assert "checkpoint.state_dict.decoder." in error
+        assert "full_state_dict" in error
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_rank_that_fails_in_a_hook_ends_all_with_its_error(tmp_path: Path, capfd: Any) -> None:
+    with suppress(AssertionError):  # ranks that wait for it are ended
+        for error in together(PIPE, partial(failed_save, module=FailsOnOne()), tmp_path, checkpoint="sharded"):
+            assert "its own trouble" in error
+    assert "its own trouble" in capfd.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_groups_shapes_and_names_are_refused_before_anything_changes(tmp_path: Path) -> None:
+    for found in together(PIPE, loads_of_others, tmp_path, checkpoint="sharded"):
+        assert "encoder.projector.bias" in found["groups"]
+        assert "size mismatch for decoder.head" in found["shape"]
+        assert "missing keys ['more." in found["name"]
+
+
+class FullDisk(Toy):
+    """The second save finds no space on rank 2."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_rank == 2 and self.global_step == 2:
+            self.fired = True
+
+            def full(self: Any, name: str, tensor: torch.Tensor) -> None:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(self.path))
+
+            TensorFileWriter.write = full  # type: ignore[method-assign]
+
+
+def fails_on_full_disk(run: Run) -> dict[str, Any]:
+    module = FullDisk()
+    before = TensorFileWriter.write
+    try:
+        train(run, module, 3)
+    except Exception as error:
+        found = f"{type(error).__name__}: {error}"
+    TensorFileWriter.write = before  # type: ignore[method-assign]
+    there = sorted(os.listdir(run.folder))
+    again = Toy()
+    trainer = train(run, again, 4, ckpt_path="last")
+    return {"error": found, "there": there, "steps": trainer.global_step, "fired": hasattr(module, "fired")}
+
+
+@pytest.mark.parametrize("async_checkpoint", [False, True])
+def test_a_full_disk_on_one_rank_fails_the_save_on_all_and_leaves_the_last(
+    tmp_path: Path, async_checkpoint: bool
+) -> None:
+    options = {"checkpoint": "sharded", "async_checkpoint": async_checkpoint}
+    found = together(PIPE, fails_on_full_disk, tmp_path, **options)
+    assert found[2]["fired"]
+    for one in found:
+        assert "No space left" in one["error"]
+        assert one["there"] == ["last.ckpt", "step=2.ckpt"]
+        assert one["steps"] == 8
+
+
+class Watched(Adaptive):
+    """Holds up the writers of the first save until training has gone on, and keeps what was to be saved."""
+
+    def on_train_start(self) -> None:
+        self.held, self.saw = threading.Event(), []
+        write = Save.write
+
+        def held_up(save: Save) -> None:
+            assert self.held.wait(30)
+            write(save)
+
+        Save.write = held_up  # type: ignore[method-assign]
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.saw.append({name: p if is_remote(p) else p.detach().clone() for name, p in self.named_parameters()})
+        if self.global_step == 3:
+            self.there = os.path.exists(self.folder / "step=2.ckpt")
+            self.held.set()
+
+
+def saves_in_a_thread(run: Run) -> dict[str, Any]:
+    module = Watched()
+    module.folder = run.folder
+    train(run, module, 2, save_top_k=-1)
+    saved = ShardedCheckpoint(run.folder / "step=2.ckpt")
+    own = {name: value for name, value in module.saw[2].items() if not is_remote(value)}
+    moved = [name for name, value in module.saw[3].items() if name in own and not torch.equal(value, own[name])]
+    same = all(torch.equal(saved.read(name), value) for name, value in own.items())
+    return {"there": module.there, "same": same, "moved": moved, "own": len(own)}
+
+
+def test_a_thread_writes_the_weights_of_the_step_that_asked(tmp_path: Path) -> None:
+    """vision: rank 0; language: ranks 1-2 as stages."""
+    for found in together(PIPE, saves_in_a_thread, tmp_path, checkpoint="sharded", async_checkpoint=True):
+        assert not found["there"]
+        assert found["moved"]
+        assert found["own"]
+        assert found["same"]
+    assert (tmp_path / "last.ckpt").resolve().name == "step=4.ckpt"
