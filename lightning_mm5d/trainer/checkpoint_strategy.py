@@ -28,7 +28,7 @@ from lightning_mm5d.trainer.kept_shards import has_kept_shards
 from lightning_mm5d.trainer.process_group import message_device, rendezvous_store
 from lightning_mm5d.trainer.resume import Resume
 from lightning_mm5d.trainer.session import Session
-from lightning_mm5d.trainer.sharded_checkpoints import ShardedCheckpoints
+from lightning_mm5d.trainer.sharded_checkpoints import ShardedCheckpoints, reads_weights_early
 from lightning_mm5d.trainer.validation import lost_weights, required
 from lightning_mm5d.trainer.weights_strategy import WeightsStrategy
 
@@ -207,6 +207,9 @@ class CheckpointStrategy(WeightsStrategy, ABC):
         module, state = self._module("load_model_state_dict"), checkpoint["state_dict"]
         if isinstance(state, SavedWeights):
             check_weights(module, state, strict, self._shards_plan())
+            if self._session is None and reads_weights_early(module) and not self.must_load_in_setup(module):
+                self._checkpoints.together("weights", partial(module.load_state_dict, state, strict=strict))
+                return
             self._waiting = state
             if self._session is not None:
                 self._load_waiting()

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mm5d.checkpoint.buffer_state import BufferState
@@ -186,3 +186,18 @@ class ShardedCheckpoints:
                     raise kind(f"rank {rank}: {other[1]}")
                 raise RuntimeError(f"rank {rank}: {other[0]}: {other[1]}")
         return found
+
+
+def reads_weights_early(module: pl.LightningModule) -> bool:
+    """Return whether code of the user's own, or an average of weights, expects them loaded before `Strategy.setup`."""
+    if type(module).load_state_dict is not nn.Module.load_state_dict:
+        return True
+    usual = pl.Callback.on_load_checkpoint, pl.Callback.load_state_dict
+    return any(
+        isinstance(one, WeightAveraging)
+        or (
+            not type(one).__module__.startswith("lightning.")
+            and (type(one).on_load_checkpoint, type(one).load_state_dict) != usual
+        )
+        for one in vars(module.trainer)["callbacks"]
+    )

@@ -5,17 +5,19 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import warnings
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 
 from features.test_checkpoints import Adaptive
-from features.toys import PIPE, Run, Toy, assert_same, together, weights
+from features.toys import PIPE, SHARED, Run, Toy, alone, assert_same, together, weights
 from lightning_mm5d.checkpoint.sharded_load import ShardedCheckpoint
 from lightning_mm5d.checkpoint.sharded_save import Save
 from lightning_mm5d.sharded.remote_value import is_remote
@@ -228,3 +230,50 @@ def test_a_thread_writes_the_weights_of_the_step_that_asked(tmp_path: Path) -> N
         assert found["own"]
         assert found["same"]
     assert (tmp_path / "last.ckpt").resolve().name == "step=4.ckpt"
+
+
+def damaged(run: Run) -> dict[str, Any]:
+    """The last checkpoint has one byte changed: refused, and with a setting the one before is loaded."""
+    train(run, Adaptive(), 2, save_top_k=-1)
+    torch.distributed.barrier()
+    changed = run.folder / "step=4.ckpt" / "rank-00001.safetensors"
+    if torch.distributed.get_rank() == 0:
+        data = bytearray(changed.read_bytes())
+        data[-5] ^= 1
+        changed.write_bytes(data)
+    torch.distributed.barrier()
+    found = {}
+    try:
+        train(run, Adaptive(), 4, ckpt_path=run.folder / "step=4.ckpt")
+    except Exception as error:
+        found["error"] = f"{type(error).__name__}: {error}"
+    falls_back = replace(run, options={**run.options, "on_corrupt_checkpoint": "previous"})
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer = train(falls_back, Adaptive(), 4, save_top_k=-1, ckpt_path=run.folder / "step=4.ckpt")
+    found["told"] = " ".join(str(one.message) for one in told)
+    found["steps"] = trainer.global_step
+    return found
+
+
+def test_a_damaged_checkpoint_is_refused_on_all_ranks_or_the_one_before_is_loaded(tmp_path: Path) -> None:
+    """vision: rank 0; language: ranks 1-2 as stages."""
+    for found in together(PIPE, damaged, tmp_path, checkpoint="sharded"):
+        assert found["error"].startswith("CheckpointCorruptError")
+        assert "rank-00001.safetensors" in found["error"]
+        assert "step=4.ckpt is damaged" in found["told"]
+        assert "step=2.ckpt is loaded" in found["told"]
+        assert found["steps"] == 8
+
+
+def averaged(run: Run) -> dict[str, Any]:
+    train(run, Toy(), 2, callbacks=[EMAWeightAveraging(decay=0.5)])
+    module = Toy()
+    train(run, module, 4, callbacks=[EMAWeightAveraging(decay=0.5)], ckpt_path="last")
+    return weights(module)
+
+
+def test_averages_of_weights_go_on(tmp_path: Path) -> None:
+    """two replicas of everything: ranks 0-1"""
+    expected = alone(averaged, tmp_path / "one")
+    assert_same(together(SHARED, averaged, tmp_path / "ranks", checkpoint="sharded")[0], expected)
