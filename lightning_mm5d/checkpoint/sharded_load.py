@@ -58,7 +58,8 @@ class ShardedCheckpoint:
             head = json.loads(directory.read_bytes(STATE_FILE).decode())
             self._keys: dict[str, str] = dict(head["keys"])
             references = head["references"]
-            lost = [name for name in (*self._keys.values(), *references.values()) if name not in self.stored.names()]
+            there = set(self.stored.names())
+            lost = [name for name in (*self._keys.values(), *references.values()) if name not in there]
             text, has = json.dumps(head["state"]).encode(), head["has"]
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise corrupt(self.path / STATE_FILE, f"it is not readable: {error}") from None

@@ -64,12 +64,12 @@ class Saves:
         self._thread.start()
 
     def then(self, action: Callable[[], object]) -> None:
-        """Call `action` once no save is under way; not at all where that one fails."""
+        """Call `action` once no save is under way; not at all where that one fails, which `finish` raises."""
         with self._lock:
             if self._is_busy:
                 self._after.append(action)
+            if self._is_busy or self._error is not None:
                 return
-        self.finish()
         action()
 
     def _next(self) -> Callable[[], object] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -68,11 +69,13 @@ class Doomed(Adaptive):
 
 
 def doomed(rank: int, run: Run, victim: int, point: str) -> None:
+    warnings.simplefilter("ignore")
     with suppress(Exception):
         train(run, Doomed(victim, point), 4)
 
 
 def goes_on(rank: int, run: Run) -> tuple[int, list[str]]:
+    warnings.simplefilter("ignore")
     trainer = train(run, Adaptive(), 4, ckpt_path="last")
     return trainer.global_step, sorted(os.listdir(run.folder))
 
@@ -84,7 +87,8 @@ def check(folder: Path, victim: int, point: str) -> None:
     assert any(entry.name.endswith(".ckpt") for entry in folder.iterdir())
     for steps, there in run_ranks(4, goes_on, run):
         assert steps == 8
-        assert there == ["last.ckpt", "step=8.ckpt"]
+        assert {"last.ckpt", "step=8.ckpt"} <= set(there)
+        assert not [name for name in there if name.startswith(".")]  # what the killed save left is removed
 
 
 @pytest.mark.parametrize(("victim", "point"), [(0, "in the midst of the end"), (2, "in the midst of a file")])

@@ -291,7 +291,7 @@ class Tries(L.Callback):
                 self.errors[name] = str(error)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self.state = trainer.strategy.full_state_dict()
+        self.state = trainer.strategy.lightning_module_state_dict()
 
 
 def tried(run: Run) -> Any:
