@@ -20,8 +20,6 @@ from lightning_mm5d.storage.files import (
 )
 from lightning_mm5d.storage.manifest import MANIFEST, Manifest, encode_manifest, read_manifest
 from lightning_mm5d.storage.replacement import Replacement, resolve
-from lightning_mm5d.storage.replacement import new_save_id as new_save_id
-from lightning_mm5d.storage.replacement import remove_checkpoint as remove_checkpoint
 from lightning_mm5d.storage.tensor_file import TensorFile, TensorFileWriter
 
 TENSOR_SUFFIX = ".safetensors"

@@ -19,9 +19,8 @@ from lightning_mm5d.storage.directory import (
     CheckpointDirectory,
     DirectoryWriter,
     is_checkpoint_directory,
-    new_save_id,
-    remove_checkpoint,
 )
+from lightning_mm5d.storage.replacement import new_save_id, remove_checkpoint
 
 
 def save(path: Path, value: float) -> None:
