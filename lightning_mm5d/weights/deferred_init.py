@@ -168,9 +168,9 @@ class DeferredInit(TorchDispatchMode):
         if not tensors or call.signature.shape_only:
             like_meta = any(t.is_meta for t in tensors)
             on_meta = device == META or (device is None and like_meta)
-            if on_meta or (not tensors and 0 in leaves(call.args[:1])):
-                return False
-            return call.signature.random or like_meta or name in DEFERRED_FACTORIES
+            holds_nothing = name in DEFERRED_FACTORIES and 0 in leaves(call.args[:1])
+            makes = call.signature.random or like_meta or name in DEFERRED_FACTORIES
+            return makes and not on_meta and not holds_nothing
         return call.signature.random and not any(t.is_meta for t in tensors)
 
     def _record(self, call: Call) -> Any:

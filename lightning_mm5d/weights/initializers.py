@@ -136,7 +136,9 @@ def _construct_again(module: nn.Module, wanted: set[int], parts: list[Any]) -> b
 
 def _parts(module: nn.Module) -> list[Any]:
     """What must be equal for two modules to be of the same parts."""
-    modules: list[Any] = [(name, type(part)) for name, part in module.named_modules()]
+    modules: list[Any] = [
+        (name, parametrize.type_before_parametrizations(part)) for name, part in module.named_modules()
+    ]
     return modules + [(names, kind, t.shape, t.dtype) for names, kind, t in tensors_of(module)]
 
 

@@ -38,6 +38,10 @@ class Direct(L.LightningModule):
         self.register_buffer("drawn", torch.randperm(7))
         self.register_buffer("mask", torch.ones(5, 5).tril().bool(), persistent=False)
         self.register_buffer("nothing", None)
+        self.register_buffer("sampled", torch.randint(0, 9, (4,)))
+        self.lambda_q = nn.Parameter(torch.normal(0, 0.1, size=(3,)))
+        self.legacy = nn.Parameter(torch.Tensor(3).uniform_())
+        self.nought = nn.Parameter(torch.empty(0, 3))
         self.plain = torch.randn(3)
         self.listed = [torch.zeros(2), {"deep": (torch.ones(1), torch.rand(2))}]
         self.register_parameter("absent", None)
