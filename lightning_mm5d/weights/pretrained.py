@@ -4,7 +4,7 @@
 reads files. There, transformers' converter gets a `TracedTensor` for each stored tensor. All else is transformers'
 own: which files are read and under which names, renamed prefixes, stacked experts, split projections, dtypes, tied
 weights, the warning that lists missing and unexpected keys, and how missing ones are initialised. Then each parameter
-becomes a placeholder on the meta device that carries its `Recipe`, and a rank reads its own regions by it.
+becomes a placeholder on the meta device. `DeferredInit` notes its `Recipe`, by which a rank reads its own regions.
 
 Pickles are refused, and so are settings that place or change weights while they are loaded.
 """
@@ -40,11 +40,11 @@ _REFUSED = {
     "device_map": "The strategy places the weights",
     "distributed_config": "The strategy shards the weights",
     "gguf_file": "Only safetensors files can be read in parts",
-    "load_in_4bit": "Quantised weights cannot be sharded",
-    "load_in_8bit": "Quantised weights cannot be sharded",
+    "load_in_4bit": "Quantized weights cannot be sharded",
+    "load_in_8bit": "Quantized weights cannot be sharded",
     "max_memory": "The strategy places the weights",
     "offload_folder": "The strategy places the weights",
-    "quantization_config": "Quantised weights cannot be sharded",
+    "quantization_config": "Quantized weights cannot be sharded",
     "state_dict": "Its tensors are in memory already",
     "tp_plan": "The strategy shards the weights",
     "tp_size": "The strategy shards the weights",
@@ -65,7 +65,7 @@ def from_pretrained(cls: type[_Model], path: str | Path, *args: Any, **kwargs: A
         kwargs: its keywords, for instance ``dtype`` and ``attn_implementation``.
 
     Raises:
-        ConfigError: a keyword that places, shards or quantises weights.
+        ConfigError: a keyword that places, shards or quantizes weights.
         CheckpointUntrustedError: the weights are a pickle.
         CheckpointCorruptError: a file is missing or damaged.
     """
@@ -169,7 +169,7 @@ class _Loader:
         if state_dict is not None:
             raise _refused("state_dict", type(state_dict), "Its tensors are in memory already")
         if load_config.is_quantized:
-            raise _refused("quantization_config", type(model).__name__, "Quantised weights cannot be sharded")
+            raise _refused("quantization_config", type(model).__name__, "Quantized weights cannot be sharded")
         devices = {str(device) for device in (load_config.device_map or {}).values()}
         if len(devices) > 1 or "disk" in devices:
             raise _refused("device_map", load_config.device_map, "The strategy places the weights")
