@@ -176,3 +176,18 @@ def test_the_fields_are_those_of_the_strategy() -> None:
     parameters = list(signature(MultimodalStrategy).parameters)
     assert parameters[: len(FIELDS)] == list(FIELDS)
     assert parameters[len(FIELDS)] == "accelerator"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("export", "--help"), 0, "Write a checkpoint"),
+        (("checkpoint", "show", "--help"), 0, "--verify"),
+        (("export", "gone.ckpt", "out"), 2, "There is no such file or folder"),
+        (("checkpoint", "show", "gone.ckpt"), 2, "There is no such file or folder"),
+    ],
+)
+def test_commands_on_checkpoints_begin_without_torch(arguments: tuple[str, ...], code: int, words: str) -> None:
+    found, text = without_torch(*arguments)
+    assert found == code
+    assert words in " ".join(text.split())
