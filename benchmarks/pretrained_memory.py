@@ -81,21 +81,19 @@ def _write(folder: Path, layers: int, file_bytes: int = 200 * 10**6) -> list[int
     return sizes
 
 
-class Loaded(L.LightningModule):
-    """Measures from the start of `configure_model` to the end of setup."""
+class Measured(L.LightningModule):
+    """Measures from `begin` to the end of setup."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.folder = folder
         self.model: Any = None
         self.figures: dict[str, float] = {}
 
-    def configure_model(self) -> None:
-        if self.model is None:
-            gc.collect()
-            Path("/proc/self/clear_refs").write_text("5")  # the highest resident memory counts from here
-            self.figures = {"memory": _status("VmRSS"), "read": _read()}
-            self.model = from_pretrained(LlavaForConditionalGeneration, self.folder)
+    def begin(self) -> None:
+        """Count from here on."""
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")  # the highest resident memory counts from here
+        self.figures = {"memory": _status("VmRSS"), "read": _read()}
 
     def on_validation_start(self) -> None:
         memory, read = _status("VmHWM") - self.figures["memory"], _read() - self.figures["read"]
@@ -105,18 +103,30 @@ class Loaded(L.LightningModule):
         self.log("loss", self.model(**batch, use_cache=False).loss, sync_dist=True)
 
 
+class Loaded(Measured):
+    """A model that `configure_model` takes from files."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.begin()
+            self.model = from_pretrained(LlavaForConditionalGeneration, self.folder)
+
+
 def share(module: torch.nn.Module) -> int:
     """Bytes of the parameters and buffers that this process holds."""
     return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()) if not is_remote(tensor))
 
 
-def validate(folder: Path, modalities: dict[str, Modality]) -> dict[str, float]:
-    """Load the model on this rank, and let it see one batch; return what was measured."""
+def validate(module: Measured, modalities: dict[str, Modality]) -> dict[str, float]:
+    """Set the module up on this rank, and let it see one batch; return what was measured."""
     tokens = torch.randint(0, IMAGE_ID, (2, 8 + FEATURES))
     tokens[:, 1 : 1 + FEATURES] = IMAGE_ID
     batch = {"input_ids": tokens, "labels": tokens, "pixel_values": torch.randn(2, 3, 56, 56)}
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    module = Loaded(folder)
     strategy = MultimodalStrategy(modalities=modalities, num_microbatches=2, checkpoint="sharded")
     trainer = L.Trainer(
         accelerator="cpu", devices=WORLD, strategy=strategy, logger=False, enable_checkpointing=False,
@@ -129,7 +139,7 @@ def validate(folder: Path, modalities: dict[str, Modality]) -> dict[str, float]:
 
 def measured(folder: Path, modalities: dict[str, Modality]) -> list[dict[str, float]]:
     """What each rank measured."""
-    return run(Side(WORLD, lambda turns, rank: validate(folder, modalities)))
+    return run(Side(WORLD, lambda turns, rank: validate(Loaded(folder), modalities)))
 
 
 def _status(name: str) -> int:

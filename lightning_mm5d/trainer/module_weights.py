@@ -11,21 +11,22 @@ It refuses tensors of the meta device that nothing says how to initialise.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_mm5d.checkpoint.module_state import equalize, tensors_of
+from lightning_mm5d.checkpoint.module_state import equalize
 from lightning_mm5d.checkpoint.shard_shapes import local_shape
 from lightning_mm5d.engine.codec import broadcast_tree
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.remote_value import Guard, is_remote
+from lightning_mm5d.sharded.shards import Shard
 from lightning_mm5d.stage import drop_parameters
 from lightning_mm5d.storage.source import TensorSource
 from lightning_mm5d.weights import DeferredWeights
+from lightning_mm5d.weights.deferred_weights import filling, tensors_of
 from lightning_mm5d.weights.initializers import initialize_meta
 from lightning_mm5d.weights.load_local import load_local
 from lightning_mm5d.weights.pretrained import PretrainedSource
@@ -49,6 +50,7 @@ class ModuleWeights:
         self._device, self._wire = device, wire
         stages = (plan.ownership.parameters[key] for key in plan.topology.stages_of(rank))
         self._held = frozenset[str]().union(*stages)
+        self._fill = filling(module)
 
     def share(self) -> None:
         """Give all ranks the tensors of rank 0 that have memory, phase 1; collective."""
@@ -78,27 +80,32 @@ class ModuleWeights:
     def load(self, source: TensorSource, *, strict: bool) -> None:
         """Read what this rank holds of `source`, phase 4; raise RuntimeError where names or shapes are others."""
         there = {*source.names()} & self._module.state_dict(keep_vars=True).keys()
-        for name, tensor in tensors_of(self._module):
-            if name in there and tensor.is_meta:
-                shard = self._plan.division.shards.get(name) if name in self._held else None
-                index = 0 if shard is None else self._plan.ownership.shard_index(name, self._rank)
-                shape = tensor.shape if shard is None else local_shape(tensor.shape, shard, index)
-                fill(self._module, [name], tensor, torch.empty(shape, dtype=tensor.dtype, device=self._device))
+        for names, _, tensor in tensors_of(self._module):
+            if tensor.is_meta and not there.isdisjoint(names):
+                shape = torch.Size(tensor.shape)
+                if (shard := self._shard(names)) is not None:
+                    shape = local_shape(shape, *shard)
+                self._fill(names, torch.empty(shape, dtype=tensor.dtype, device=self._device))
         loaded = load_local(self._module, source, self._plan, self._rank)
         if strict:
             loaded.check(self._module)
 
     def _put(self, names: tuple[str, ...], value: Tensor) -> None:
         """Give a tensor without memory what this rank holds of its full value."""
-        tensors = [(name, tensor) for name in names if (tensor := _tensor(self._module, name)) is not None]
-        name, tensor = next((one for one in tensors if one[0] in self._held), tensors[0])
+        tensor = _tensor(self._module, names[0])
         if is_remote(tensor):
             return
-        shard = self._plan.division.shards.get(name)
         value = value.to(tensor.dtype)
-        if shard is not None and name in self._held:
-            value = shard.cut(value, self._plan.ownership.shard_index(name, self._rank))
-        fill(self._module, [name for name, _ in tensors], tensor, value.to(self._device))
+        if (shard := self._shard(names)) is not None:
+            value = shard[0].cut(value, shard[1])
+        self._fill(names, value.to(self._device))
+
+    def _shard(self, names: Iterable[str]) -> tuple[Shard, int] | None:
+        """How a tensor that this rank holds is sharded, and which of its shards is this rank's."""
+        name = next((name for name in names if name in self._held and name in self._plan.division.shards), None)
+        if name is None:
+            return None
+        return self._plan.division.shards[name], self._plan.ownership.shard_index(name, self._rank)
 
 
 def has_memory(root: nn.Module) -> bool:
@@ -108,17 +115,16 @@ def has_memory(root: nn.Module) -> bool:
 
 def make_in_full(root: nn.Module, recorded: Sequence[DeferredWeights]) -> None:
     """Give all tensors without memory their full values."""
+    fill = filling(root)
 
     def put(names: tuple[str, ...], value: Tensor) -> None:
-        tensor = _tensor(root, names[0])
-        if tensor is not None:
-            fill(root, names, tensor, value.to(tensor.dtype))
+        fill(names, value.to(_tensor(root, names[0]).dtype))
 
     for weights in with_unrecorded(root, recorded):
         weights.materialize(root, put)
-        for name, recipe in weights.stored.items():
-            if (tensor := _tensor(root, name)) is not None and tensor.is_meta:
-                put((name,), recipe.read(None))
+        for names, kind, _ in weights.tensors:
+            if kind != "attribute" and names[0] in weights.stored:
+                put(names, weights.stored[names[0]].read(None))
 
 
 def with_unrecorded(root: nn.Module, recorded: Sequence[DeferredWeights]) -> list[DeferredWeights]:
@@ -128,27 +134,16 @@ def with_unrecorded(root: nn.Module, recorded: Sequence[DeferredWeights]) -> lis
         ConfigError: nothing initialises one of them.
     """
     known = {name for weights in recorded for name in weights.names}
-    unknown = [name for name, tensor in tensors_of(root) if tensor.is_meta and name not in known]
+    unknown = [
+        names[0]
+        for names, kind, tensor in tensors_of(root)
+        if kind != "attribute" and tensor.is_meta and known.isdisjoint(names)
+    ]
     return [*recorded, *([initialize_meta(root, unknown)] if unknown else [])]
 
 
-def fill(root: nn.Module, names: Iterable[str], tensor: Tensor, value: Tensor) -> None:
-    """Give a parameter or buffer without memory its value, in place, or under `names` where it cannot be changed."""
-    made: Any = value
-    if isinstance(tensor, nn.Parameter):
-        made = nn.Parameter(value, requires_grad=tensor.requires_grad)
-    vars(made).update(vars(tensor))
-    try:
-        torch.utils.swap_tensors(tensor, made)
-    except RuntimeError:  # something has a weak reference to it
-        for name in names:
-            path, _, attribute = name.rpartition(".")
-            owner = root.get_submodule(path)
-            (owner._parameters if attribute in owner._parameters else owner._buffers)[attribute] = made
-
-
-def _tensor(root: nn.Module, name: str) -> Tensor | None:
+def _tensor(root: nn.Module, name: str) -> Tensor:
     path, _, attribute = name.rpartition(".")
-    owner = root.get_submodule(path)
-    found = owner._parameters.get(attribute)
-    return found if found is not None else owner._buffers.get(attribute)
+    found = getattr(root.get_submodule(path), attribute)
+    assert isinstance(found, Tensor), name
+    return found

@@ -22,6 +22,7 @@ from lightning_mm5d.trainer.process_group import message_device
 from lightning_mm5d.trainer.process_strategy import ProcessStrategy
 from lightning_mm5d.trainer.validation import lost_weights
 from lightning_mm5d.weights import DeferredInit, DeferredWeights
+from lightning_mm5d.weights.later_writes import LaterWrites
 
 
 class WeightsStrategy(ProcessStrategy, ABC):
@@ -36,6 +37,7 @@ class WeightsStrategy(ProcessStrategy, ABC):
         super().__init__(*processes, **options)
         self._recorder: DeferredInit | None = None
         self._recorded: list[DeferredWeights] = []  # what other processes have recorded
+        self._written: LaterWrites | None = None
         self._is_recording = False
         self._builds = False  # between `setup_environment` and `setup`
         self._loads: list[tuple[TensorSource, bool]] = []
@@ -54,9 +56,10 @@ class WeightsStrategy(ProcessStrategy, ABC):
                 yield
             return
         self._recorder = self._recorder or DeferredInit()
+        self._written = self._written or LaterWrites(self._recorder)
         self._is_recording = True
         try:
-            with self._recorder, super().tensor_init_context(empty_init=False):
+            with self._written, self._recorder, super().tensor_init_context(empty_init=False):
                 yield
         finally:
             self._is_recording = False
@@ -84,7 +87,9 @@ class WeightsStrategy(ProcessStrategy, ABC):
         """Note what was recorded of the module, before anything converts it."""
         module = self.lightning_module
         assert module is not None
-        self._recorded, self._recorder, self._builds = self._deferred(module), None, False
+        if self._written is not None:
+            self._written.end()
+        self._recorded, self._recorder, self._written, self._builds = self._deferred(module), None, None, False
 
     def _take_weights(self, module: pl.LightningModule, plan: Plan) -> None:
         """Give `module` the weights that this rank holds; collective."""
@@ -106,7 +111,7 @@ class WeightsStrategy(ProcessStrategy, ABC):
         return [*self._recorded, *([] if self._recorder is None else [self._recorder.weights(module)])]
 
     def _forget(self) -> None:
-        self._recorder, self._recorded, self._loads, self._builds = None, [], [], False
+        self._recorder, self._written, self._recorded, self._loads, self._builds = None, None, [], [], False
 
     @override
     def teardown(self) -> None:
@@ -121,5 +126,5 @@ class WeightsStrategy(ProcessStrategy, ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         if self.lightning_module is not None:  # spawned ranks get what this process keeps alive meanwhile
-            self._recorded, self._recorder = self._deferred(self.lightning_module), None
-        return {**super().__getstate__(), "_recorder": None}
+            self._end_recording()
+        return {**super().__getstate__(), "_recorder": None, "_written": None}

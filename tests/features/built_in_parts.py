@@ -62,6 +62,24 @@ class Copied(Late):
             self.encoder.load_state_dict({key: torch.full_like(x, 0.1) for key, x in Encoder().state_dict().items()})
 
 
+class Empty(Late):
+    """Built on the meta device in its constructor, without a record."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.encoder, self.decoder = Encoder().double(), Decoder().double()
+        self.register_buffer("offset", torch.zeros(3).double())
+
+
+def made_empty(trainer: L.Trainer) -> Late:
+    """A module of ``trainer.init_module(empty_init=True)``."""
+    module = Late()
+    with trainer.init_module(empty_init=True):
+        module.configure_model()
+    return module
+
+
 class Seen(Callback):
     """What a rank holds when it begins to fit: copies of parameters and buffers, and the generator's state."""
 
@@ -85,3 +103,37 @@ def trained(run: Run, kind: type[Late]) -> dict[str, Any]:
     seen, module = Seen(), kind()
     run.trainer(callbacks=[seen]).fit(module, run.training())
     return {"start": seen.tensors, "state": seen.state, "end": weights(module)}
+
+
+def goes_on(run: Run) -> dict[str, Any]:
+    """Losses of runs that follow one another on one module, with trainers of their own."""
+    torch.manual_seed(7)
+    module, losses = Late(), []
+    for _ in range(2):
+        run.trainer().fit(module, run.training())
+        losses += [run.trainer().validate(module, run.loader(), verbose=False)[0]["val_loss"]]
+    return {"losses": losses}
+
+
+def loaded_early(run: Run) -> dict[str, Any]:
+    """A state dict goes into a module without memory, before the run."""
+    torch.manual_seed(7)
+    trainer = run.trainer()
+    module = made_empty(trainer)
+    values = {name: torch.full_like(x, 0.25, device="cpu") for name, x in module.state_dict().items()}
+    module.load_state_dict(values)
+    seen = Seen()
+    trainer.callbacks.append(seen)
+    trainer.fit(module, run.training())
+    return {"start": seen.tensors, "end": weights(module)}
+
+
+def resumed(run: Run) -> dict[str, Any]:
+    """A checkpoint that one run saves goes into a module that the next one builds."""
+    torch.manual_seed(7)
+    trainer, seen = run.trainer(), Seen()
+    trainer.fit(Late(), run.training())
+    path = run.folder / "full.ckpt"
+    trainer.save_checkpoint(path)
+    run.trainer(max_epochs=2, callbacks=[seen]).fit(Late(), run.training(), ckpt_path=path)
+    return {"start": seen.tensors}

@@ -1,0 +1,99 @@
+"""What happens to modules without memory after the context in which they were built, before a run.
+
+`load_state_dict` is recorded, so that its values count. Other writes would be lost, because there is no memory to
+write to: they are found by the version of each tensor and refused.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.utils.hooks import RemovableHandle
+
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.weights.deferred_init import DeferredInit
+
+
+class LaterWrites:
+    """A context beside that of a recorder, which watches the modules that are built in it.
+
+    Args:
+        recorder: goes on recording where a state dict is loaded later.
+    """
+
+    def __init__(self, recorder: DeferredInit) -> None:
+        self._recorder = recorder
+        self._modules: dict[int, weakref.ref[nn.Module]] = {}
+        self._versions: dict[tuple[int, str], int] = {}
+        self._hooks: list[RemovableHandle] = []
+
+    def __enter__(self) -> None:
+        hooks = (register_module_parameter_registration_hook, register_module_buffer_registration_hook)
+        self._watching = [register(self._note) for register in hooks]
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._watching:
+            hook.remove()
+        for module in filter(None, (ref() for ref in self._modules.values())):
+            self._versions |= {(id(module), name): tensor._version for name, tensor in _own(module)}
+            self._hooks.append(module.register_load_state_dict_pre_hook(_Load(self)))
+
+    def end(self) -> None:
+        """Stop recording; raise ConfigError where a tensor without memory was written to since."""
+        for hook in self._hooks:
+            hook.remove()
+        for key, ref in self._modules.items():
+            module = ref()
+            for name, tensor in _own(module) if module is not None else ():
+                if tensor._version != self._versions.get((key, name), tensor._version):
+                    raise ConfigError(
+                        f"{type(module).__name__}.{name}",
+                        "a weight that was written to after the context in which it was built",
+                        "It has no memory before a run, so the write is lost",
+                        "Write to it in configure_model or inside of the context, or in on_fit_start",
+                    )
+
+    def load(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+        """Record that a module's own tensors without memory get the values of a state dict."""
+        for name, tensor in _own(module):
+            value = state.get(f"{prefix}{name}")
+            if not isinstance(value, Tensor) or value.shape != tensor.shape:
+                continue
+            with self._recorder, torch.no_grad():
+                tensor.copy_(value)
+            state[f"{prefix}{name}"] = tensor.detach()  # torch would warn of a copy into no memory
+            self._versions.pop((id(module), name), None)
+
+    def _note(self, module: nn.Module, name: str, tensor: Tensor | None) -> None:
+        self._modules.setdefault(id(module), weakref.ref(module))
+
+
+def _own(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """The parameters and buffers of `module` itself that have no memory."""
+    found = [*module._parameters.items(), *module._buffers.items()]
+    return [(name, tensor) for name, tensor in found if tensor is not None and tensor.is_meta]
+
+
+class _Load:
+    """A hook before a module loads a state dict; in another process it does nothing.
+
+    Args:
+        writes: records what is loaded.
+    """
+
+    def __init__(self, writes: LaterWrites | None) -> None:
+        self._writes = writes
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        if self._writes is not None:
+            self._writes.load(module, state, prefix)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_writes": None}
