@@ -26,9 +26,10 @@ from lightning_mm5d.sharded.shards import Shard
 from lightning_mm5d.stage import drop_parameters
 from lightning_mm5d.storage.source import TensorSource
 from lightning_mm5d.weights import DeferredWeights
-from lightning_mm5d.weights.deferred_weights import filling, tensors_of
+from lightning_mm5d.weights.deferred_weights import filling
 from lightning_mm5d.weights.initializers import initialize_meta
 from lightning_mm5d.weights.load_local import load_local
+from lightning_mm5d.weights.module_tensors import tensors_of
 from lightning_mm5d.weights.pretrained import PretrainedSource
 
 
@@ -122,8 +123,8 @@ def make_in_full(root: nn.Module, recorded: Sequence[DeferredWeights]) -> None:
 
     for weights in with_unrecorded(root, recorded):
         weights.materialize(root, put)
-        for names, kind, _ in weights.tensors:
-            if kind != "attribute" and names[0] in weights.stored:
+        for names, _ in weights.tensors:
+            if names[0] in weights.stored:
                 put(names, weights.stored[names[0]].read(None))
 
 

@@ -55,12 +55,6 @@ class DeferredWeights:
     unwritten: tuple[str, ...]
     unknown: tuple[str, ...]
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "generators": [_portable(generator) for generator in self.generators]}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, generators=tuple(_generator(*one) for one in state["generators"]))
-
     @property
     def names(self) -> frozenset[str]:
         """All names of deferred parameters and buffers."""
@@ -161,20 +155,6 @@ def _recipe(view: View, writers: Mapping[int, Sequence[Operation]]) -> Recipe | 
         of = _recipe(operation.args[0], writers)
         return of and Cast(of.shape, view.dtype, of)
     return None
-
-
-def _portable(generator: Generator) -> tuple[torch.device, bytes | None]:
-    """A generator for another process: its device, and its state where it is not the one that all operations use."""
-    device = generator.device
-    return device, None if generator is default_generator(device) else bytes(generator.get_state().tolist())
-
-
-def _generator(device: torch.device, state: bytes | None) -> Generator:
-    if state is None:
-        return default_generator(device)
-    generator = Generator(device)
-    generator.set_state(torch.tensor([*state], dtype=torch.uint8))
-    return generator
 
 
 def _seeds(states: Sequence[Tensor]) -> Callable[[int], int]:

@@ -32,9 +32,10 @@ class LaterWrites:
         self._recorder = recorder
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._versions: dict[tuple[int, str], int] = {}
-        self._hooks: list[RemovableHandle] = []
+        self._hooks: dict[int, RemovableHandle] = {}
 
     def __enter__(self) -> None:
+        self._check()
         hooks = (register_module_parameter_registration_hook, register_module_buffer_registration_hook)
         self._watching = [register(self._note) for register in hooks]
 
@@ -43,12 +44,16 @@ class LaterWrites:
             hook.remove()
         for module in filter(None, (ref() for ref in self._modules.values())):
             self._versions |= {(id(module), name): tensor._version for name, tensor in _own(module)}
-            self._hooks.append(module.register_load_state_dict_pre_hook(_Load(self)))
+            if id(module) not in self._hooks:
+                self._hooks[id(module)] = module.register_load_state_dict_pre_hook(_Load(self))
 
     def end(self) -> None:
         """Stop recording; raise ConfigError where a tensor without memory was written to since."""
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
+        self._check()
+
+    def _check(self) -> None:
         for key, ref in self._modules.items():
             module = ref()
             for name, tensor in _own(module) if module is not None else ():
@@ -72,7 +77,10 @@ class LaterWrites:
             self._versions.pop((id(module), name), None)
 
     def _note(self, module: nn.Module, name: str, tensor: Tensor | None) -> None:
-        self._modules.setdefault(id(module), weakref.ref(module))
+        known = self._modules.get(id(module))
+        if known is None or known() is None:  # an id is taken again when its module is gone
+            self._modules[id(module)] = weakref.ref(module)
+            self._hooks.pop(id(module), None)
 
 
 def _own(module: nn.Module) -> list[tuple[str, Tensor]]:
