@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from lightning_mm5d.checkpoint.sharded_load import ShardedCheckpoint
 from ranks import call_ranks
 
 FEW = {
-    "llava": ["e | l pp 2", "all tp 2", "e dp 2 | l dp 1"],
-    "qwen2_vl": ["e | l", "e with l pp 2"],
+    "llava": ["e | l pp 2", "all tp 2"],
+    "qwen2_vl": ["e | l", "e with l pp 2", "e dp 2 | l dp 1"],
     "whisper": ["e | l tp 2", "one"],
 }
 
@@ -55,7 +56,9 @@ def check_dcp(path: Path) -> None:
     """Read the directory by the public reader of torch.distributed.checkpoint, too."""
     checkpoint, stored = ShardedCheckpoint(path), tensors(path)
     state = {name: torch.zeros(value.shape, dtype=value.dtype) for name, value in stored.items()}
-    dcp.load(state, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that one process loads
+        dcp.load(state, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
     assert all(torch.equal(state[name], value) for name, value in stored.items())
     assert len(checkpoint.names()) > 10
 
