@@ -8,8 +8,10 @@ random about loading is a function of (seed, epoch, step, shard), keeps the rank
 seeded where it arises:
 
 - a sampler or batch sampler that draws: reseeded for each draw (`samplers`);
-- a worker process: seeded by (seed, epoch, shard, worker), also under ``seed_everything(workers=True)``;
-- augmentation in the main process (``num_workers=0``): reseeded for each batch.
+- augmentation: reseeded for each batch, in the main process and in workers alike, so that it is the same with any number
+  of workers; where batches are not lists (``batch_size=None``), workers are seeded once, by (seed, epoch, shard, worker).
+
+A training loader knows its position and goes on from a saved one (`resumable`).
 
 `shard_loader` keeps the user's DataLoader class and every argument. For k shards it draws the indices of k batches a
 step and starts k times the workers, so that worker k*w + j loads only shard j, just as worker w does on a rank that

@@ -10,7 +10,7 @@ import random
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -47,8 +47,7 @@ class Module(L.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
 
-if __name__ == "__main__":
-    folder, killed_before, checkpoint = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+def train(folder: Path, killed_before: int, checkpoint: Literal["full", "sharded"]) -> tuple[L.Trainer, Module]:
     L.seed_everything(3)
     module = Module(killed_before)
     trainer = L.Trainer(
@@ -62,5 +61,11 @@ if __name__ == "__main__":
         callbacks=[ModelCheckpoint(folder / "saved", every_n_train_steps=2, save_last=True)],
     )
     trainer.fit(module, DataLoader(Noisy(), 3, shuffle=True), ckpt_path="last")
-    if trainer.is_global_zero:
-        torch.save([trainer.global_step, dict(module.state_dict())], folder / "weights.pt")
+    return trainer, module
+
+
+if __name__ == "__main__":
+    place = Path(sys.argv[1])
+    trained, found = train(place, int(sys.argv[2]), "sharded" if sys.argv[3] == "sharded" else "full")
+    if trained.is_global_zero:
+        torch.save([trained.global_step, dict(found.state_dict())], place / "weights.pt")
