@@ -8,8 +8,8 @@ random about loading is a function of (seed, epoch, step, shard), keeps the rank
 seeded where it arises:
 
 - a sampler or batch sampler that draws: reseeded for each draw (`samplers`);
-- augmentation: reseeded for each batch, in the main process and in workers alike, so that it is the same with any number
-  of workers; where batches are not lists (``batch_size=None``), workers are seeded once, by (seed, epoch, shard, worker).
+- augmentation: reseeded for each batch, in the main process and in workers alike, so that it is the same with any
+  number of workers; a stream without batches (``batch_size=None``) has its workers seeded once an epoch.
 
 A training loader knows its position and goes on from a saved one (`resumable`).
 
@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_mm5d.data.batches import LoaderBatches, ReplicaBatches
 from lightning_mm5d.data.random_state import seed_all, seed_of, seeded
 from lightning_mm5d.data.resumable import Progress, Resumable, TrainerProgress
-from lightning_mm5d.data.samplers import ShardOrder, for_predictions, samplers_of_shards, unservable
+from lightning_mm5d.data.samplers import SeededItems, ShardOrder, for_predictions, samplers_of_shards, unservable
 
 _Loader = TypeVar("_Loader")
 
@@ -88,7 +88,10 @@ def shard_loader(
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     indices = getattr(loader, name)
     samplers = samplers_of_shards(loader, indices, shards, num_shards, seed, alone=alone)
-    order = ShardOrder(samplers, seed, shards, seeds_workers=loader.num_workers > 0 and name == "batch_sampler")
+    order = ShardOrder(samplers, seed, shards, seeds_workers=loader.num_workers > 0)
+    if loader.num_workers and name == "sampler" and not isinstance(loader.dataset, IterableDataset):
+        order.wraps_items = True
+        object.__setattr__(loader, "dataset", SeededItems(loader.dataset))
     object.__setattr__(loader, name, for_predictions(indices, order))  # DataLoader forbids plain assignment
 
     if loader.generator is None:

@@ -17,7 +17,7 @@ from typing import Any
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.overrides import distributed
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler, UnrepeatedDistributedSamplerWrapper
-from torch.utils.data import BatchSampler, DataLoader, Sampler, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_mm5d.config.errors import ConfigError, private
@@ -40,6 +40,35 @@ class SeededBatch(list[Any]):
             self.begun = True
             seed_all(seed_of(*self.key))
         return super().__iter__()
+
+
+@dataclass(frozen=True)
+class SeededItem:
+    """An index for a data set that is read without batching, and what generators are seeded from when it is read."""
+
+    index: Any
+    key: tuple[int | str, ...]
+
+
+class SeededItems(Dataset[Any]):
+    """A data set that is read by `SeededItem`; it shows the attributes of the user's own."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, item: Any) -> Any:
+        if not isinstance(item, SeededItem):
+            return self.dataset[item]
+        seed_all(seed_of(*item.key))
+        return self.dataset[item.index]
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset":  # while it is unpickled
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
 
 
 @dataclass(frozen=True)
@@ -67,6 +96,7 @@ class ShardOrder(Sampler[Any]):
         seeds_workers: whether batches are read in workers, which then seed their generators for each batch.
 
     Attributes:
+        wraps_items: whether each item is a `SeededItem`.
         start: where the next pass begins.
         epoch: of the order.
     """
@@ -76,6 +106,7 @@ class ShardOrder(Sampler[Any]):
         self.seed = seed
         self.shards = tuple(shards)
         self.seeds_workers = seeds_workers
+        self.wraps_items = False
         self.start = Start()
         self.epoch = 0
         self.sampler = self  # where Lightning looks for `set_epoch` when this stands as the batch sampler
@@ -110,9 +141,10 @@ class ShardOrder(Sampler[Any]):
                 inner.seed = seed
 
     def _seeded(self, item: Any, step: int, shard: int) -> Any:
-        if self.seeds_workers and isinstance(item, list | tuple):
-            return SeededBatch(item, (self.seed, "batch", self.epoch, step, shard))
-        return item
+        key = (self.seed, "batch", self.epoch, step, shard)
+        if self.wraps_items:
+            return SeededItem(item, key)
+        return SeededBatch(item, key) if self.seeds_workers and isinstance(item, list | tuple) else item
 
 
 def drawn(sampler: Any, seed: int, epoch: int) -> Iterator[Any]:

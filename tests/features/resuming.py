@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from lightning import seed_everything
 from lightning.pytorch.callbacks import Callback
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, default_collate
 
 from features.toys import PIXELS, Run, Samples, Toy, weights
 
@@ -64,6 +64,19 @@ class Batches:
     def __iter__(self) -> Iterator[Any]:
         for start in range(0, len(self.samples), self.batch):
             yield default_collate([self.samples[index] for index in range(start, start + self.batch)])
+
+
+class Single(Dataset):
+    """Each item is a batch of four samples."""
+
+    def __init__(self, samples: Drawn) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples) // 4
+
+    def __getitem__(self, index: int) -> Any:
+        return default_collate([self.samples[4 * index + offset] for offset in range(4)])
 
 
 class Shuffled(BatchSampler):

@@ -22,6 +22,7 @@ from features.resuming import (
     Case,
     Drawn,
     Shuffled,
+    Single,
     StatefulStream,
     Streamed,
     assert_exact,
@@ -56,6 +57,7 @@ SAMPLERS = {
 LOADERS = {
     "workers": Case(loader(shuffle=True, num_workers=2)),
     "persistent workers": Case(loader(shuffle=True, num_workers=1, persistent_workers=True)),
+    "unbatched": Case(lambda run: DataLoader(Single(Drawn(24)), None, sampler=RandomSampler(range(6)), num_workers=2)),
     "stream": Case(lambda run: DataLoader(Streamed(24), 4)),
     "no dataloader": Case(lambda run: Batches(24, 4)),
     "stateful": Case(lambda run: StatefulDataLoader(Drawn(24), 4, shuffle=True)),
