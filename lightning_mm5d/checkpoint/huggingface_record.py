@@ -29,6 +29,7 @@ from lightning_mm5d.config.errors import CheckpointCorruptError, ConfigError
 
 VERSION = 1
 KEY, RECORD = "lightning_mm5d", "huggingface"  # checkpoint[KEY][RECORD] is the record, as text
+UNKNOWN = "unknown"  # the kind of a model that cannot be described
 COMPILED = "_orig_mod"  # torch.compile's name for the module inside
 _MOST_FILES = 256 * 2**20  # bytes of a processor's files, before compression
 
@@ -71,7 +72,12 @@ def record_in(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
     try:
         record: dict[str, Any] = json.loads(text)
         version = int(record["version"])
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        wrong = [key for key in ("models", "processors", "same") if not isinstance(record[key], list)]
+        wrong += [each for each in record["models"] if not {"path", "name", "kind"} <= each.keys()]
+        wrong += [each for each in record["processors"] if not {"path", "class", "files"} <= each.keys()]
+        if wrong:
+            raise ValueError(f"it has no such {str(wrong[0])[:100]}")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointCorruptError(
             f"The checkpoint's record of Hugging Face models is not readable: {error}"
         ) from None
@@ -106,10 +112,13 @@ def _model(path: str, model: nn.Module, state: Mapping[str, Any]) -> dict[str, A
     own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
     own = {name: value for name, value in own.items() if isinstance(value, Tensor)}
     found: dict[str, Any] = {"path": path, "name": type(model).__name__}
-    adapters = getattr(model, "peft_config", None)
-    if adapters:
-        return found | {"kind": "adapter", "adapters": {name: _adapter(model, name, own) for name in adapters}}
-    return found | {"kind": "model"} | _pretrained(model, own)
+    try:
+        adapters = getattr(model, "peft_config", None)
+        if adapters:
+            return found | {"kind": "adapter", "adapters": {name: _adapter(model, name, own) for name in adapters}}
+        return found | {"kind": "model"} | _pretrained(model, own)
+    except Exception as error:  # of somebody's own configuration or model; the checkpoint is saved all the same
+        return found | {"kind": UNKNOWN, "error": f"{type(error).__name__}: {error}"}
 
 
 # --- models ---
@@ -261,7 +270,7 @@ def _processor(name: str, processor: Any) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         try:
             processor.save_pretrained(folder)
-        except (OSError, ValueError, TypeError, AttributeError):
+        except Exception:  # some need files that are not there, or libraries
             return {"path": name, "class": type(processor).__name__, "files": {}}
         paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
         if sum(path.stat().st_size for path in paths) <= _MOST_FILES:

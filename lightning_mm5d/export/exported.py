@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from lightning_mm5d.checkpoint.huggingface_record import UNKNOWN
 from lightning_mm5d.config.errors import CheckpointCorruptError, ConfigError, did_you_mean
 from lightning_mm5d.export.given_configuration import record_of
 from lightning_mm5d.export.huggingface_folder import write_adapter, write_model, write_processors
@@ -93,6 +94,9 @@ def _huggingface(
     dtype: torch.dtype | None,
 ) -> Exported:
     model = chosen_model(record, module)
+    if model["kind"] == UNKNOWN:
+        rule = f"It could not be described when the checkpoint was saved: {model['error']}"
+        raise ConfigError("CHECKPOINT", model["name"], rule, "Name its config.json with --config")
     tensors = ModelTensors.of(opened.source, record, model)
     warnings: list[str] = []
     with new_folder(folder) as made:

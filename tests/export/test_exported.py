@@ -232,3 +232,28 @@ def test_show_prints_steps_sizes_and_models(checkpoint: Path, capsys: pytest.Cap
     text = capsys.readouterr().out
     for words in ("full, one file", "all checksums hold", "LlamaForCausalLM", "tokenizer (", "step", "weights"):
         assert words in text
+
+
+def test_a_model_that_cannot_be_described_is_saved_all_the_same(tmp_path: Path) -> None:
+    module = Tuned()
+    module.student.config.own = object()  # no JSON
+    path = saved(module, tmp_path / "odd.ckpt")
+    with pytest.raises(ConfigError, match="could not be described when the checkpoint was saved: TypeError"):
+        export(path, tmp_path / "out")
+    build("llama_tied").save_pretrained(tmp_path / "base")
+    done = export(path, tmp_path / "out", config=tmp_path / "base", module="student")
+    config = json.loads((done.path / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+
+
+@pytest.mark.parametrize(
+    "record", ["{", "[]", '{"version": 1}', '{"version": 1, "models": [1], "processors": [], "same": []}']
+)
+def test_damaged_records_are_refused(checkpoint: Path, tmp_path: Path, record: str) -> None:
+    content = torch.load(checkpoint, weights_only=True)
+    content["lightning_mm5d"]["huggingface"] = record
+    torch.save(content, tmp_path / "bad.ckpt")
+    for command in (["export", str(tmp_path / "out")], ["export", str(tmp_path / "out"), "--format=lightning"]):
+        assert main([command[0], str(tmp_path / "bad.ckpt"), *command[1:]]) == 2
+    assert main(["checkpoint", "show", str(tmp_path / "bad.ckpt")]) == 2
+    assert [each.name for each in tmp_path.iterdir()] == ["bad.ckpt"]
