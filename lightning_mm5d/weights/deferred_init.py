@@ -79,7 +79,8 @@ class DeferredInit(TorchDispatchMode):
         with unrecorded():
             found = list(tensors_of(module))
             memories = self._memories.table()
-            undefined = undefined_memories(self._journal.operations, memories)
+            used = [self._memories.view(t) for _, _, t in found if self._memories.holds(t)]
+            undefined = undefined_memories(self._journal.operations, memories, used)
             why = {
                 id(t): undefined.get(number) for _, _, t in found if (number := self._memories.number(t)) is not None
             }

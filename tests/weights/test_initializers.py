@@ -46,11 +46,13 @@ class Table(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(3, 4))
         self.register_buffer("ramp", torch.empty(4), persistent=False)
+        self.register_buffer("window", torch.empty(7)[:6], persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.trunc_normal_(self.weight)
         self.ramp.copy_(torch.arange(4) / 4)
+        self.window.copy_(torch.hann_window(6))
 
 
 MODULES: dict[str, Build] = {
