@@ -90,7 +90,8 @@ def _run_on_checkpoint(arguments: argparse.Namespace) -> int:
             arguments.command
         ](arguments)
     except (ConfigError, CheckpointCorruptError, CheckpointUntrustedError, OSError) as error:
-        print(f"mm5d: error: {' '.join(str(error).split())}", file=sys.stderr)
+        hint = " Here that is --unsafe." if isinstance(error, CheckpointUntrustedError) else ""
+        print(f"mm5d: error: {' '.join(str(error).split())}{hint}", file=sys.stderr)
         return 2
     return 0
 

@@ -168,7 +168,9 @@ def test_code_in_a_checkpoint_does_not_run(
     with pytest.raises(CheckpointUntrustedError, match="mkdir"):
         export(tmp_path / "bad.ckpt", tmp_path / "out")
     assert main(["checkpoint", "show", "bad.ckpt"]) == 2
-    assert "mkdir" in capsys.readouterr().err
+    text = capsys.readouterr().err
+    assert "mkdir" in text
+    assert "--unsafe" in text
     assert not (tmp_path / "ran").exists()
     assert main(["export", "bad.ckpt", "out", "--unsafe"]) == 0
     assert (tmp_path / "ran").exists()
