@@ -71,7 +71,6 @@ def seen(chain: Chain, cases: dict[str, Case], folder: Path) -> dict[str, Any]:
 LOADED = {"microbatching": "loader"}
 CHAINS: dict[str, Chain] = {
     "two replicas, one": [(TWO, {}, 2), (ONE, {}, 0)],
-    "one, two": [(ONE, {}, 3), (TWO, {}, 0)],
     "modalities, three, one": [(TWINS, {}, 1), (THREE, {}, 1), (ONE, {}, 0)],
     "two batches a step, three": [
         (ONE, {**LOADED, "num_microbatches": 2}, 2),

@@ -102,7 +102,7 @@ def test_one_process_resumes_between_validations_and_after_sigterm(tmp_path: Pat
     exact(ONE, HALF, tmp_path / "half", {"num_microbatches": 1}, val_check_interval=2)
 
 
-@pytest.mark.parametrize("checkpoint", ["full", "sharded"])
+@pytest.mark.parametrize("checkpoint", [pytest.param("full", marks=pytest.mark.exhaustive), "sharded"])
 def test_modalities_resume_from_full_and_sharded_checkpoints(checkpoint: str, tmp_path: Path) -> None:
     names = ("every two steps", "an error inside of a step")
     exact(TWINS, {name: ENDS[name] for name in names}, tmp_path, {"checkpoint": checkpoint})

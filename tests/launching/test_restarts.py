@@ -58,6 +58,7 @@ def check(folder: Path, killed_before: int, checkpoint: str) -> None:
     assert all(torch.equal(found[1][name], weight) for name, weight in expected[1].items())
 
 
+@pytest.mark.exhaustive
 def test_a_killed_rank_costs_no_more_than_the_steps_since_the_last_checkpoint(tmp_path: Path) -> None:
     check(tmp_path, 6, "full")
 
