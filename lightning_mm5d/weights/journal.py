@@ -15,7 +15,7 @@ from torch import Generator, Tensor, UntypedStorage
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.weights.memories import CPU, META, Memories
-from lightning_mm5d.weights.random_sources import RandomSource, default_generator, unmoved
+from lightning_mm5d.weights.random_sources import RandomSource, default_generator, same, unmoved
 from lightning_mm5d.weights.recorded import Draw, Memory, Operation, Signature, View, leaves, mapped
 from lightning_mm5d.weights.replay import Replay, States, Step, sliced
 
@@ -169,7 +169,7 @@ class Journal:
             return None
         generator: Generator | None = call.kwargs.get("generator")
         generator = default_generator(device) if generator is None else generator
-        source = next((source for source in self.sources if source.generator is generator), None)
+        source = next((source for source in self.sources if same(source.generator, generator)), None)
         if source is None:
             source = RandomSource(generator, len(self.sources))
             self.sources.append(source)

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, UntypedStorage
+from torch.nn.parameter import is_lazy
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.sharded.remote_value import is_remote
@@ -37,7 +38,7 @@ class Memories:
 
     def number(self, tensor: Tensor) -> int | None:
         """The number of the memory that a tensor lies in, none if it is not known."""
-        if tensor.layout != torch.strided or is_remote(tensor):
+        if is_lazy(tensor) or tensor.layout != torch.strided or is_remote(tensor):
             return None
         return self._numbers.get(id(tensor.untyped_storage()))
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Generator, Tensor
 
+from lightning_mm5d.config.errors import private
 from lightning_mm5d.weights.recorded import Draw
 
 
@@ -39,6 +40,11 @@ def unmoved(generators: Sequence[Generator]) -> Iterator[None]:
             generator.set_state(state)
 
 
+def same(one: Generator, other: Generator) -> bool:
+    """Whether two objects are one generator; operators are given generators in wrappers of their own."""
+    return bool(private(one, "_cdata") == private(other, "_cdata"))
+
+
 class RandomSource:
     """One generator, from the first recorded operation that would draw from it."""
 
@@ -52,7 +58,7 @@ class RandomSource:
     def stands_for(self) -> Generator | torch.device:
         """The generator; its device where it is that device's default."""
         device = self.generator.device
-        return device if default_generator(device) is self.generator else self.generator
+        return device if same(default_generator(device), self.generator) else self.generator
 
     def draw(self, operation: int) -> Draw:
         """Note that the operation of this index draws now."""

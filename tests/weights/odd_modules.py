@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils import weight_norm as old_weight_norm
+from torch.utils.data import random_split
 from torchmetrics import MeanSquaredError
 from torchmetrics.classification import MulticlassConfusionMatrix
 
@@ -198,6 +199,8 @@ class Seeded(nn.Module):
         self.own = nn.Parameter(torch.randn(3, generator=generator))
         self.more = nn.Parameter(torch.empty(3).uniform_(generator=generator))
         self.generator = generator
+        self.default = nn.Parameter(torch.randn(3, generator=torch.default_generator))
+        self.split = random_split(range(9), [5, 4])[0].indices
         np.random.seed(1)
         self.numpy = nn.Parameter(torch.from_numpy(np.random.randn(3)))
         torch.manual_seed(8)
