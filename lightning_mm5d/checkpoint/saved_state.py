@@ -104,6 +104,9 @@ class SavedOptimizerState(Mapping[int, dict[str, Any]]):
     def __len__(self) -> int:
         return len(self._entries)
 
+    def __contains__(self, index: object) -> bool:
+        return index in self._entries  # without reading it
+
     def parts(self, index: int) -> tuple[TensorSource, Mapping[str, str], Mapping[str, Any]]:
         """Return a source, the names of one parameter's tensors in it by key, and other values by key."""
         return (self._source, *self._entries[index])
