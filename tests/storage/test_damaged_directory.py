@@ -159,6 +159,10 @@ def _of_files(folder: Path, other: Path, choose: random.Random) -> str:
     return kind
 
 
+def _content(folder: Path) -> dict[str, Any]:
+    return {entry.name: (entry.is_symlink(), entry.is_dir() or entry.read_bytes()) for entry in folder.iterdir()}
+
+
 def damaged_directories(folder: Path, seeds: range) -> Counter:
     """Load damaged copies of a checkpoint; count how each kind ended."""
     good, other, damaged = (folder / name for name in ("good", "other", "damaged"))
@@ -171,6 +175,8 @@ def damaged_directories(folder: Path, seeds: range) -> Counter:
         shutil.rmtree(damaged, ignore_errors=True)
         shutil.copytree(good, damaged)
         kind = choose.choice([_of_bytes, _of_bytes, _of_files])(damaged, other, choose)
+        if _content(damaged) == _content(good):
+            continue  # what was to be changed does not stand in that file
         try:
             assert _same(_load(damaged), expected), (seed, kind)
             ended[f"{kind} equal"] += 1
@@ -181,14 +187,15 @@ def damaged_directories(folder: Path, seeds: range) -> Counter:
 
 
 def test_a_damaged_directory_is_refused_or_loads_bitwise_equal(tmp_path: Path) -> None:
-    ended = damaged_directories(tmp_path, range(200))
-    assert ended.total() == 200
-    assert ended["refused"] >= 150
+    ended = damaged_directories(tmp_path, range(270))
+    assert ended.total() >= 200
+    assert ended["refused"] >= 190
+    assert ended.keys() <= {"refused", "more equal"}  # a file that the manifest does not name is not read
 
 
 @pytest.mark.exhaustive
 def test_many_damaged_directories_are_refused_or_load_bitwise_equal(tmp_path: Path) -> None:
-    ended = damaged_directories(tmp_path, range(200, 10_000))
+    ended = damaged_directories(tmp_path, range(270, 10_000))
     assert ended["refused"] >= 7000
 
 
