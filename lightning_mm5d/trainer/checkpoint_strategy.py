@@ -75,10 +75,9 @@ class CheckpointStrategy(WeightsStrategy, ABC):
 
     def _note_position(self, checkpoint: dict[str, Any]) -> None:
         """Add what exact resuming needs; collective."""
-        trainer = self._module("save_checkpoint").trainer
         if self._fit_plan is not None and "optimizer_states" in checkpoint:
             self._resume.collect(
-                trainer,
+                self._module("save_checkpoint").trainer,
                 checkpoint,
                 seed=self._seed,
                 layout=self._layout_of_states(),
@@ -155,7 +154,8 @@ class CheckpointStrategy(WeightsStrategy, ABC):
         """What a checkpoint says of the Hugging Face models in the module, described once for each module."""
         module = self._module("save_checkpoint")
         if self._described is None or self._described[0] is not module:
-            trainer = module.trainer
+            # a process that only waited for ranks has a module without a trainer
+            trainer = module.trainer if self._last_plan is not None else None
             self._described = module, describe(module, getattr(trainer, "datamodule", None))
         return self._described[1]
 
