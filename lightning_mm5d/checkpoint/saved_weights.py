@@ -10,6 +10,7 @@ from lightning_mm5d.checkpoint.buffer_state import settle
 from lightning_mm5d.checkpoint.module_state import tensors_of
 from lightning_mm5d.checkpoint.saved_state import SavedWeights
 from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.sharded.remote_value import is_remote
 from lightning_mm5d.storage.source import TensorSource
 from lightning_mm5d.weights.load_local import Loaded, check_shape, load_local
 
@@ -46,6 +47,13 @@ def load_weights(root: nn.Module, state: SavedWeights, plan: Plan, rank: int) ->
     others: dict[str, Any] = {name: state[name] for name in state if name not in own}
     if others:  # states of metrics, and what modules save that are no tensors
         root.load_state_dict(others, strict=False)
+
+
+def void_weights(root: nn.Module) -> None:
+    """Fill all that this rank holds and a checkpoint has with NaN, so that nobody uses half of what was loaded."""
+    for value in root.state_dict().values():
+        if isinstance(value, Tensor) and not is_remote(value) and (value.is_floating_point() or value.is_complex()):
+            value.fill_(float("nan"))
 
 
 class Chosen:

@@ -67,11 +67,14 @@ class ShardedCheckpoint:
             raise corrupt(self.path, f"its files do not hold {lost[0]!r}")
         objects = _objects(directory, weights_only)
         state = decode_state(text, lambda name: self.stored.read(references[name]), objects)
-        self.state: dict[str, Any] = dict(state["rest"])
-        if STATE_DICT in has:
-            self.state[STATE_DICT] = SavedWeights(self, state["extra"])
-        if OPTIMIZERS in has:
-            self.state[OPTIMIZERS] = self._optimizers(state["optimizers"])
+        try:
+            self.state: dict[str, Any] = dict(state["rest"])
+            if STATE_DICT in has:
+                self.state[STATE_DICT] = SavedWeights(self, state["extra"])
+            if OPTIMIZERS in has:
+                self.state[OPTIMIZERS] = self._optimizers(state["optimizers"])
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise corrupt(self.path, f"its parts do not fit together ({type(error).__name__}: {error})") from None
 
     def names(self) -> list[str]:
         """Return the names of all weights, tied ones under each of their names."""

@@ -26,6 +26,7 @@ from lightning_mm5d.storage.tensor_file import TensorFile
 
 _SHARDING, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 _FULL = "full_shape"
+_COPIED_BYTES = 16 * 2**20  # read at once, of a tensor in several pieces
 
 
 def sharding_metadata(boxes: Mapping[str, tuple[Box, Sequence[int]]]) -> dict[str, str]:
@@ -91,8 +92,9 @@ class StoredTensors:
             return part.file.read(name, _within(box, part.box))
         result = torch.empty([stop - start for start, stop in wanted], dtype=self.dtype(name))
         for part, box in found:
-            target = tuple(slice(start, stop) for start, stop in _within(box, wanted))
-            result[target] = part.file.read(name, _within(box, part.box))
+            for rows in _divided(box, result.itemsize):
+                target = tuple(slice(start, stop) for start, stop in _within(rows, wanted))
+                result[target] = part.file.read(name, _within(rows, part.box))
         return result
 
     def _overlaps(self, name: str, wanted: Sequence[tuple[int, int]]) -> Iterator[tuple[_Part, Box]]:
@@ -150,6 +152,14 @@ def _intersection(one: Sequence[tuple[int, int]], other: Sequence[tuple[int, int
     """Return the box that lies in both; None where there is none, or an empty one."""
     box = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return box if all(start < stop for start, stop in box) else None
+
+
+def _divided(box: Box, itemsize: int) -> Iterator[Box]:
+    """Yield the box in ranges of its first dim, so that little is in memory beside the tensor that they go to."""
+    (first, last), rest = box[0], box[1:]
+    step = max(1, _COPIED_BYTES // (_size(rest) * itemsize))
+    for start in range(first, last, step):
+        yield ((start, min(start + step, last)), *rest)
 
 
 def _within(box: Sequence[tuple[int, int]], outer: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

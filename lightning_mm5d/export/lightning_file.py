@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # torch.serialization.
 
 from lightning_mm5d.checkpoint.saved_state import SavedOptimizerState, SavedWeights
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.export.new_folder import check_new_file, unwritable
+from lightning_mm5d.export.new_folder import check_new_file, umask, unwritable
 from lightning_mm5d.export.plain_file import map_base, member_place, tensors_in
 from lightning_mm5d.storage.source import TensorSource
 
@@ -64,6 +64,7 @@ def write_lightning(path: Path, content: Mapping[str, Any], same: Iterable[Seque
                             _write(file, holes[member_place(draft, member)]())
                     else:
                         file.write(source.read(member))
+        final.chmod(0o666 & ~umask())
         with final.open("rb") as file:
             os.fsync(file.fileno())
         os.link(final, path)  # fails where another process was first

@@ -26,7 +26,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     except OSError as error:
         raise unwritable(path, error) from error
     try:
-        made.chmod(0o777 & ~_umask())
+        made.chmod(0o777 & ~umask())
         yield made
         for each in (*made.rglob("*"), made):
             _flush(each)
@@ -68,7 +68,8 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _umask() -> int:
+def umask() -> int:
+    """Return which permissions new files of this process lack."""
     mask = os.umask(0)
     os.umask(mask)
     return mask

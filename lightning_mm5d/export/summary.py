@@ -69,8 +69,9 @@ def _of_folder(path: Path, verify: bool, weights_only: bool) -> Page:
     page: Page = [Table.of(("", ""), rows), *_layout(sharded.fields)]
     if len(sizes) <= _MOST_FILES:
         page.append(Table.of(("file", "size"), [(name, human(size)) for name, size in sorted(sizes.items())]))
-    record = record_in(sharded.state)
-    return [*page, *_parts(sharded.state, record, sharded.fields.get("optimizers", ())), *_models(record)]
+    record, classes = record_in(sharded.state), sharded.fields.get("optimizers")
+    named = classes if isinstance(classes, list) else []
+    return [*page, *_parts(sharded.state, record, named), *_models(record)]
 
 
 def _progress(content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -106,7 +107,7 @@ def _parts(content: Mapping[str, Any], record: Mapping[str, Any] | None, classes
     rows = [("weights", *_amount(weights))]
     for number, each in enumerate(content.get("optimizer_states", ())):
         groups = each.get("param_groups", ()) if isinstance(each, Mapping) else ()
-        name = classes[number] if number < len(classes) else f"optimizer {number}"
+        name = str(classes[number]) if number < len(classes) else f"optimizer {number}"
         rows.append((f"{name}, {_counted(len(groups), 'group')}", *_amount(_sizes(each))))
     others = sorted(set(content) - _KNOWN)
     return [Table.of(("part", "tensors", "numbers", "bytes"), rows), f"Also in it: {', '.join(others)}"]

@@ -34,8 +34,7 @@ class WrittenFile:
 def corrupt(path: str | os.PathLike[str], what: str) -> CheckpointCorruptError:
     """Return the error that `path` is not what was written, and what to do about it."""
     return CheckpointCorruptError(
-        f"{os.fspath(path)!r}: {what}. Nothing of it was loaded. Load an earlier checkpoint, or copy this one again "
-        "from where it is whole."
+        f"{os.fspath(path)!r}: {what}. Load an earlier checkpoint, or copy this one again from where it is whole."
     )
 
 

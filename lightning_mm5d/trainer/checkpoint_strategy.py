@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -19,8 +19,9 @@ from lightning_mm5d.checkpoint.module_state import collect_module, is_partial, l
 from lightning_mm5d.checkpoint.optimizer_state import collect_optimizer, load_optimizers
 from lightning_mm5d.checkpoint.rank_reports import RankReports
 from lightning_mm5d.checkpoint.saved_state import SavedWeights
-from lightning_mm5d.checkpoint.saved_weights import check_weights, load_weights
+from lightning_mm5d.checkpoint.saved_weights import check_weights, load_weights, void_weights
 from lightning_mm5d.checkpoint.sharded_save import OptimizerPart
+from lightning_mm5d.config.errors import CheckpointCorruptError
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.storage.directory import is_checkpoint_directory
 from lightning_mm5d.storage.source import StateDictSource
@@ -208,7 +209,7 @@ class CheckpointStrategy(WeightsStrategy, ABC):
         if isinstance(state, SavedWeights):
             check_weights(module, state, strict, self._shards_plan())
             if self._session is None and reads_weights_early(module) and not self.must_load_in_setup(module):
-                self._checkpoints.together("weights", partial(module.load_state_dict, state, strict=strict))
+                self._load_together("weights", partial(module.load_state_dict, state, strict=strict))
                 return
             self._waiting = state
             if self._session is not None:
@@ -225,14 +226,23 @@ class CheckpointStrategy(WeightsStrategy, ABC):
         if self._waiting is not None:
             state, self._waiting = self._waiting, None
             module, plan = self._module("load_model_state_dict"), self._run("load_model_state_dict").plan
-            self._checkpoints.together("weights", partial(load_weights, module, state, plan, self.global_rank))
+            self._load_together("weights", partial(load_weights, module, state, plan, self.global_rank))
+
+    def _load_together(self, topic: str, load: Callable[[], object]) -> None:
+        """Load on all ranks; where the checkpoint proves to be damaged meanwhile, no rank keeps a part of it."""
+        try:
+            self._checkpoints.together(topic, load)
+        except CheckpointCorruptError as error:
+            void_weights(self._module("load_model_state_dict"))
+            error.add_note("Some of it was loaded before. So the module's weights are NaN now: build it again")
+            raise
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any], **kwargs: Any) -> None:
         module, plan = self._module("load_optimizer_state_dict"), self._fitted("load_optimizer_state_dict")
         states = checkpoint["optimizer_states"]
         load = partial(load_optimizers, self.optimizers, states, module, plan, self.global_rank)
-        self._checkpoints.together("optimizers", load)
+        self._load_together("optimizers", load)
 
     @override
     def on_train_start(self) -> None:

@@ -242,11 +242,14 @@ def damaged(run: Run) -> dict[str, Any]:
         data[-5] ^= 1
         changed.write_bytes(data)
     torch.distributed.barrier()
-    found = {}
+    found: dict[str, Any] = {}
+    module = Adaptive()
     try:
-        train(run, Adaptive(), 4, ckpt_path=run.folder / "step=4.ckpt")
+        train(run, module, 4, ckpt_path=run.folder / "step=4.ckpt")
     except Exception as error:
         found["error"] = f"{type(error).__name__}: {error}"
+    own = [(name, one.detach()) for name, one in module.named_parameters() if not is_remote(one)]
+    found["left"] = [name for name, one in own if not one.isnan().all()]
     falls_back = replace(run, options={**run.options, "on_corrupt_checkpoint": "previous"})
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -261,6 +264,7 @@ def test_a_damaged_checkpoint_is_refused_on_all_ranks_or_the_one_before_is_loade
     for found in together(PIPE, damaged, tmp_path, checkpoint="sharded"):
         assert found["error"].startswith("CheckpointCorruptError")
         assert "rank-00001.safetensors" in found["error"]
+        assert found["left"] == []  # nothing is half loaded
         assert "step=4.ckpt is damaged" in found["told"]
         assert "step=2.ckpt is loaded" in found["told"]
         assert found["steps"] == 8

@@ -62,6 +62,8 @@ def test_the_command_writes_a_file(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(command) == 0
     assert "two.ckpt" in capsys.readouterr().out
     assert load_full(tmp_path / "new" / "two.ckpt")["epoch"] == 1
+    (tmp_path / "new" / "ordinary").touch()
+    assert (tmp_path / "new" / "two.ckpt").stat().st_mode == (tmp_path / "new" / "ordinary").stat().st_mode
     assert main(command) == 2
     assert main([*command[:2], str(tmp_path / "three"), *command[3:], "--dtype=float16"]) == 2
     assert "holds the whole checkpoint as it is" in capsys.readouterr().err
