@@ -14,6 +14,7 @@ under its hidden name, where `resolve` finds it; the next save gives it back its
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -26,6 +27,7 @@ from lightning_mm5d.storage.files import flush_folder
 
 _LOCK, _NEW, _OLD = "mm5d-lock", "mm5d-new", "mm5d-old"
 _HIDDEN = re.compile(rf"\.(?P<name>.+)\.(?P<save>[0-9a-f]{{16}})\.(?:{_LOCK}|{_NEW}|{_OLD})")
+_OF_CHECKPOINT = re.compile(r"manifest\.json|state\.json|objects\.pt|rank-[0-9-]+\.safetensors")
 
 
 def new_save_id() -> str:
@@ -61,8 +63,13 @@ class Replacement:
         """Make the folder around, remove what dead saves left there, and mark this save as alive.
 
         Raises:
-            OSError: the disk is full or may not be written.
+            OSError: the disk is full or may not be written, or the path is a folder with other files in it.
         """
+        if self.path.is_dir() and not self.path.is_symlink():
+            others = [entry.name for entry in self.path.iterdir() if not _OF_CHECKPOINT.fullmatch(entry.name)]
+            if others:
+                text = f"The folder holds {min(others)!r}, which is of no checkpoint, and would be deleted"
+                raise FileExistsError(errno.EEXIST, text, os.fspath(self.path))
         self.path.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(self.path.parent)
         self._lock = _take_lock(self._lock_path)

@@ -126,7 +126,8 @@ class CheckpointStrategy(WeightsStrategy, ABC):
         if self.is_global_zero:
             with_record(checkpoint, self._models_record())
         if self.checkpoint == "full":
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+            write = partial(super().save_checkpoint, checkpoint, filepath, storage_options)
+            self._checkpoints.together("full save", write)  # an error of rank 0 is one on all ranks
             return
         module, session = self._module("save_checkpoint"), self._session
         trainer, optimizers = module.trainer, [getattr(one, "optimizer", one) for one in self.optimizers]

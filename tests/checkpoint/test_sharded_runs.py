@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 
 from features.test_checkpoints import Adaptive
-from features.toys import PIPE, SHARED, Run, Toy, alone, assert_same, together, weights
+from features.toys import PAIR, PIPE, SHARED, Run, Toy, alone, assert_same, together, weights
 from lightning_mm5d.checkpoint.sharded_load import ShardedCheckpoint
 from lightning_mm5d.checkpoint.sharded_save import Save
 from lightning_mm5d.sharded.remote_value import is_remote
@@ -189,6 +189,30 @@ def test_a_full_disk_on_one_rank_fails_the_save_on_all_and_leaves_the_last(
         assert "No space left" in one["error"]
         assert one["there"] == ["last.ckpt", "step=2.ckpt"]
         assert one["steps"] == 8
+
+
+def saves_over_a_folder(run: Run) -> dict[str, str]:
+    class Saves(Toy):
+        def on_train_end(self) -> None:
+            self.trainer.save_checkpoint(run.folder)
+
+    found = {}
+    for form in ("full", "sharded"):
+        try:
+            replace(run, options={"checkpoint": form}).trainer().fit(Saves(), run.training())
+        except Exception as error:
+            found[form] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def test_a_folder_with_other_files_is_not_replaced_and_all_ranks_hear_of_it(tmp_path: Path) -> None:
+    """vision: rank 0; language: rank 1."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "notes").write_text("precious")
+    for found in together(PAIR, saves_over_a_folder, tmp_path / "data"):
+        assert "'notes', which is of no checkpoint" in found["full"]
+        assert "'notes', which is of no checkpoint" in found["sharded"]
+    assert [each.name for each in tmp_path.rglob("*")] == ["data", "notes"]
 
 
 class Watched(Adaptive):
