@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_mm5d.data.batches import LoaderBatches, ReplicaBatches
 from lightning_mm5d.data.random_state import seed_all, seed_of, seeded
 from lightning_mm5d.data.resumable import Progress, Resumable, TrainerProgress
-from lightning_mm5d.data.samplers import SeededItems, ShardOrder, for_predictions, samplers_of_shards, unservable
+from lightning_mm5d.data.samplers import ShardOrder, for_predictions, samplers_of_shards, unservable
 
 _Loader = TypeVar("_Loader")
 
@@ -91,7 +91,6 @@ def shard_loader(
     order = ShardOrder(samplers, seed, shards, seeds_workers=loader.num_workers > 0)
     if loader.num_workers and name == "sampler" and not isinstance(loader.dataset, IterableDataset):
         order.wraps_items = True
-        object.__setattr__(loader, "dataset", SeededItems(loader.dataset))
     object.__setattr__(loader, name, for_predictions(indices, order))  # DataLoader forbids plain assignment
 
     if loader.generator is None:
@@ -196,6 +195,16 @@ class ResumableIterable(Resumable):
         if name == "iterable":  # while it is unpickled
             raise AttributeError(name)
         return getattr(self.iterable, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("iterable", "sampler") or name in Resumable.__annotations__:
+            super().__setattr__(name, value)
+        else:
+            setattr(self.iterable, name, value)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # what `isinstance` sees beside the class itself
+        return type(self.iterable)
 
     def own_loader(self) -> Any:
         own = self.iterable

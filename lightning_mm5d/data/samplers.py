@@ -17,7 +17,7 @@ from typing import Any
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.overrides import distributed
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler, UnrepeatedDistributedSamplerWrapper
-from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, Sampler, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_mm5d.config.errors import ConfigError, private
@@ -28,47 +28,32 @@ MOVABLE = (DistributedSampler, UnrepeatedDistributedSampler, *WRAPPERS)
 
 
 class SeededBatch(list[Any]):
-    """Indices of one batch; a worker that begins to read them seeds its generators from `key`."""
+    """Indices of one batch. A worker that receives them seeds its generators from `key` and reads a plain list."""
 
     def __init__(self, items: Iterable[Any], key: tuple[int | str, ...]) -> None:
         super().__init__(items)
         self.key = key
-        self.begun = False
 
-    def __iter__(self) -> Iterator[Any]:
-        if not self.begun and get_worker_info() is not None:
-            self.begun = True
-            seed_all(seed_of(*self.key))
-        return super().__iter__()
+    def __reduce__(self) -> Any:
+        return _received, (list(self), self.key)
 
 
 @dataclass(frozen=True)
 class SeededItem:
-    """An index for a data set that is read without batching, and what generators are seeded from when it is read."""
+    """An index for a data set that is read without batching. A worker that receives it seeds its generators."""
 
     index: Any
     key: tuple[int | str, ...]
 
+    def __reduce__(self) -> Any:
+        return _received, (self.index, self.key)
 
-class SeededItems(Dataset[Any]):
-    """A data set that is read by `SeededItem`; it shows the attributes of the user's own."""
 
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def __getitem__(self, item: Any) -> Any:
-        if not isinstance(item, SeededItem):
-            return self.dataset[item]
-        seed_all(seed_of(*item.key))
-        return self.dataset[item.index]
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "dataset":  # while it is unpickled
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
+def _received(indices: Any, key: tuple[int | str, ...]) -> Any:
+    """Return `indices`; seed the generators of a worker, which reads them next."""
+    if get_worker_info() is not None:
+        seed_all(seed_of(*key))
+    return indices
 
 
 @dataclass(frozen=True)
@@ -88,6 +73,8 @@ class Start:
 
 class ShardOrder(Sampler[Any]):
     """The indices of all served shards: one item of each for every step. It keeps random state as it is.
+
+    For one shard, it shows the other attributes of the user's own sampler, and sets them there.
 
     Args:
         samplers: what yields the indices of each shard, of batches where the loader batches.
@@ -110,6 +97,17 @@ class ShardOrder(Sampler[Any]):
         self.start = Start()
         self.epoch = 0
         self.sampler = self  # where Lightning looks for `set_epoch` when this stands as the batch sampler
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_ORDERS or name.startswith("__"):  # while it is copied
+            raise AttributeError(name)
+        return getattr(self.samplers[0], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OF_ORDERS or len(self.samplers) > 1:
+            super().__setattr__(name, value)
+        else:
+            setattr(self.samplers[0], name, value)
 
     def __iter__(self) -> Iterator[Any]:
         start, end = self.start, object()
@@ -145,6 +143,9 @@ class ShardOrder(Sampler[Any]):
         if self.wraps_items:
             return SeededItem(item, key)
         return SeededBatch(item, key) if self.seeds_workers and isinstance(item, list | tuple) else item
+
+
+_OF_ORDERS = {"samplers", "seed", "shards", "seeds_workers", "wraps_items", "start", "epoch", "sampler"}
 
 
 def drawn(sampler: Any, seed: int, epoch: int) -> Iterator[Any]:
@@ -275,8 +276,20 @@ def placed(loader: DataLoader[Any], indices: Any, leaf: DistributedSampler[Any],
 
 def for_predictions(indices: Any, order: ShardOrder) -> Any:
     """Return `order`, wrapped where `indices` is: Lightning reads the indices of predictions from the wrapper."""
-    wrapper = private(distributed, "_IndexBatchSamplerWrapper")
-    return wrapper(order) if isinstance(indices, wrapper) else order
+    wrapper: Any = private(distributed, "_IndexBatchSamplerWrapper")
+    if not isinstance(indices, wrapper):
+        return order
+
+    class PlainIndices(wrapper):
+        """Shows plain lists to prediction writers, which save them."""
+
+        def __next__(self) -> Any:
+            batch = super().__next__()
+            if isinstance(batch, SeededBatch):
+                self.seen_batch_indices[-1] = list(batch)
+            return batch
+
+    return PlainIndices(order)
 
 
 def unservable(got: Any, rule: str, fix: str) -> ConfigError:

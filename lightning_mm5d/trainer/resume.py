@@ -58,6 +58,9 @@ class Watch:
         self.step: tuple[Any, Any] = (None, None)
         self.window: tuple[Any, Any] = (None, None)
 
+    def belongs_to(self, trainer: pl.Trainer) -> bool:
+        return self._trainer is trainer
+
     def steps_taken(self) -> int:
         return _steps(self._trainer)
 
@@ -88,7 +91,7 @@ class Resume:
 
     def watch(self, trainer: pl.Trainer) -> Watch:
         """Return what training dataloaders of this trainer tell, and are told, about its steps."""
-        if self._watch is None:
+        if self._watch is None or not self._watch.belongs_to(trainer):
             self._watch = Watch(trainer, trainer.strategy.root_device)
         return self._watch
 

@@ -1,0 +1,89 @@
+"""What a user's own code sees of a loader, its sampler and its data set: as if they were not prepared for a rank."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import lightning as L
+import torch
+from lightning.pytorch.overrides import distributed
+from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
+
+from lightning_mm5d.data.loader import shard_loader
+from lightning_mm5d.trainer.resume import Resume
+
+
+class Noisy(Dataset[torch.Tensor]):
+    """Draws for a whole batch before it looks at the indices; `offset` is the user's to change."""
+
+    offset = 0
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.rand(()) + self.offset
+
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        noise = torch.rand(len(indices))
+        assert type(indices) is list
+        return [*noise]
+
+
+class Buckets(BatchSampler):
+    widest = 7
+
+
+class Stream:
+    rate = 1
+
+    def __iter__(self) -> Any:
+        return iter(range(self.rate))
+
+
+def _alone(loader: Any, **options: Any) -> Any:
+    return shard_loader(loader, shards=[0], num_shards=1, seed=1, alone=True, **options)
+
+
+def test_a_batch_sampler_shows_its_attributes_and_takes_new_values() -> None:
+    loader = _alone(DataLoader(range(8), batch_sampler=Buckets(SequentialSampler(range(8)), 2, False)))
+    assert (loader.batch_sampler.widest, loader.batch_sampler.drop_last) == (7, False)
+    loader.batch_sampler.batch_size = 4
+    assert [len(batch) for batch in loader] == [4, 4]
+
+
+def test_a_data_set_that_reads_batches_draws_the_same_with_any_number_of_workers() -> None:
+    read = [torch.cat(list(_alone(DataLoader(Noisy(), batch_size=2, num_workers=count)))) for count in (0, 1, 2)]
+    assert torch.equal(read[0], read[1])
+    assert torch.equal(read[0], read[2])
+
+
+def test_a_data_set_without_batches_stays_the_users_own() -> None:
+    read = []
+    for count in (0, 1):
+        loader = _alone(DataLoader(data := Noisy(), batch_size=None, num_workers=count))
+        assert loader.dataset is data
+        loader.dataset.offset = 5
+        read.append(torch.stack(list(loader)))
+    assert torch.equal(*read)
+    assert read[0].min() >= 5
+
+
+def test_predictions_show_plain_lists_of_indices() -> None:
+    wrapper = cast(Any, distributed)._IndexBatchSamplerWrapper(BatchSampler(SequentialSampler(range(6)), 2, False))
+    loader = _alone(DataLoader(Noisy(), batch_sampler=wrapper, num_workers=1))
+    assert len(list(loader)) == 3
+    assert [*map(type, loader.batch_sampler.seen_batch_indices)] == [list] * 3
+    assert loader.batch_sampler.seen_batch_indices == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_an_iterable_keeps_its_class_and_takes_new_values() -> None:
+    trainer = L.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    resume = Resume()
+    loader = _alone(Stream(), trainer=resume.watch(trainer))
+    assert isinstance(loader, Stream)
+    loader.rate = 3
+    assert list(loader) == [0, 1, 2]
+    assert resume.watch(trainer) is resume.watch(trainer)
+    other = L.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    assert not resume.watch(other).belongs_to(trainer)
