@@ -55,6 +55,7 @@ def write_model(
     empty = empty_model(model["class"], model["config"], "CHECKPOINT") if known else None
     if empty is not None:
         _check_shapes(empty, model["names"], tensors)
+        _check_complete(empty, model)
     conversion = ReverseConversion(empty, model["conversions"], "CHECKPOINT")
     specs = {name: _cast(value, dtype) for name, value in conversion.tensors(model["names"], tensors.empty)}
     values = map(partial(_cast_item, dtype), conversion.tensors(model["names"], tensors.read))
@@ -169,6 +170,15 @@ def _check_shapes(empty: torch.nn.Module, names: Iterable[str], tensors: ModelTe
         if name in expected and expected[name].shape != (shape := tensors.empty(name).shape):
             rule = f"The configuration makes it {list(expected[name].shape)}, so from_pretrained could not load it"
             raise ConfigError(f"CHECKPOINT {name}", list(shape), rule, "Give the model's own --config")
+
+
+def _check_complete(empty: torch.nn.Module, model: Mapping[str, Any]) -> None:
+    """Refuse what `from_pretrained` would draw anew, for instance a head that was replaced by one of other names."""
+    known = {*model["names"], *model["tied"], *model["ignored"]}
+    lost = [name for name in empty.state_dict() if name not in known]
+    if lost and type(empty).__name__ == model["name"]:
+        rule = f"A {model['name']} of this configuration has {lost[0]!r}, which from_pretrained would draw anew"
+        raise ConfigError("CHECKPOINT", "a model without it", rule, "Give the model's own --config, or save its parts")
 
 
 def _cast(value: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -179,6 +179,13 @@ def test_shapes_that_the_configuration_does_not_know_are_refused(tmp_path: Path)
         written(Wrapped(model), tmp_path / "own")
 
 
+def test_a_head_of_other_names_is_refused(tmp_path: Path) -> None:
+    model = build("llama")
+    model.lm_head = nn.Sequential(model.lm_head)
+    with pytest.raises(ConfigError, match=r"has 'lm_head\.weight', which from_pretrained would draw anew"):
+        written(Wrapped(model), tmp_path / "own")
+
+
 def test_missing_and_left_over_tensors_are_refused(tmp_path: Path) -> None:
     module = Wrapped(build("llama"))
     record = describe(module)
