@@ -166,23 +166,25 @@ def own_state(root: nn.Module, plan: Plan | None, stand_ins: dict[str, Tensor]) 
     Args:
         root: the LightningModule, as it is on this rank.
         plan: all stages; None where this rank has the whole module.
-        stand_ins: placeholders of shards by name, which this adds to.
+        stand_ins: placeholders of shards by their first names, which this adds to.
     """
     state = root.state_dict(keep_vars=True)
     if plan is None:
         return {name: value.detach() if isinstance(value, Tensor) else value for name, value in state.items()}
     guard = Guard(plan.ownership.holders)
+    first_names: dict[int, str] = {}
     for name, value in state.items():
+        first = first_names.setdefault(id(value), name)
         shard = plan.division.shards.get(name)
         if not isinstance(value, Tensor) or is_remote(value):
             continue
         if shard is None or not is_local(value, shard):
             state[name] = value.detach()
             continue
-        if name not in stand_ins:
+        if first not in stand_ins:
             full = value.detach().new_empty(()).expand(full_shape(value.shape, shard))
-            stand_ins[name] = placeholder(full, Origin(name, guard))
-        state[name] = stand_ins[name]
+            stand_ins[first] = placeholder(full, Origin(first, guard))
+        state[name] = stand_ins[first]
     return state
 
 

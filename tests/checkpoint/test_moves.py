@@ -16,9 +16,9 @@ from lightning_mm5d.checkpoint.sharded_load import ShardedCheckpoint
 from ranks import call_ranks
 
 FEW = {
-    "llava": ["e | l pp 2", "all tp 2"],
+    "llava": ["e | l pp 2", "e | l tp 2"],
     "qwen2_vl": ["e | l", "e with l pp 2", "e dp 2 | l dp 1"],
-    "whisper": ["e | l tp 2", "one"],
+    "whisper": ["all tp 2", "one"],
 }
 
 
