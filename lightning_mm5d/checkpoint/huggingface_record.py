@@ -13,7 +13,6 @@ import base64
 import copy
 import json
 import re
-import sys
 import tempfile
 import warnings
 import zlib
@@ -26,11 +25,17 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mm5d.config.errors import CheckpointCorruptError, ConfigError
+from lightning_mm5d.config.imported import imported
 
 VERSION = 1
 KEY, RECORD = "lightning_mm5d", "huggingface"  # checkpoint[KEY][RECORD] is the record, as text
 UNKNOWN = "unknown"  # the kind of a model that cannot be described
 COMPILED = "_orig_mod"  # torch.compile's name for the module inside
+_PROCESSORS = (
+    ("tokenization_utils_base", "PreTrainedTokenizerBase"),
+    ("feature_extraction_utils", "FeatureExtractionMixin"),
+    ("image_processing_base", "ImageProcessingMixin"),
+)
 _MOST_FILES = 256 * 2**20  # bytes of a processor's files, before compression
 
 
@@ -42,8 +47,6 @@ def describe(module: nn.Module, *owners: Any) -> dict[str, Any]:
         owners: further objects whose attributes may be processors, for instance the datamodule.
     """
     record: dict[str, Any] = {"version": VERSION, "models": [], "processors": [], "same": []}
-    if "transformers" not in sys.modules:  # then nothing can be an instance of its classes
-        return record
     state = module.state_dict(keep_vars=True)
     record["models"] = [_model(path, model, state) for path, model in _outermost(module)]
     record["processors"] = [_processor(name, each) for name, each in _processors((module, *owners))]
@@ -89,10 +92,8 @@ def record_in(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _outermost(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Paths and models that lie in no other model, each once, by its first path."""
-    from transformers import PreTrainedModel
-
-    peft = sys.modules.get("peft")
-    kinds = (PreTrainedModel, peft.PeftModel) if peft is not None else (PreTrainedModel,)
+    found = imported("transformers.modeling_utils", "PreTrainedModel"), imported("peft.peft_model", "PeftModel")
+    kinds = tuple(kind for kind in found if kind is not None)
     models = [(path, each) for path, each in module.named_modules() if isinstance(each, kinds)]
     inner = {id(child) for _, model in models for child in model.modules() if child is not model}
     return ((path, model) for path, model in models if id(model) not in inner)
@@ -252,16 +253,14 @@ def _adapter_config(model: Any, adapter: str) -> dict[str, Any]:
 
 def _processors(owners: Iterable[Any]) -> Iterator[tuple[str, Any]]:
     """Attributes that turn texts, images or sounds into inputs, without those that are parts of another."""
-    from transformers import PreTrainedTokenizerBase, ProcessorMixin
-    from transformers.feature_extraction_utils import FeatureExtractionMixin
-    from transformers.image_processing_base import ImageProcessingMixin
-
-    kinds = (ProcessorMixin, PreTrainedTokenizerBase, FeatureExtractionMixin, ImageProcessingMixin)
+    mixin = imported("transformers.processing_utils", "ProcessorMixin")
+    found = (mixin, *(imported(f"transformers.{place}", name) for place, name in _PROCESSORS))
+    kinds = tuple(kind for kind in found if kind is not None)
     attributes = [item for owner in owners for item in getattr(owner, "__dict__", {}).items()]
-    found = {id(value): (name, value) for name, value in attributes if isinstance(value, kinds)}
-    whole = [value for _, value in found.values() if isinstance(value, ProcessorMixin)]
+    known = {id(value): (name, value) for name, value in attributes if isinstance(value, kinds)}
+    whole = [value for _, value in known.values() if mixin and isinstance(value, mixin)]
     parts = {id(part) for each in whole for part in vars(each).values()}
-    return (item for key, item in found.items() if key not in parts)
+    return (item for key, item in known.items() if key not in parts)
 
 
 def _processor(name: str, processor: Any) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from lightning_mm5d.weights.journal import Call, Journal
 from lightning_mm5d.weights.memories import CPU, META
 from lightning_mm5d.weights.module_tensors import tensors_of
 from lightning_mm5d.weights.ordinary_answers import OrdinaryAnswers, unrecorded
-from lightning_mm5d.weights.pretrained import streaming
+from lightning_mm5d.weights.pretrained import Streaming
 from lightning_mm5d.weights.recipe import Recipe
 from lightning_mm5d.weights.recorded import Operation, Signature, Undefined, leaves, mapped
 from lightning_mm5d.weights.undefined import undefined_memories
@@ -62,7 +62,7 @@ class DeferredInit(TorchDispatchMode):
         self._hook = register_module_parameter_registration_hook(self._take_memory)
         self._trunc_normal = private(nn.init, "_no_grad_trunc_normal_")
         setattr(nn.init, "_no_grad_trunc_normal_", self._record_trunc_normal)  # noqa: B010
-        self._streaming = streaming(self.read_from)
+        self._streaming = Streaming(self.read_from)
         self._streaming.__enter__()
         return self
 
@@ -146,6 +146,7 @@ class DeferredInit(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self._streaming.look()
         if any(kind is not Tensor and not issubclass(kind, nn.Parameter | nn.Buffer) for kind in types):
             return NotImplemented  # the subclass takes itself apart; its parts come here again
         if function not in self._signatures:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -28,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from lightning_mm5d.config.errors import ConfigError, private
+from lightning_mm5d.config.imported import imported
 from lightning_mm5d.weights.deferred_init import DeferredInit
 from lightning_mm5d.weights.deferred_weights import DeferredWeights
 from lightning_mm5d.weights.module_tensors import tensors_of
@@ -108,7 +108,8 @@ def _initialize(module: nn.Module, path: str, wanted: set[int], parts: Mapping[i
 
 
 def _is_pretrained(module: nn.Module) -> bool:
-    return "transformers" in sys.modules and isinstance(module, sys.modules["transformers"].PreTrainedModel)
+    model = imported("transformers.modeling_utils", "PreTrainedModel")
+    return model is not None and isinstance(module, model)
 
 
 def _construct_again(module: nn.Module, wanted: set[int], parts: list[Any]) -> bool:

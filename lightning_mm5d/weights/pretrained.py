@@ -25,6 +25,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from lightning_mm5d.config.errors import CheckpointCorruptError, CheckpointUntrustedError, ConfigError, private
+from lightning_mm5d.config.imported import imported
 from lightning_mm5d.storage.source import Region
 from lightning_mm5d.storage.tensor_file import TensorFile
 from lightning_mm5d.weights.recipe import Recipe, Stored
@@ -33,6 +34,7 @@ from lightning_mm5d.weights.traced_tensor import TracedTensor
 _log = logging.getLogger(__name__)
 _Model = TypeVar("_Model")
 _LOADER = "_load_pretrained_model"
+_MODELS = "transformers.modeling_utils"
 _COMPARED_ROWS_BYTES = 64 * 2**20
 
 # Arguments of from_pretrained that say where weights are placed or what they become; a layout says that here.
@@ -82,30 +84,41 @@ def from_pretrained(cls: type[_Model], path: str | Path, *args: Any, **kwargs: A
     return make(path, *args, **kwargs)
 
 
-@contextmanager
-def streaming(note: Callable[[Tensor, Recipe], None]) -> Iterator[None]:
-    """Within this context every ``from_pretrained`` of transformers leaves the weights in their files.
+class Streaming:
+    """A context in which every ``from_pretrained`` of transformers leaves the weights in their files.
+
+    It imports nothing: call `look` where transformers may have been imported since.
 
     Args:
         note: called with each tensor that a model gets in place of stored weights, on the meta device, and with what
             its values are.
     """
-    from transformers import PreTrainedModel
 
-    before = private(PreTrainedModel, _LOADER)
-    original = before.original if isinstance(before, _Loader) else before
-    setattr(PreTrainedModel, _LOADER, staticmethod(_Loader(original, note)))
-    try:
-        yield
-    finally:
-        setattr(PreTrainedModel, _LOADER, staticmethod(before))
+    def __init__(self, note: Callable[[Tensor, Recipe], None]) -> None:
+        self._note = note
+        self._model: Any = None
+
+    def __enter__(self) -> None:
+        self.look()
+
+    def look(self) -> None:
+        """Take the place of the step of transformers that reads files, once there is one."""
+        if self._model is None and (model := imported(_MODELS, "PreTrainedModel")) is not None:
+            self._model, self._before = model, private(model, _LOADER)
+            original = self._before.original if isinstance(self._before, _Loader) else self._before
+            setattr(model, _LOADER, staticmethod(_Loader(original, self._note)))
+
+    def __exit__(self, *_: object) -> None:
+        if self._model is not None:
+            setattr(self._model, _LOADER, staticmethod(self._before))
+            self._model = None
 
 
 def is_streaming() -> bool:
     """Whether ``from_pretrained`` leaves the weights in their files now."""
-    from transformers import PreTrainedModel
-
-    return isinstance(private(PreTrainedModel, _LOADER), _Loader)
+    torch.empty(0)  # a recorder looks for transformers at each operator
+    model = imported(_MODELS, "PreTrainedModel")
+    return model is not None and isinstance(private(model, _LOADER), _Loader)
 
 
 class PretrainedSource:

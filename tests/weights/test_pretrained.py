@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,20 @@ def test_the_plain_call_in_configure_model_leaves_weights_in_their_files(tmp_pat
     module, weights = deferred(lambda: AutoModel.from_pretrained(tmp_path))
     assert all(tensor.is_meta for tensor in module.parameters())
     assert "layers.0.mlp.up_proj.weight" in weights.stored
+
+
+def test_transformers_may_be_imported_while_the_model_is_built(tmp_path: Path, monkeypatch: Any) -> None:
+    llama().save_pretrained(tmp_path)
+
+    def build() -> nn.Module:
+        assert not is_streaming()
+        monkeypatch.undo()
+        return LlamaForCausalLM.from_pretrained(tmp_path)
+
+    monkeypatch.delitem(sys.modules, "transformers.modeling_utils")
+    module, _ = deferred(build)
+    assert all(tensor.is_meta for tensor in module.parameters())
+    assert not is_streaming()
 
 
 def test_elsewhere_it_is_the_plain_call(tmp_path: Path) -> None:
