@@ -18,11 +18,13 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality, for_schedule, loss_modality_of
 from lightning_mm5d.config.options import BACKENDS
 from lightning_mm5d.data.batches import per_replica
@@ -143,7 +145,8 @@ class MultimodalStrategy(CheckpointStrategy):
         """Refuse what `validate` refuses, and what can be laid out but not computed. The launchers call it.
 
         A `configure_model` runs on a copy without memory in the process that starts the others. Where it fails there,
-        before `prepare_data` and `setup`, its module is checked in `setup` alone.
+        before `prepare_data` and `setup`, its module is checked in `setup` alone. So is one with a `setup` of its own
+        that does not fit before.
         """
         check_backend(self._process_group_backend, self.root_device)
         check_computed(self.modalities)
@@ -156,7 +159,11 @@ class MultimodalStrategy(CheckpointStrategy):
             if built is None:
                 return
             module = built
-        self._checked(module)
+        try:
+            self._checked(module)
+        except ConfigError:
+            if not is_overridden("setup", module):
+                raise
 
     def validate(self, module: pl.LightningModule, *data: Any) -> Plan:
         """Check everything that needs no processes; return the plan.

@@ -373,11 +373,11 @@ def _mentioned(source: Source, root: nn.Module, cut: Boundary) -> bool:
 
 
 def _resolve(root: nn.Module, path: str, field: str) -> None:
-    if _has_module(root, path):
-        return
-    names = [name for name, _ in root.named_modules() if name]
-    near = difflib.get_close_matches(path, names, n=1, cutoff=0.3) or names[:1]
-    raise ConfigError(field, path, "there is no such module in the model", f"The nearest is {near[0]!r}")
+    if not _has_module(root, path):
+        names = [name for name, _ in root.named_modules() if name]
+        near = difflib.get_close_matches(path, names, n=1, cutoff=0.3) or names[:1]
+        fix = f"The nearest is {near[0]!r}" if near else "Build the model in configure_model or __init__"
+        raise ConfigError(field, path, "there is no such module in the model", fix)
 
 
 def _has_module(root: nn.Module, path: str) -> bool:

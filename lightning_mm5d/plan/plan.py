@@ -7,7 +7,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
+from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.context_parallel.hooks.support import check_layers
 from lightning_mm5d.layout import Layout
@@ -49,7 +51,12 @@ class Plan:
         Raises:
             ConfigError: the configuration does not fit the module.
         """
-        sizes = {name: p.numel() for name, p in module.named_parameters(remove_duplicate=False)}
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        if lazy := next((name for name, p in parameters.items() if is_lazy(p)), None):
+            rule = "A lazy module gets its parameters in its first call, and a layout needs their sizes before"
+            fix = "Give the module its sizes, or call it in __init__"
+            raise ConfigError(lazy, type(parameters[lazy]).__name__, rule, fix)
+        sizes = {name: p.numel() for name, p in parameters.items()}
         cut = partition(module, modalities)
         check_layers(modalities, module, cut.layers)
         plan = cls(layout, cut, modalities, sizes, v_shaped=v_shaped)

@@ -106,7 +106,8 @@ class Proposal:
             durations = [unit.text(step[key]) for key in ("makespan", "busiest", "pace")]
             layouts.append((name, step["replicas"], *durations, f"{step['idle']:.1%}"))
         busy, bubble = outcome.simulation.busy, outcome.simulation.bubble
-        each = [(n, _holds(plan, n), unit.text(busy[n]), f"{bubble[n]:.1%}") for n in range(plan.layout.size)]
+        # of ranks that share a stage (tp, cp) the first one
+        each = [(n, _holds(plan, n), unit.text(busy[n]), f"{bubble[n]:.1%}") for n in sorted(busy)]
         times = [f"{what} ({unit.symbol})" for what in ("makespan", "busiest rank", "per microbatch")]
         page: Page = [
             f"ranks: {plan.layout.size}, microbatches: {self.proposed.num_microbatches // replicas} per replica, "
