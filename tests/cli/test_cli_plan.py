@@ -57,13 +57,6 @@ def test_it_shows_both_layouts_every_rank_and_what_to_paste(plan: Plan) -> None:
     assert set(yaml.safe_load(block)["modalities"]) == {"vision", "audio", "language"}
 
 
-def test_of_ranks_that_share_a_stage_it_shows_the_first(plan: Plan) -> None:
-    code, out, _ = plan.run("--trainer.devices=4", f"{MODALITIES}.language.tp_size=2")
-    assert code == 0
-    ranks = out.rstrip().split("\n\n")[2]
-    assert [line.split()[0] for line in ranks.splitlines()] == ["rank", "0", "1", "2"]
-
-
 def test_what_it_writes_is_read_as_the_modalities_and_takes_as_long_as_it_says(plan: Plan, tmp_path: Path) -> None:
     """The configuration has chunks, offsets and a colocated modality, of which the proposal has none or others."""
     written = tmp_path / "modalities.yaml"

@@ -62,6 +62,18 @@ class Copied(Late):
             self.encoder.load_state_dict({key: torch.full_like(x, 0.1) for key, x in Encoder().state_dict().items()})
 
 
+class InSetup(Toy):
+    """Its decoder is built in `setup`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder: Any = None
+
+    def setup(self, stage: str) -> None:
+        if self.decoder is None:
+            self.decoder = Decoder().double()
+
+
 class Empty(Late):
     """Built on the meta device in its constructor, without a record."""
 
@@ -97,7 +109,7 @@ def weights(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in module.named_parameters()}
 
 
-def trained(run: Run, kind: type[Late]) -> dict[str, Any]:
+def trained(run: Run, kind: type[Toy]) -> dict[str, Any]:
     """What a rank had at the start, and all weights at the end, of modules from the same seed."""
     torch.manual_seed(7)
     seen, module = Seen(), kind()

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from features.built_in_parts import Copied, Empty, Late, Mixed, goes_on, loaded_early, made_empty, resumed, trained
+from features.built_in_parts import (
+    Copied,
+    Empty,
+    InSetup,
+    Late,
+    Mixed,
+    goes_on,
+    loaded_early,
+    made_empty,
+    resumed,
+    trained,
+)
 from features.toys import (
     LANGUAGE,
     PAIR,
@@ -79,6 +92,10 @@ def test_ranks_that_keep_their_shards_go_on_with_them(layout: str) -> None:
         assert_same(rank, expected)
 
 
+def built_in_setup(run: Run) -> dict[str, Any]:
+    return trained(run, kind=InSetup)
+
+
 def refusals(run: Run) -> list[str]:
     """What is said of a module that keeps its shards: under another layout, and outside of a trainer."""
     torch.manual_seed(7)
@@ -131,6 +148,18 @@ def test_a_plan_of_a_module_that_is_not_built_takes_no_memory_and_changes_nothin
     assert plan.sizes == {name: p.numel() for name, p in Toy().named_parameters()}
     assert module.decoder is None
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_module_may_be_built_in_setup(tmp_path: Path) -> None:
+    found = outcomes(PAIR, built_in_setup, folder=tmp_path)["built_in_setup"]
+    assert_same(found.ranks[0]["end"], found.one["end"])
+
+
+def test_a_lazy_parameter_is_refused_by_its_name() -> None:
+    module = Toy()
+    module.decoder.head = nn.LazyLinear(3)
+    with pytest.raises(ConfigError, match=r"^decoder\.head\.weight: got 'UninitializedParameter'"):
+        Run(PIPE).trainer().strategy.plan(module)
 
 
 def test_a_layout_that_does_not_fit_is_refused_before_there_are_processes() -> None:

@@ -145,3 +145,10 @@ def test_as_json_holds_both_layouts() -> None:
     assert list(said) == ["modalities", "proposed", "configured", "placed", "simulated", "unit"]
     assert said["proposed"]["makespan"] <= said["configured"]["makespan"]
     assert set(said["proposed"]) == {"replicas", "makespan", "idle", "busiest", "pace"}
+
+
+def test_of_ranks_that_share_a_stage_the_page_shows_the_first() -> None:
+    found, _ = proposal("handwritten_two", {"vision": {}, "audio": {}, "language": {"tp_size": 2}}, 4)
+    ranks = as_text([found.page()[-2]]).splitlines()
+    assert [line.split()[0] for line in ranks] == ["rank", *map(str, sorted(found.proposed.outcome.simulation.busy))]
+    assert len(ranks) == 4
