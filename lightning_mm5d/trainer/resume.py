@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -121,6 +122,8 @@ class Resume:
         loops = checkpoint["loops"]["fit_loop"]
         steps = _wound_back(trainer, loaders, loops)
         positions = [_gathered(loader.position(steps), wire) for loader in loaders]
+        if _begins_epoch(trainer, loops):
+            positions = [replace(position, epoch=position.epoch - 1) for position in positions]
         states = all_states(device) if self._watch is None else self._watch.states(steps)
         said = {
             "format": 1,
@@ -251,6 +254,19 @@ def _wound_back(trainer: pl.Trainer, loaders: list[Resumable], loops: dict[str, 
     return steps - back
 
 
+def _begins_epoch(trainer: pl.Trainer, loops: dict[str, Any]) -> bool:
+    """Whether an epoch begins whose first hooks still run; then the saved counter says that it has not begun.
+
+    Lightning's counter of batches is still that of the epoch before.
+    """
+    current: Any = trainer.fit_loop.epoch_progress.current
+    if not 0 < current.processed == current.started < current.ready:
+        return False
+    saved = loops["epoch_progress"]
+    loops["epoch_progress"] = {name: {**saved[name], "ready": saved[name]["started"]} for name in saved}
+    return True
+
+
 def _place(trainer: pl.Trainer, loaders: list[Resumable]) -> None:
     """Set Lightning's counter of batches to the steps that loaders go on with."""
     current = _batches(trainer)
@@ -274,9 +290,11 @@ def _place(trainer: pl.Trainer, loaders: list[Resumable]) -> None:
 def _place_at_beginning(trainer: pl.Trainer) -> None:
     """Set Lightning's counter for an epoch that follows one whose end only its last batch could tell."""
     current, loop = _batches(trainer), trainer.fit_loop.epoch_loop
-    if loop.restarting and trainer.num_training_batches == float("inf"):
-        current.ready = current.started = current.processed = 0
-        current.completed = -1 if loop.restarted_on_train_batch_end else 0  # Lightning counts one more then
+    if trainer.num_training_batches != float("inf"):
+        return
+    current.ready = current.started = current.processed = current.completed = 0
+    if loop.restarting and loop.restarted_on_train_batch_end:
+        current.completed = -1  # Lightning counts one more then
 
 
 def _fetch_again(trainer: pl.Trainer) -> None:

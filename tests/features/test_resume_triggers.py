@@ -48,6 +48,7 @@ ENDS: dict[str, tuple[str, int, dict[str, Any], int]] = {
     "SIGTERM": ("on_train_batch_start", 2, RARELY, 2),
     "validation at the end": ("on_train_batch_start", 4, {}, 3),
     "the end of an epoch": ("on_train_batch_start", 5, {"save_on_train_epoch_end": True}, 3),
+    "an error before an epoch": ("on_train_epoch_start", 3, RARELY, 3),
     "the last step of an epoch": ("on_train_batch_start", 5, {"every_n_train_steps": 3}, 3),
 }
 HALF = {"every half epoch": ("on_train_batch_start", 6, {}, 4)}
