@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lightning_mm5d.checkpoint.buffer_state import BufferState, settle
 from lightning_mm5d.checkpoint.shard_shapes import full_shape, is_local, local_shape, senders
 from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.engine.codec import receive_tree, send_tree
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.remote_value import Guard, Origin, Placeholder, make_parameter, make_placeholder
 from lightning_mm5d.stage.remote import give_memory, is_placeholder
@@ -81,15 +82,35 @@ def _collected(
     tensors = dict(tensors_of(root))
     device = wire_device(root)
     known: dict[int, Tensor] = {}
+    collect_others(root, state, plan, rank, targets)
     for name, value in state.items():
-        if isinstance(value, Tensor):
-            source = tensors.get(name, value)
+        if isinstance(value, Tensor) and name in tensors:
+            source = tensors[name]
             if id(source) not in known:
                 known[id(source)] = _collect(
                     name, value.detach(), is_placeholder(source), plan, rank, targets, device, sources.get(name)
                 )
             state[name] = known[id(source)]
     return state
+
+
+def collect_others(
+    root: nn.Module, state: dict[str, Any], plan: Plan, rank: int, targets: Sequence[int] = (0,)
+) -> None:
+    """Give the ranks `targets` the tensors of a state dict that are no parameters or buffers; collective.
+
+    They are states of metrics: tensors, and lists of them, of which the primary rank has the value.
+    """
+    own, device = dict(tensors_of(root)), wire_device(root)
+    for name, value in state.items():
+        if name in own or not isinstance(value, Tensor | list):
+            continue
+        keeper = plan.ownership.primary_ranks(name)[0]
+        for target in targets:
+            if rank == keeper != target:
+                send_tree(value, target, device)
+            elif rank == target != keeper:
+                state[name] = receive_tree(keeper, device)
 
 
 def load_module(root: nn.Module, state: Mapping[str, Any], strict: bool, plan: Plan, rank: int) -> None:

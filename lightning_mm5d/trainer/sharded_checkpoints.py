@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mm5d.checkpoint.buffer_state import BufferState
-from lightning_mm5d.checkpoint.module_state import wire_device
+from lightning_mm5d.checkpoint.module_state import collect_others, wire_device
 from lightning_mm5d.checkpoint.own_shards import OwnShards, labels_of, own_state
 from lightning_mm5d.checkpoint.rank_reports import RankReports
 from lightning_mm5d.checkpoint.sharded_load import ShardedCheckpoint
@@ -51,8 +51,11 @@ class ShardedCheckpoints:
     # --- saving ---
 
     def state_dict(self, module: pl.LightningModule, plan: Plan | None) -> dict[str, Any]:
-        """Return the state dict of a module with placeholders for what this rank does not hold in full."""
-        return own_state(module, plan, self._stand_ins)
+        """Return the state dict of a module with placeholders for what this rank does not hold in full; collective."""
+        state = own_state(module, plan, self._stand_ins)
+        if plan is not None:
+            collect_others(module, state, plan, dist.get_rank())
+        return state
 
     def save(
         self,
