@@ -80,6 +80,9 @@ class TwoStages(ParallelStrategy):
     def run_guarded(self, function: Any, trainer: Any, reports: Any, *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
+    def build_in_full(self, module: Any) -> None:
+        """The module is built with memory already."""
+
     def _configure_launcher(self) -> None:
         self._launcher = launch.make_launcher(self, start_method=self.start_method)
 
