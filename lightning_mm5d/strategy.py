@@ -6,8 +6,7 @@ runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -19,9 +18,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mm5d.config.errors import ConfigError
@@ -32,11 +29,10 @@ from lightning_mm5d.data.loader import group_batches, shard_loader
 from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import AnySchedule, Simulation, check_fields, loaded
-from lightning_mm5d.trainer.checkpoint_strategy import CheckpointStrategy
 from lightning_mm5d.trainer.configured import configured, is_configured, try_configured
+from lightning_mm5d.trainer.gradient_strategy import GradientStrategy
 from lightning_mm5d.trainer.kept_shards import kept_plan, refuse_other_processes
 from lightning_mm5d.trainer.launch import ProcessLauncher
-from lightning_mm5d.trainer.replica_collectives import ReplicaCollectives
 from lightning_mm5d.trainer.session import RunOptions, Session
 from lightning_mm5d.trainer.statements import layout_fields, loader, optimizers, structure
 from lightning_mm5d.trainer.validation import (
@@ -49,7 +45,7 @@ from lightning_mm5d.trainer.validation import (
 )
 
 
-class MultimodalStrategy(CheckpointStrategy):
+class MultimodalStrategy(GradientStrategy):
     """Trains a LightningModule with a layout per modality. The trainer sets the arguments that are not listed.
 
     Args:
@@ -123,7 +119,6 @@ class MultimodalStrategy(CheckpointStrategy):
         self.loss_weight = loss_weight
         self.on_nonfinite = on_nonfinite
         self._placement, self._timeline = placement, timeline
-        self._syncs = True
         check_fields(fields, {*BACKENDS, *dist.Backend.backend_list})
         modalities = {"model": Modality()} if modalities is None else modalities
         self.modalities = for_schedule(modalities, schedule, loss_modality_of(modalities))
@@ -335,64 +330,3 @@ class MultimodalStrategy(CheckpointStrategy):
     def _evaluate(self, name: str, context: Any, plain: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         run = self._run(name)
         return plain(*args) if run.is_plain else run.evaluate(name, args, context)
-
-    # --- gradients ---
-
-    @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """As Lightning's own, but with gradients summed over ranks before `on_after_backward` shows them to users."""
-        module, run = self._module("backward"), self._run("backward")
-        self.pre_backward(closure_loss)
-        run.optimization.note_loss(closure_loss)
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        with run.optimization.synced(self._syncs):
-            self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
-        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
-        self.post_backward(closure_loss)
-        return closure_loss
-
-    @override
-    @contextmanager
-    def block_backward_sync(self) -> Generator[None, None, None]:
-        self._syncs = False
-        try:
-            yield
-        finally:
-            self._syncs = True
-
-    @override
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        result = None
-        with self._run("optimizer_step").optimization.stepping(optimizer, closure, self.precision_plugin) as agreed:
-            result = super().optimizer_step(optimizer, agreed, model, **kwargs)
-        return result
-
-    def gradient_norm(self, norm_type: float = 2.0) -> Tensor:
-        """Return the norm of all gradients of the module, each element counted once, on every rank; collective."""
-        return self._run("gradient_norm").optimization.norm(norm_type)
-
-    # --- communication of Lightning's own ---
-
-    @override
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the replicas of the loss modality, each counted once; the same result on all ranks."""
-        collectives = self._collectives
-        return collectives.reduce(tensor, reduce_op) if isinstance(tensor, Tensor) and collectives else tensor
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gather ``[D, ...]`` from the D replicas of the loss modality; inside a step, from within it."""
-        # a LightningModule passes the world where its user passed nothing
-        collectives = self._collectives
-        if collectives is None or collectives.is_plain or group not in (None, dist.group.WORLD):
-            return super().all_gather(tensor, group, sync_grads)
-        return collectives.all_gather(tensor, sync_grads)
-
-    @property
-    def _collectives(self) -> ReplicaCollectives | None:
-        """Those of the run, or after it those of its layout; None before the first run."""
-        if self._session is not None:
-            return self._session.collectives
-        if self._last_plan is None or not dist.is_initialized():
-            return None
-        return ReplicaCollectives.after(self._last_plan, self.global_rank)
