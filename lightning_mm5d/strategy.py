@@ -65,6 +65,7 @@ class MultimodalStrategy(GradientStrategy):
             ``.svg``, ``.pdf``) or a Chrome trace (``.json``).
         on_nonfinite: what a loss or gradient that is not finite does: ``"propagate"`` as in Lightning, ``"raise"`` on
             all ranks, or ``"skip"`` the optimizer's step on all; the last two change no parameter.
+        bucket_bytes: how much of gradients and shared parameters one message between ranks carries.
         checkpoint: what is saved: one ``"full"`` file, as Lightning saves it, gathered on rank 0; or a ``"sharded"``
             directory, which each rank writes its own shards to.
         async_checkpoint: whether training goes on while a sharded checkpoint is written.
@@ -89,6 +90,7 @@ class MultimodalStrategy(GradientStrategy):
         watchdog: timedelta = timedelta(minutes=5),
         timeline: str | None = None,
         on_nonfinite: Literal["propagate", "raise", "skip"] = "propagate",
+        bucket_bytes: int = 25 * 2**20,
         checkpoint: Literal["full", "sharded"] = "full",
         async_checkpoint: bool = False,
         on_corrupt_checkpoint: Literal["raise", "previous"] = "raise",
@@ -118,6 +120,7 @@ class MultimodalStrategy(GradientStrategy):
         self.microbatching = microbatching
         self.loss_weight = loss_weight
         self.on_nonfinite = on_nonfinite
+        self.bucket_bytes = bucket_bytes
         self._placement, self._timeline = placement, timeline
         check_fields(fields, {*BACKENDS, *dist.Backend.backend_list})
         modalities = {"model": Modality()} if modalities is None else modalities
@@ -246,6 +249,7 @@ class MultimodalStrategy(GradientStrategy):
             timeline=self._timeline if trainer.state.fn == TrainerFn.FITTING else None,
             on_nonfinite=self.on_nonfinite,
             saves=self._checkpoints.saves,
+            bucket_bytes=self.bucket_bytes,
         )
         self._session = Session(module, plan, options)
         self.model_to_device()
@@ -253,7 +257,7 @@ class MultimodalStrategy(GradientStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             self._agreement.check("optimizers", optimizers(self.optimizers))
-            self._session.optimization.adopt(self.optimizers)
+        self._session.share(self.optimizers if trainer.state.fn == TrainerFn.FITTING else ())
         self.setup_precision_plugin()
         self._session.attach(trainer)
 

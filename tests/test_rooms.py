@@ -25,6 +25,7 @@ ROOMS = (
     "tensor_parallel",
     "context_parallel",
     "plan",
+    "data_parallel",
     "weights",
     "stage",
     "monitor",

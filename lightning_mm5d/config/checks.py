@@ -13,6 +13,7 @@ from dataclasses import fields
 from typing import Any, TypeGuard, get_args, get_type_hints
 
 from lightning_mm5d.config.errors import ConfigError, did_you_mean, one_of
+from lightning_mm5d.config.memory import check_memory
 from lightning_mm5d.config.modality import Modality, PipelineTemplate, colocated_dp, loss_modality_of
 
 MOST = 2**20  # more ranks, stages or microbatches than any run has
@@ -49,11 +50,12 @@ def check(
         _check_paths(f"modalities.{name}.boundary", modality.boundary)
         _check_cost(f"modalities.{name}.cost", modality)
         _check_context(f"modalities.{name}", modality, is_loss_modality=name == loss_modality)
+        check_memory(f"modalities.{name}", modality)
     _check_owners(modalities)
     for name in modalities:
         _check_feeds(name, modalities, loss_modality)
         _check_colocation(name, modalities)
-    _check_count("num_microbatches", num_microbatches)
+    check_count("num_microbatches", num_microbatches)
     if schedule not in schedules:
         raise ConfigError("schedule", schedule, "No such schedule", did_you_mean(schedule, schedules))
 
@@ -88,10 +90,10 @@ def _check_name(name: object) -> None:
 
 
 def _check_sizes(field: str, modality: Modality) -> None:
-    for size in ("dp_size", "tp_size", "cp_size", "pp_size", "pp_chunks"):
+    for size in ("dp_size", "dp_shard_size", "tp_size", "cp_size", "pp_size", "pp_chunks"):
         value = getattr(modality, size)
         if value is not None or size in ("tp_size", "cp_size", "pp_chunks"):
-            _check_count(f"{field}.{size}", value)
+            check_count(f"{field}.{size}", value)
     if not isinstance(modality.sequence_parallel, bool):
         got = modality.sequence_parallel
         raise ConfigError(f"{field}.sequence_parallel", got, "It is true or false", f"Use {bool(got)}")
@@ -157,7 +159,7 @@ def _check_template(field: str, template: object) -> None:
     named = [_is_list(stage) for stage in stages]
     if not any(named):
         for index, count in enumerate(stages):
-            _check_count(f"{field}[{index}]", count)
+            check_count(f"{field}[{index}]", count)
         return
     if not all(named):
         rule = "Stages are given either all by their number of layers or all by names"
@@ -261,7 +263,7 @@ def _check_shared_stage(name: str, modality: Modality, owner: str, pp: int, shar
         rule = f"{owner!r} has the pipeline ranks 0 to {shared.stages - 1}"
         fix = f"The nearest is '{owner}.{shared.stages - 1}'"
         raise ConfigError(f"modalities.{name}.colocate_with", modality.colocate_with, rule, fix)
-    for size in ("dp_size", "tp_size", "cp_size"):
+    for size in ("dp_size", "dp_shard_size", "tp_size", "cp_size"):
         own, others = getattr(modality, size), getattr(shared, size)
         if own != others and (size != "dp_size" or None not in (own, others)):
             rule = f"Its last stage shares the ranks of '{owner}.{pp}', so {size} is that of {owner!r}, {others}"
@@ -269,9 +271,10 @@ def _check_shared_stage(name: str, modality: Modality, owner: str, pp: int, shar
             raise ConfigError(f"modalities.{name}.{size}", own, rule, fix)
 
 
-def _check_count(field: str, value: object) -> None:
-    if isinstance(value, int) and value > MOST:
-        raise ConfigError(field, value, f"It is a whole number of at most {MOST}", f"The nearest is {MOST}")
+def check_count(field: str, value: object, most: int = MOST) -> None:
+    """Refuse what is no whole number of 1 to `most`."""
+    if isinstance(value, int) and value > most:
+        raise ConfigError(field, value, f"It is a whole number of at most {most}", f"The nearest is {most}")
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         near = max(1, int(value)) if isinstance(value, int | float) and value < 2**31 else 1
         raise ConfigError(field, value, "It is a whole number of at least 1", f"The nearest is {near}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from lightning_mm5d.config.errors import ConfigError, nearest, one_of
 
@@ -55,6 +55,12 @@ class Modality:
         feeds: Stages that consume the result, of the modality that computes the loss: the ``first``, ``all``,
             or a list of their indices.
         dp_size: Number of replicas. Inferred from the number of ranks when unset.
+        dp_shard_size: Ranks that share one copy of what `zero_stage` says, of the dp_size * cp_size that hold the same
+            layers. Unset: all of them.
+        zero_stage: What is shared: 1, the states of optimizers; 2, gradients too; 3, parameters too; 0, nothing.
+            Unset: 3 with a `dp_shard_size` above 1, else 0.
+        reshard_after_forward: Whether shared parameters are gathered for each layer's forward and again for its
+            backward, instead of once for a step.
         tp_size: Tensor parallel degree: ranks that share each layer.
         sequence_parallel: Whether norms, dropouts and residuals between the sharded layers are sharded over the same
             ranks along the sequence, which takes less memory and no more communication.
@@ -69,6 +75,14 @@ class Modality:
         pp_size: Number of pipeline stages. Unset: as many as ``pipeline_template`` has, else 1.
         pipeline_template: Which layers run in which stage. Unset: balanced by their costs.
         pp_chunks: Stages that each rank of the pipeline has, of as many model chunks; for interleaved schedules.
+        activation_checkpointing: Which layers are computed again in the backward instead of keeping what it needs:
+            ``none``, ``full`` or ``selective``; or one of ``{fraction: 0.5}``, ``{every: 2}``, ``{layers: [0, 1]}``,
+            ``{selective: [...]}`` with the operations whose results are kept, and ``{per_stage: [...]}`` with one of
+            these for each pipeline stage.
+        offload: What is in host memory between its uses: ``activations`` of microbatches in flight, states of the
+            ``optimizer``, and ``parameters`` of a frozen encoder.
+        communication_dtype: Type of numbers on the wire: one for all traffic, or by kind: ``gradients``,
+            ``parameters``, ``payloads`` between stages, ``tensor_parallel``. Unset: the type of the tensors.
         colocate_with: Name of the modality whose ranks this one shares, instead of having ranks of its own. With the
             number of one of its pipeline ranks, as in ``language.0``, the last stage of this one runs there, and
             earlier stages have ranks of their own.
@@ -80,6 +94,9 @@ class Modality:
     boundary: str | list[str] | None = None
     feeds: Literal["first", "all"] | list[int] = "first"
     dp_size: int | None = None
+    dp_shard_size: int | None = None
+    zero_stage: int | None = None
+    reshard_after_forward: bool = False
     tp_size: int = 1
     sequence_parallel: bool = False
     cp_size: int = 1
@@ -89,6 +106,9 @@ class Modality:
     pp_size: int | None = None
     pipeline_template: PipelineTemplate | None = None
     pp_chunks: int = 1
+    activation_checkpointing: str | dict[str, Any] = "none"
+    offload: list[Literal["activations", "optimizer", "parameters"]] | None = None
+    communication_dtype: str | dict[str, str] | None = None
     colocate_with: str | None = None
     cost: float | list[float] | None = None
 
@@ -98,6 +118,13 @@ class Modality:
         if self.pp_size is not None:
             return self.pp_size
         return 1 if self.pipeline_template is None else max(self.pipeline_template.num_stages // self.pp_chunks, 1)
+
+    @property
+    def shared_stage(self) -> int:
+        """What ranks share of one copy: what `zero_stage` says, else 3 where `dp_shard_size` is above 1, else 0."""
+        if self.zero_stage is not None:
+            return self.zero_stage
+        return 3 if (self.dp_shard_size or 1) > 1 else 0
 
     @property
     def num_cuts(self) -> int:

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lightning_mm5d.config.checks import MOST
+from lightning_mm5d.config.checks import MOST, check_count
 from lightning_mm5d.config.errors import ConfigError, did_you_mean
 
 CHOICES = {
@@ -53,6 +53,7 @@ def check_options(options: Mapping[str, Any], backends: Collection[str] = BACKEN
         if name in options:
             _check_duration(name, options[name], usual)
     check_timeline(options.get("timeline"))
+    check_count("bucket_bytes", options.get("bucket_bytes", 1), most=2**40)
     _check_async(options.get("async_checkpoint", False), options.get("checkpoint", "full"))
 
 

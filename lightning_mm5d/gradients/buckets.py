@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_mm5d.gradients.sums import Rows
+from lightning_mm5d.plan.sums import Rows
 
 _BUCKET_BYTES = 25 * 2**20
 

@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_mm5d.data_parallel.shared_parameters import SharedParameters
 from lightning_mm5d.gradients.buckets import Piece, start_sums, unpack
-from lightning_mm5d.gradients.sums import Rows, Summed, counted_of, sums_of
+from lightning_mm5d.plan.data_shards import DataShards
 from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.plan.sums import Rows, Summed, counted_of, sums_of
 
 
 class Gradients:
@@ -27,6 +29,11 @@ class Gradients:
         groups: the process group of each tuple of ranks.
         counted: names of the parameters that this rank counts in a norm over all ranks, with their rows or None for
             the whole local tensor.
+        shared: the parameters of which this rank owns rows.
+
+    Attributes:
+        parameters: of this rank.
+        shared: those of which it owns rows.
     """
 
     def __init__(
@@ -35,8 +42,11 @@ class Gradients:
         sums: Mapping[str, Sequence[Summed]],
         groups: Mapping[tuple[int, ...], dist.ProcessGroup | None],
         counted: Mapping[str, Rows | None],
+        shared: SharedParameters,
     ) -> None:
         self.parameters = tuple(parameters.values())
+        self.shared = shared
+        self._weights = {id(one): sums[name][0].weight for name, one in parameters.items() if name in sums}
         self._counted = {id(parameters[name]): rows for name, rows in counted.items()}
         self._shared: dict[tuple[dist.ProcessGroup, torch.dtype], list[Piece]] = {}
         for name, parameter in parameters.items():
@@ -65,18 +75,30 @@ class Gradients:
                 gradient.mul_(factor)
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
+    def scatter(self, gradients: list[Tensor | None]) -> None:
+        """Put into `gradients`, as `take` returned them, the sums of the rows that this rank owns; collective."""
+        places = {id(parameter): place for place, parameter in enumerate(self.parameters)}
+        own = [places[id(one.parameter)] for one in self.shared.all]
+        weights = [self._weights[id(one.parameter)] for one in self.shared.all]
+        for place, rows in zip(own, self.shared.scattered([gradients[place] for place in own], weights), strict=True):
+            gradients[place] = rows
+
     def reduce(self, factor: float = 1.0) -> None:
         """Sum each gradient over the ranks that hold its parameter; a collective of all ranks.
 
-        Frozen parameters are skipped; they must be frozen on all ranks.
+        Those of which ranks own rows have been summed by `scatter`. Frozen parameters are skipped; they must be frozen
+        on all ranks.
 
         Args:
             factor: of each sum.
         """
-        trained = {key: [one for one in held if one.parameter.requires_grad] for key, held in self._shared.items()}
+        trained = {key: [one for one in held if self._is_summed(one.parameter)] for key, held in self._shared.items()}
         for work, bucket, flat in [item for key, held in trained.items() for item in start_sums(key[0], held)]:
             work.wait()
             unpack(bucket, flat if factor == 1.0 else flat.mul_(factor))
+
+    def _is_summed(self, parameter: nn.Parameter) -> bool:
+        return parameter.requires_grad and self.shared.get(parameter) is None
 
     def norm(self, parameters: Iterable[Tensor], group: dist.ProcessGroup | None, norm_type: float = 2.0) -> Tensor:
         """Return the norm of the gradients of `parameters` over all ranks, each element counted once.
@@ -116,6 +138,7 @@ def make_gradients(
     rank: int,
     parameters: Mapping[str, nn.Parameter],
     groups: Mapping[tuple[int, ...], dist.ProcessGroup | None],
+    bucket_bytes: int = 25 * 2**20,
 ) -> Gradients:
     """Return the gradients of the `parameters` (by name, each once) that `rank` holds.
 
@@ -123,6 +146,15 @@ def make_gradients(
         plan: all stages.
         rank: global rank.
         parameters: as they are on this rank, full or local.
-        groups: those of `sum_groups`.
+        groups: those of `sum_groups` and `DataShards.groups`.
+        bucket_bytes: how much is summed or exchanged at once.
     """
-    return Gradients(parameters, sums_of(plan, rank), groups, counted_of(plan, rank, parameters))
+    shards = DataShards(plan)
+    owned = shards.owned_by(rank, parameters)
+    counted = counted_of(plan, rank, [name for name in parameters if name not in owned])
+    for name, shard in owned.items():  # the block counts it that has the rank that would count the full one
+        if any(counted_of(plan, other, [name]) for other in shard.block):
+            counted[name] = None
+    shapes = {name: shards.local_shape(name, rank) for name in owned}
+    shared = SharedParameters(parameters, owned, shapes, groups, bucket_bytes=bucket_bytes)
+    return Gradients(parameters, sums_of(plan, rank), groups, counted, shared)

@@ -103,6 +103,7 @@ def _axes(modalities: Mapping[str, Modality], common: int, loss_modality: str) -
             fix = f"Use dp_size={dp}, or leave it unset"
             raise ConfigError(f"modalities.{name}.dp_size", modality.dp_size, rule, fix)
         axes[name] = Sizes(dp, modality.stages, modality.cp_size, modality.tp_size)
+        _check_shards(name, modality, axes[name])
     for name, modality in modalities.items():
         if modality.owner is not None and modality.owner.pp is not None:
             continue  # it has the replicas of its owner, which is checked itself
@@ -112,6 +113,15 @@ def _axes(modalities: Mapping[str, Modality], common: int, loss_modality: str) -
         )
         _check_pairs(colocated, modalities[colocated], axes[colocated].dp, owned[colocated], other, axes[other].dp)
     return axes
+
+
+def _check_shards(name: str, modality: Modality, size: Sizes) -> None:
+    shards, ranks = modality.dp_shard_size, size.dp * size.cp
+    if shards is not None and ranks % shards:
+        what = "With the inferred dp_size it" if modality.dp_size is None else "It"
+        rule = f"{what} must divide dp_size * cp_size = {size.dp} * {size.cp}"
+        fits = nearest(shards, lambda n: ranks % n == 0, reach=ranks)
+        raise ConfigError(f"modalities.{name}.dp_shard_size", shards, rule, f"Use {one_of(fits)}")
 
 
 def _check_pairs(name: str, modality: Modality, dp: int, ranks: int, other: str, replicas: int) -> None:

@@ -33,6 +33,7 @@ class Plan:
         sizes: elements of every parameter by name.
         v_shaped: whether chunks lie in a V over the pipeline ranks (``zbv``), 0 1 1 0, instead of in turn, 0 1 0 1.
         division: which parameters tensor parallelism shards, and how.
+        shapes: of every full parameter by name.
     """
 
     layout: Layout
@@ -41,6 +42,7 @@ class Plan:
     sizes: Mapping[str, int]
     v_shaped: bool = False
     division: Division = field(default_factory=Division)
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -59,7 +61,8 @@ class Plan:
         sizes = {name: p.numel() for name, p in parameters.items()}
         cut = partition(module, modalities)
         check_layers(modalities, module, cut.layers)
-        plan = cls(layout, cut, modalities, sizes, v_shaped=v_shaped)
+        shapes = {name: tuple(p.shape) for name, p in parameters.items()}
+        plan = cls(layout, cut, modalities, sizes, v_shaped=v_shaped, shapes=shapes)
         check_compiled(module, cut, modalities, is_split=bool(plan.topology.edges))
         return replace(plan, division=divide(module, cut, modalities))
 

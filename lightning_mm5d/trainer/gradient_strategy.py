@@ -51,6 +51,7 @@ class GradientStrategy(CheckpointStrategy, ABC):
             yield
         finally:
             self._syncs = True
+            self._run("block_backward_sync").rest()
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:

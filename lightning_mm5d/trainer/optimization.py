@@ -110,6 +110,9 @@ class Optimization:
                     "Use an optimizer that works by element, such as AdamW, or tp_size=1",
                 )
             drop_remote_state(optimizer)
+            for parameter, state in getattr(optimizer, "state", {}).items():
+                if (shared := self._gradients.shared.get(parameter)) is not None:
+                    shared.cut_state(state)
 
     def drop_old_gradients(self, optimizers: Sequence[Optimizer]) -> None:
         """Free gradients that Lightning is about to zero, or two sets of them would be held."""
@@ -179,6 +182,9 @@ class Optimization:
 
             with suppress(SkippedStep):
                 yield agreed
+        shared = self._gradients.shared
+        shared.stepped(parameter for group in optimizer.param_groups for parameter in group["params"])
+        shared.rest()
 
     def _common(self, loss: Any) -> Any:
         """Return the mean loss over replicas, so that an optimizer that follows it does the same on all; collective."""

@@ -33,8 +33,9 @@ from lightning_mm5d.engine.run_groups import RunGroups, make_groups
 from lightning_mm5d.engine.transport import Transport
 from lightning_mm5d.gradients.gradients import make_gradients
 from lightning_mm5d.gradients.parameter_hooks import ParameterHooks
-from lightning_mm5d.gradients.sums import sum_groups
+from lightning_mm5d.plan.data_shards import DataShards
 from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.plan.sums import sum_groups
 from lightning_mm5d.schedule import UNSPLIT_SCHEDULES, Graph, Schedule
 from lightning_mm5d.stage import is_placeholder
 from lightning_mm5d.trainer.cut_module import CutModule
@@ -67,6 +68,7 @@ class RunOptions:
         timeline: file for the timeline of the last training step; None records none.
         on_nonfinite: what happens to a step whose losses or gradients are not finite.
         saves: that may be under way.
+        bucket_bytes: how much of gradients and parameters is summed or exchanged at once.
     """
 
     schedule: str | Callable[[Graph], Schedule]
@@ -79,6 +81,7 @@ class RunOptions:
     timeline: str | None = None
     on_nonfinite: Literal["propagate", "raise", "skip"] = "propagate"
     saves: Saves | None = None
+    bucket_bytes: int = 25 * 2**20
 
 
 class Session:
@@ -101,7 +104,8 @@ class Session:
     def __init__(self, module: pl.LightningModule, plan: Plan, options: RunOptions) -> None:
         weighs = options.loss_weight != "samples" or callable(getattr(module, "loss_weight", None))
         is_replicated = plan.topology.is_replicated and options.num_microbatches == 1
-        self.is_plain = is_replicated and not (weighs and plan.layout.num_replicas > 1)
+        shards = DataShards(plan)
+        self.is_plain = is_replicated and not (weighs and plan.layout.num_replicas > 1) and not shards.exist
         self.plan = plan
         self._module, self._options = module, options
         self._groups = Groups(options.timeout, device=message_device(options.device))
@@ -112,7 +116,7 @@ class Session:
             self._groups,
             plan,
             options.rank,
-            gradients=sum_groups(plan),
+            gradients=dict.fromkeys((*sum_groups(plan), *shards.groups())),
             trained=[name for name, parameter in module.named_parameters() if parameter.requires_grad],
             is_plain=self.is_plain,
         )
@@ -152,7 +156,8 @@ class Session:
         """Make gradients, metrics and steps; phase 4."""
         module, plan, rank, device = self._module, self.plan, self._options.rank, self._options.device
         held = {name: parameter for name, parameter in module.named_parameters() if not is_placeholder(parameter)}
-        gradients = make_gradients(plan, rank, held, groups.gradients)
+        gradients = make_gradients(plan, rank, held, groups.gradients, self._options.bucket_bytes)
+        self._shared = gradients.shared
         last = plan.topology.instances(plan.topology.last_stage)
         is_last = any(rank in ranks for ranks in last)
         loss_group = groups.loss if is_last else None
@@ -216,6 +221,11 @@ class Session:
         )
         self._figures = DeviceFigures(self._engine, self._transport, plan.topology.stage_names(), device)
 
+    def share(self, optimizers: Sequence[Optimizer]) -> None:
+        """Leave this rank the rows that it owns, and free what `optimizers` keep for other ranks."""
+        self._shared.begin(trains=bool(optimizers))
+        self.optimization.adopt(optimizers)
+
     def attach(self, trainer: pl.Trainer) -> None:
         """Extend the trainer until `close`: clipping, figures, SIGTERM, hooks for batches of several replicas."""
         self.turns.attach()
@@ -240,10 +250,13 @@ class Session:
             precision: of the trainer.
             arguments: of the step: the batch, and what Lightning passes after it.
         """
+        self._shared.show_own()
         self.optimization.drop_old_gradients(optimizers)
+        self._shared.show_whole()
         scaler = getattr(precision, "scaler", None)
         scale: Callable[[Tensor], Tensor] = scaler.scale if scaler is not None else lambda loss: loss
         output = self.steps.train(arguments, precision.train_step_context, scale)
+        self._shared.show_own()
         self._figures.update()
         return output
 
@@ -256,7 +269,14 @@ class Session:
             context: entered around each microbatch's forward.
         """
         self.turns.begin_evaluation_batch(arguments[1])
-        return self.steps.evaluate(name, arguments, context)
+        self._shared.show_whole()
+        output = self.steps.evaluate(name, arguments, context)
+        self._shared.rest()
+        return output
+
+    def rest(self) -> None:
+        """Show between batches what parameters show then."""
+        self._shared.rest()
 
     def traffic(self) -> dict[str, Any]:
         """Return what this rank does with a microbatch, and its payloads under way, for the monitor's thread."""
@@ -288,6 +308,7 @@ class Session:
         if failed:
             self.abort()
             return
+        self._shared.end()
         if self.plan.topology.edges or self.plan.division.shards:
             if targets:
                 restore_full(self._module, self.plan, self._options.rank, targets, buffers=self.buffers)

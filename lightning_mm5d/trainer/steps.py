@@ -157,6 +157,7 @@ class Steps:
         finally:
             fresh = self._gradients.take()
             self._gradients.put(older)
+        self._gradients.scatter(fresh)
         merged = None
         if self._own is not None:
             loss, has_graph = self._mean_loss(step)

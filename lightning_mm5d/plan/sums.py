@@ -77,6 +77,11 @@ def sums_of(plan: Plan, rank: int) -> dict[str, tuple[Summed, ...]]:
     return found
 
 
+def summed_by(plan: Plan, name: str, rank: int) -> tuple[Summed, ...]:
+    """Return what `rank` sums with others of one parameter."""
+    return tuple(_sums(plan, name, rank))
+
+
 def counted_of(plan: Plan, rank: int, names: Iterable[str]) -> dict[str, Rows | None]:
     """Return what `rank` counts of the parameters `names` in a norm, so that every element counts once over all ranks.
 

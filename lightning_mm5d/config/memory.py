@@ -1,0 +1,36 @@
+"""Checks of what a modality shares, computes again, moves and compresses. Imports no torch."""
+
+from __future__ import annotations
+
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.modality import Modality
+
+
+def check_memory(field: str, modality: Modality) -> None:
+    """Refuse what is wrong whatever the model and the number of ranks.
+
+    Args:
+        field: path of the modality.
+        modality: its sizes have passed their own checks.
+
+    Raises:
+        ConfigError: at the first field that cannot work.
+    """
+    _check_sharing(field, modality)
+
+
+def _check_sharing(field: str, modality: Modality) -> None:
+    stage, size = modality.zero_stage, modality.dp_shard_size
+    if stage is not None and (isinstance(stage, bool) or not isinstance(stage, int) or not 0 <= stage <= 3):
+        near = min(max(stage, 0), 3) if isinstance(stage, int | float) and not isinstance(stage, bool) else 0
+        rule = "It is 0 (nothing is shared), 1 (states of optimizers), 2 (gradients too) or 3 (parameters too)"
+        raise ConfigError(f"{field}.zero_stage", stage, rule, f"The nearest is {int(near)}")
+    if stage == 0 and (size or 1) > 1:
+        rule = f"{size} ranks share one copy, and zero_stage=0 says that nothing is shared"
+        raise ConfigError(f"{field}.dp_shard_size", size, rule, "Use zero_stage=1, 2 or 3, or leave it unset")
+    reshards = modality.reshard_after_forward
+    if not isinstance(reshards, bool):
+        raise ConfigError(f"{field}.reshard_after_forward", reshards, "It is true or false", f"Use {bool(reshards)}")
+    if reshards and modality.shared_stage != 3:
+        rule = f"Only shared parameters are gathered, and zero_stage is {modality.shared_stage}"
+        raise ConfigError(f"{field}.reshard_after_forward", reshards, rule, "Use zero_stage=3, or leave it unset")

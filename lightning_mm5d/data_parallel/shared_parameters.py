@@ -1,0 +1,252 @@
+"""The parameters of which this rank owns some rows, and their two faces.
+
+A shared parameter is one object with two faces. *Whole*, it has the local tensor that layers compute with. *Own*, it
+has the rows that this rank owns, and their gradient: so optimizers step on the objects that the user gave them, with
+states of the size of their rows. It shows its own face from the end of a training step to the end of the optimizer's
+step.
+
+Between batches a parameter of stage 1 or 2 is whole, and one of stage 3 is own; the whole tensors of stage 3 have
+memory while a step runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_mm5d.data_parallel.scatter_gather import Gathered, ScatteredSum
+from lightning_mm5d.plan.data_shards import DataShard
+
+T = TypeVar("T")
+Groups = Mapping[tuple[int, ...], dist.ProcessGroup | None]
+
+
+class SharedParameter:
+    """One parameter that is shared.
+
+    Args:
+        parameter: whole, or this rank's rows.
+        shard: what this rank owns of it.
+        shape: of the local tensor when it is whole.
+
+    Attributes:
+        own: this rank's rows.
+        whole: the local tensor; None while it has no memory.
+        gradient: of the rows, while the parameter shows its whole face.
+    """
+
+    def __init__(self, parameter: nn.Parameter, shard: DataShard, shape: Sequence[int]) -> None:
+        self.parameter, self.shard, self.shape = parameter, shard, tuple(shape)
+        self.gradient: Tensor | None = None
+        self.whole: Tensor | None = parameter.data if parameter.shape == self.shape else None
+        self.is_whole = self.whole is not None
+        self.own = parameter.data if self.whole is None else shard.rows(self.whole)
+        if shard.stage == 3 and self.whole is not None:
+            self.own = self.own.clone(memory_format=torch.contiguous_format)
+            self.show_own()
+            self.whole = None
+        elif shard.stage < 3 and self.whole is None:
+            self.whole = self.own.new_empty(self.shape)
+            shard.rows(self.whole).copy_(self.own)
+            self.own = shard.rows(self.whole)
+
+    def show_own(self) -> None:
+        """Show the rows that this rank owns, and their gradient."""
+        if self.is_whole:
+            self.parameter.grad = None
+            self.parameter.data = self.own
+            self.parameter.grad, self.gradient = self.gradient, None
+            self.is_whole = False
+
+    def show_whole(self) -> None:
+        """Show the local tensor, without a gradient."""
+        assert self.whole is not None
+        if not self.is_whole:
+            self.gradient, self.parameter.grad = self.parameter.grad, None
+            self.parameter.data = self.whole
+            self.is_whole = True
+
+    def write(self, place: int, flat: Tensor) -> None:
+        """Write the rows of the rank at `place` of the block to the local tensor."""
+        assert self.whole is not None
+        rows = self.shard.rows(self.whole, place)
+        rows.copy_(flat.view(rows.shape))
+
+    def cut_state(self, state: dict[str, Any]) -> None:
+        """Leave of an optimizer's state for the local tensor the rows that this rank owns."""
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.shape == self.shape:
+                state[key] = self.shard.rows(value).clone(memory_format=torch.contiguous_format)
+
+    def numel_at(self, place: int) -> int:
+        """Return the number of elements of the rank at `place` of the block."""
+        start, stop = self.shard.ranges[place]
+        length = self.shape[self.shard.dim]
+        return torch.Size(self.shape).numel() // length * (stop - start)
+
+
+class SharedParameters:
+    """All shared parameters of one rank.
+
+    Args:
+        parameters: of this rank by name, each once, in one order on all ranks.
+        shards: of those that are shared, by name.
+        shapes: of the local tensors of these by name.
+        groups: the process group of each tuple of ranks.
+        bucket_bytes: how much is exchanged at once.
+
+    Attributes:
+        all: the shared parameters, in one order on all ranks; none before `begin`.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        shards: Mapping[str, DataShard],
+        shapes: Mapping[str, Sequence[int]],
+        groups: Groups,
+        *,
+        bucket_bytes: int,
+    ) -> None:
+        self._parameters, self._shards, self._shapes = parameters, shards, shapes
+        self._groups, self._bucket_bytes = groups, bucket_bytes
+        self.all: list[SharedParameter] = []
+        self._by_id: dict[int, SharedParameter] = {}
+
+    def begin(self, *, trains: bool) -> None:
+        """Share the parameters as they are now, on the device where ranks compute.
+
+        Args:
+            trains: whether there are optimizers; without any, stage 3 alone has something to share.
+        """
+        for name, shard in self._shards.items():
+            if trains or shard.stage == 3:
+                one = SharedParameter(self._parameters[name], shard, self._shapes[name])
+                self.all.append(one)
+                self._by_id[id(one.parameter)] = one
+
+    def end(self) -> None:
+        """Leave all whole; collective where they have no memory."""
+        self.show_whole()
+        self.all.clear()
+        self._by_id.clear()
+
+    def get(self, parameter: Tensor) -> SharedParameter | None:
+        """Return the shared parameter that `parameter` is, if it is one."""
+        return self._by_id.get(id(parameter))
+
+    def show_own(self) -> None:
+        """Let all show the rows that this rank owns."""
+        for one in self.all:
+            one.show_own()
+
+    def show_whole(self) -> None:
+        """Let all show their local tensors; collective where they have no memory."""
+        self._fetch([one for one in self.all if one.whole is None])
+        for one in self.all:
+            one.show_whole()
+
+    def rest(self) -> None:
+        """Show what is shown between batches, and free whole tensors of stage 3."""
+        for one in self.all:
+            if one.shard.stage < 3:
+                one.show_whole()
+            else:
+                one.show_own()
+                one.whole = None
+
+    def stepped(self, parameters: Iterable[Tensor]) -> None:
+        """Exchange rows of `parameters` after an optimizer's step on this rank's; collective."""
+        found = [self._by_id[id(p)] for p in parameters if id(p) in self._by_id]
+        self._fetch([one for one in found if one.shard.stage < 3 and one.parameter.requires_grad])
+
+    def scattered(self, gradients: Sequence[Tensor | None], weights: Sequence[float]) -> list[Tensor | None]:
+        """Return the summed gradients of the rows that this rank owns; collective.
+
+        Args:
+            gradients: of the whole local tensors of `all`, in their order; None where a rank has none.
+            weights: what this rank's gradients are multiplied by.
+
+        Returns:
+            One for each; None where no rank has any.
+        """
+        results: list[Tensor | None] = [None] * len(self.all)
+        numbers = [number for number, one in enumerate(self.all) if one.parameter.requires_grad]
+        started = []
+        for held in self._buckets(numbers, lambda number: self.all[number]):
+            started.append((held, ScatteredSum(self._packed(held, gradients, weights), self._group(held[0]))))
+        summing: list[tuple[list[int], Tensor, Any]] = []
+        for held, scattered in started:
+            flat, across = scattered.wait(), self.all[held[0]].shard.across
+            group = self._groups[across] if len(across) > 1 else None
+            summing.append((held, flat, group and dist.all_reduce(flat, group=group, async_op=True)))
+        for held, flat, work in summing:
+            if work:
+                work.wait()
+            flags = flat[-len(held) :].tolist()
+            own = [self.all[number] for number in held]
+            parts = flat[: -len(held)].split([one.numel_at(one.shard.place) for one in own])
+            for number, one, flag, part in zip(held, own, flags, parts, strict=True):
+                results[number] = part.view(one.own.shape) if flag else None
+        return results
+
+    def _packed(
+        self, held: Sequence[int], gradients: Sequence[Tensor | None], weights: Sequence[float]
+    ) -> list[Tensor]:
+        """What this rank adds to the sums of each rank of the block; after it flags of the gradients that there are."""
+        chunks = []
+        first = self.all[held[0]]
+        flags = first.own.new_tensor([gradients[number] is not None for number in held])
+        for place in range(len(first.shard.block)):
+            parts = []
+            for number in held:
+                one, gradient = self.all[number], gradients[number]
+                if gradient is None:
+                    parts.append(one.own.new_zeros(one.numel_at(place)))
+                else:
+                    rows = one.shard.rows(gradient, place).reshape(-1)
+                    parts.append(rows if weights[number] == 1.0 else rows * weights[number])
+            chunks.append(torch.cat([*parts, flags]))
+        return chunks
+
+    def _fetch(self, wanted: Sequence[SharedParameter]) -> None:
+        """Write the rows of all ranks to the local tensors of `wanted`, which get memory; collective."""
+        started = []
+        for held in self._buckets(wanted, lambda one: one):
+            own = torch.cat([one.own.reshape(-1) for one in held])
+            lengths = [sum(one.numel_at(place) for one in held) for place in range(len(held[0].shard.block))]
+            group = self._groups[held[0].shard.block]
+            assert group is not None
+            started.append((held, Gathered(own, lengths, group)))
+        for held, gathered in started:
+            for one in held:
+                if one.whole is None:
+                    one.whole = one.own.new_empty(one.shape)
+            for place, flat in enumerate(gathered.wait()):
+                parts = flat.split([one.numel_at(place) for one in held])
+                for one, part in zip(held, parts, strict=True):
+                    if place != one.shard.place or one.shard.stage == 3:
+                        one.write(place, part)
+
+    def _group(self, number: int) -> dist.ProcessGroup:
+        group = self._groups[self.all[number].shard.block]
+        assert group is not None
+        return group
+
+    def _buckets(self, items: Sequence[T], parameter: Callable[[T], SharedParameter]) -> list[list[T]]:
+        """Return `items` in lists that are exchanged at once, in one order on all ranks that share one of them."""
+        found: dict[Any, list[list[T]]] = {}
+        sizes: dict[Any, int] = {}
+        for item in items:
+            one = parameter(item)
+            key = one.shard.block, one.shard.across, str(one.parameter.dtype)
+            if key not in found or sizes[key] >= self._bucket_bytes:
+                found.setdefault(key, []).append([])
+                sizes[key] = 0
+            found[key][-1].append(item)
+            sizes[key] += one.own.element_size() * one.own.numel() * len(one.shard.block)
+        return [bucket for key in sorted(found) for bucket in found[key]]

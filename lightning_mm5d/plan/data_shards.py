@@ -1,0 +1,173 @@
+"""Says which rows of a parameter each data or context parallel rank owns, with `zero_stage` 1, 2 or 3.
+
+The ranks that hold equal copies of a parameter are cut into *blocks* of `dp_shard_size` ranks. Each rank of a block
+owns some rows of the local tensor, which tensor parallelism may have sharded before. Ranks at the same place of other
+blocks own the same rows; a gradient is scattered within the block and summed over these (HSDP).
+
+Examples in this file are of a ``[6, 4]`` parameter of one stage with ``dp_size=4, dp_shard_size=2`` on ranks 0 to 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from lightning_mm5d.layout.even_split import even_ranges
+from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.plan.sums import summed_by
+from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.sharded.shards import Range
+
+_BALANCED = 1.05  # the largest share over an even one with which the first dim is taken
+
+
+class DataShard(NamedTuple):
+    """What one rank owns of the local tensor of a parameter.
+
+    Attributes:
+        stage: 1, 2 or 3, as `zero_stage`.
+        dim: along which the block shares it: 0.
+        ranges: rows that each rank of the block owns, in the order of the block: ``((0, 3), (3, 6))``.
+        block: the ranks that share one copy: ``(2, 3)`` for rank 2.
+        across: the ranks that own the same rows: ``(0, 2)`` for rank 2.
+        place: of this rank in its block: 0.
+    """
+
+    stage: int
+    dim: int
+    ranges: tuple[Range, ...]
+    block: tuple[int, ...]
+    across: tuple[int, ...]
+    place: int
+
+    @property
+    def length(self) -> int:
+        """Length of `dim` of the local tensor."""
+        return max(stop for _, stop in self.ranges)
+
+    def rows(self, whole: Tensor, place: int | None = None) -> Tensor:
+        """Return a view of what the rank at `place` of the block owns of the local tensor; by default, this rank."""
+        start, stop = self.ranges[self.place if place is None else place]
+        return whole.narrow(self.dim, start, stop - start)
+
+    def own_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of what this rank owns of a local tensor of `shape`."""
+        start, stop = self.ranges[self.place]
+        return (*shape[: self.dim], stop - start, *shape[self.dim + 1 :])
+
+
+class _Copies(NamedTuple):
+    """Who shares the copies of a parameter with a rank; whether it is shared depends on its shape too."""
+
+    stage: int
+    block: tuple[int, ...]
+    across: tuple[int, ...]
+
+
+class DataShards:
+    """The data shards of all ranks.
+
+    Args:
+        plan: all stages.
+
+    Attributes:
+        exist: whether any modality shares anything.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._numbers = {name: number for number, name in enumerate(plan.shapes)}
+        self._copies: dict[Any, _Copies | None] = {}
+        self._blocks: dict[StageKey, tuple[tuple[int, ...], ...]] = {}
+        self.exist = any(modality.shared_stage for modality in plan.modalities.values())
+
+    def of(self, name: str, rank: int) -> DataShard | None:
+        """Return what `rank` owns of a parameter that it holds; None where it is not shared."""
+        if not self.exist or name not in self._numbers:
+            return None
+        copies = self._copies_of(name, rank)
+        cut = copies and _cut(self.local_shape(name, rank), len(copies.block), self._numbers[name])
+        if not copies or not cut:
+            return None
+        return DataShard(copies.stage, cut[0], cut[1], copies.block, copies.across, copies.block.index(rank))
+
+    def owned_by(self, rank: int, names: Iterable[str]) -> dict[str, DataShard]:
+        """Return what `rank` owns of the shared ones among the parameters `names` that it holds, in their order."""
+        found = {name: self.of(name, rank) for name in names} if self.exist else {}
+        return {name: shard for name, shard in found.items() if shard is not None}
+
+    def local_shape(self, name: str, rank: int) -> tuple[int, ...]:
+        """Return the shape of the local tensor of a parameter: what `rank` holds of it after tensor parallelism."""
+        shape, shard = self._plan.shapes[name], self._plan.division.shards.get(name)
+        if shard is None:
+            return shape
+        length = shard.lengths[self._plan.ownership.shard_index(name, rank)]
+        return (*shape[: shard.dim], length, *shape[shard.dim + 1 :])
+
+    def groups(self) -> list[tuple[int, ...]]:
+        """Return the ranks of every group that parameters are scattered, gathered or summed over, in one order."""
+        found: dict[tuple[int, ...], None] = {}
+        seen = set()
+        for name in self._numbers if self.exist else ():
+            kind = self._kind(name)
+            if kind not in seen:
+                seen.add(kind)
+                for rank in self._plan.ownership.ranks_holding(name):
+                    if copies := self._copies_of(name, rank):
+                        found |= dict.fromkeys((copies.block, copies.across))
+        return [ranks for ranks in found if len(ranks) > 1]
+
+    def _copies_of(self, name: str, rank: int) -> _Copies | None:
+        key = (self._kind(name), rank)
+        if key not in self._copies:
+            self._copies[key] = self._find_copies(name, rank)
+        return self._copies[key]
+
+    def _find_copies(self, name: str, rank: int) -> _Copies | None:
+        plan = self._plan
+        keys = dict.fromkeys(plan.topology.stage_of[owner] for owner in plan.partition.owners[name])
+        stages = {plan.modalities[key.modality].shared_stage for key in keys}
+        sums = summed_by(plan, name, rank)
+        if stages == {0} or len(stages) > 1 or len(sums) != 1 or sums[0].rows is not None:
+            return None
+        equal = set(sums[0].ranks)
+        blocks = [block for key in keys for block in self._blocks_of(key) if not equal.isdisjoint(block)]
+        block = next(one for one in blocks if rank in one)
+        if len(block) == 1 or any(len(one) != len(block) or not equal.issuperset(one) for one in blocks):
+            return None
+        place = block.index(rank)
+        return _Copies(stages.pop(), block, tuple(sorted({one[place] for one in blocks})))
+
+    def _kind(self, name: str) -> Any:
+        division = self._plan.division
+        return self._plan.partition.owners[name], division.shards.get(name), name in division.shared
+
+    def _blocks_of(self, key: StageKey) -> tuple[tuple[int, ...], ...]:
+        """The blocks of a stage: ``((0, 1), (2, 3))``."""
+        if key not in self._blocks:
+            sizes = self._plan.layout.sizes(key.modality)
+            instances = self._plan.topology.instances(key)
+            size = self._plan.modalities[key.modality].dp_shard_size or sizes.dp * sizes.cp
+            found = []
+            for index in range(sizes.tp):
+                copies = [rank for ranks in instances for rank in ranks[index :: sizes.tp]]
+                found += [tuple(copies[start : start + size]) for start in range(0, len(copies), size)]
+            self._blocks[key] = tuple(found)
+        return self._blocks[key]
+
+
+def _cut(shape: Sequence[int], size: int, number: int) -> tuple[int, tuple[Range, ...]] | None:
+    """Return the dim along which `size` ranks share a tensor, and the rows of each; None where no dim is long enough.
+
+    Rows are contiguous in memory along the first dim, so it is taken where its shares are about even. Which ranks get a
+    row more depends on the parameter's `number`, so that no rank gets all of them.
+    """
+    fits = [dim for dim, length in enumerate(shape) if length >= size]
+    if not fits:
+        return None
+    uneven = {dim: -(-shape[dim] // size) * size / shape[dim] for dim in fits}
+    dim = 0 if uneven.get(0, 2.0) <= _BALANCED else min(fits, key=lambda one: (uneven[one], one))
+    ranges = even_ranges(shape[dim], size)
+    return dim, tuple(ranges[(place + number) % size] for place in range(size))
