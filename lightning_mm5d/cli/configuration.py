@@ -36,6 +36,7 @@ FIELDS = (
     "watchdog",
     "timeline",
     "on_nonfinite",
+    "bucket_bytes",
     "checkpoint",
     "async_checkpoint",
     "on_corrupt_checkpoint",
