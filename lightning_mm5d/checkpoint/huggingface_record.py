@@ -4,7 +4,7 @@
 holds the path, the class, the configuration, the names of its tensors, which of them are tied, and how transformers
 would rename them. Processors and tokenizers that are attributes come along as their files.
 
-The record holds names and numbers only: whoever reads it builds no class but those of transformers, by name.
+The record holds names and numbers only: reading it builds no class but those of transformers, by name.
 """
 
 from __future__ import annotations

@@ -160,12 +160,7 @@ def restore_full(
         ConfigError: no rank has the value of a buffer; all other tensors are restored before.
     """
     device = wire_device(root)
-    sources: Mapping[str, int] = {}
-    missing: ConfigError | None = None
-    try:
-        sources = {} if buffers is None else buffers.sources(device)
-    except ConfigError as error:  # the same on all ranks
-        missing = error
+    sources, missing = _sources(buffers, device)
     state = _collected(root, plan, rank, targets, sources)
     guard = Guard(plan.ownership.holders)
     done: set[int] = set()
@@ -197,12 +192,7 @@ def share_buffers(root: nn.Module, plan: Plan, *, buffers: BufferState | None = 
         ConfigError: no rank has the value of a buffer; all others are shared before.
     """
     device = wire_device(root)
-    sources: Mapping[str, int] = {}
-    missing: ConfigError | None = None
-    try:
-        sources = {} if buffers is None else buffers.sources(device)
-    except ConfigError as error:  # the same on all ranks
-        missing = error
+    sources, missing = _sources(buffers, device)
     settle(root.buffers())
     for name, buffer in root.named_buffers():
         if name not in plan.division.shards:
@@ -211,6 +201,14 @@ def share_buffers(root: nn.Module, plan: Plan, *, buffers: BufferState | None = 
             buffer.data.copy_(wire)
     if missing is not None:
         raise missing
+
+
+def _sources(buffers: BufferState | None, device: torch.device) -> tuple[Mapping[str, int], ConfigError | None]:
+    """Return which ranks have the values of buffers, or the error that no rank has one; the same on all ranks."""
+    try:
+        return ({} if buffers is None else buffers.sources(device)), None
+    except ConfigError as error:
+        return {}, error
 
 
 def _collect(

@@ -8,7 +8,7 @@ random about loading is a function of (seed, epoch, step, shard), keeps the rank
 seeded where it arises:
 
 - a sampler or batch sampler that draws: reseeded for each draw (`samplers`);
-- augmentation: reseeded for each batch, in the main process and in workers alike, so that it is the same with any
+- augmentation: reseeded for each batch, in the main process and in workers, so that it is the same with any
   number of workers; a stream without batches (``batch_size=None``) has its workers seeded once an epoch.
 
 A training loader knows its position and goes on from a saved one (`resumable`).
@@ -152,16 +152,8 @@ class _ShardIteration(Resumable):
             self.generator.manual_seed(seed_of(seed, "workers", epoch))
         with seeded(seed, "start", epoch):
             batches = super().__iter__()  # type: ignore[misc]
-        end = object()
         for step in itertools.count(first - dropped):
-            group = []
-            self.progress.fetching()
-            for shard in shards:
-                with seeded(seed, "batch", epoch, step, shard):
-                    batch = next(batches, end)
-                if batch is end:
-                    break
-                group.append(batch)
+            group = self.fetched(batches, (epoch, step), *([shard] for shard in shards))
             if not group:
                 return
             if step >= first:
@@ -212,18 +204,16 @@ class ResumableIterable(Resumable):
 
     def _steps(self) -> Iterator[Any]:
         first, dropped = self.begin_pass()
-        seed, epoch, end = self.served_order.seed, self.served_order.epoch, object()
-        with seeded(seed, "start", epoch):
+        epoch = self.served_order.epoch
+        with seeded(self.served_order.seed, "start", epoch):
             batches = iter(self.iterable)
-        for number in itertools.count(first - dropped):
-            self.progress.fetching()
-            with seeded(seed, "batch", epoch, number, *self.progress.shards):
-                batch = next(batches, end)
-            if batch is end:
+        for step in itertools.count(first - dropped):
+            group = self.fetched(batches, (epoch, step), self.progress.shards)
+            if not group:
                 return
-            if number >= first:
-                self.note_batch(number)
-                yield batch
+            if step >= first:
+                self.note_batch(step)
+                yield group[0]
 
 
 @dataclass(frozen=True)

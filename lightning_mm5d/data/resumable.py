@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -21,10 +21,12 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.data.position import Kind, Position
+from lightning_mm5d.data.random_state import seeded
 from lightning_mm5d.data.remaining import batch_size_of, rest_of_shards
 from lightning_mm5d.data.sampler_generators import generator_states, set_generator_states
 from lightning_mm5d.data.samplers import ShardOrder, Start, leaf_of
 
+_END = object()
 _AT_THE_END = "resume from a checkpoint of the end of an epoch"
 
 
@@ -245,6 +247,18 @@ class Resumable:
                 start, dropped = Start(self._began), batches
         order.start = start
         return first, dropped
+
+    def fetched(self, batches: Iterator[Any], key: tuple[int, ...], *shards: Sequence[int]) -> list[Any]:
+        """Return the next batches, each seeded by `key` and its own `shards`; fewer of them at the end."""
+        group = list[Any]()
+        self.progress.fetching()
+        for numbers in shards:
+            with seeded(self.served_order.seed, "batch", *key, *numbers):
+                batch = next(batches, _END)
+            if batch is _END:
+                break
+            group.append(batch)
+        return group
 
     def note_batch(self, number: int) -> None:
         """Keep the state of the user's own loader after batch `number`, where Lightning fetches ahead of its steps."""

@@ -19,7 +19,7 @@ from torch import nn
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality, canonical_name, loss_modality_of
-from lightning_mm5d.partition.parts import Parts, of_code, of_list
+from lightning_mm5d.partition.parts import Parts, has_module, of_code, of_list
 from lightning_mm5d.source.names import mentions
 from lightning_mm5d.source.order import accesses
 from lightning_mm5d.source.trees import Source, method_of
@@ -228,9 +228,9 @@ def _by_path(source: Source, root: nn.Module, name: str, modality: Modality) -> 
     for path in _listed(modality.boundary) or owns[-1:]:
         field = f"modalities.{name}.{'boundary' if modality.boundary else 'module'}"
         owner, method = path, "forward"
-        if not _has_module(root, path):
+        if not has_module(root, path):
             owner, _, method = path.rpartition(".")
-            if not _has_module(root, owner) or not callable(getattr(root.get_submodule(owner), method, None)):
+            if not has_module(root, owner) or not callable(getattr(root.get_submodule(owner), method, None)):
                 _resolve(root, path, field)
         elif _has_no_forward(root.get_submodule(path)):
             rule = "it is a container whose members are used one by one, so no call of it gives a result"
@@ -292,7 +292,7 @@ def position(source: Source, root: nn.Module, path: str, layers: str) -> tuple[b
     depth = 0
     while depth < min(len(one), len(other)) - 1 and one[depth] == other[depth]:
         depth += 1
-    while depth and not _has_module(root, ".".join(one[:depth])):
+    while depth and not has_module(root, ".".join(one[:depth])):
         depth -= 1
     if one[depth] == other[depth]:
         return True, False
@@ -321,7 +321,7 @@ def _longest_lists(root: nn.Module, within: tuple[str, ...], without: tuple[str,
         lists: dict[str, tuple[int, int]] = {}
         for start in within:
             for path, module in (
-                root.get_submodule(start).named_modules(prefix=start) if _has_module(root, start) else ()
+                root.get_submodule(start).named_modules(prefix=start) if has_module(root, start) else ()
             ):
                 # lists inside lists are parts of layers (experts), lists of leaves are heads or projections
                 if (
@@ -348,7 +348,7 @@ def _submodules(module: nn.Module, touched: list[str]) -> list[str]:
     for item in touched:
         if item in kept:
             continue
-        if _has_module(module, item):
+        if has_module(module, item):
             if next(module.get_submodule(item).parameters(), None) is None:
                 continue
         elif item.rpartition(".")[2] not in _owner(module, item)._parameters:
@@ -359,7 +359,7 @@ def _submodules(module: nn.Module, touched: list[str]) -> list[str]:
 
 def _owner(module: nn.Module, path: str) -> nn.Module:
     parent = path.rpartition(".")[0]
-    return module.get_submodule(parent) if _has_module(module, parent) else module
+    return module.get_submodule(parent) if has_module(module, parent) else module
 
 
 def _mentioned(source: Source, root: nn.Module, cut: Boundary) -> bool:
@@ -373,19 +373,11 @@ def _mentioned(source: Source, root: nn.Module, cut: Boundary) -> bool:
 
 
 def _resolve(root: nn.Module, path: str, field: str) -> None:
-    if not _has_module(root, path):
+    if not has_module(root, path):
         names = [name for name, _ in root.named_modules() if name]
         near = difflib.get_close_matches(path, names, n=1, cutoff=0.3) or names[:1]
         fix = f"The nearest is {near[0]!r}" if near else "Build the model in configure_model or __init__"
         raise ConfigError(field, path, "there is no such module in the model", fix)
-
-
-def _has_module(root: nn.Module, path: str) -> bool:
-    try:
-        root.get_submodule(path)
-    except AttributeError:
-        return False
-    return True
 
 
 def _listed(value: Any) -> list[str]:

@@ -201,3 +201,12 @@ def _is_container(module: nn.Module) -> bool:
 
 def _has_state(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None or next(module.buffers(), None) is not None
+
+
+def has_module(root: nn.Module, path: str) -> bool:
+    """Whether `root` has a module at `path`."""
+    try:
+        root.get_submodule(path)
+    except AttributeError:
+        return False
+    return True

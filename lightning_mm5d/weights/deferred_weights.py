@@ -191,7 +191,7 @@ def filling(module: nn.Module) -> Sink:
 
 
 def _fill(tensor: Tensor, value: Tensor) -> None:
-    """Give a tensor without memory its value, in place, so that whoever holds it sees it."""
+    """Give a tensor without memory its value, in place, so that all who hold it see it."""
     if not _swapped(tensor, _like(tensor, value)):
         raise ConfigError(
             "configure_model",

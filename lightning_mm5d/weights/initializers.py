@@ -28,6 +28,7 @@ from torch.nn.utils import parametrize
 
 from lightning_mm5d.config.errors import ConfigError, private
 from lightning_mm5d.config.imported import imported
+from lightning_mm5d.partition.parts import has_module
 from lightning_mm5d.weights.deferred_init import DeferredInit
 from lightning_mm5d.weights.deferred_weights import DeferredWeights
 from lightning_mm5d.weights.module_tensors import tensors_of
@@ -130,7 +131,7 @@ def _construct_again(module: nn.Module, wanted: set[int], parts: list[Any]) -> b
         if id(tensor) in wanted:
             tensor.copy_(values[names[0]])
     for part, other in zip(module.modules(), second.modules(), strict=True):
-        if getattr(other, "_is_hf_initialized", False):
+        if "_is_hf_initialized" in vars(other):
             part._is_hf_initialized = True  # type: ignore[assignment]
     return True
 
@@ -161,7 +162,7 @@ def _initializer(module: nn.Module) -> Callable[[], Any] | None:
 
 
 def _reset(module: nn.Module, reset: Callable[[], Any]) -> None:
-    """Run an initialiser; what it writes into a parametrized tensor goes into the tensors behind it."""
+    """Run an initialiser; what it writes into a parametrized tensor goes into the tensors that it is computed from."""
     if not parametrize.is_parametrized(module):
         reset()
         return
@@ -174,7 +175,7 @@ def _reset(module: nn.Module, reset: Callable[[], Any]) -> None:
 
 def _refuse(module: nn.Module, name: str) -> NoReturn:
     owner, _, leaf = name.rpartition(".")
-    kind = type(module.get_submodule(owner) if _has(module, owner) else module).__name__
+    kind = type(module.get_submodule(owner) if has_module(module, owner) else module).__name__
     raise ConfigError(
         name,
         "a tensor of the meta device that no initialiser writes in full",
@@ -183,11 +184,3 @@ def _refuse(module: nn.Module, name: str) -> NoReturn:
         f"Build it in configure_model, outside of torch.device('meta'), or give {kind} a method reset_parameters that "
         f"writes {leaf}",
     )
-
-
-def _has(module: nn.Module, path: str) -> bool:
-    try:
-        module.get_submodule(path)
-    except AttributeError:
-        return False
-    return True

@@ -195,14 +195,14 @@ class _Loader:
             for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
                 full_name = f"{path}.{name}" if path else name
                 if isinstance(tensor, TracedTensor):
-                    placeholder = _alike(tensor, device="meta")
+                    placeholder = _empty_on(tensor, device="meta")
                     self._note(placeholder, tensor.recipe)
                     # so that transformers does not initialise it
                     placeholder._is_hf_initialized = True  # type: ignore[attr-defined]
                     recipes[id(placeholder)] = tensor.recipe
                     setattr(module, name, placeholder)
                 elif tensor.is_meta and full_name not in model.all_tied_weights_keys:
-                    setattr(module, name, _alike(tensor, device="cpu"))  # transformers initialises it
+                    setattr(module, name, _empty_on(tensor, device="cpu"))  # transformers initialises it
         _settle_ties(model, info, recipes)
         return info, offloaded
 
@@ -252,7 +252,7 @@ def _traced(paths: list[str], index: Mapping[str, str]) -> dict[str, TracedTenso
     return traced
 
 
-def _alike(tensor: Tensor, device: str) -> Tensor:
+def _empty_on(tensor: Tensor, device: str) -> Tensor:
     """An empty parameter or buffer of the same shape and dtype."""
     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty

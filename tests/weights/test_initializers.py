@@ -173,3 +173,9 @@ def test_refuses_adapters_whose_constructor_cannot_be_repeated() -> None:
     module = on_meta(lambda: inject_adapter_in_model(LoraConfig(target_modules=["0"]), nn.Sequential(nn.Linear(2, 2))))
     with pytest.raises(ConfigError, match=r"0: got 'Linear on the meta device'.*peft"):
         initialize_meta(module)
+
+
+def test_transformers_marks_what_it_has_initialised_by_the_name_that_is_built_on() -> None:
+    model = LlamaForCausalLM(LLAMA_CONFIG)
+    model.init_weights()
+    assert all("_is_hf_initialized" in vars(part) for part in model.modules())
