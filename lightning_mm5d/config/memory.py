@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.errors import ConfigError, did_you_mean
 from lightning_mm5d.config.modality import Modality
 
 
@@ -16,6 +16,7 @@ def check_memory(field: str, modality: Modality) -> None:
     Raises:
         ConfigError: at the first field that cannot work.
     """
+    _check_offload(f"{field}.offload", modality)
     _check_sharing(field, modality)
 
 
@@ -34,3 +35,22 @@ def _check_sharing(field: str, modality: Modality) -> None:
     if reshards and modality.shared_stage != 3:
         rule = f"Only shared parameters are gathered, and zero_stage is {modality.shared_stage}"
         raise ConfigError(f"{field}.reshard_after_forward", reshards, rule, "Use zero_stage=3, or leave it unset")
+
+
+_OFFLOADS = ("activations", "optimizer", "parameters")
+
+
+def _check_offload(field: str, modality: Modality) -> None:
+    said = modality.offload
+    if said is None:
+        return
+    if not isinstance(said, str | list | tuple):
+        rule = "It is a list of what is in host memory between its uses: activations, optimizer, parameters"
+        raise ConfigError(field, said, rule, "Use ['activations'], or leave it unset")
+    unknown = next((one for one in modality.offloads if one not in _OFFLOADS), None)
+    if unknown is not None:
+        rule = "What moves to host memory is activations, optimizer or parameters"
+        raise ConfigError(field, said, rule, did_you_mean(str(unknown), _OFFLOADS))
+    if "parameters" in modality.offloads and modality.reshard_after_forward:
+        rule = "reshard_after_forward gathers parameters that ranks share, and those on the host are whole"
+        raise ConfigError(field, said, rule, "Leave out 'parameters', or reshard_after_forward")

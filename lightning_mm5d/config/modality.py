@@ -79,8 +79,8 @@ class Modality:
             ``none``, ``full`` or ``selective``; or one of ``{fraction: 0.5}``, ``{every: 2}``, ``{layers: [0, 1]}``,
             ``{selective: [...]}`` with the operations whose results are kept, and ``{per_stage: [...]}`` with one of
             these for each pipeline stage.
-        offload: What is in host memory between its uses: ``activations`` of microbatches in flight, states of the
-            ``optimizer``, and ``parameters`` of a frozen encoder.
+        offload: What is in host memory between its uses, one of these or a list: ``activations`` of microbatches in
+            flight, states of the ``optimizer``, and ``parameters`` of a frozen encoder.
         communication_dtype: Type of numbers on the wire: one for all traffic, or by kind: ``gradients``,
             ``parameters``, ``payloads`` between stages, ``tensor_parallel``. Unset: the type of the tensors.
         colocate_with: Name of the modality whose ranks this one shares, instead of having ranks of its own. With the
@@ -107,7 +107,7 @@ class Modality:
     pipeline_template: PipelineTemplate | None = None
     pp_chunks: int = 1
     activation_checkpointing: str | dict[str, Any] = "none"
-    offload: list[Literal["activations", "optimizer", "parameters"]] | None = None
+    offload: str | list[str] | None = None
     communication_dtype: str | dict[str, str] | None = None
     colocate_with: str | None = None
     cost: float | list[float] | None = None
@@ -120,8 +120,18 @@ class Modality:
         return 1 if self.pipeline_template is None else max(self.pipeline_template.num_stages // self.pp_chunks, 1)
 
     @property
+    def offloads(self) -> tuple[str, ...]:
+        """What `offload` names, as a tuple."""
+        return (self.offload,) if isinstance(self.offload, str) else tuple(self.offload or ())
+
+    @property
     def shared_stage(self) -> int:
-        """What ranks share of one copy: what `zero_stage` says, else 3 where `dp_shard_size` is above 1, else 0."""
+        """What ranks share of one copy: what `zero_stage` says, else 3 where `dp_shard_size` is above 1, else 0.
+
+        It is 0 where the parameters are on the host: a frozen modality has neither gradients nor states to share.
+        """
+        if "parameters" in self.offloads:
+            return 0
         if self.zero_stage is not None:
             return self.zero_stage
         return 3 if (self.dp_shard_size or 1) > 1 else 0

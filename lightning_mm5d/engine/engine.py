@@ -29,6 +29,7 @@ from lightning_mm5d.config.errors import RemoteParameterError
 from lightning_mm5d.data.microbatch import Microbatch
 from lightning_mm5d.data.random_state import kept_random_state, seed_all, seed_of, seed_torch
 from lightning_mm5d.engine.bridge import Bridge
+from lightning_mm5d.engine.offload import Moves, Offload
 from lightning_mm5d.engine.recorder import Recorder
 from lightning_mm5d.engine.step import Step
 from lightning_mm5d.engine.transport import Transport
@@ -37,6 +38,7 @@ from lightning_mm5d.schedule import Action, Graph, Kind, Schedule, is_table
 from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.stage import Deferred, Payload, Run, Runtime, SharedBuffers, StageError, StageView
+from lightning_mm5d.stage.payload import tensors_in
 
 _NAMES = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W: "weight gradient"}
 
@@ -73,12 +75,14 @@ class Engine:
         rank: global rank.
         device: where this rank computes.
         instances: groups of the ranks that share layers with this one, by their ranks.
+        offload: what this rank keeps in host memory between uses.
 
     Attributes:
         seconds: spent in steps.
         waited: of these, spent waiting for peers.
         recorder: notes when actions run; None notes nothing.
         action: that runs, or that failed; None between steps.
+        offload: what this rank keeps in host memory between uses.
         count: microbatches of each replica in the step of `action`.
     """
 
@@ -94,6 +98,7 @@ class Engine:
         rank: int,
         device: torch.device,
         instances: Mapping[tuple[int, ...], TensorGroup],
+        offload: Offload,
     ) -> None:
         self.seconds = 0.0
         self.waited = 0.0
@@ -103,6 +108,7 @@ class Engine:
         self._plan, self._runtime, self._views, self._transport = plan, runtime, views, transport
         self._schedule, self._num_microbatches = schedule, num_microbatches
         self._rank, self._device, self._instances = rank, device, instances
+        self.offload = offload
         self._bridges: dict[Any, Bridge] = {}
         self._built: dict[Any, _Prepared] = {}
         self._checked = False
@@ -132,13 +138,15 @@ class Engine:
             recorder.begin(trainable)
         discards = len(self._views) > 1 and any(view.is_last for view in self._views.values())
         with kept_random_state(self._device) if step.random_key is not None else nullcontext():
-            for action in actions:
+            moves = self.offload.step(graph, actions)
+            for number, action in enumerate(actions):
                 self.action = action
+                moves.before(number)
                 stage, key = action.stage, (action.stage, action.microbatch)
                 if action.kind is Kind.F:
                     deferred = Deferred() if stage in split_stages else None
                     with step.uncounted() if discards and not self._views[stage].is_last else nullcontext():
-                        flight = self._forward(step, graph, stage, *divmod(action.microbatch, count), deferred)
+                        flight = self._forward(step, graph, action, moves, deferred)
                     if step.trains and graph.has_backward(stage):
                         flights[key] = flight
                     del flight
@@ -151,6 +159,7 @@ class Engine:
                         due[key] = deferred
                     elif deferred is not None:
                         deferred.compute()
+                moves.after(number)
                 if recorder is not None:
                     recorder.end(action)
         if self._transport is not None:
@@ -234,11 +243,10 @@ class Engine:
         assert self._transport is not None, "one stage sends to nobody"
         return self._transport
 
-    def _forward(
-        self, step: Step, graph: Graph, stage: StageKey, replica: int, index: int, deferred: Deferred | None
-    ) -> _Flight:
+    def _forward(self, step: Step, graph: Graph, action: Action, moves: Moves, deferred: Deferred | None) -> _Flight:
+        stage = action.stage
         view = self._views[stage]
-        place = replica, index
+        place = replica, index = divmod(action.microbatch, self.count)
         bridges = [self._bridge(other, stage, place) for other in graph.predecessors(stage)]
         payloads = [_unpacked(*bridge.recv()) for bridge in bridges]
         self._starts()
@@ -252,7 +260,9 @@ class Engine:
         with torch.set_grad_enabled(training):
             structure = step.structure(part.batch)
             run = Run(self._runtime, view, payloads, structure, reseed, deferred, trains=step.trains)
-            result, ended = self._executed(run, step, part, index, stage)
+            saved = moves.saving(run, action)
+            with saved or nullcontext():
+                result, ended = self._executed(run, step, part, index, stage)
             if view.is_last and ended:
                 loss = step.finish(result, index)
                 if loss is not None:
@@ -263,6 +273,9 @@ class Engine:
             for other, payload in zip(graph.predecessors(stage), payloads, strict=True)
             if graph.has_backward(other)
         ]
+        stays = [tensor for _, tensors in sent for tensor in tensors]
+        stays += [tensor for _, tensor in tensors_in([part.batch, *(payload.tensors for payload in payloads)])]
+        moves.ran(run, stage, saved, stays)
         return _Flight(run, sent, received, loss)
 
     def _executed(self, run: Run, step: Step, part: Microbatch, index: int, stage: StageKey) -> tuple[Any, bool]:

@@ -92,7 +92,7 @@ class Run:
         self._structure = (stage.name, structure)
         self._reseed = reseed
         self._replays = False
-        self._depth = 0  # inside how many boundaries
+        self._inside: str | None = None  # the encoder whose boundary is being computed
         self._boundaries_in: dict[str, list[Any]] = {}
         self._boundaries_out: list[tuple[str, Any]] = []
         self._consumed: dict[str, int] = {}
@@ -181,9 +181,22 @@ class Run:
         with self, self.deferred or nullcontext(), self._runtime.replaying():
             torch.autograd.backward(outputs, gradients)
 
+    @property
+    def computes(self) -> str | None:
+        """The modality that is being computed: of several in one stage, an encoder while its boundary is called."""
+        if self._inside is not None:
+            return self._inside
+        cuts = self.stage.cuts
+        return next(iter(cuts)) if len(cuts) == 1 else self._runtime.loss_modality
+
+    def passes_back(self, modality: str) -> bool:
+        """Whether a gradient goes back into what this run computed of an encoder."""
+        results = [result for name, result in self._boundaries_out if self._runtime.modality_of(name) == modality]
+        return any(tensor.requires_grad for _, tensor in tensors_in(results))
+
     def boundary(self, name: str, modality: str, original: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Stand in for a call of the boundary `name`."""
-        if self._depth:
+        if self._inside is not None:
             return original(*args, **kwargs)
         if modality in self.stage.consumes:
             index = self._consumed.get(name, 0)
@@ -196,13 +209,13 @@ class Run:
                 )
             return _copies(results[index])
         cut = self.stage.cuts.get(modality)
-        self._depth += 1
+        self._inside = modality
         try:
             # what is compiled expects no stand-ins
             with nullcontext() if cut is not None else torch.compiler.set_stance("force_eager"):
                 result = original(*args, **kwargs)
         finally:
-            self._depth -= 1
+            self._inside = None
         if cut is not None and cut.index == self._runtime.last_stage(modality):
             self._boundaries_out.append((name, result))
             return _copies(result)

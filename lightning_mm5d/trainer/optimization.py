@@ -20,6 +20,7 @@ from lightning_mm5d.gradients.gradients import Gradients
 from lightning_mm5d.gradients.parameter_hooks import ParameterHooks, called
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.trainer.nonfinite import NonFinite, SkippedStep
+from lightning_mm5d.trainer.offloaded_states import OffloadedStates
 from lightning_mm5d.trainer.optimizer_probe import dependence
 from lightning_mm5d.trainer.process_group import message_device
 
@@ -53,6 +54,7 @@ class Optimization:
         is_plain: whether every rank is a replica of the full model, with a loss of its own.
         device: where this rank computes.
         on_nonfinite: what happens to a step whose losses or gradients are not finite.
+        states: of optimizers, of which some are in host memory between steps.
     """
 
     def __init__(
@@ -65,8 +67,9 @@ class Optimization:
         is_plain: bool,
         device: torch.device,
         on_nonfinite: Literal["propagate", "raise", "skip"],
+        states: OffloadedStates,
     ) -> None:
-        self._hooks = hooks
+        self._hooks, self._states = hooks, states
         self._module, self._plan, self._gradients = module, plan, gradients
         self._is_plain, self._device = is_plain, device
         self._unsynced = False
@@ -116,6 +119,7 @@ class Optimization:
 
     def drop_old_gradients(self, optimizers: Sequence[Optimizer]) -> None:
         """Free gradients that Lightning is about to zero, or two sets of them would be held."""
+        self._states.leave(optimizers)  # those that a checkpoint has brought
         module, trainer = self._module, self._module.trainer
         is_stock = type(module).optimizer_zero_grad is pl.LightningModule.optimizer_zero_grad
         # hooks before it may look at them
@@ -178,10 +182,12 @@ class Optimization:
                 if has_scaler:
                     stack.enter_context(self._with_gradient(optimizer))
                     self._agree_on_overflow(optimizer)
+                self._states.arrive(optimizer)
                 return self._common(result) if _follows_loss(optimizer) else result
 
             with suppress(SkippedStep):
                 yield agreed
+        self._states.leave([optimizer])
         shared = self._gradients.shared
         shared.stepped(parameter for group in optimizer.param_groups for parameter in group["params"])
         shared.rest()

@@ -27,7 +27,9 @@ from lightning_mm5d.config.errors import private
 from lightning_mm5d.data.batches import per_replica
 from lightning_mm5d.engine.engine import Engine
 from lightning_mm5d.engine.groups import Groups
+from lightning_mm5d.engine.host_memory import HostMemory
 from lightning_mm5d.engine.lock_step import LockStep
+from lightning_mm5d.engine.offload import Offload, offloads_parameters
 from lightning_mm5d.engine.recorder import Recorder
 from lightning_mm5d.engine.run_groups import RunGroups, make_groups
 from lightning_mm5d.engine.transport import Transport
@@ -43,6 +45,7 @@ from lightning_mm5d.trainer.device import DeviceFigures
 from lightning_mm5d.trainer.kept_shards import keep_shards
 from lightning_mm5d.trainer.measured_timeline import write_timeline
 from lightning_mm5d.trainer.metrics import MetricSync
+from lightning_mm5d.trainer.offloaded_states import OffloadedStates
 from lightning_mm5d.trainer.optimization import Optimization
 from lightning_mm5d.trainer.process_group import message_device
 from lightning_mm5d.trainer.replica_collectives import ReplicaCollectives
@@ -106,6 +109,7 @@ class Session:
         is_replicated = plan.topology.is_replicated and options.num_microbatches == 1
         shards = DataShards(plan)
         self.is_plain = is_replicated and not (weighs and plan.layout.num_replicas > 1) and not shards.exist
+        self.is_plain &= not offloads_parameters(plan.modalities)
         self.plan = plan
         self._module, self._options = module, options
         self._groups = Groups(options.timeout, device=message_device(options.device))
@@ -137,6 +141,7 @@ class Session:
             rank=rank,
             device=device,
             instances=groups.instances,
+            offload=Offload(plan, self._cut.runtime, HostMemory(device)),
         )
         if options.timeline is not None:
             self._engine.recorder = Recorder(device)
@@ -210,6 +215,7 @@ class Session:
             is_plain=self.is_plain,
             device=device,
             on_nonfinite=self._options.on_nonfinite,
+            states=OffloadedStates(module, plan, self._engine.offload.memory),
         )
         self.collectives = ReplicaCollectives(
             self._cut.runtime,
@@ -225,6 +231,7 @@ class Session:
         """Leave this rank the rows that it owns, and free what `optimizers` keep for other ranks."""
         self._shared.begin(trains=bool(optimizers))
         self.optimization.adopt(optimizers)
+        self._engine.offload.rest()
 
     def attach(self, trainer: pl.Trainer) -> None:
         """Extend the trainer until `close`: clipping, figures, SIGTERM, hooks for batches of several replicas."""
@@ -298,6 +305,7 @@ class Session:
         """
         if self._lock_step is not None:
             self._lock_step.remove()
+        self._engine.offload.end()
         self._cut.remove()
         self._metrics.detach()
         self.optimization.remove()

@@ -208,7 +208,7 @@ class Steps:
         if walked:
             assert self._lock_step is not None
             step = UserStep(self._module, name, arguments, walked, weights, **options)
-            with self._capture.capture(), self._metrics.local():
+            with self._capture.capture(), self._metrics.local(), self._engine.offload.present():
                 self._lock_step.execute(step)
             results |= self._share(walked, self._merged(step, None) if self._own in walked else None)
         return self._shown(results).outputs
