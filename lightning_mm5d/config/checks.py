@@ -14,7 +14,8 @@ from typing import Any, TypeGuard, get_args, get_type_hints
 
 from lightning_mm5d.config.errors import ConfigError, did_you_mean, one_of
 from lightning_mm5d.config.memory import check_memory
-from lightning_mm5d.config.modality import Modality, PipelineTemplate, colocated_dp, loss_modality_of
+from lightning_mm5d.config.modality import Modality, PipelineTemplate, colocated_dp, for_schedule, loss_modality_of
+from lightning_mm5d.config.recomputation import check_recomputation
 
 MOST = 2**20  # more ranks, stages or microbatches than any run has
 
@@ -55,6 +56,8 @@ def check(
     for name in modalities:
         _check_feeds(name, modalities, loss_modality)
         _check_colocation(name, modalities)
+    for name, modality in for_schedule(modalities, schedule, loss_modality).items():
+        check_recomputation(f"modalities.{name}.activation_checkpointing", modality)
     check_count("num_microbatches", num_microbatches)
     if schedule not in schedules:
         raise ConfigError("schedule", schedule, "No such schedule", did_you_mean(schedule, schedules))

@@ -35,15 +35,15 @@ class Unit:
     Attributes:
         forward: multiply-adds per token of its forward.
         costs: the share of every parameter and buffer in it by name, tied ones under each of their names.
-        recomputed: whether its forward runs again in its backward.
+        recomputed: the part of its forward that runs again in its backward, 0 to 1.
     """
 
     forward: float
     costs: Mapping[str, float]
-    recomputed: bool = False
+    recomputed: float = 0.0
 
     @classmethod
-    def of(cls, costs: Mapping[str, float], recomputed: bool = False) -> Unit:
+    def of(cls, costs: Mapping[str, float], recomputed: float = 0.0) -> Unit:
         """A unit that costs as much as all that is in it."""
         return cls(sum(costs.values()), costs, recomputed)
 
@@ -83,8 +83,10 @@ def units(root: nn.Module, found: Found, source: Source | None = None) -> dict[s
             # a table that is looked up before the layers is a head where it is used again after them
             free = lookup and (place == 0 or len(places) == 1)
             rows[name][place][full] = 0.0 if free else cost
-    again = {name: [_recomputed(root, path) for path in parts.paths] for name, parts in found.parts.items()}
-    return {name: tuple(map(Unit.of, row, [False, *again[name], False])) for name, row in rows.items()}
+    again = {
+        name: [float(recomputes_itself(root, path)) for path in parts.paths] for name, parts in found.parts.items()
+    }
+    return {name: tuple(map(Unit.of, row, [0.0, *again[name], 0.0])) for name, row in rows.items()}
 
 
 def stage_costs(units: Iterable[Unit], trainable: frozenset[str], passes_on: bool) -> tuple[float, float, float]:
@@ -97,10 +99,10 @@ def stage_costs(units: Iterable[Unit], trainable: frozenset[str], passes_on: boo
 
     Returns:
         ``(forward_cost, backward_cost, weight_cost)`` of a `Node`. In backward a unit with something trained at or
-        before it costs its forward once for input gradients, once more where it is recomputed, and the matrices that
-        are trained in it for theirs. The latter are `weight_cost`. Where the stage passes no gradient on, all of
-        the backward is, because no stage waits for it. In a stage that recomputes, `weight_cost` is 0: its backward
-        is never split, since both parts would recompute.
+        before it costs its forward once for input gradients, once more (or a part of that) where it is recomputed, and
+        the matrices that are trained in it for theirs. The latter are `weight_cost`. Where the stage passes no gradient
+        on, all of the backward is, because no stage waits for it. In a stage that recomputes, `weight_cost` is 0: its
+        backward is never split, since what it computes again would be kept for the second part.
     """
     units = list(units)
     forward = sum(unit.forward for unit in units)
@@ -191,7 +193,7 @@ def _routing(config: Any) -> tuple[int, float]:
     return (experts, min(chosen / experts, 1.0)) if experts > 1 and chosen > 0 else (0, 1.0)
 
 
-def _recomputed(root: nn.Module, layer: str) -> bool:
+def recomputes_itself(root: nn.Module, layer: str) -> bool:
     """Whether a layer is told to be recomputed, by its own flag or that of the module that has the list of layers.
 
     Transformers' layers that derive from ``GradientCheckpointingLayer`` obey their own flag; older ones are called

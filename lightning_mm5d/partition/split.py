@@ -11,8 +11,9 @@ It refuses more stages than layers, and templates that overlap, leave layers out
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
@@ -21,13 +22,17 @@ from torch import nn
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality, PipelineTemplate
+from lightning_mm5d.config.recomputation import Kept
 from lightning_mm5d.layout.even_split import even_lengths
 from lightning_mm5d.partition.balance import balance
 from lightning_mm5d.partition.costs import Unit, step_costs, units
 from lightning_mm5d.partition.find import Encoder, Found, find, position
 from lightning_mm5d.partition.parts import Parts
+from lightning_mm5d.partition.recomputed_layers import costed, depends_on_cut, kept_of
 from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.source.trees import Source
+
+_CUTS = 8  # that are tried where the costs of layers depend on the cut
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,7 @@ class Partition:
         stages: the stages of each modality, in order.
         owners: for every parameter and buffer (tied ones under each of their names), the stages that use it.
         units: what each stage consists of and costs, in the order in which it runs.
+        kept: of the modalities with layers that are computed again, what is kept of each layer.
     """
 
     loss_modality: str
@@ -66,6 +72,7 @@ class Partition:
     stages: dict[str, tuple[StageCut, ...]]
     owners: dict[str, tuple[StageKey, ...]]
     units: dict[StageKey, tuple[Unit, ...]]
+    kept: dict[str, tuple[Kept, ...]] = field(default_factory=dict)
 
 
 def partition(root: nn.Module, modalities: Mapping[str, Modality]) -> Partition:
@@ -83,14 +90,18 @@ def partition(root: nn.Module, modalities: Mapping[str, Modality]) -> Partition:
     trainable = frozenset(name for name, p in root.named_parameters(remove_duplicate=False) if p.requires_grad)
     sizes: dict[str, list[int]] = {}
     named: dict[str, StageKey] = {}
+    kept: dict[str, tuple[Kept, ...]] = {}
     for name, modality in modalities.items():
-        template, count = modality.pipeline_template, len(rows[name]) - 2
+        template, count = modality.pipeline_template, len(found.parts[name].paths)
+        if not depends_on_cut(modality):
+            kept[name] = kept_of(name, modality, [count])
+            rows[name] = costed(rows[name], kept[name])
         _check_distinct(root, name, modality, found.parts[name])
         if template is None:
             sizes[name] = even_lengths(_enough(name, modality, count), modality.num_cuts)
             if modality.num_cuts > 1:
                 passes_on = name == found.loss_modality and _after_trained(found, modalities, rows, trainable)
-                sizes[name] = _balanced(rows[name], modality.num_cuts, trainable, passes_on)
+                sizes[name] = _balanced(name, modality, rows[name], trainable, passes_on)
         elif template.offsets is not None:
             sizes[name] = _from_offsets(name, template.offsets, count)
         elif template.stages is not None and isinstance(template.stages[0], list):
@@ -98,13 +109,17 @@ def partition(root: nn.Module, modalities: Mapping[str, Modality]) -> Partition:
             named |= {module: StageKey(name, stage) for module, stage in extra.items()}
         else:
             sizes[name] = _from_sizes(name, template, count)
+        if depends_on_cut(modality):
+            kept[name] = kept_of(name, modality, sizes[name])
+            rows[name] = costed(rows[name], kept[name])
     stages: dict[str, tuple[StageCut, ...]] = {}
     for name, counts in sizes.items():
         ends = [0, *accumulate(counts)]
         stages[name] = tuple(StageCut(name, index, *span) for index, span in enumerate(pairwise(ends)))
     held = _held(source, root, found, rows, stages, named)
     owners = _owners(root, held)
-    return Partition(found.loss_modality, found.encoders, found.layers, found.parts, stages, owners, held)
+    kept = {name: one for name, one in kept.items() if one}
+    return Partition(found.loss_modality, found.encoders, found.layers, found.parts, stages, owners, held, kept)
 
 
 def _after_trained(
@@ -121,10 +136,30 @@ def _after_trained(
     )
 
 
-def _balanced(row: Sequence[Unit], num_stages: int, trainable: frozenset[str], passes_on: bool) -> list[int]:
-    first, *layers, last = step_costs(row, trainable, passes_on)
-    # a layer without parameters still takes its time
-    return balance([max(cost, 1.0) for cost in layers], num_stages, first=first, last=last)
+def _balanced(
+    name: str, modality: Modality, row: Sequence[Unit], trainable: frozenset[str], passes_on: bool
+) -> list[int]:
+    """The sizes of the stages with the shortest slowest stage.
+
+    Where what a stage computes again depends on the cut, it is cut again with these costs, until nothing gets better.
+    """
+    best, shortest, again = list[int](), math.inf, row
+    for _ in range(_CUTS):
+        first, *layers, last = step_costs(again, trainable, passes_on)
+        # a layer without parameters still takes its time
+        sizes = balance([max(cost, 1.0) for cost in layers], modality.num_cuts, first=first, last=last)
+        if not depends_on_cut(modality):
+            return sizes
+        again = costed(row, kept_of(name, modality, sizes))
+        first, *layers, last = step_costs(again, trainable, passes_on)
+        ends = [0, *accumulate(sizes)]
+        stages = [sum(layers[start:end]) for start, end in pairwise(ends)]
+        stages[0] += first
+        stages[-1] += last
+        if max(stages) >= shortest:
+            break
+        best, shortest = sizes, max(stages)
+    return best
 
 
 def _enough(name: str, modality: Modality, num_layers: int) -> int:

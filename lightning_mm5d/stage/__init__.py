@@ -3,6 +3,7 @@
 from lightning_mm5d.stage.deferred import Deferred
 from lightning_mm5d.stage.patches import Patches
 from lightning_mm5d.stage.payload import Payload
+from lightning_mm5d.stage.recompute import Recompute
 from lightning_mm5d.stage.remote import drop_parameters, give_memory, is_placeholder
 from lightning_mm5d.stage.run import Run
 from lightning_mm5d.stage.runtime import Runtime
@@ -13,6 +14,7 @@ __all__ = [
     "Deferred",
     "Patches",
     "Payload",
+    "Recompute",
     "Run",
     "Runtime",
     "SharedBuffers",

@@ -71,6 +71,9 @@ class Run:
         reseed: called where the local layers begin, for a random state of their own; None leaves generators alone.
         deferred: collects the weight gradients that a split backward puts off; None puts none off.
         trains: whether it is a run of a training step.
+
+    Attributes:
+        is_traced: whether it looks for skip inputs, and compiled code runs uncompiled in it.
     """
 
     def __init__(
@@ -102,7 +105,7 @@ class Run:
         self._passes: dict[str, Pass] = {}
         self._results: dict[str, Any] = {}
         self._known_skips = runtime.skip_inputs.get(self._structure)
-        self._traces = self._known_skips is None and any(
+        self.is_traced = self._known_skips is None and any(
             cut.last < runtime.num_layers(modality) for modality, cut in stage.cuts.items()
         )
         self._found: set[tuple[str, int, Path]] = set()
@@ -132,7 +135,7 @@ class Run:
 
     def execute(self, step: Callable[[], Any]) -> Any:
         """Run `step` as this stage; return its result in the last stage, else None."""
-        with self, traced() if self._traces else nullcontext():
+        with self, traced() if self.is_traced else nullcontext():
             try:
                 self.result = step()
                 for one in self._passes.values():
@@ -140,7 +143,7 @@ class Run:
             except Stop:
                 self.result = None
         self._check_used()
-        if self._traces and self._calls_out:
+        if self.is_traced and self._calls_out:
             self._runtime.skip_inputs[self._structure] = frozenset(self._found)
         if not self.stage.is_last:
             self.result = None

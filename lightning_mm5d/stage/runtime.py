@@ -27,6 +27,7 @@ class ActiveRun(Protocol):
     stage: StageView
     deferred: Deferred | None
     trains: bool
+    is_traced: bool
 
     def boundary(self, name: str, modality: str, original: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Stand in for a call of an encoder's boundary."""

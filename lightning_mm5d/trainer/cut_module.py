@@ -14,7 +14,7 @@ from lightning_mm5d.engine.run_groups import RunGroups
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.sharded.remote_value import Guard
-from lightning_mm5d.stage import Patches, Runtime, StageView, drop_parameters, views
+from lightning_mm5d.stage import Patches, Recompute, Runtime, StageView, drop_parameters, views
 from lightning_mm5d.tensor_parallel.apply import TensorParallel
 
 
@@ -22,8 +22,8 @@ class CutModule:
     """Cuts a module down to the stages of one rank, until `remove`.
 
     Phases: (1) parameters that this rank does not hold become placeholders; (2) layers are sharded over tensor parallel
-    ranks; (3) sequences are sharded over context parallel ranks; (4) callables are patched; (5) the hidden states
-    between layers are sharded, with ``sequence_parallel``.
+    ranks; (3) sequences are sharded over context parallel ranks; (4) layers that are computed again in the backward
+    and other callables are patched; (5) the hidden states between layers are sharded, with ``sequence_parallel``.
 
     Args:
         module: full or as this rank holds it, and equal on all ranks.
@@ -74,6 +74,7 @@ class CutModule:
             sharing=groups.sharing,
             context=self._context,
         )
+        self._recompute = Recompute(self.runtime)
         self._patches: Patches | None = None
         if plan.topology.edges or groups.sharing:
             self._patches = Patches(self.runtime, defers=splits_backward)
@@ -85,6 +86,7 @@ class CutModule:
             unguard()
         if self._patches is not None:
             self._patches.remove()
+        self._recompute.remove()
         for shared in self._context.values():
             shared.remove()
         if self._interface is not None:

@@ -32,6 +32,7 @@ from lightning_mm5d.context_parallel.exchange.local import Alone, Core, Local, n
 from lightning_mm5d.context_parallel.exchange.ring import Ring
 from lightning_mm5d.context_parallel.exchange.ulysses import Heads, joined, within
 from lightning_mm5d.sharded.collectives import TensorGroup
+from lightning_mm5d.sharded.kept_results import as_one
 from lightning_mm5d.sharded.token_split import TokenSplit
 
 if TYPE_CHECKING:
@@ -244,7 +245,7 @@ class _Attention(torch.autograd.Function):
         with _types_as_given(q.device.type):
             if heads is not None:
                 q, k, v = heads.enter([q], [k, v])
-            out, lse = way.core.forward(q, k, v)
+            out, lse = as_one("mm5d.attention", (q, k, v), lambda: way.core.forward(q, k, v))
             if sinks is not None:
                 logits = sinks if heads is None else sinks[heads.own]
                 logits = logits.to(lse.dtype).view(-1, 1)

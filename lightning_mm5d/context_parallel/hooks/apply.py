@@ -39,6 +39,7 @@ from lightning_mm5d.context_parallel.hooks.recorded_states import nothing, shard
 from lightning_mm5d.context_parallel.hooks.support import takes_products
 from lightning_mm5d.context_parallel.masks.caches import Cache
 from lightning_mm5d.partition.hidden_state import at, hidden_place
+from lightning_mm5d.sharded.kept_results import unseen
 from lightning_mm5d.sharded.sequence import ShardedSequence
 from lightning_mm5d.sharded.tensor import Sharded
 from lightning_mm5d.tensor_parallel.region import Region, drops
@@ -225,7 +226,7 @@ class ContextParallel:
         found: tuple[bool, ...] = ()
         failed = None
         try:
-            with nothing():
+            with nothing(), unseen():
                 found = probe(self._name, layer, given, self._attention, lengths[self._group.index])
         except ConfigError as error:
             failed = error

@@ -1,0 +1,237 @@
+"""Layers whose forward runs again in their backward, instead of keeping what the backward needs.
+
+A chosen layer gets an instance attribute in front of its forward, around all that tensor and context parallelism put
+there and inside of its hooks, so that hooks of the layer itself act once. It runs under torch's non-reentrant
+`checkpoint`, which puts torch's random state and autocast back when the layer runs again. Beside that it
+
+- puts back the random states of Python and numpy, and the values of the buffers that the layer writes, and then shows
+  the present ones again;
+- leaves caches of keys out, which would take the same keys twice;
+- keeps the results of some operations, where the configuration names them.
+
+A layer runs as it is where nothing in it or before it is differentiated, and where it is checkpointed already: by a
+flag of its own, as transformers' ``gradient_checkpointing_enable`` sets it, or by code that calls it. It also does for
+a cache that is not empty.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_mm5d.config.errors import private
+from lightning_mm5d.partition.compiled import IN_PLACE, is_compiled_in_place
+from lightning_mm5d.sharded.kept_results import kept_results, operations_named
+from lightning_mm5d.stage.payload import tensors_in
+from lightning_mm5d.stage.runtime import Runtime
+
+_top_hooks = private(torch._C._autograd, "_top_saved_tensors_default_hooks")
+_graph_task = private(torch._C, "_current_graph_task_id")
+
+
+class Recompute:
+    """The layers of one rank that run again in the backward, from the making of this object to `remove`.
+
+    Args:
+        runtime: the module and its stages.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._undo: list[Callable[[], None]] = []
+        done = set[int]()
+        for modality, kept in runtime.partition.kept.items():
+            cuts = [stage.cuts[modality] for stage in runtime.stages if modality in stage.cuts]
+            for index, (layer, operations) in enumerate(zip(runtime.lists[modality], kept, strict=True)):
+                here = any(cut.first <= index < cut.last for cut in cuts)
+                if here and operations is not None and id(layer) not in done:
+                    done.add(id(layer))
+                    self._patch(layer, modality, index, operations_named(operations))
+
+    def remove(self) -> None:
+        """Take the patches away again."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+
+    def _patch(self, layer: nn.Module, modality: str, index: int, operations: frozenset[str]) -> None:
+        method = IN_PLACE if is_compiled_in_place(layer) else "forward"
+        own = vars(layer).get(method)
+        buffers = _Buffers()
+
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            inner = partial(type(module).forward, module) if own is None else own
+            if not self._applies(module, modality, index, args, kwargs):
+                return inner(*args, **kwargs)
+            return self._run(module, inner, args, kwargs, operations, buffers)
+
+        # bound, so that a copy of the module computes with its own weights
+        vars(layer)[method] = MethodType(forward, layer)
+
+        def undo() -> None:
+            vars(layer).pop(method)
+            if own is not None:
+                vars(layer)[method] = own
+
+        self._undo.append(undo)
+
+    def _applies(self, layer: nn.Module, modality: str, index: int, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Whether a call of a layer runs again in its backward."""
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or _is_checkpointed():
+            return False
+        if layer.training and getattr(layer, "gradient_checkpointing", False):
+            return False
+        run = self._runtime.active
+        if run is not None:
+            cut = run.stage.cuts.get(modality)
+            if cut is None or not cut.first <= index < cut.last:
+                return False
+        if any(_tokens_in(value, index) for value in (*args, *kwargs.values())):
+            return False
+        tensors = tensors_in((args, kwargs))
+        return any(x.requires_grad for _, x in tensors) or any(p.requires_grad for p in layer.parameters())
+
+    def _run(
+        self,
+        layer: nn.Module,
+        inner: Callable[..., Any],
+        args: tuple,
+        kwargs: dict[str, Any],
+        operations: frozenset[str],
+        buffers: _Buffers,
+    ) -> Any:
+        call = _Call(inner, *_without_caches(layer, args, kwargs))
+        before = buffers.before(layer)
+        keeps, takes = kept_results(operations) if operations else (nullcontext(), nullcontext())
+        run = self._runtime.active
+        replay = _Replay(takes, is_traced=run is not None and run.is_traced)
+        result = checkpoint(
+            call, *call.tensors(args, kwargs), use_reentrant=False, context_fn=lambda: (keeps, replay), debug=False
+        )
+        replay.buffers = buffers.written(layer, before)
+        call.is_again = True
+        return result
+
+
+class _Call:
+    """A call of a layer, which may run again with its tensors given anew.
+
+    Dicts that layers share states in are passed as they are, and to a call that runs again as they were.
+    """
+
+    is_again = False
+
+    def __init__(self, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
+        self._inner, self._count = inner, len(args)
+        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        self._places = [place for place, value in given.items() if isinstance(value, Tensor)]
+        self._others = {place: value for place, value in given.items() if not isinstance(value, Tensor)}
+        self._shared = {place: dict(value) for place, value in self._others.items() if type(value) is dict}
+
+    def tensors(self, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
+        """Return the tensors among arguments, in the order in which a call takes them."""
+        return [args[place] if isinstance(place, int) else kwargs[place] for place in self._places]
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        given: dict[Any, Any] = {**self._others, **dict(zip(self._places, tensors, strict=True))}
+        if self.is_again:
+            given |= {place: dict(value) for place, value in self._shared.items()}
+        args = [given.pop(place) for place in range(self._count)]
+        return self._inner(*args, **given)
+
+
+_Place = tuple[nn.Module, str]
+
+
+class _Buffers:
+    """The buffers of a layer that its forward writes, such as running statistics; found out call by call."""
+
+    def __init__(self) -> None:
+        self._known: set[str] | None = None  # before the first call, any buffer may be
+
+    def before(self, layer: nn.Module) -> dict[_Place, tuple[Tensor, int, Tensor | None]]:
+        """Return each buffer, its version, and a copy where it may be written."""
+        found = {}
+        for path, module in layer.named_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    copy = buffer.clone() if self._known is None or f"{path}.{name}" in self._known else None
+                    found[module, name] = buffer, buffer._version, copy
+        return found
+
+    def written(
+        self, layer: nn.Module, before: dict[_Place, tuple[Tensor, int, Tensor | None]]
+    ) -> dict[_Place, Tensor]:
+        """Return what was in the buffers that have been written since `before`."""
+        found, self._known = {}, self._known or set()
+        paths = {module: path for path, module in layer.named_modules()}
+        for (module, name), (buffer, version, copy) in before.items():
+            now = module._buffers.get(name)
+            if now is not buffer or buffer._version != version:
+                self._known.add(f"{paths[module]}.{name}")
+                found[module, name] = buffer.clone() if copy is None else copy
+        return found
+
+
+class _Replay:
+    """Entered around a layer that runs again; may be entered several times.
+
+    Args:
+        takes: gives it results of operations.
+        is_traced: whether compiled code ran uncompiled in the forward.
+    """
+
+    def __init__(self, takes: AbstractContextManager[Any], *, is_traced: bool) -> None:
+        self.buffers: dict[_Place, Tensor] = {}
+        self._takes, self._is_traced = takes, is_traced
+        self._states = random.getstate(), np.random.get_state()
+        self._stack = ExitStack()
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            stack.callback(random.setstate, random.getstate())
+            stack.callback(np.random.set_state, np.random.get_state())
+            random.setstate(self._states[0])
+            np.random.set_state(self._states[1])
+            for (module, name), value in self.buffers.items():
+                stack.callback(module._buffers.__setitem__, name, module._buffers[name])
+                module._buffers[name] = value.clone()
+            if self._is_traced:
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(self._takes)
+            self._stack = stack.pop_all()
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+
+def _is_checkpointed() -> bool:
+    """Whether the code around is computed again already: in its forward, or at this moment."""
+    if _graph_task() != -1:
+        return True
+    hooks = _top_hooks(True)
+    return hooks is not None and hooks[0].__module__ == checkpoint.__module__
+
+
+def _tokens_in(cache: Any, index: int) -> bool:
+    """Whether a cache has keys of earlier calls of the layer at `index`."""
+    length = getattr(cache, "get_seq_length", None)
+    return length is not None and int(length(index)) > 0
+
+
+def _without_caches(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Leave out empty caches, as transformers does for its own checkpointing."""
+    args = tuple(None if hasattr(value, "get_seq_length") else value for value in args)
+    kwargs = {key: None if hasattr(value, "get_seq_length") else value for key, value in kwargs.items()}
+    if hasattr(layer, "gradient_checkpointing") and kwargs.get("use_cache"):
+        kwargs["use_cache"] = False
+    return args, kwargs
