@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_mm5d.data_parallel.closed import make_closed, make_open
 from lightning_mm5d.data_parallel.scatter_gather import Gathered, ScatteredSum
 from lightning_mm5d.plan.data_shards import DataShard
 
@@ -48,7 +49,6 @@ class SharedParameter:
         if shard.stage == 3 and self.whole is not None:
             self.own = self.own.clone(memory_format=torch.contiguous_format)
             self.show_own()
-            self.whole = None
         elif shard.stage < 3 and self.whole is None:
             self.whole = self.own.new_empty(self.shape)
             shard.rows(self.whole).copy_(self.own)
@@ -57,24 +57,56 @@ class SharedParameter:
     def show_own(self) -> None:
         """Show the rows that this rank owns, and their gradient."""
         if self.is_whole:
+            make_open(self.parameter)
             self.parameter.grad = None
             self.parameter.data = self.own
             self.parameter.grad, self.gradient = self.gradient, None
             self.is_whole = False
+        if self.shard.stage == 3:
+            self.whole = None
 
     def show_whole(self) -> None:
         """Show the local tensor, without a gradient."""
         assert self.whole is not None
         if not self.is_whole:
-            self.gradient, self.parameter.grad = self.parameter.grad, None
+            self._leave_own()
             self.parameter.data = self.whole
-            self.is_whole = True
 
-    def write(self, place: int, flat: Tensor) -> None:
-        """Write the rows of the rank at `place` of the block to the local tensor."""
+    def show_closed(self, opens: Callable[[], None]) -> None:
+        """Show NaN in the shape of the local tensor, and free what memory that has.
+
+        Args:
+            opens: called before the first use of its values; must call `reopen`.
+        """
+        if not self.is_whole:
+            self._leave_own()
+        if self.whole is not None:
+            self.whole.untyped_storage().resize_(0)
+        make_closed(self.parameter, self.shape, opens)
+
+    def reopen(self) -> None:
+        """Show the local tensor in place of NaN."""
         assert self.whole is not None
-        rows = self.shard.rows(self.whole, place)
-        rows.copy_(flat.view(rows.shape))
+        make_open(self.parameter)
+        self.parameter.data = self.whole
+
+    def _leave_own(self) -> None:
+        self.keep_own()
+        self.gradient, self.parameter.grad = self.parameter.grad, None
+        self.is_whole = True
+
+    def keep_own(self) -> None:
+        """Take the rows from the parameter, whose data an optimizer may have replaced by a new tensor."""
+        rows = self.parameter.data
+        if not self.is_whole and rows.data_ptr() != self.own.data_ptr():
+            self.own.copy_(rows)
+
+    def give_memory(self) -> None:
+        """Let the local tensor have memory, in the storage that it had before."""
+        if self.whole is None:
+            self.whole = self.own.new_empty(self.shape)
+        else:
+            self.whole.untyped_storage().resize_(self.whole.numel() * self.whole.element_size())
 
     def cut_state(self, state: dict[str, Any]) -> None:
         """Leave of an optimizer's state for the local tensor the rows that this rank owns."""
@@ -87,6 +119,39 @@ class SharedParameter:
         start, stop = self.shard.ranges[place]
         length = self.shape[self.shard.dim]
         return torch.Size(self.shape).numel() // length * (stop - start)
+
+
+class Fetch:
+    """The rows of some parameters on their way from all ranks of a block.
+
+    Args:
+        held: of one block and dtype.
+        group: the block.
+    """
+
+    def __init__(self, held: Sequence[SharedParameter], group: dist.ProcessGroup) -> None:
+        self._held = held
+        own = torch.cat([one.own.reshape(-1) for one in held])
+        self._sizes = [[one.numel_at(place) for one in held] for place in range(len(held[0].shard.block))]
+        self._gathered = Gathered(own, [sum(sizes) for sizes in self._sizes], group)
+
+    def finish(self) -> None:
+        """Write the rows to the local tensors, which get memory."""
+        with torch.inference_mode(False):  # of an evaluation
+            for one in self._held:
+                one.give_memory()
+        targets, sources = [], []
+        for place, (flat, sizes) in enumerate(zip(self._gathered.wait(), self._sizes, strict=True)):
+            for one, part in zip(self._held, flat.split(sizes), strict=True):
+                if place != one.shard.place or one.shard.stage == 3:
+                    assert one.whole is not None
+                    targets.append(one.shard.rows(one.whole, place))
+                    sources.append(part.view(targets[-1].shape))
+        torch._foreach_copy_(targets, sources)
+
+    def drop(self) -> None:
+        """Wait for the rows, and throw them away."""
+        self._gathered.wait()
 
 
 class SharedParameters:
@@ -157,11 +222,12 @@ class SharedParameters:
                 one.show_whole()
             else:
                 one.show_own()
-                one.whole = None
 
     def stepped(self, parameters: Iterable[Tensor]) -> None:
         """Exchange rows of `parameters` after an optimizer's step on this rank's; collective."""
         found = [self._by_id[id(p)] for p in parameters if id(p) in self._by_id]
+        for one in found:
+            one.keep_own()
         self._fetch([one for one in found if one.shard.stage < 3 and one.parameter.requires_grad])
 
     def scattered(self, gradients: Sequence[Tensor | None], weights: Sequence[float]) -> list[Tensor | None]:
@@ -215,22 +281,22 @@ class SharedParameters:
 
     def _fetch(self, wanted: Sequence[SharedParameter]) -> None:
         """Write the rows of all ranks to the local tensors of `wanted`, which get memory; collective."""
+        for fetch in self.started(wanted):
+            fetch.finish()
+
+    def started(self, wanted: Sequence[SharedParameter], groups: Groups | None = None) -> list[Fetch]:
+        """Begin to gather the rows of `wanted`; collective.
+
+        Args:
+            wanted: equal on all ranks of a block.
+            groups: of these blocks, where they are not those that gradients are summed over.
+        """
         started = []
         for held in self._buckets(wanted, lambda one: one):
-            own = torch.cat([one.own.reshape(-1) for one in held])
-            lengths = [sum(one.numel_at(place) for one in held) for place in range(len(held[0].shard.block))]
-            group = self._groups[held[0].shard.block]
+            group = (groups or self._groups)[held[0].shard.block]
             assert group is not None
-            started.append((held, Gathered(own, lengths, group)))
-        for held, gathered in started:
-            for one in held:
-                if one.whole is None:
-                    one.whole = one.own.new_empty(one.shape)
-            for place, flat in enumerate(gathered.wait()):
-                parts = flat.split([one.numel_at(place) for one in held])
-                for one, part in zip(held, parts, strict=True):
-                    if place != one.shard.place or one.shard.stage == 3:
-                        one.write(place, part)
+            started.append(Fetch(held, group))
+        return started
 
     def _group(self, number: int) -> dist.ProcessGroup:
         group = self._groups[self.all[number].shard.block]

@@ -17,7 +17,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,7 +28,9 @@ from torch import Tensor
 from lightning_mm5d.config.errors import RemoteParameterError
 from lightning_mm5d.data.microbatch import Microbatch
 from lightning_mm5d.data.random_state import kept_random_state, seed_all, seed_of, seed_torch
+from lightning_mm5d.data_parallel.gathering import Gathering
 from lightning_mm5d.engine.bridge import Bridge
+from lightning_mm5d.engine.meetings import Meetings
 from lightning_mm5d.engine.offload import Moves, Offload
 from lightning_mm5d.engine.recorder import Recorder
 from lightning_mm5d.engine.step import Step
@@ -80,6 +82,8 @@ class Engine:
     Attributes:
         seconds: spent in steps.
         waited: of these, spent waiting for peers.
+        gathering: brings the parameters that this rank shares with others; None where it shares none.
+        meetings: agrees with other ranks on how; None where all are gathered once for a step.
         recorder: notes when actions run; None notes nothing.
         action: that runs, or that failed; None between steps.
         offload: what this rank keeps in host memory between uses.
@@ -102,6 +106,8 @@ class Engine:
     ) -> None:
         self.seconds = 0.0
         self.waited = 0.0
+        self.gathering: Gathering | None = None
+        self.meetings: Meetings | None = None
         self.recorder: Recorder | None = None
         self.action: Action | None = None
         self.count = num_microbatches
@@ -136,6 +142,8 @@ class Engine:
         recorder = self.recorder if step.trains and count == self._num_microbatches else None
         if recorder is not None:
             recorder.begin(trainable)
+        if step.trains:
+            self._begin_gathers(step, count, trainable)
         discards = len(self._views) > 1 and any(view.is_last for view in self._views.values())
         with kept_random_state(self._device) if step.random_key is not None else nullcontext():
             moves = self.offload.step(graph, actions)
@@ -143,18 +151,20 @@ class Engine:
                 self.action = action
                 moves.before(number)
                 stage, key = action.stage, (action.stage, action.microbatch)
-                if action.kind is Kind.F:
+                if action.kind is Kind.W:
+                    self._starts()
+                    due.pop(key).compute()
+                elif action.kind is Kind.F:
                     deferred = Deferred() if stage in split_stages else None
-                    with step.uncounted() if discards and not self._views[stage].is_last else nullcontext():
+                    uncounted = discards and not self._views[stage].is_last
+                    with self._gathered(step, key, forward=True), step.uncounted() if uncounted else nullcontext():
                         flight = self._forward(step, graph, action, moves, deferred)
                     if step.trains and graph.has_backward(stage):
                         flights[key] = flight
                     del flight
-                elif action.kind is Kind.W:
-                    self._starts()
-                    due.pop(key).compute()
                 else:
-                    deferred = self._backward(flights.pop(key))
+                    with self._gathered(step, key, forward=False):
+                        deferred = self._backward(flights.pop(key))
                     if deferred is not None and action.kind is Kind.I:
                         due[key] = deferred
                     elif deferred is not None:
@@ -162,6 +172,8 @@ class Engine:
                 moves.after(number)
                 if recorder is not None:
                     recorder.end(action)
+        if self.gathering is not None and step.trains:
+            self.gathering.end()
         if self._transport is not None:
             self._transport.flush()
             self.waited += self._transport.waited - waited
@@ -182,9 +194,8 @@ class Engine:
     ) -> _Prepared:
         key = (count, trainable, replicas, forward_only)
         if key not in self._built:
-            table = is_table(self._schedule) and count != self._num_microbatches
             graph, schedule = self._plan.graphs.schedule(
-                "1f1b" if table else self._schedule, count, trainable, rank=self._rank, forward_only=forward_only
+                self._schedule_of(count), count, trainable, rank=self._rank, forward_only=forward_only
             )
             actions = [
                 action
@@ -205,6 +216,23 @@ class Engine:
             split_stages = frozenset(action.stage for action in actions if action.kind is Kind.I)
             self._built[key] = _Prepared(graph, actions, arrivals, split_stages)
         return self._built[key]
+
+    def _begin_gathers(self, step: Step, count: int, trainable: frozenset[str]) -> None:
+        """Begin to gather parameters for a training step; collective."""
+        full = all(len(parts) == count for parts in step.microbatches.values())
+        schedule, meetings = self._schedule_of(count), self.meetings
+        per_action = meetings is not None and meetings.agree(schedule, count, trainable, full=full)
+        if self.gathering is not None:
+            self.gathering.begin(per_action=per_action)
+
+    def _gathered(self, step: Step, key: tuple[StageKey, int], *, forward: bool) -> AbstractContextManager[None]:
+        """Enter around an action that uses the weights of its layers."""
+        if self.gathering is None or not step.trains:
+            return nullcontext()
+        return self.gathering.during(key[0], key, forward=forward)
+
+    def _schedule_of(self, count: int) -> str | Callable[[Graph], Schedule]:
+        return "1f1b" if is_table(self._schedule) and count != self._num_microbatches else self._schedule
 
     def _starts(self) -> None:
         """Note that an action has everything that it waited for."""

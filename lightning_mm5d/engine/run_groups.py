@@ -28,6 +28,7 @@ class RunGroups:
         loss: one rank of each replica, where steps end: of those that share a last stage, those of this rank's
             place among them.
         gradients: by their ranks, those whose gradients are summed.
+        gathers: by their ranks, those that gather parameters while gradients may be summed.
         instances: by their ranks, those that share layers: of a stage, its tensor and context parallel ranks.
         sharing: the same by modality.
         tensor: the tensor parallel ranks by modality.
@@ -39,6 +40,7 @@ class RunGroups:
     replicas: dict[int, dist.ProcessGroup | None] = field(default_factory=dict)
     loss: dist.ProcessGroup | None = None
     gradients: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
+    gathers: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
     instances: dict[tuple[int, ...], TensorGroup] = field(default_factory=dict)
     sharing: dict[str, TensorGroup] = field(default_factory=dict)
     tensor: dict[str, TensorGroup] = field(default_factory=dict)
@@ -51,6 +53,7 @@ def make_groups(
     rank: int,
     *,
     gradients: Iterable[tuple[int, ...]],
+    gathers: Iterable[tuple[int, ...]] = (),
     trained: Iterable[str],
     is_plain: bool,
 ) -> RunGroups:
@@ -61,6 +64,7 @@ def make_groups(
         plan: all stages.
         rank: global rank.
         gradients: the ranks of each group over which gradients are summed, in one order on all ranks.
+        gathers: the same of those that gather parameters.
         trained: names of the parameters that require a gradient.
         is_plain: whether every rank is a replica of the whole module, which needs no groups for steps.
 
@@ -79,6 +83,7 @@ def make_groups(
     ends = [sorted(ranks) for ranks in zip(*topology.instances(topology.last_stage), strict=True)]
     loss = [groups.get(ranks, "loss") for ranks in ends if len(ranks) > 1]
     summed = {ranks: groups.get(ranks, "gradients") for ranks in gradients}
+    gathered = {ranks: groups.get(ranks, "gathers") for ranks in gathers}
     layers = _LayerGroups(groups, plan, rank)
     sharing = {
         place.modality: layers.instances[ranks]
@@ -93,6 +98,7 @@ def make_groups(
         replicas=replicas,
         loss=next(filter(None, loss), None),
         gradients=summed,
+        gathers=gathered,
         instances=layers.instances,
         sharing=sharing,
         tensor=layers.tensor,

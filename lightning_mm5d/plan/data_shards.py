@@ -106,6 +106,16 @@ class DataShards:
         length = shard.lengths[self._plan.ownership.shard_index(name, rank)]
         return (*shape[: shard.dim], length, *shape[shard.dim + 1 :])
 
+    def meeting(self, key: StageKey, rank: int) -> tuple[int, ...]:
+        """Return the ranks that `rank` gathers the layers of a stage with, for each forward and each backward."""
+        members = self._plan.topology.members[key]
+        found = set[int]()
+        for member in members:
+            modality = self._plan.modalities[member.modality]
+            if modality.shared_stage == 3 and modality.reshard_after_forward:
+                found.update(*(block for block in self._blocks_of(member) if rank in block and len(block) > 1))
+        return tuple(sorted(found))
+
     def groups(self) -> list[tuple[int, ...]]:
         """Return the ranks of every group that parameters are scattered, gathered or summed over, in one order."""
         found: dict[tuple[int, ...], None] = {}
@@ -127,7 +137,7 @@ class DataShards:
 
     def _find_copies(self, name: str, rank: int) -> _Copies | None:
         plan = self._plan
-        keys = dict.fromkeys(plan.topology.stage_of[owner] for owner in plan.partition.owners[name])
+        keys = sorted(plan.partition.owners[name], key=lambda key: (key.modality, key.number))
         stages = {plan.modalities[key.modality].shared_stage for key in keys}
         sums = summed_by(plan, name, rank)
         if stages == {0} or len(stages) > 1 or len(sums) != 1 or sums[0].rows is not None:
@@ -148,7 +158,7 @@ class DataShards:
         """The blocks of a stage: ``((0, 1), (2, 3))``."""
         if key not in self._blocks:
             sizes = self._plan.layout.sizes(key.modality)
-            instances = self._plan.topology.instances(key)
+            instances = self._plan.topology.instances(self._plan.topology.stage_of[key])
             size = self._plan.modalities[key.modality].dp_shard_size or sizes.dp * sizes.cp
             found = []
             for index in range(sizes.tp):

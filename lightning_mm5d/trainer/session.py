@@ -29,6 +29,7 @@ from lightning_mm5d.engine.engine import Engine
 from lightning_mm5d.engine.groups import Groups
 from lightning_mm5d.engine.host_memory import HostMemory
 from lightning_mm5d.engine.lock_step import LockStep
+from lightning_mm5d.engine.meetings import Meetings, make_gathering
 from lightning_mm5d.engine.offload import Offload, offloads_parameters
 from lightning_mm5d.engine.recorder import Recorder
 from lightning_mm5d.engine.run_groups import RunGroups, make_groups
@@ -121,6 +122,7 @@ class Session:
             plan,
             options.rank,
             gradients=dict.fromkeys((*sum_groups(plan), *shards.groups())),
+            gathers=shards.groups(),
             trained=[name for name, parameter in module.named_parameters() if parameter.requires_grad],
             is_plain=self.is_plain,
         )
@@ -163,6 +165,9 @@ class Session:
         held = {name: parameter for name, parameter in module.named_parameters() if not is_placeholder(parameter)}
         gradients = make_gradients(plan, rank, held, groups.gradients, self._options.bucket_bytes)
         self._shared = gradients.shared
+        self._gathering = make_gathering(plan, self._cut.runtime, self._cut.views, self._shared, groups.gathers)
+        if any(one.reshard_after_forward for one in plan.modalities.values()):
+            self._engine.meetings = Meetings(plan, DataShards(plan), message_device(device))
         last = plan.topology.instances(plan.topology.last_stage)
         is_last = any(rank in ranks for ranks in last)
         loss_group = groups.loss if is_last else None
@@ -230,6 +235,9 @@ class Session:
     def share(self, optimizers: Sequence[Optimizer]) -> None:
         """Leave this rank the rows that it owns, and free what `optimizers` keep for other ranks."""
         self._shared.begin(trains=bool(optimizers))
+        if self._shared.all:
+            self._gathering.attach()
+            self._engine.gathering = self._gathering
         self.optimization.adopt(optimizers)
         self._engine.offload.rest()
 
@@ -259,7 +267,7 @@ class Session:
         """
         self._shared.show_own()
         self.optimization.drop_old_gradients(optimizers)
-        self._shared.show_whole()
+        self._gathering.prepare()
         scaler = getattr(precision, "scaler", None)
         scale: Callable[[Tensor], Tensor] = scaler.scale if scaler is not None else lambda loss: loss
         output = self.steps.train(arguments, precision.train_step_context, scale)
@@ -316,6 +324,7 @@ class Session:
         if failed:
             self.abort()
             return
+        self._gathering.detach()
         self._shared.end()
         if self.plan.topology.edges or self.plan.division.shards:
             if targets:

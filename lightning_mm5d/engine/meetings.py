@@ -1,0 +1,100 @@
+"""Agrees whether the layers of a step are gathered for each forward and backward, or once for the step.
+
+Replicas that meet in gathers must run equal numbers of microbatches, in orders in which nobody waits for ever. Both are
+the same on all ranks before the step begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_mm5d.data_parallel.gathering import Gathering
+from lightning_mm5d.data_parallel.shared_parameters import Groups, SharedParameters
+from lightning_mm5d.plan.data_shards import DataShards
+from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.schedule import Action, Graph, Schedule
+from lightning_mm5d.schedule.actions import dependencies
+from lightning_mm5d.schedule.meeting import can_meet, gathers
+from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.stage import Runtime, StageView
+
+
+class Meetings:
+    """What ranks agree on before a step whose layers are gathered one by one.
+
+    Args:
+        plan: all stages.
+        shards: what ranks share.
+        device: where messages live.
+    """
+
+    def __init__(self, plan: Plan, shards: DataShards, device: torch.device) -> None:
+        self._plan, self._shards, self._device = plan, shards, device
+        self._known: dict[Any, bool] = {}
+
+    def agree(
+        self, schedule: str | Callable[[Graph], Schedule], count: int, trainable: frozenset[str], *, full: bool
+    ) -> bool:
+        """Return whether layers can be gathered one by one; collective over the world.
+
+        Args:
+            schedule: of the step.
+            count: microbatches of each replica of this rank.
+            trainable: names of the parameters that require a gradient.
+            full: whether all replicas of this rank have so many.
+        """
+        counts = torch.tensor([count, -count, int(not full)], device=self._device)
+        dist.all_reduce(counts, dist.ReduceOp.MAX)
+        most, least, ragged = counts.tolist()
+        if most != -least or ragged:
+            return False
+        key = (count, trainable)
+        if key not in self._known:
+            self._known[key] = self._can_meet(schedule, count, trainable)
+        return self._known[key]
+
+    def _can_meet(self, schedule: str | Callable[[Graph], Schedule], count: int, trainable: frozenset[str]) -> bool:
+        topology = self._plan.topology
+        actions: dict[int, list[Action]] = {}
+        graphs: dict[int, Graph] = {}
+        built: dict[Any, tuple[Graph, Schedule]] = {}
+        for rank in range(self._plan.layout.size):
+            key = topology.connected_replicas(rank)
+            if key not in built:
+                built[key] = self._plan.graphs.schedule(schedule, count, trainable, rank=rank)
+            graphs[rank], found = built[key]
+            actions[rank] = topology.actions_of(rank, found, count)
+
+        def meets(rank: int, action: Action) -> tuple[int, ...]:
+            return self._shards.meeting(action.stage, rank) if gathers(action) else ()
+
+        return can_meet(actions, lambda rank, action: dependencies(action, graphs[rank]), meets)
+
+
+def make_gathering(
+    plan: Plan, runtime: Runtime, views: Mapping[StageKey, StageView], shared: SharedParameters, groups: Groups
+) -> Gathering:
+    """Return the gathers of one rank.
+
+    Args:
+        plan: all stages.
+        runtime: the patched module.
+        views: this rank's stages.
+        shared: the parameters of which it owns rows.
+        groups: for gathers, by their ranks.
+    """
+    layers: dict[StageKey, list[tuple[str, nn.Module]]] = {}
+    reshards = set[str]()
+    for key, view in views.items():
+        for name, cut in view.cuts.items():
+            paths = plan.partition.parts[name].paths[cut.first : cut.last]
+            layers.setdefault(key, []).extend((path, runtime.root.get_submodule(path)) for path in paths)
+            if plan.modalities[name].reshard_after_forward:
+                reshards.update(paths)
+    names = runtime.root.named_parameters(remove_duplicate=False)
+    return Gathering(shared, layers, names, reshards, groups)
