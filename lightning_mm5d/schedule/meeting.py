@@ -43,15 +43,14 @@ def can_meet(
         moves = False
         for rank in actions:
             while (action := ready(rank)) is not None:
-                others = [(other, ready(other)) for other in meets(rank, action)] or [(rank, action)]
-                if any(
-                    found is None or (found.stage, found.kind) != (action.stage, action.kind) for _, found in others
-                ):
+                kind = action.stage, action.kind
+                others = [(other, ready(other)) for other in meets(rank, action) or (rank,)]
+                found = [(other, one) for other, one in others if one is not None and (one.stage, one.kind) == kind]
+                if len(found) < len(others):
                     break
-                for other, found in others:
-                    assert found is not None
+                for other, one in found:
                     position[other] += 1
-                    left[found.provides] -= 1
+                    left[one.provides] -= 1
                 moves = True
     return all(position[rank] == len(listed) for rank, listed in actions.items())
 

@@ -51,7 +51,8 @@ def made_before(run: Run) -> Any:
 
 def shared(stage: int, size: int | None = None, world: int = 2, **language: Any) -> Layout:
     """All modalities on all ranks, or the language model's stages with the encoder beside its first."""
-    sharing = {"zero_stage": stage, "dp_shard_size": size}
+    reshards = language.pop("reshards", False)
+    sharing = {"zero_stage": stage, "dp_shard_size": size, "reshard_after_forward": reshards}
     pp = language.get("pp_size", 1)
     encoder = Modality(colocate_with="language", **sharing, **VISION)
     return Layout({"vision": encoder, "language": Modality(**sharing, **language, **LANGUAGE)}, world, world // pp)
@@ -64,6 +65,8 @@ LAYOUTS = {
     "stage 3, 2 of 4 ranks": shared(3, 2, 4),
     "stage 1, 2 of 4 ranks": shared(1, 2, 4),
     "stage 3, language pp 2": shared(3, None, 4, pp_size=2),
+    "gathered by layer, 2 ranks": shared(3, reshards=True),
+    "gathered by layer, language pp 2": shared(3, None, 4, pp_size=2, reshards=True),
     "stage 2, 4 ranks": shared(2, None, 4),
 }
 
