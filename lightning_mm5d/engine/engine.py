@@ -17,7 +17,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,12 +28,11 @@ from torch import Tensor
 from lightning_mm5d.config.errors import RemoteParameterError
 from lightning_mm5d.data.microbatch import Microbatch
 from lightning_mm5d.data.random_state import kept_random_state, seed_all, seed_of, seed_torch
-from lightning_mm5d.data_parallel.gathering import Gathering
 from lightning_mm5d.engine.bridge import Bridge
-from lightning_mm5d.engine.meetings import Meetings
 from lightning_mm5d.engine.offload import Moves, Offload
 from lightning_mm5d.engine.recorder import Recorder
 from lightning_mm5d.engine.step import Step
+from lightning_mm5d.engine.step_gathers import StepGathers
 from lightning_mm5d.engine.transport import Transport
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Action, Graph, Kind, Schedule, is_table
@@ -82,8 +81,7 @@ class Engine:
     Attributes:
         seconds: spent in steps.
         waited: of these, spent waiting for peers.
-        gathering: brings the parameters that this rank shares with others; None where it shares none.
-        meetings: agrees with other ranks on how; None where all are gathered once for a step.
+        gathers: those of parameters in training steps; None where ranks share none.
         recorder: notes when actions run; None notes nothing.
         action: that runs, or that failed; None between steps.
         offload: what this rank keeps in host memory between uses.
@@ -106,8 +104,7 @@ class Engine:
     ) -> None:
         self.seconds = 0.0
         self.waited = 0.0
-        self.gathering: Gathering | None = None
-        self.meetings: Meetings | None = None
+        self.gathers: StepGathers | None = None
         self.recorder: Recorder | None = None
         self.action: Action | None = None
         self.count = num_microbatches
@@ -142,8 +139,9 @@ class Engine:
         recorder = self.recorder if step.trains and count == self._num_microbatches else None
         if recorder is not None:
             recorder.begin(trainable)
-        if step.trains:
-            self._begin_gathers(step, count, trainable)
+        gathers = self.gathers if step.trains else None
+        if gathers is not None:
+            gathers.begin(step, self._schedule_of(count), count, trainable)
         discards = len(self._views) > 1 and any(view.is_last for view in self._views.values())
         with kept_random_state(self._device) if step.random_key is not None else nullcontext():
             moves = self.offload.step(graph, actions)
@@ -151,19 +149,20 @@ class Engine:
                 self.action = action
                 moves.before(number)
                 stage, key = action.stage, (action.stage, action.microbatch)
+                gathered = gathers.during(key, forward=action.kind is Kind.F) if gathers else nullcontext()
                 if action.kind is Kind.W:
                     self._starts()
                     due.pop(key).compute()
                 elif action.kind is Kind.F:
                     deferred = Deferred() if stage in split_stages else None
                     uncounted = discards and not self._views[stage].is_last
-                    with self._gathered(step, key, forward=True), step.uncounted() if uncounted else nullcontext():
+                    with gathered, step.uncounted() if uncounted else nullcontext():
                         flight = self._forward(step, graph, action, moves, deferred)
                     if step.trains and graph.has_backward(stage):
                         flights[key] = flight
                     del flight
                 else:
-                    with self._gathered(step, key, forward=False):
+                    with gathered:
                         deferred = self._backward(flights.pop(key))
                     if deferred is not None and action.kind is Kind.I:
                         due[key] = deferred
@@ -172,8 +171,8 @@ class Engine:
                 moves.after(number)
                 if recorder is not None:
                     recorder.end(action)
-        if self.gathering is not None and step.trains:
-            self.gathering.end()
+        if gathers is not None:
+            gathers.end()
         if self._transport is not None:
             self._transport.flush()
             self.waited += self._transport.waited - waited
@@ -216,20 +215,6 @@ class Engine:
             split_stages = frozenset(action.stage for action in actions if action.kind is Kind.I)
             self._built[key] = _Prepared(graph, actions, arrivals, split_stages)
         return self._built[key]
-
-    def _begin_gathers(self, step: Step, count: int, trainable: frozenset[str]) -> None:
-        """Begin to gather parameters for a training step; collective."""
-        full = all(len(parts) == count for parts in step.microbatches.values())
-        schedule, meetings = self._schedule_of(count), self.meetings
-        per_action = meetings is not None and meetings.agree(schedule, count, trainable, full=full)
-        if self.gathering is not None:
-            self.gathering.begin(per_action=per_action)
-
-    def _gathered(self, step: Step, key: tuple[StageKey, int], *, forward: bool) -> AbstractContextManager[None]:
-        """Enter around an action that uses the weights of its layers."""
-        if self.gathering is None or not step.trains:
-            return nullcontext()
-        return self.gathering.during(key[0], key, forward=forward)
 
     def _schedule_of(self, count: int) -> str | Callable[[Graph], Schedule]:
         return "1f1b" if is_table(self._schedule) and count != self._num_microbatches else self._schedule

@@ -48,9 +48,9 @@ def can_meet(
                 found = [(other, one) for other, one in others if one is not None and (one.stage, one.kind) == kind]
                 if len(found) < len(others):
                     break
-                for other, one in found:
+                for other, met in found:
                     position[other] += 1
-                    left[one.provides] -= 1
+                    left[met.provides] -= 1
                 moves = True
     return all(position[rank] == len(listed) for rank, listed in actions.items())
 

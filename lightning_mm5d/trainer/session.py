@@ -29,10 +29,10 @@ from lightning_mm5d.engine.engine import Engine
 from lightning_mm5d.engine.groups import Groups
 from lightning_mm5d.engine.host_memory import HostMemory
 from lightning_mm5d.engine.lock_step import LockStep
-from lightning_mm5d.engine.meetings import Meetings, make_gathering
 from lightning_mm5d.engine.offload import Offload, offloads_parameters
 from lightning_mm5d.engine.recorder import Recorder
 from lightning_mm5d.engine.run_groups import RunGroups, make_groups
+from lightning_mm5d.engine.step_gathers import StepGathers, make_gathering
 from lightning_mm5d.engine.transport import Transport
 from lightning_mm5d.gradients.gradients import make_gradients
 from lightning_mm5d.gradients.parameter_hooks import ParameterHooks
@@ -166,8 +166,6 @@ class Session:
         gradients = make_gradients(plan, rank, held, groups.gradients, self._options.bucket_bytes)
         self._shared = gradients.shared
         self._gathering = make_gathering(plan, self._cut.runtime, self._cut.views, self._shared, groups.gathers)
-        if any(one.reshard_after_forward for one in plan.modalities.values()):
-            self._engine.meetings = Meetings(plan, DataShards(plan), message_device(device))
         last = plan.topology.instances(plan.topology.last_stage)
         is_last = any(rank in ranks for ranks in last)
         loss_group = groups.loss if is_last else None
@@ -237,7 +235,7 @@ class Session:
         self._shared.begin(trains=bool(optimizers))
         if self._shared.all:
             self._gathering.attach()
-            self._engine.gathering = self._gathering
+            self._engine.gathers = StepGathers(self.plan, self._gathering, message_device(self._options.device))
         self.optimization.adopt(optimizers)
         self._engine.offload.rest()
 

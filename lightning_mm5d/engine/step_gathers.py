@@ -1,4 +1,4 @@
-"""Agrees whether the layers of a step are gathered for each forward and backward, or once for the step.
+"""Gathers parameters in a step: once, or for each forward and backward where all ranks agree that this can end.
 
 Replicas that meet in gathers must run equal numbers of microbatches, in orders in which nobody waits for ever. Both are
 the same on all ranks before the step begins.
@@ -7,6 +7,7 @@ the same on all ranks before the step begins.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 
 from lightning_mm5d.data_parallel.gathering import Gathering
 from lightning_mm5d.data_parallel.shared_parameters import Groups, SharedParameters
+from lightning_mm5d.engine.step import Step
 from lightning_mm5d.plan.data_shards import DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Action, Graph, Schedule
@@ -24,30 +26,47 @@ from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.stage import Runtime, StageView
 
 
-class Meetings:
-    """What ranks agree on before a step whose layers are gathered one by one.
+class StepGathers:
+    """The gathers of parameters in the steps of one rank.
 
     Args:
         plan: all stages.
-        shards: what ranks share.
+        gathering: of this rank.
         device: where messages live.
     """
 
-    def __init__(self, plan: Plan, shards: DataShards, device: torch.device) -> None:
-        self._plan, self._shards, self._device = plan, shards, device
+    def __init__(self, plan: Plan, gathering: Gathering, device: torch.device) -> None:
+        self._plan, self._gathering, self._device = plan, gathering, device
+        self._shards = DataShards(plan)
+        self._reshards = any(one.reshard_after_forward for one in plan.modalities.values())
         self._known: dict[Any, bool] = {}
 
-    def agree(
-        self, schedule: str | Callable[[Graph], Schedule], count: int, trainable: frozenset[str], *, full: bool
-    ) -> bool:
-        """Return whether layers can be gathered one by one; collective over the world.
+    def begin(
+        self, step: Step, schedule: str | Callable[[Graph], Schedule], count: int, trainable: frozenset[str]
+    ) -> None:
+        """Begin to gather for a step; collective over the world where layers may be gathered one by one.
 
         Args:
+            step: to be run.
             schedule: of the step.
             count: microbatches of each replica of this rank.
             trainable: names of the parameters that require a gradient.
-            full: whether all replicas of this rank have so many.
         """
+        full = all(len(parts) == count for parts in step.microbatches.values())
+        per_action = self._reshards and self._agree(schedule, count, trainable, full=full)
+        self._gathering.begin(per_action=per_action)
+
+    def during(self, flight: tuple[StageKey, int], *, forward: bool) -> AbstractContextManager[None]:
+        """Enter around a forward, or a backward that computes input gradients, of a microbatch in a stage."""
+        return self._gathering.during(flight[0], flight, forward=forward)
+
+    def end(self) -> None:
+        """End a step."""
+        self._gathering.end()
+
+    def _agree(
+        self, schedule: str | Callable[[Graph], Schedule], count: int, trainable: frozenset[str], *, full: bool
+    ) -> bool:
         counts = torch.tensor([count, -count, int(not full)], device=self._device)
         dist.all_reduce(counts, dist.ReduceOp.MAX)
         most, least, ragged = counts.tolist()
