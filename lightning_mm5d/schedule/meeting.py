@@ -28,8 +28,8 @@ def can_meet(
     """
     left: dict[Action, int] = {}
     for listed in actions.values():
-        for action in listed:
-            left[action.provides] = left.get(action.provides, 0) + 1
+        for one in listed:
+            left[one.provides] = left.get(one.provides, 0) + 1
     position = dict.fromkeys(actions, 0)
 
     def ready(rank: int) -> Action | None:
