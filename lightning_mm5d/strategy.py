@@ -235,7 +235,7 @@ class MultimodalStrategy(GradientStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self._fit_plan = plan
         assert self._agreement is not None
-        self._agreement.check("model", structure(module, plan.division.shards))
+        self._agreement.check("model", structure(module, plan))
         self._take_weights(module, plan)
         self._failed = False
         options = RunOptions(

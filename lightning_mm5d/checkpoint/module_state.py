@@ -2,7 +2,7 @@
 
 A checkpoint is what one process would have written: every parameter in full under the name that the module gives it. So
 any Lightning run can load it, in any layout. To write it, the primary ranks of a parameter send it, or their shards of
-it, to rank 0; to read it, each rank takes what it holds.
+it, to rank 0, and ranks that share it send their rows; to read it, each rank takes what it holds.
 
 It refuses state dicts with missing or unknown keys, as torch does when told to be strict, and other shapes.
 """
@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_mm5d.checkpoint.buffer_state import BufferState, settle
-from lightning_mm5d.checkpoint.shard_shapes import full_shape, is_local, local_shape, senders
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.engine.codec import receive_tree, send_tree
+from lightning_mm5d.plan.holdings import Holdings, narrowed
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.remote_value import Guard, Origin, Placeholder, make_parameter, make_placeholder
 from lightning_mm5d.stage.remote import give_memory, is_placeholder
@@ -79,7 +79,7 @@ def _collected(
     root: nn.Module, plan: Plan, rank: int, targets: Sequence[int], sources: Mapping[str, int]
 ) -> dict[str, Any]:
     state = root.state_dict(keep_vars=True)  # a user's call without it is refused where parameters are sharded
-    tensors = dict(tensors_of(root))
+    tensors, holdings = dict(tensors_of(root)), Holdings(plan, root)
     device = wire_device(root)
     known: dict[int, Tensor] = {}
     collect_others(root, state, plan, rank, targets)
@@ -88,7 +88,7 @@ def _collected(
             source = tensors[name]
             if id(source) not in known:
                 known[id(source)] = _collect(
-                    name, value.detach(), is_placeholder(source), plan, rank, targets, device, sources.get(name)
+                    name, value.detach(), is_placeholder(source), holdings, rank, targets, device, sources.get(name)
                 )
             state[name] = known[id(source)]
     return state
@@ -128,17 +128,18 @@ def load_module(root: nn.Module, state: Mapping[str, Any], strict: bool, plan: P
     """
     expected = {name: value for name, value in root.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
     source = StateDictSource(state)
-    own = dict(state)
+    own, holdings = dict(state), Holdings(plan, root)
     for name, value in expected.items():
-        shard = plan.division.shards.get(name)
-        if name not in state or (shard is None and not is_placeholder(value)):
+        shape = holdings.full_shape(name, value.shape)
+        if name not in state or (value.shape == shape and not is_placeholder(value)):
             continue
-        check_shape(root, name, source.shape(name), value, shard)  # torch compares the shapes of full tensors alone
+        check_shape(root, name, source.shape(name), shape)  # torch compares the shapes of full tensors alone
         if is_placeholder(value):
             del own[name]
-        elif shard is not None:
-            parts = [source.read(name, region) for _, region in pieces(value, shard, plan, name, rank)]
-            own[name] = torch.cat(parts, shard.dim)
+        else:
+            own[name] = torch.empty_like(value, requires_grad=False)
+            for held, region in pieces(own[name], holdings.of(name, rank, value.shape)):
+                held.copy_(source.read(name, region))
     settle(buffer for name, buffer in root.named_buffers(remove_duplicate=False) if name in own)
     found = root.load_state_dict(own, strict=False)
     remote = {name for name, value in expected.items() if is_placeholder(value)}
@@ -162,21 +163,21 @@ def restore_full(
     device = wire_device(root)
     sources, missing = _sources(buffers, device)
     state = _collected(root, plan, rank, targets, sources)
-    guard = Guard(plan.ownership.holders)
+    guard, holdings = Guard(plan.ownership.holders), Holdings(plan, root)
     done: set[int] = set()
     for name, tensor in tensors_of(root):
-        shard = plan.division.shards.get(name)
-        if id(tensor) in done or (shard is None and not is_placeholder(tensor)):
+        shape, is_sharded = holdings.full_shape(name, tensor.shape), name in plan.division.shards
+        if id(tensor) in done or not (is_sharded or is_placeholder(tensor) or tensor.shape != shape):
             continue
         done.add(id(tensor))
         value = state.get(name)
-        if value is None and shard is not None:  # a buffer that is not saved
-            value = _collect(name, tensor.detach(), is_placeholder(tensor), plan, rank, targets, device)
+        if value is None and is_sharded:  # a buffer that is not saved
+            value = _collect(name, tensor.detach(), is_placeholder(tensor), holdings, rank, targets, device)
         if rank in targets:
             if value is not None:
                 _set(tensor, value.to(tensor.device))
-        elif shard is not None and is_local(tensor, shard):
-            _make_remote(tensor, full_shape(tensor.shape, shard), Origin(name, guard))
+        elif tensor.shape != shape:
+            _make_remote(tensor, torch.Size(shape), Origin(name, guard))
     if rank in targets:
         give_memory(root.parameters())
         settle(root.buffers())
@@ -215,7 +216,7 @@ def _collect(
     name: str,
     value: Tensor,
     is_remote: bool,
-    plan: Plan,
+    holdings: Holdings,
     rank: int,
     targets: Sequence[int],
     device: torch.device,
@@ -223,27 +224,31 @@ def _collect(
 ) -> Tensor:
     """Return the full tensor of `value` on the ranks `targets`, and `value` on others.
 
-    It is sent by its primary ranks, or by the rank `source`.
+    It is sent by the ranks that keep it, each its own rows, or by the rank `source`.
     """
-    shard = plan.division.shards.get(name)
-    result = value
+    result, shape = value, holdings.full_shape(name, value.shape)
     for target in targets:
         full: Tensor | None = None
-        for index, keeper in senders(plan, name, shard) if source is None else [(0, source)]:
-            here = value
+        for keeper in holdings.keepers(name) if source is None else [source]:
+            if rank not in (keeper, target):
+                continue
+            holding = None if source is not None else holdings.of(name, keeper, value.shape)
+            own = shape if holding is None else holding.own
+            here = value if holding is None or rank != keeper else holding.own_part(value)
             if keeper != target and rank == keeper:
-                dist.send(value.detach().to(device).contiguous(), target)
-            elif keeper != target and rank == target:
-                shape = value.shape if shard is None else local_shape(value.shape, shard, index)
-                here = torch.empty(shape, dtype=value.dtype, device=device)
+                dist.send(here.detach().to(device).contiguous(), target)
+            elif keeper != target:
+                here = torch.empty(own, dtype=value.dtype, device=device)
                 dist.recv(here, keeper)
-            if rank == target and shard is not None:
-                if full is None:
-                    shape = full_shape(value.shape, shard)
-                    full = torch.empty(shape, dtype=value.dtype, device=device if is_remote else value.device)
-                shard.put(full, here, shard.ranges[index])
-            elif rank == target:
+            if rank != target:
+                continue
+            if holding is None or own == shape:
                 full = here if is_remote else here.to(value.device)
+                continue
+            if full is None:
+                full = torch.empty(shape, dtype=value.dtype, device=device if is_remote else value.device)
+            for held, region in holding.parts(own):
+                narrowed(full, region).copy_(narrowed(here, held))
         if rank == target and full is not None:
             result = full
     return result

@@ -1,7 +1,8 @@
 """Optimizer state as one process would have it, collected from all ranks and loaded into any layout.
 
-State is saved by the position that the parameter has in the user's own groups. State that is shaped as the local tensor
-is sharded as the parameter is; any other, such as a step count, is equal on all ranks of the parameter.
+State is saved by the position that the parameter has in the user's own groups. State that is shaped as the local
+tensor, or as this rank's own rows of it, is sharded as the parameter is; any other, such as a step count, is equal on
+all ranks of the parameter.
 """
 
 from __future__ import annotations
@@ -15,11 +16,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mm5d.checkpoint.saved_state import SavedOptimizerState
-from lightning_mm5d.checkpoint.shard_shapes import full_shape, local_shape, senders
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.engine.codec import receive_tree, send_tree
+from lightning_mm5d.plan.holdings import Holding, Holdings, narrowed
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.sharded.shards import Shard
 from lightning_mm5d.stage.remote import is_placeholder
 from lightning_mm5d.storage.source import StateDictSource
 from lightning_mm5d.weights.load_local import pieces
@@ -48,25 +48,25 @@ def collect_optimizer(
         rank: global rank.
         device: where messages live.
     """
-    names = names_of(root)
+    names, holdings = names_of(root), Holdings(plan, root)
     full = optimizer.state_dict()
     state: dict[int, Any] = {}
     for group, saved in zip(optimizer.param_groups, full["param_groups"], strict=True):
         for parameter, index in zip(group["params"], saved["params"], strict=True):
             name = names.get(id(parameter))
-            shard = None if name is None else plan.division.shards.get(name)
-            found_by_shard: dict[int, Any] = {}
-            for number, keeper in senders(plan, name, shard):
+            found_by_rank: dict[int, Any] = {}
+            for keeper in (0,) if name is None else holdings.keepers(name):  # rank 0 has what has no name
                 found = full["state"].get(index) if rank == keeper else None
                 if keeper != 0 and rank == keeper:
                     send_tree(found, 0, device)
                 elif keeper != 0 and rank == 0:
                     found = receive_tree(keeper, device)
                 if rank == 0 and found:
-                    found_by_shard[number] = found
-            if found_by_shard:
-                merged = next(iter(found_by_shard.values()))
-                state[index] = merged if shard is None else _merged(found_by_shard, shard, parameter.shape)
+                    found_by_rank[keeper] = found
+            if found_by_rank:
+                held = {} if name is None else {k: holdings.of(name, k, parameter.shape) for k in found_by_rank}
+                is_cut = any(one.own != one.full for one in held.values())
+                state[index] = _merged(found_by_rank, held) if is_cut else next(iter(found_by_rank.values()))
     return {**full, "state": state}
 
 
@@ -98,20 +98,20 @@ def load_optimizer(optimizer: Optimizer, full: Mapping[str, Any], root: nn.Modul
     Raises:
         ValueError: the groups are not those that it was saved from.
     """
-    names, states = names_of(root), full["state"]
+    names, holdings, states = names_of(root), Holdings(plan, root), full["state"]
     if isinstance(states, SavedOptimizerState):
         _check_names(optimizer, states.labels, full["param_groups"], names)
     state = {}
     for group, saved in zip(optimizer.param_groups, full["param_groups"], strict=False):
         for parameter, index in zip(group["params"], saved["params"], strict=False):
             if index in states and not is_placeholder(parameter):
-                state[index] = _own(states, index, parameter, names.get(id(parameter)), plan, rank)
+                name = names.get(id(parameter))
+                holding = None if name is None else holdings.of(name, rank, parameter.shape)
+                state[index] = _own(states, index, holding)
     optimizer.load_state_dict({**full, "state": state})
 
 
-def _own(
-    states: Mapping[int, Any], index: int, parameter: Tensor, name: str | None, plan: Plan, rank: int
-) -> dict[str, Any]:
+def _own(states: Mapping[int, Any], index: int, holding: Holding | None) -> dict[str, Any]:
     """Return what this rank holds of the state of one parameter."""
     if isinstance(states, SavedOptimizerState):
         source, keys, rest = states.parts(index)
@@ -119,14 +119,13 @@ def _own(
         source = StateDictSource(states[index])
         keys = {key: key for key in source.names()}
         rest = {key: value for key, value in states[index].items() if key not in keys}
-    shard = None if name is None else plan.division.shards.get(name)
     found = dict(rest)
     for key, stored in keys.items():
-        if name is None or shard is None or source.shape(stored) != tuple(full_shape(parameter.shape, shard)):
+        if holding is None or holding.own == holding.full or source.shape(stored) != holding.full:
             found[key] = source.read(stored)
             continue
-        found[key] = torch.empty(parameter.shape, dtype=source.dtype(stored))
-        for held, region in pieces(found[key], shard, plan, name, rank):
+        found[key] = torch.empty(holding.own, dtype=source.dtype(stored))
+        for held, region in pieces(found[key], holding):
             held.copy_(source.read(stored, region))
     return found
 
@@ -162,16 +161,17 @@ def _check_names(
     )
 
 
-def _merged(shards: Mapping[int, Mapping[str, Any]], shard: Shard, shape: torch.Size) -> dict[str, Any]:
-    """Return the state of a full parameter out of that of its shards; zeros for shards without state."""
+def _merged(states: Mapping[int, Mapping[str, Any]], held: Mapping[int, Holding]) -> dict[str, Any]:
+    """Return the state of a full parameter out of that of the ranks that keep it; zeros for ranks without state."""
     merged: dict[str, Any] = {}
-    for key in dict.fromkeys(key for state in shards.values() for key in state):
-        values = {index: state[key] for index, state in shards.items() if state.get(key) is not None}
-        tensors = {index: value for index, value in values.items() if isinstance(value, Tensor)}
-        if tensors and all(value.shape == local_shape(shape, shard, index) for index, value in tensors.items()):
-            merged[key] = next(iter(tensors.values())).new_zeros(full_shape(shape, shard))
-            for index, value in tensors.items():
-                shard.put(merged[key], value, shard.ranges[index])
+    for key in dict.fromkeys(key for state in states.values() for key in state):
+        values = {rank: state[key] for rank, state in states.items() if state.get(key) is not None}
+        tensors = {rank: value for rank, value in values.items() if isinstance(value, Tensor)}
+        if tensors and all(value.shape == held[rank].own for rank, value in tensors.items()):
+            merged[key] = next(iter(tensors.values())).new_zeros(next(iter(held.values())).full)
+            for rank, value in tensors.items():
+                for own, full in held[rank].parts(held[rank].own):
+                    narrowed(merged[key], full).copy_(narrowed(value, own))
         else:
             merged[key] = next(iter(values.values()), None)
     return merged

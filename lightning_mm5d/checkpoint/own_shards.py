@@ -1,7 +1,8 @@
 """What this rank writes of a sharded checkpoint: its pieces of the module's tensors, and of the optimizers' states.
 
-A state of an optimizer that has the shape of its parameter is cut as the parameter is. All others, such as a count of
-steps, are equal on all ranks of the parameter, and the writer of its first piece writes them.
+A state of an optimizer that has the shape of its parameter, or of this rank's rows of it, is cut as the parameter is.
+All others, such as a count of steps, are equal on all ranks of the parameter, and the writer of its first piece writes
+them.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from torch.optim import Optimizer
 
 from lightning_mm5d.checkpoint.module_state import tensors_of
 from lightning_mm5d.checkpoint.optimizer_state import names_of
-from lightning_mm5d.checkpoint.pieces import Box, Piece, Saved, pieces_of, whole_box
-from lightning_mm5d.checkpoint.shard_shapes import full_shape, is_local
+from lightning_mm5d.checkpoint.pieces import Piece, Saved, pieces_of, whole_box
 from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.plan.holdings import Box, Holdings, Part
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.remote_value import Guard, Origin, is_remote, placeholder
 from lightning_mm5d.stage.remote import is_placeholder
@@ -70,6 +71,7 @@ class OwnShards:
         self._root, self._plan, self._rank = root, plan, rank
         sources, self._stand_ins = sources or {}, stand_ins or {}
         self._tensors = dict(tensors_of(root))
+        self._holdings = None if plan is None else Holdings(plan, root)
         self._shapes = {name: self._full_shape(name, tensor) for name, tensor in self._tensors.items()}
         parameters = dict(root.named_parameters(remove_duplicate=False))
         saved = {}
@@ -112,7 +114,7 @@ class OwnShards:
             if is_placeholder(parameter):
                 continue
             for key, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor) and value.shape == parameter.shape and label in self._tensors:
+                if isinstance(value, Tensor) and self._is_cut(label, value, parameter):
                     items += self._cut(f"{prefix}/{key}/{label}", label, value.detach())
                 elif not self._writes_rest(label):
                     continue
@@ -150,14 +152,19 @@ class OwnShards:
                 rule = "A checkpoint has the values of all tensors of the module, and no rank has this one"
                 raise ConfigError(name, "a tensor without a value", rule, "Write it on the ranks that have its values")
             view = value
-            local = piece.box if value.shape == self._shapes[name] else piece.local
-            for dim, (start, stop) in enumerate(local):
-                view = view.narrow(dim, start, stop - start)
+            if self._holdings is not None and piece.box != whole_box(value.shape):
+                holding = self._holdings.of(name, self._rank, value.shape)
+                view = holding.view(value, Part(piece.local, piece.box))
             yield Item(stored, view, piece.box, self._shapes[name])
 
     def _full_shape(self, name: str, tensor: Tensor) -> tuple[int, ...]:
-        shard = None if self._plan is None else self._plan.division.shards.get(name)
-        return tuple(tensor.shape if shard is None else full_shape(tensor.shape, shard))
+        return tuple(tensor.shape) if self._holdings is None else self._holdings.full_shape(name, tensor.shape)
+
+    def _is_cut(self, label: str, value: Tensor, parameter: Tensor) -> bool:
+        """Whether a state of a parameter is cut as it is."""
+        if label not in self._tensors or value.shape == parameter.shape:
+            return label in self._tensors
+        return self._holdings is not None and (value.shape == self._holdings.of(label, self._rank, parameter.shape).own)
 
 
 def own_state(root: nn.Module, plan: Plan | None, stand_ins: dict[str, Tensor]) -> dict[str, Any]:
@@ -171,19 +178,18 @@ def own_state(root: nn.Module, plan: Plan | None, stand_ins: dict[str, Tensor]) 
     state = root.state_dict(keep_vars=True)
     if plan is None:
         return {name: value.detach() if isinstance(value, Tensor) else value for name, value in state.items()}
-    guard = Guard(plan.ownership.holders)
+    guard, holdings = Guard(plan.ownership.holders), Holdings(plan, root)
     first_names: dict[int, str] = {}
     for name, value in state.items():
         first = first_names.setdefault(id(value), name)
-        shard = plan.division.shards.get(name)
         if not isinstance(value, Tensor) or is_remote(value):
             continue
-        if shard is None or not is_local(value, shard):
+        shape = holdings.full_shape(name, value.shape)
+        if value.shape == shape:
             state[name] = value.detach()
             continue
         if first not in stand_ins:
-            full = value.detach().new_empty(()).expand(full_shape(value.shape, shard))
-            stand_ins[first] = placeholder(full, Origin(first, guard))
+            stand_ins[first] = placeholder(value.detach().new_empty(()).expand(shape), Origin(first, guard))
         state[name] = stand_ins[first]
     return state
 

@@ -1,8 +1,8 @@
 """Which rank writes which piece of a tensor: a pure function of the plan, the same on all ranks.
 
 A piece is a box of a full tensor that lies in one box of a rank's local tensor too. The pieces of a tensor cover it
-once. Where several ranks hold the same rows, the one with the fewest bytes so far writes them, and large pieces are
-divided among all of them.
+once. Of what data parallel ranks share, each writes its own rows. Where several ranks hold the same rows, the one with
+the fewest bytes so far writes them, and large pieces are divided among all of them.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from lightning_mm5d.layout.even_split import even_ranges
+from lightning_mm5d.plan.data_shards import DataShards
+from lightning_mm5d.plan.holdings import Box
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.shards import Range, Shard
-
-Box = tuple[Range, ...]  # one (start, stop) for each dim
 
 _DIVIDED_BYTES = 4 * 2**20  # a piece from this size on is divided among the ranks that hold it
 
@@ -59,12 +59,12 @@ class Piece:
 
 def pieces_of(plan: Plan, tensors: Mapping[str, Saved]) -> list[Piece]:
     """Return the pieces of all `tensors`, by name, in their order."""
-    loads = [0] * plan.layout.size
+    loads, shards = [0] * plan.layout.size, DataShards(plan)
     found: dict[str, list[Piece]] = {}
     open_pieces: list[tuple[int, int, Piece, tuple[int, ...]]] = []
     for name, saved in tensors.items():
         found[name] = []
-        for piece, ranks in _candidates(plan, name, saved):
+        for piece, ranks in _candidates(plan, shards, name, saved):
             cost = math.prod(stop - start for start, stop in piece.box) * saved.itemsize
             if len(ranks) > 1 and cost >= _DIVIDED_BYTES and piece.box[0][1] - piece.box[0][0] >= len(ranks):
                 for part, rank in zip(_divided(piece, len(ranks)), ranks, strict=True):
@@ -88,7 +88,7 @@ def whole_box(shape: Sequence[int]) -> Box:
     return tuple((0, length) for length in shape)
 
 
-def _candidates(plan: Plan, name: str, saved: Saved) -> Iterator[tuple[Piece, tuple[int, ...]]]:
+def _candidates(plan: Plan, shards: DataShards, name: str, saved: Saved) -> Iterator[tuple[Piece, tuple[int, ...]]]:
     """Yield pieces that cover a tensor once, each with the ranks that may write it."""
     shard, ownership = plan.division.shards.get(name), plan.ownership
     whole = whole_box(saved.shape)
@@ -97,13 +97,30 @@ def _candidates(plan: Plan, name: str, saved: Saved) -> Iterator[tuple[Piece, tu
             ranks: tuple[int, ...] = (saved.source,)
         else:
             ranks = ownership.ranks_holding(name) if name in ownership.sizes else ownership.primary_ranks(name)[:1]
-        yield Piece(name, whole, whole), ranks
+        yield from _shared(shards, Piece(name, whole, whole), ranks)
         return
     holders = ownership.ranks_holding(name) if name in ownership.sizes else ownership.primary_ranks(name)
     for index in shard.distinct:
         ranks = tuple(rank for rank in holders if ownership.shard_index(name, rank) == index)
         for full, local in _own_rows(shard, index):
-            yield Piece(name, _with(saved.shape, shard.dim, full), _with(saved.shape, shard.dim, local)), ranks
+            piece = Piece(name, _with(saved.shape, shard.dim, full), _with(saved.shape, shard.dim, local))
+            yield from _shared(shards, piece, ranks)
+
+
+def _shared(shards: DataShards, piece: Piece, ranks: tuple[int, ...]) -> Iterator[tuple[Piece, tuple[int, ...]]]:
+    """Cut a piece that `ranks` hold to the rows that each of them owns, where they share it."""
+    owned = {rank: rows for rank in ranks if (rows := shards.of(piece.name, rank)) is not None}
+    if not owned:
+        yield piece, ranks
+        return
+    rows = next(iter(owned.values()))
+    (start, _), (first, last) = piece.box[rows.dim], piece.local[rows.dim]
+    for place, (low, high) in enumerate(rows.ranges):
+        low, high = max(low, first), min(high, last)
+        if low < high:
+            box = _put(piece.box, rows.dim, (start + low - first, start + high - first))
+            part = replace(piece, box=box, local=_put(piece.local, rows.dim, (low, high)))
+            yield part, tuple(rank for rank, other in owned.items() if other.place == place)
 
 
 def _own_rows(shard: Shard, index: int) -> list[tuple[Range, Range]]:
@@ -138,4 +155,8 @@ def _divided(piece: Piece, count: int) -> list[Piece]:
 
 
 def _with(shape: Sequence[int], dim: int, held: Range) -> Box:
-    return tuple(held if index == dim else (0, length) for index, length in enumerate(shape))
+    return _put(whole_box(shape), dim, held)
+
+
+def _put(box: Box, dim: int, held: Range) -> Box:
+    return (*box[:dim], held, *box[dim + 1 :])

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from lightning_mm5d.checkpoint.buffer_state import settle
 from lightning_mm5d.checkpoint.module_state import tensors_of
 from lightning_mm5d.checkpoint.saved_state import SavedWeights
+from lightning_mm5d.plan.holdings import Holdings
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.remote_value import is_remote
 from lightning_mm5d.storage.source import TensorSource
@@ -28,11 +29,12 @@ def check_weights(root: nn.Module, state: SavedWeights, strict: bool, plan: Plan
         RuntimeError: they are others.
     """
     expected = root.state_dict(keep_vars=True)
+    holdings = None if plan is None else Holdings(plan, root)
     for name in state.names():
         value = expected.get(name)
         if isinstance(value, Tensor):
-            shard = None if plan is None else plan.division.shards.get(name)
-            check_shape(root, name, state.shape(name), value, shard)
+            shape = value.shape if holdings is None else holdings.full_shape(name, value.shape)
+            check_shape(root, name, state.shape(name), shape)
     if strict:
         found = {id(value) for name, value in expected.items() if name in state}
         missing = [name for name, value in expected.items() if id(value) not in found]

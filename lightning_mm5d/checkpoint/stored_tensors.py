@@ -12,13 +12,14 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_mm5d.checkpoint.pieces import Box, whole_box
+from lightning_mm5d.checkpoint.pieces import whole_box
+from lightning_mm5d.plan.holdings import Box
 from lightning_mm5d.storage.directory import CheckpointDirectory
 from lightning_mm5d.storage.files import corrupt
 from lightning_mm5d.storage.source import Region, checked_region
@@ -120,10 +121,20 @@ class StoredTensors:
         parts.sort(key=lambda part: part.box)
         full = whole_box(self._shapes[name])
         inside = all(_intersection(part.box, full) == part.box or not _size(part.box) for part in parts)
-        # pieces are cut along two dims at most, so that sorted neighbours show an overlap
-        apart = all(_intersection(one.box, other.box) is None for one, other in pairwise(parts))
-        if not inside or not apart or sum(_size(part.box) for part in parts) != _size(full):
+        covers = sum(_size(part.box) for part in parts) == _size(full)
+        if not inside or not covers or _overlap([part.box for part in parts]):
             raise corrupt(self.directory.path, f"its files do not hold {name!r} exactly once")
+
+
+def _overlap(boxes: Sequence[Box]) -> bool:
+    """Whether any of the boxes overlap, which are sorted."""
+    for number, one in enumerate(boxes):
+        for other in islice(boxes, number + 1, None):
+            if one and other[0][0] >= one[0][1]:
+                break
+            if _intersection(one, other) is not None:
+                return True
+    return False
 
 
 def _sharding(file: TensorFile) -> dict[str, dict[str, list[int]]]:

@@ -197,6 +197,14 @@ class SharedParameters:
     def end(self) -> None:
         """Leave all whole; collective where they have no memory."""
         self.show_whole()
+        self._forget()
+
+    def keep(self) -> None:
+        """Leave what is shown between batches: the local tensors, and of those of stage 3 this rank's rows."""
+        self.rest()
+        self._forget()
+
+    def _forget(self) -> None:
         self.all.clear()
         self._by_id.clear()
 

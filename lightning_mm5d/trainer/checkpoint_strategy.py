@@ -22,6 +22,7 @@ from lightning_mm5d.checkpoint.saved_state import SavedWeights
 from lightning_mm5d.checkpoint.saved_weights import check_weights, load_weights, void_weights
 from lightning_mm5d.checkpoint.sharded_save import OptimizerPart
 from lightning_mm5d.config.errors import CheckpointCorruptError
+from lightning_mm5d.plan.data_shards import DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.storage.directory import is_checkpoint_directory
 from lightning_mm5d.storage.source import StateDictSource
@@ -110,7 +111,11 @@ class CheckpointStrategy(WeightsStrategy, ABC):
         """Return the plan whose shards the module has on this rank; None where it is whole."""
         if self._session is not None:
             return self._session.plan
-        return self._last_plan if has_kept_shards(self._module("state_dict")) else None
+        if has_kept_shards(self._module("state_dict")):
+            return self._last_plan
+        # states of optimizers are shared also where no parameter is
+        shares = self.checkpoint == "sharded" and self._fit_plan is not None and DataShards(self._fit_plan).exist
+        return self._last_plan if shares else None
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -13,11 +13,14 @@ from typing import Any
 
 from torch import nn
 
+from lightning_mm5d.checkpoint.module_state import tensors_of
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.layout import Layout
+from lightning_mm5d.plan.data_shards import DataShards
+from lightning_mm5d.plan.holdings import Holdings
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.sharded.remote_value import Guard, is_remote
+from lightning_mm5d.sharded.remote_value import Guard, Origin, is_remote, make_placeholder
 
 _ATTRIBUTE = "_mm5d_kept_shards"
 _FIX = (
@@ -47,11 +50,9 @@ class KeptShards:
 
     def guard(self, module: nn.Module, plan: Plan) -> None:
         """Refuse calls of modules with shards and their state dicts, which would have the values of one rank."""
-        where = Guard(plan.ownership.holders)
-        named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-        for name, tensor in named:
-            shard = plan.division.shards.get(name)
-            if shard is None or is_remote(tensor) or shard.is_full(tensor):
+        where, holdings = Guard(plan.ownership.holders), Holdings(plan, module)
+        for name, tensor in tensors_of(module):
+            if is_remote(tensor) or tensor.shape == holdings.full_shape(name, tensor.shape):
                 continue
 
             def refuse_call(_: nn.Module, args: Any, name: str = name) -> None:
@@ -77,6 +78,32 @@ def keep_shards(module: nn.Module, plan: Plan) -> None:
     kept = KeptShards(plan, os.getpid())
     kept.guard(module, plan)
     vars(module)[_ATTRIBUTE] = kept
+
+
+def has_rows(module: nn.Module, plan: Plan, rank: int) -> bool:
+    """Whether the module has own rows of any parameter, as between the steps of a run with ``zero_stage=3``."""
+    return bool(_rows(module, plan, rank))
+
+
+def lose_rows(module: nn.Module, plan: Plan, rank: int) -> None:
+    """Turn parameters of which this rank has its own rows into placeholders: no rank is left to send the others."""
+    guard = Guard(plan.ownership.holders)
+    for name, parameter, shape in _rows(module, plan, rank):
+        parameter.grad = None
+        make_placeholder(parameter, shape, Origin(name, guard))
+
+
+def _rows(module: nn.Module, plan: Plan, rank: int) -> list[tuple[str, nn.Parameter, tuple[int, ...]]]:
+    """Return the parameters of which this rank has rows, with their names and full shapes."""
+    if not DataShards(plan).exist:
+        return []
+    holdings, found = Holdings(plan, module), []
+    for name, parameter in module.named_parameters():
+        if not is_remote(parameter):
+            holding = holdings.of(name, rank, parameter.shape)
+            if holding.rows is not None and parameter.shape == holding.own:
+                found.append((name, parameter, holding.full))
+    return found
 
 
 def left_elsewhere(module: nn.Module) -> None:
@@ -127,5 +154,5 @@ def kept_plan(module: nn.Module, layout: Layout, modalities: Mapping[str, Modali
 
 
 def _named(modalities: Mapping[str, Modality]) -> dict[str, Any]:
-    sizes = ("dp_size", "tp_size", "pp_size", "cp_size")
+    sizes = ("dp_size", "tp_size", "pp_size", "cp_size", "zero_stage", "dp_shard_size")
     return {name: {size: getattr(one, size) for size in sizes} for name, one in modalities.items()}

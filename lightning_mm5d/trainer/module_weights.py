@@ -2,7 +2,8 @@
 
 Phases, on all ranks: (1) tensors with memory get the values of rank 0; (2) parameters without memory that other ranks
 hold become placeholders; (3) the others are made as on one process, one at a time, from rank 0's random state, and cut
-to this rank's shards; (4) weights in files and state dicts take their place. A module that kept its shards after a run
+to this rank's shards, of which it keeps its own rows with ``zero_stage=3``; (4) weights in files and state dicts take
+their place. A module that kept its shards after a run
 has phase 4 alone.
 
 It refuses tensors of the meta device that nothing says how to initialise.
@@ -10,7 +11,7 @@ It refuses tensors of the meta device that nothing says how to initialise.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import lightning.pytorch as pl
 import torch
@@ -18,11 +19,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_mm5d.checkpoint.module_state import equalize
-from lightning_mm5d.checkpoint.shard_shapes import local_shape
 from lightning_mm5d.engine.codec import broadcast_tree
+from lightning_mm5d.plan.holdings import Holding, Holdings, narrowed
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.remote_value import Guard, is_remote
-from lightning_mm5d.sharded.shards import Shard
 from lightning_mm5d.stage import drop_parameters
 from lightning_mm5d.storage.source import TensorSource
 from lightning_mm5d.weights import DeferredWeights
@@ -51,7 +51,7 @@ class ModuleWeights:
         self._device, self._wire = device, wire
         stages = (plan.ownership.parameters[key] for key in plan.topology.stages_of(rank))
         self._held = frozenset[str]().union(*stages)
-        self._fill = filling(module)
+        self._fill, self._holdings = filling(module), Holdings(plan, module)
 
     def share(self) -> None:
         """Give all ranks the tensors of rank 0 that have memory, phase 1; collective."""
@@ -83,9 +83,7 @@ class ModuleWeights:
         there = {*source.names()} & self._module.state_dict(keep_vars=True).keys()
         for names, _, tensor in tensors_of(self._module):
             if tensor.is_meta and not there.isdisjoint(names):
-                shape = torch.Size(tensor.shape)
-                if (shard := self._shard(names)) is not None:
-                    shape = local_shape(shape, *shard)
+                shape = _kept(self._holding(names, tensor))
                 self._fill(names, torch.empty(shape, dtype=tensor.dtype, device=self._device))
         loaded = load_local(self._module, source, self._plan, self._rank)
         if strict:
@@ -97,16 +95,26 @@ class ModuleWeights:
         if is_remote(tensor):
             return
         value = value.to(tensor.dtype)
-        if (shard := self._shard(names)) is not None:
-            value = shard[0].cut(value, shard[1])
+        holding = self._holding(names, value)
+        if (kept := _kept(holding)) != holding.full:
+            cut = value.new_empty(kept)
+            for held, full in holding.parts(kept):
+                narrowed(cut, held).copy_(narrowed(value, full))
+            value = cut
         self._fill(names, value.to(self._device))
 
-    def _shard(self, names: Iterable[str]) -> tuple[Shard, int] | None:
-        """How a tensor that this rank holds is sharded, and which of its shards is this rank's."""
-        name = next((name for name in names if name in self._held and name in self._plan.division.shards), None)
-        if name is None:
-            return None
-        return self._plan.division.shards[name], self._plan.ownership.shard_index(name, self._rank)
+    def _holding(self, names: Sequence[str], full: Tensor) -> Holding:
+        """What this rank holds of a tensor that it has under any of `names`."""
+        name = next((name for name in names if name in self._held), None)
+        if name is None:  # every rank has it in full
+            shape = tuple(full.shape)
+            return Holding(shape, shape, shape, None, 0, None)
+        return self._holdings.of(name, self._rank, full.shape)
+
+
+def _kept(holding: Holding) -> tuple[int, ...]:
+    """Return the shape that a rank keeps between steps."""
+    return holding.own if holding.rows is not None and holding.rows.stage == 3 else holding.local
 
 
 def has_memory(root: nn.Module) -> bool:

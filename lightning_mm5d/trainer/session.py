@@ -43,7 +43,7 @@ from lightning_mm5d.schedule import UNSPLIT_SCHEDULES, Graph, Schedule
 from lightning_mm5d.stage import is_placeholder
 from lightning_mm5d.trainer.cut_module import CutModule
 from lightning_mm5d.trainer.device import DeviceFigures
-from lightning_mm5d.trainer.kept_shards import keep_shards
+from lightning_mm5d.trainer.kept_shards import has_rows, keep_shards, lose_rows
 from lightning_mm5d.trainer.measured_timeline import write_timeline
 from lightning_mm5d.trainer.metrics import MetricSync
 from lightning_mm5d.trainer.offloaded_states import OffloadedStates
@@ -319,14 +319,20 @@ class Session:
         self.turns.detach()
         for owner in self._hooked:
             vars(owner).pop("on_before_batch_transfer", None)
+        self._gathering.detach()
+        rank = self._options.rank
         if failed:
             self.abort()
+            self._shared.keep()
+            lose_rows(self._module, self.plan, rank)
             return
-        self._gathering.detach()
-        self._shared.end()
-        if self.plan.topology.edges or self.plan.division.shards:
+        if targets:
+            self._shared.end()
+        else:
+            self._shared.keep()
+        if self.plan.topology.edges or self.plan.division.shards or has_rows(self._module, self.plan, rank):
             if targets:
-                restore_full(self._module, self.plan, self._options.rank, targets, buffers=self.buffers)
+                restore_full(self._module, self.plan, rank, targets, buffers=self.buffers)
             else:
                 keep_shards(self._module, self.plan)
                 share_buffers(self._module, self.plan, buffers=self.buffers)

@@ -35,12 +35,12 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_mm5d.checkpoint.shard_shapes import full_shape
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.layout import Layout
+from lightning_mm5d.plan.holdings import Holdings
+from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import is_table
 from lightning_mm5d.sharded.remote_value import is_remote
-from lightning_mm5d.sharded.shards import Shard
 
 _PACKAGES = ("lightning_mm5d", "torch", "lightning", "transformers", "torchmetrics")
 _TRAINER = (
@@ -108,19 +108,25 @@ def configuration(strategy: object, trainer: pl.Trainer, module: pl.LightningMod
     return found | {f"source of {name}": digest for name, digest in _sources(module).items()}
 
 
-def structure(module: nn.Module, shards: Mapping[str, Shard]) -> dict[str, Any]:
-    """Return the classes of all submodules, and full shape, dtype and `requires_grad` of parameters and buffers."""
+def structure(module: nn.Module, plan: Plan | None = None) -> dict[str, Any]:
+    """Return the classes of all submodules, and full shape, dtype and `requires_grad` of parameters and buffers.
+
+    Args:
+        module: as it is on this rank.
+        plan: all stages where the module may hold shards; None where it is whole.
+    """
     found: dict[str, Any] = {}
+    holdings = None if plan is None else Holdings(plan, module)
     for path, part in module.named_modules():
         name = path or "the module"
         found[name] = type(part).__name__
         with suppress(Exception):  # a class of the user's own may not be ready to describe itself
             found[name] = _text(f"{type(part).__name__}({part.extra_repr()})")
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        form = _form(parameter, shards.get(name))
+        form = _form(parameter, name, holdings)
         found[name] = f"{form} {'trained' if parameter.requires_grad else 'frozen'}"
     buffers = module.named_buffers(remove_duplicate=False)
-    return found | {name: _form(buffer, shards.get(name)) for name, buffer in buffers}
+    return found | {name: _form(buffer, name, holdings) for name, buffer in buffers}
 
 
 def layout_fields(
@@ -176,10 +182,10 @@ def _arguments(cls: type) -> list[str]:
     return [name for name in dict.fromkeys(name for names in found for name in names) if name not in _SET_BY_TRAINER]
 
 
-def _form(tensor: Tensor, shard: Shard | None = None) -> str:
+def _form(tensor: Tensor, name: str = "", holdings: Holdings | None = None) -> str:
     if is_lazy(tensor):
         return "uninitialized"
-    shape = tensor.shape if shard is None else full_shape(tensor.shape, shard)
+    shape = tensor.shape if holdings is None else holdings.full_shape(name, tensor.shape)
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(shape)}"
 
 

@@ -16,7 +16,7 @@ from lightning_mm5d.data.random_state import kept_random_state
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.storage.source import TensorSource
 from lightning_mm5d.trainer.configured import is_configured
-from lightning_mm5d.trainer.kept_shards import release_shards
+from lightning_mm5d.trainer.kept_shards import has_kept_shards, release_shards
 from lightning_mm5d.trainer.module_weights import ModuleWeights, has_memory, make_in_full, with_unrecorded
 from lightning_mm5d.trainer.process_group import message_device
 from lightning_mm5d.trainer.process_strategy import ProcessStrategy
@@ -70,7 +70,7 @@ class WeightsStrategy(ProcessStrategy, ABC):
 
     def must_load_in_setup(self, module: pl.LightningModule) -> bool:
         """Whether tensors of `module` have no memory yet, or are shards, so that nothing can be loaded into them."""
-        return not has_memory(module) or is_partial(module)
+        return not has_memory(module) or is_partial(module) or has_kept_shards(module)
 
     def build_in_full(self, module: pl.LightningModule) -> None:
         """Build what `configure_model` and recorded contexts describe, with memory for all; values will be replaced.

@@ -1,19 +1,19 @@
-"""Reads what one rank holds of named tensors: of each parameter the ranges of its own shard, and nothing else.
+"""Reads what one rank holds of named tensors: of each parameter its own shard and rows, and nothing else.
 
 Checkpoints, folders of weights and state dicts are all read through `load_local`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from lightning_mm5d.plan.holdings import Holding, Holdings, narrowed
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.remote_value import is_remote
-from lightning_mm5d.sharded.shards import Shard
 from lightning_mm5d.storage.source import Region, TensorSource
 
 
@@ -53,50 +53,40 @@ def load_local(root: nn.Module, source: TensorSource, plan: Plan, rank: int) -> 
         RuntimeError: shapes are others.
     """
     expected = {name: value for name, value in root.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
-    there = set(source.names())
+    there, holdings = set(source.names()), Holdings(plan, root)
     loaded = {id(value) for name, value in expected.items() if name in there}
     done: set[int] = set()
     for name, value in expected.items():
         if name not in there or id(value) in done:
             continue
         done.add(id(value))
-        shard = plan.division.shards.get(name)
-        check_shape(root, name, source.shape(name), value, shard)
+        check_shape(root, name, source.shape(name), holdings.full_shape(name, value.shape))
         if is_remote(value):
             continue
         with torch.no_grad():
-            for held, region in pieces(value, shard, plan, name, rank):
+            for held, region in pieces(value, holdings.of(name, rank, value.shape)):
                 held.copy_(source.read(name, region))
     missing = [name for name, value in expected.items() if id(value) not in loaded]
     return Loaded(missing, sorted(there - expected.keys()))
 
 
-def pieces(
-    value: Tensor, shard: Shard | None, plan: Plan, name: str, rank: int
-) -> Iterator[tuple[Tensor, Region | None]]:
-    """Yield views of a parameter, each with the region of the full tensor that belongs there; None is all of it.
+def pieces(value: Tensor, holding: Holding) -> Iterator[tuple[Tensor, Region | None]]:
+    """Yield views of a tensor, each with the region of the full one that belongs there; None is all of it.
 
     Example: a shard of rows 0 to 2 and 6 to 8 of a ``[9, 4]`` weight gives ``value[0:2]`` with ``[(0, 2), (0, 4)]``
     and ``value[2:4]`` with ``[(6, 8), (0, 4)]``.
     """
-    if shard is None or shard.is_full(value):
+    if value.shape == holding.full:
         yield value, None
         return
-    offset = 0
-    for start, stop in shard.ranges[plan.ownership.shard_index(name, rank)]:
-        region = [(0, length) for length in value.shape]
-        region[shard.dim] = (start, stop)
-        yield value.narrow(shard.dim, offset, stop - start), region
-        offset += stop - start
+    for held, full in holding.parts(value.shape):
+        yield narrowed(value, held), list(full)
 
 
-def check_shape(root: nn.Module, name: str, found: tuple[int, ...], value: Tensor, shard: Shard | None) -> None:
+def check_shape(root: nn.Module, name: str, found: tuple[int, ...], expected: Sequence[int]) -> None:
     """Raise RuntimeError, in torch's words, where a source has a tensor of another shape than the module."""
-    shape = list(value.shape)
-    if shard is not None:
-        shape[shard.dim] = shard.size
-    if list(found) != shape:
+    if tuple(found) != tuple(expected):
         raise RuntimeError(
             f"Error(s) in loading state_dict for {type(root).__name__}: size mismatch for {name}: the checkpoint "
-            f"has {tuple(found)}, the model {tuple(shape)}"
+            f"has {tuple(found)}, the model {tuple(expected)}"
         )

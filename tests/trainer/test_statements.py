@@ -47,7 +47,7 @@ class Odd(torch.nn.Module):
 
 
 def test_addresses_and_devices_by_number_are_left_out() -> None:
-    first, second = (structure(torch.nn.Sequential(Odd(False), Odd(True)), {}) for _ in range(2))
+    first, second = (structure(torch.nn.Sequential(Odd(False), Odd(True))) for _ in range(2))
     assert first == second
     assert first["0"] == "Odd(<object object>, cuda)"
 
@@ -79,7 +79,7 @@ def test_a_class_of_a_notebook_has_no_source_to_compare(monkeypatch: pytest.Monk
 
 def test_statements_are_json() -> None:
     optimizer = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.ones(1))], "tags": {"b", "a"}}], lr=0.1)
-    for statement in (optimizers([optimizer]), loader(Run().loader(8)), structure(Toy(), {})):
+    for statement in (optimizers([optimizer]), loader(Run().loader(8)), structure(Toy())):
         json.dumps(statement)
     assert optimizers([optimizer])["optimizer 0, group 0: tags"] == ["a", "b"]
 
