@@ -36,6 +36,23 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "all tp 2": ({"colocate_with": "language", "tp_size": 2}, {"tp_size": 2}, 2),
     "e | l cp 2": ({}, {"cp_size": 2}, 3),
 }
+# all on the same ranks; z1 stands for zero_stage=1
+SHARING: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
+    name: ({"colocate_with": "language", **sharing, **tensor}, {**sharing, **fields}, world)
+    for name, sharing, fields, world, tensor in (
+        ("z1", {"zero_stage": 1}, {}, 2, {}),
+        ("z2, 3 ranks", {"zero_stage": 2}, {}, 3, {}),
+        ("z3", {"zero_stage": 3}, {}, 2, {}),
+        ("z3, 4 ranks", {"zero_stage": 3}, {}, 4, {}),
+        ("z2, 2 of 4 ranks", {"zero_stage": 2, "dp_shard_size": 2}, {}, 4, {}),
+        ("z3, 2 of 4 ranks", {"zero_stage": 3, "dp_shard_size": 2}, {}, 4, {}),
+        ("z1, tp 2", {"zero_stage": 1}, {"tp_size": 2}, 4, {"tp_size": 2}),
+        ("z3, tp 2", {"zero_stage": 3}, {"tp_size": 2}, 4, {"tp_size": 2}),
+        ("z2, l pp 2", {"zero_stage": 2}, {"pp_size": 2}, 4, {}),
+        ("z3, l pp 2", {"zero_stage": 3}, {"pp_size": 2}, 4, {}),
+    )
+}
+LAYOUTS |= SHARING
 MODELS = ("llava", "qwen2_vl", "whisper")
 
 
@@ -70,7 +87,7 @@ def run(
     torch.set_default_dtype(torch.float64)
     case = CASES[name]
     encoder, language, world = LAYOUTS[which]
-    replicas = 2 if which == "e dp 1 | l dp 2" else 1
+    replicas = 2 if which in ("e dp 1 | l dp 2", "z2, l pp 2", "z3, l pp 2") else 1
     *encoders, last = case.modalities
     fields = {**dict.fromkeys(encoders, encoder), last: language}
     modalities = {key: Modality(**{**case.modality_paths.get(key, {}), **value}) for key, value in fields.items()}
