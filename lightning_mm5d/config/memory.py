@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightning_mm5d.config.communication import check_communication
 from lightning_mm5d.config.errors import ConfigError, did_you_mean
 from lightning_mm5d.config.modality import Modality
 
@@ -18,6 +19,7 @@ def check_memory(field: str, modality: Modality) -> None:
     """
     _check_offload(f"{field}.offload", modality)
     _check_sharing(field, modality)
+    check_communication(f"{field}.communication_dtype", modality.communication_dtype)
 
 
 def _check_sharing(field: str, modality: Modality) -> None:

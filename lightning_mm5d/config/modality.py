@@ -81,8 +81,10 @@ class Modality:
             these for each pipeline stage.
         offload: What is in host memory between its uses, one of these or a list: ``activations`` of microbatches in
             flight, states of the ``optimizer``, and ``parameters`` of a frozen encoder.
-        communication_dtype: Type of numbers on the wire: one for all traffic, or by kind: ``gradients``,
-            ``parameters``, ``payloads`` between stages, ``tensor_parallel``. Unset: the type of the tensors.
+        communication_dtype: Type of numbers on the wire: ``float32``, ``bfloat16``, ``float8_e4m3fn`` or
+            ``float8_e5m2``, one for all traffic or by kind: ``gradients``, ``parameters``, ``payloads`` between stages,
+            ``tensor_parallel``. With ``stochastic_rounding: true`` beside ``gradients`` these are rounded at random.
+            Unset: the type of the tensors, which no wider one replaces.
         colocate_with: Name of the modality whose ranks this one shares, instead of having ranks of its own. With the
             number of one of its pipeline ranks, as in ``language.0``, the last stage of this one runs there, and
             earlier stages have ranks of their own.
@@ -108,7 +110,7 @@ class Modality:
     pp_chunks: int = 1
     activation_checkpointing: str | dict[str, Any] = "none"
     offload: str | list[str] | None = None
-    communication_dtype: str | dict[str, str] | None = None
+    communication_dtype: str | dict[str, str | bool | None] | None = None
     colocate_with: str | None = None
     cost: float | list[float] | None = None
 

@@ -12,6 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_mm5d.sharded.compressed_collectives import CompressedGather
+from lightning_mm5d.sharded.compression import Compression
+
+
+def gather(
+    own: Tensor, lengths: Sequence[int], group: dist.ProcessGroup, compression: Compression | None
+) -> Gathered | CompressedGather:
+    """Start an all-gather, as `Gathered`; compressed, all ranks get equal rows, the owner too."""
+    if compression is None:
+        return Gathered(own, lengths, group)
+    return CompressedGather(own, lengths, group, compression)
+
 
 class ScatteredSum:
     """A reduce-scatter that is under way.

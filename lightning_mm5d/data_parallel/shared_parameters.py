@@ -7,6 +7,9 @@ step.
 
 Between batches a parameter of stage 1 or 2 is whole, and one of stage 3 is own; the whole tensors of stage 3 have
 memory while a step runs.
+
+Where the gather is compressed, whole tensors have rounded rows, equal on all ranks, and the rows that a rank owns stay
+exact, in memory of their own.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_mm5d.data_parallel.closed import make_closed, make_open
-from lightning_mm5d.data_parallel.scatter_gather import Gathered, ScatteredSum
+from lightning_mm5d.data_parallel.scatter_gather import ScatteredSum, gather
+from lightning_mm5d.plan.compressions import Traffic
 from lightning_mm5d.plan.data_shards import DataShard
 
 T = TypeVar("T")
@@ -33,6 +37,7 @@ class SharedParameter:
         parameter: whole, or this rank's rows.
         shard: what this rank owns of it.
         shape: of the local tensor when it is whole.
+        traffic: how its rows and gradients travel.
 
     Attributes:
         own: this rank's rows.
@@ -40,8 +45,11 @@ class SharedParameter:
         gradient: of the rows, while the parameter shows its whole face.
     """
 
-    def __init__(self, parameter: nn.Parameter, shard: DataShard, shape: Sequence[int]) -> None:
-        self.parameter, self.shard, self.shape = parameter, shard, tuple(shape)
+    def __init__(
+        self, parameter: nn.Parameter, shard: DataShard, shape: Sequence[int], traffic: Traffic
+    ) -> None:
+        self.parameter, self.shard, self.shape, self.traffic = parameter, shard, tuple(shape), traffic
+        self._gathered: Tensor | None = None  # own rows of the whole tensor, where these are rounded
         self.gradient: Tensor | None = None
         self.whole: Tensor | None = parameter.data if parameter.shape == self.shape else None
         self.is_whole = self.whole is not None
@@ -53,11 +61,19 @@ class SharedParameter:
             self.whole = self.own.new_empty(self.shape)
             shard.rows(self.whole).copy_(self.own)
             self.own = shard.rows(self.whole)
+        if shard.stage < 3 and traffic.parameters is not None:
+            self.own = self.own.clone(memory_format=torch.contiguous_format)
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether own rows have memory of their own, beside those of the whole tensor."""
+        return self.shard.stage == 3 or self.traffic.parameters is not None
 
     def show_own(self) -> None:
         """Show the rows that this rank owns, and their gradient."""
         if self.is_whole:
             make_open(self.parameter)
+            self._adopt_changes()
             self.parameter.grad = None
             self.parameter.data = self.own
             self.parameter.grad, self.gradient = self.gradient, None
@@ -101,6 +117,19 @@ class SharedParameter:
         if not self.is_whole and rows.data_ptr() != self.own.data_ptr():
             self.own.copy_(rows)
 
+    def note_gathered(self) -> None:
+        """Remember this rank's rows of the whole tensor as they were gathered."""
+        if self.is_apart and self.shard.stage < 3:
+            assert self.whole is not None
+            self._gathered = self.shard.rows(self.whole).clone()
+
+    def _adopt_changes(self) -> None:
+        """Take over what was written to this rank's rows of a whole tensor that has others, as a callback may."""
+        if self.is_apart and self.shard.stage < 3:
+            assert self.whole is not None
+            rows, before = self.shard.rows(self.whole), self._gathered
+            self.own.copy_(rows if before is None else torch.where(rows == before, self.own, rows))
+
     def give_memory(self) -> None:
         """Let the local tensor have memory, in the storage that it had before."""
         if self.whole is None:
@@ -127,13 +156,15 @@ class Fetch:
     Args:
         held: of one block and dtype.
         group: the block.
+        exact: whether rows travel as they are.
     """
 
-    def __init__(self, held: Sequence[SharedParameter], group: dist.ProcessGroup) -> None:
+    def __init__(self, held: Sequence[SharedParameter], group: dist.ProcessGroup, *, exact: bool) -> None:
         self._held = held
         own = torch.cat([one.own.reshape(-1) for one in held])
         self._sizes = [[one.numel_at(place) for one in held] for place in range(len(held[0].shard.block))]
-        self._gathered = Gathered(own, [sum(sizes) for sizes in self._sizes], group)
+        compression = None if exact else held[0].traffic.parameters
+        self._gathered = gather(own, [sum(sizes) for sizes in self._sizes], group, compression)
 
     def finish(self) -> None:
         """Write the rows to the local tensors, which get memory."""
@@ -143,11 +174,13 @@ class Fetch:
         targets, sources = [], []
         for place, (flat, sizes) in enumerate(zip(self._gathered.wait(), self._sizes, strict=True)):
             for one, part in zip(self._held, flat.split(sizes), strict=True):
-                if place != one.shard.place or one.shard.stage == 3:
+                if place != one.shard.place or one.is_apart:
                     assert one.whole is not None
                     targets.append(one.shard.rows(one.whole, place))
                     sources.append(part.view(targets[-1].shape))
         torch._foreach_copy_(targets, sources)
+        for one in self._held:
+            one.note_gathered()
 
     def drop(self) -> None:
         """Wait for the rows, and throw them away."""
@@ -162,6 +195,7 @@ class SharedParameters:
         shards: of those that are shared, by name.
         shapes: of the local tensors of these by name.
         groups: the process group of each tuple of ranks.
+        traffic: how they travel, by name.
         bucket_bytes: how much is exchanged at once.
 
     Attributes:
@@ -174,28 +208,32 @@ class SharedParameters:
         shards: Mapping[str, DataShard],
         shapes: Mapping[str, Sequence[int]],
         groups: Groups,
+        traffic: Mapping[str, Traffic],
         *,
         bucket_bytes: int,
     ) -> None:
         self._parameters, self._shards, self._shapes = parameters, shards, shapes
-        self._groups, self._bucket_bytes = groups, bucket_bytes
+        self._groups, self._traffic, self._bucket_bytes = groups, traffic, bucket_bytes
         self.all: list[SharedParameter] = []
         self._by_id: dict[int, SharedParameter] = {}
 
     def begin(self, *, trains: bool) -> None:
-        """Share the parameters as they are now, on the device where ranks compute.
+        """Share the parameters as they are now, on the device where ranks compute; collective.
 
         Args:
             trains: whether there are optimizers; without any, stage 3 alone has something to share.
         """
         for name, shard in self._shards.items():
             if trains or shard.stage == 3:
-                one = SharedParameter(self._parameters[name], shard, self._shapes[name])
+                one = SharedParameter(self._parameters[name], shard, self._shapes[name], self._traffic[name])
                 self.all.append(one)
                 self._by_id[id(one.parameter)] = one
+        self._fetch([one for one in self.all if one.shard.stage < 3 and one.is_apart and one.parameter.requires_grad])
 
     def end(self) -> None:
-        """Leave all whole; collective where they have no memory."""
+        """Leave all whole and exact; collective where they have no memory or rounded rows."""
+        self.show_own()
+        self._fetch([one for one in self.all if one.whole is None or one.traffic.parameters is not None], exact=True)
         self.show_whole()
         self._forget()
 
@@ -287,23 +325,26 @@ class SharedParameters:
             chunks.append(torch.cat([*parts, flags]))
         return chunks
 
-    def _fetch(self, wanted: Sequence[SharedParameter]) -> None:
+    def _fetch(self, wanted: Sequence[SharedParameter], *, exact: bool = False) -> None:
         """Write the rows of all ranks to the local tensors of `wanted`, which get memory; collective."""
-        for fetch in self.started(wanted):
+        for fetch in self.started(wanted, exact=exact):
             fetch.finish()
 
-    def started(self, wanted: Sequence[SharedParameter], groups: Groups | None = None) -> list[Fetch]:
+    def started(
+        self, wanted: Sequence[SharedParameter], groups: Groups | None = None, *, exact: bool = False
+    ) -> list[Fetch]:
         """Begin to gather the rows of `wanted`; collective.
 
         Args:
             wanted: equal on all ranks of a block.
             groups: of these blocks, where they are not those that gradients are summed over.
+            exact: whether rows travel as they are.
         """
         started = []
         for held in self._buckets(wanted, lambda one: one):
             group = (groups or self._groups)[held[0].shard.block]
             assert group is not None
-            started.append(Fetch(held, group))
+            started.append(Fetch(held, group, exact=exact))
         return started
 
     def _group(self, number: int) -> dist.ProcessGroup:
@@ -317,7 +358,7 @@ class SharedParameters:
         sizes: dict[Any, int] = {}
         for item in items:
             one = parameter(item)
-            key = one.shard.block, one.shard.across, str(one.parameter.dtype)
+            key = one.shard.block, one.shard.across, str(one.parameter.dtype), one.traffic.key
             if key not in found or sizes[key] >= self._bucket_bytes:
                 found.setdefault(key, []).append([])
                 sizes[key] = 0

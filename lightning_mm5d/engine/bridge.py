@@ -16,6 +16,9 @@ A piece whose source and target are the same rank does not touch the network. Wh
 nothing is sent or gathered, and a target receives the very same memory. One source and one target use the transport as
 it is.
 
+Where payloads are compressed, each source encodes its tensors before they are divided, and each target decodes what it
+has joined. So all targets have the same values to the bit, whatever way they came. What stays in its memory is exact.
+
 Sending never waits. Receiving waits for the other targets where there is something to gather, so these must receive
 in the same order. Gradients take a bridge of their own, with sources and targets exchanged.
 
@@ -34,8 +37,10 @@ from torch import Tensor
 
 from lightning_mm5d.engine import codec
 from lightning_mm5d.engine.transport import Channel, Transport
+from lightning_mm5d.sharded.compression import Compression
 
 WHOLE_BYTES = 1024  # a tensor of fewer bytes is not split
+_COMPRESSED = "compressed"
 
 
 class Bridge:
@@ -49,6 +54,7 @@ class Bridge:
         sources: global ranks that send, ascending.
         targets: global ranks that receive, ascending; may share ranks with ``sources``.
         group: process group of exactly ``targets``; None where there is one, or where this rank is none of them.
+        compression: of what is sent; the sources decide, and a payload tells its targets.
 
     Attributes:
         gathered: bytes that this rank has sent to the other targets, counted as in a ring.
@@ -64,6 +70,7 @@ class Bridge:
         sources: tuple[int, ...],
         targets: tuple[int, ...],
         group: dist.ProcessGroup | None,
+        compression: Compression | None = None,
     ) -> None:
         for ranks in (sources, targets):
             assert ranks == tuple(sorted(set(ranks))) != (), f"the ranks of {name} must ascend, got {ranks}"
@@ -71,6 +78,7 @@ class Bridge:
         self._transport, self._rank, self._name = transport, rank, name
         self._sources, self._targets, self._group = sources, targets, group
         is_local = set(targets) <= set(sources)
+        self._compression = None if is_local else compression
         self._is_plain = is_local or len(sources) == len(targets) == 1  # payloads travel as they are
         pairs = [(sources.index(target), j) for j, target in enumerate(targets)] if is_local else self._pairs()
         ways = [(Channel(direction, sources[i], targets[j], name), i, j) for i, j in pairs]
@@ -102,6 +110,8 @@ class Bridge:
         assert self._rank in self._sources, f"rank {self._rank} does not send on {self._name}"
         assert not own or a == b, f"{a} sources of {self._name} have no shards of their own for {b} targets"
         assert own <= set(range(len(tensors))), f"{self._name}: no tensors at {sorted(own)} of {len(tensors)}"
+        if self._compression is not None:
+            meta, tensors = _encoded(meta, tensors, self._compression)
         if self._is_plain:
             for channel, _, _ in self._outgoing:
                 self._transport.send(channel, meta, tensors)
@@ -129,6 +139,9 @@ class Bridge:
             TransportError: when a peer was lost meanwhile, whichever it was.
             RuntimeError: of torch.distributed, when another target was lost and this one waits to gather.
         """
+        return _decoded(*self._received())
+
+    def _received(self) -> tuple[Any, list[Tensor]]:
         assert self._rank in self._targets, f"rank {self._rank} does not receive on {self._name}"
         arrived = [self._transport.recv(channel) for channel in self._incoming]
         if self._is_plain:
@@ -178,6 +191,32 @@ class Bridge:
         dist.all_gather_single(whole, part, group=self._group)
         self.gathered += whole.nbytes - length
         return whole.to(device)
+
+
+def _encoded(meta: Any, tensors: Sequence[Tensor], compression: Compression) -> tuple[Any, list[Tensor]]:
+    """A payload with tensors as bytes where that is shorter, and `_COMPRESSED` with what they were in its meta."""
+    found, kinds = list(tensors), []
+    for index, tensor in enumerate(tensors):
+        if compression.saves(tensor.numel(), tensor.dtype):
+            found[index] = compression.encode(tensor)
+            kinds.append([index, _name(tensor.dtype), *tensor.shape])
+    return ([_COMPRESSED, _name(compression.dtype), kinds, meta] if kinds else meta), found
+
+
+def _decoded(meta: Any, tensors: list[Tensor]) -> tuple[Any, list[Tensor]]:
+    """Undo `_encoded`."""
+    if not (isinstance(meta, list) and meta and meta[0] == _COMPRESSED):
+        return meta, tensors
+    _, wire, kinds, meta = meta
+    compression = Compression(getattr(torch, wire))
+    for index, name, *shape in kinds:
+        dtype = getattr(torch, name)
+        tensors[index] = compression.decode(tensors[index], math.prod(shape), dtype).to(dtype).view(shape)
+    return meta, tensors
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _overlap(flat: Tensor, i: int, a: int, j: int, b: int) -> Tensor:

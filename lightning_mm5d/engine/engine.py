@@ -34,6 +34,7 @@ from lightning_mm5d.engine.recorder import Recorder
 from lightning_mm5d.engine.step import Step
 from lightning_mm5d.engine.step_gathers import StepGathers
 from lightning_mm5d.engine.transport import Transport
+from lightning_mm5d.plan.compressions import compression_of
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Action, Graph, Kind, Schedule, is_table
 from lightning_mm5d.schedule.stage_key import StageKey
@@ -240,6 +241,7 @@ class Engine:
             if back:
                 ends, name = ends[::-1], f"{target}->{source}"
             group = self._instances.get(ends[1])
+            sender = self._plan.modalities[(target if back else source).modality]
             self._bridges[key] = Bridge(
                 self._wire,
                 rank=self._rank,
@@ -248,6 +250,7 @@ class Engine:
                 sources=ends[0],
                 targets=ends[1],
                 group=None if group is None else group.group,
+                compression=compression_of(sender, "payloads"),
             )
         return self._bridges[key]
 

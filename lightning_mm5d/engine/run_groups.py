@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from lightning_mm5d.context_parallel.exchange.attention import ContextGroups
 from lightning_mm5d.engine.groups import Groups
+from lightning_mm5d.plan.compressions import compression_of
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.collectives import TensorGroup
 
@@ -133,7 +134,9 @@ class _LayerGroups:
         for cp in range(cp_size):
             ranks = self._plan.layout.ranks_of(modality, pp=pp, dp=dp, cp=cp)
             if (found := self._get(ranks)) is not None and self._rank in ranks:
-                self.tensor[modality] = found
+                compression = compression_of(self._plan.modalities[modality], "tensor_parallel")
+                # modalities that share these ranks may say otherwise
+                self.tensor[modality] = found if compression is None else TensorGroup(found.group, compression)
 
     def _add_context(self, modality: str, pp: int, dp: int, tp_size: int) -> None:
         for tp in range(tp_size):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_mm5d.data_parallel.shared_parameters import SharedParameters
 from lightning_mm5d.gradients.buckets import Piece, start_sums, unpack
+from lightning_mm5d.plan.compressions import traffic_of
 from lightning_mm5d.plan.data_shards import DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.plan.sums import Rows, Summed, counted_of, sums_of
@@ -149,12 +150,15 @@ def make_gradients(
         groups: those of `sum_groups` and `DataShards.groups`.
         bucket_bytes: how much is summed or exchanged at once.
     """
-    shards = DataShards(plan)
+    shards, sums = DataShards(plan), sums_of(plan, rank)
     owned = shards.owned_by(rank, parameters)
     counted = counted_of(plan, rank, [name for name in parameters if name not in owned])
     for name, shard in owned.items():  # the block counts it that has the rank that would count the full one
         if any(counted_of(plan, other, [name]) for other in shard.block):
             counted[name] = None
     shapes = {name: shards.local_shape(name, rank) for name in owned}
-    shared = SharedParameters(parameters, owned, shapes, groups, bucket_bytes=bucket_bytes)
-    return Gradients(parameters, sums_of(plan, rank), groups, counted, shared)
+    traffic = {
+        name: traffic_of(plan, name, sums[name][0].ranks, parameters[name].dtype) for name, shard in owned.items()
+    }
+    shared = SharedParameters(parameters, owned, shapes, groups, traffic, bucket_bytes=bucket_bytes)
+    return Gradients(parameters, sums, groups, counted, shared)

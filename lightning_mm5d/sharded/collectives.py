@@ -5,6 +5,9 @@ A value is *replicated* (equal on all ranks, and so is its gradient), *sharded* 
 collectives have other backwards.
 
 Shards may be of unequal lengths: shorter ones travel padded.
+
+Where traffic is compressed, all ranks get the same replicated values to the bit. Maxima, and what must be exact, never
+are.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_mm5d.sharded.compressed_collectives import CompressedGather, CompressedScatter, CompressedSum
+from lightning_mm5d.sharded.compression import Compression
 from lightning_mm5d.sharded.remote_value import same_origin
 from lightning_mm5d.sharded.torch_internals import is_view
 
@@ -29,6 +34,7 @@ class TensorGroup:
 
     Args:
         group: their process group.
+        compression: of what they sum, gather and exchange; None sends tensors as they are.
 
     Attributes:
         group: the process group.
@@ -41,8 +47,9 @@ class TensorGroup:
             that only ask for shapes.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, compression: Compression | None = None) -> None:
         self.group = group
+        self._compression = compression
         self.factor = 1
         self.size = dist.get_world_size(group)
         self.index = dist.get_rank(group)
@@ -51,6 +58,11 @@ class TensorGroup:
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum over ranks; `tensor` stays as it is."""
+        if (compression := self._compresses(tensor)) is not None:
+            summed = CompressedSum(tensor.detach().reshape(-1), self.group, compression)
+            total = _owned(summed.wait().view(tensor.shape))
+            self.moved += summed.moved
+            return total
         result = tensor.detach().clone(memory_format=torch.contiguous_format)
         return self._all_reduce(result, dist.ReduceOp.SUM)
 
@@ -65,10 +77,28 @@ class TensorGroup:
             self.moved += 2 * result.nbytes * (self.size - 1) / self.size
         return result
 
-    def gather(self, local: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
-        """Return the full tensor: the shards of all ranks in a row along `dim`, where they are `lengths` long."""
+    def _compresses(self, tensor: Tensor) -> Compression | None:
+        """How `tensor` is compressed, if it is: decided by its dtype, which all ranks share."""
+        compression = self._compression
+        return None if self.is_silent or compression is None or not compression.narrows(tensor.dtype) else compression
+
+    def gather(self, local: Tensor, dim: int, lengths: Sequence[int], *, exact: bool = False) -> Tensor:
+        """Return the full tensor: the shards of all ranks in a row along `dim`, where they are `lengths` long.
+
+        Args:
+            local: this rank's shard.
+            dim: along which it is one.
+            lengths: of the shards.
+            exact: never compresses.
+        """
         longest, dim = max(lengths), dim % local.dim()
         own = local.detach()
+        if not exact and (compression := self._compresses(local)) is not None:
+            unit = math.prod(size for place, size in enumerate(own.shape) if place != dim)
+            found = CompressedGather(own, [unit * length for length in lengths], self.group, compression)
+            self.moved += found.moved
+            rows = zip(found.wait(), lengths, strict=True)
+            return torch.cat([flat.view(_with(own.shape, dim, length)) for flat, length in rows], dim)
         if lengths[self.index] < longest:
             shape = [*own.shape]
             shape[dim] = longest - lengths[self.index]
@@ -85,6 +115,11 @@ class TensorGroup:
         """Return this rank's shard along `dim` of the sum over ranks; the shards are `lengths` long."""
         longest, dim = max(lengths), dim % full.dim()
         full = full.detach()
+        if (compression := self._compresses(full)) is not None:
+            pieces = full.split(list(lengths), dim)
+            scattered = CompressedScatter([piece.reshape(-1) for piece in pieces], self.group, compression)
+            self.moved += scattered.moved
+            return _owned(scattered.wait().view(pieces[self.index].shape))
         if any(length != longest for length in lengths):
             shape = [self.size, *full.shape]
             shape[dim + 1] = longest
@@ -109,17 +144,20 @@ class TensorGroup:
         shape, pieces = [*local.shape], local.detach().split(list(after), target)
         shape[target] = after[self.index]
         unit = math.prod(size for dim, size in enumerate(shape) if dim != source % local.dim())
-        sent = torch.cat([piece.reshape(-1) for piece in pieces])
         counts = [unit * length for length in before]
+        if (compression := self._compresses(local)) is not None:
+            parts = [piece.reshape(-1) for piece in pieces]
+            exchanged = CompressedScatter(parts, self.group, compression, arriving=counts)
+            self.moved += exchanged.moved
+            came = zip(exchanged.parts(), before, strict=True)
+            return torch.cat([row.to(local.dtype).view(_with(shape, source, n)) for row, n in came], source)
+        sent = torch.cat([piece.reshape(-1) for piece in pieces])
         found = sent.new_empty(sum(counts))
         if not self.is_silent:
             dist.all_to_all_single(found, sent, counts, [piece.numel() for piece in pieces], group=self.group)
             self.moved += (sent.numel() - pieces[self.index].numel()) * sent.element_size()
-        rows = []
-        for row, length in zip(found.split(counts), before, strict=True):
-            shape[source] = length
-            rows.append(row.view(shape))
-        return torch.cat(rows, source)
+        rows = zip(found.split(counts), before, strict=True)
+        return torch.cat([row.view(_with(shape, source, length)) for row, length in rows], source)
 
     # --- what a `Sharded` asks of its group, in autograd's graph ---
 
@@ -137,6 +175,13 @@ class TensorGroup:
 
     def description(self) -> None:
         """What a peer needs to know to find its own group of this kind: nothing."""
+
+
+def _with(shape: Sequence[int], dim: int, length: int) -> list[int]:
+    """`shape` with another length of one dim."""
+    found = [*shape]
+    found[dim] = length
+    return found
 
 
 def _owned(x: Tensor) -> Tensor:

@@ -114,7 +114,7 @@ class _CrossEntropy(torch.autograd.Function):
         softmax = (logits - base.unsqueeze(1)).exp_()
         chosen = torch.where(own, logits.gather(1, column).squeeze(1), 0.0) if columns else empty
         told = torch.stack([top, softmax.sum(1), chosen, *([logits.sum(1)] if smoothing else [])])
-        merged = group.gather(told.unsqueeze(0), 0, [1] * group.size)  # [R, 3 or 4, N]
+        merged = group.gather(told.unsqueeze(0), 0, [1] * group.size, exact=True)  # [R, 3 or 4, N]
         tops, totals = merged[:, 0], merged[:, 1]
         highest = tops.amax(0)
         total = (totals * (tops - highest).exp()).sum(0)
