@@ -45,9 +45,7 @@ class SharedParameter:
         gradient: of the rows, while the parameter shows its whole face.
     """
 
-    def __init__(
-        self, parameter: nn.Parameter, shard: DataShard, shape: Sequence[int], traffic: Traffic
-    ) -> None:
+    def __init__(self, parameter: nn.Parameter, shard: DataShard, shape: Sequence[int], traffic: Traffic) -> None:
         self.parameter, self.shard, self.shape, self.traffic = parameter, shard, tuple(shape), traffic
         self._gathered: Tensor | None = None  # own rows of the whole tensor, where these are rounded
         self.gradient: Tensor | None = None
