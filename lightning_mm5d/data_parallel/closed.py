@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_mm5d.config.errors import private
 from lightning_mm5d.sharded.value_functions import TELLING
 
-_TELLING = TELLING | {Tensor.grad.__set__}  # type: ignore[union-attr]
+_TELLING = TELLING | {Tensor.untyped_storage, Tensor.data_ptr, Tensor.grad.__set__}  # type: ignore[union-attr]
 _plain = private(torch._C, "DisableTorchFunctionSubclass")
 
 

@@ -159,6 +159,7 @@ class Gathering:
         self._action: _Walk | None = None
         self._is_forward = False
         self._late: dict[Any, set[Unit]] = {}  # by flight, units that nothing announces in its backward
+        self._stays: set[Unit] = set()  # those of the backward that runs
         self._undo: list[Callable[[], object]] = []
 
     @property
@@ -240,7 +241,8 @@ class Gathering:
         self._is_forward, self._opened = forward, []
         try:
             if not forward:
-                for unit in sorted(self._late.pop(flight, ()), key=units.index, reverse=True):
+                self._stays = self._late.pop(flight, set())
+                for unit in sorted(self._stays, key=units.index, reverse=True):
                     walk.reach(unit)
             yield
         finally:
@@ -292,7 +294,7 @@ class Gathering:
             return
         walk.reach(unit)
         for done in self._opened:
-            if done not in walk.left:
+            if done not in walk.left and done not in self._stays:
                 walk.leave(done)
         self._opened.append(unit)
 
