@@ -64,6 +64,11 @@ def called(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
             hook(parameter)
 
 
+def has_hooks(parameter: nn.Parameter) -> bool:
+    """Whether a parameter has hooks of any kind on its gradient."""
+    return bool(_found(parameter))
+
+
 def _found(parameter: nn.Parameter) -> list[dict[int, Any]]:
     """The hooks of a parameter: one dict for each kind that it has."""
     return [hooks for kind in _KINDS if (hooks := private(parameter, kind))]

@@ -17,12 +17,13 @@ from torch.optim import Optimizer
 from lightning_mm5d.checkpoint.optimizer_state import drop_remote_state, names_of
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.gradients.gradients import Gradients
-from lightning_mm5d.gradients.parameter_hooks import ParameterHooks, called
+from lightning_mm5d.gradients.parameter_hooks import ParameterHooks, called, has_hooks
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.trainer.nonfinite import NonFinite, SkippedStep
 from lightning_mm5d.trainer.offloaded_states import OffloadedStates
 from lightning_mm5d.trainer.optimizer_probe import dependence
 from lightning_mm5d.trainer.process_group import message_device
+from lightning_mm5d.trainer.sharing_guards import hooked
 
 # by name, where one cannot be tried
 _OVER_FULL_MATRICES = {
@@ -74,7 +75,8 @@ class Optimization:
         self._is_plain, self._device = is_plain, device
         self._unsynced = False
         self._clipper: Precision | None = None
-        names, stages = names_of(module), plan.topology.stage_names()
+        self._names = names = names_of(module)
+        stages = plan.topology.stage_names()
         self._nonfinite = NonFinite(on_nonfinite, names, stages, message_device(device))
 
     def adopt(self, optimizers: Sequence[Optimizer]) -> None:
@@ -85,17 +87,18 @@ class Optimization:
                 update of an element depends on others, with sharded parameters.
         """
         edges, shards = self._plan.topology.edges, self._plan.division.shards
+        shares = bool(self._gradients.shared.all)
         for optimizer in optimizers:
             inner = getattr(optimizer, "optimizer", optimizer)
-            tried = dependence(inner) if edges or shards else None
+            tried = dependence(inner) if edges or shards or shares else None
             names = {cls.__name__ for cls in type(inner).__mro__}
             mixes = tried.on_parameters if tried else "LBFGS" in names
             is_known = tried or not names.isdisjoint(_OVER_FULL_MATRICES) or type(inner).__module__ in _TORCH
-            if (edges or shards) and not is_known:
+            if (edges or shards or shares) and not is_known:
                 rank_zero_warn(
                     f"{type(inner).__name__} could not be tried on small parameters: where ranks hold parts of the "
-                    "module, it is right only if its update of a parameter depends on no other, and with tp_size its "
-                    "update of an element on no other. Compare its losses with those of one process",
+                    "module, it is right only if its update of a parameter depends on no other, and with tp_size or "
+                    "zero_stage its update of an element on no other. Compare its losses with those of one process",
                     stacklevel=6,
                 )
             if edges and mixes:
@@ -105,12 +108,15 @@ class Optimization:
                     "Its update of a parameter depends on all others, and ranks of several stages hold parts of them",
                     "Use an optimizer that works by parameter, such as AdamW, or one stage (colocate all, pp_size=1)",
                 )
-            if shards and (mixes or (tried.on_elements if tried else not names.isdisjoint(_OVER_FULL_MATRICES))):
+            mixes = mixes or (tried.on_elements if tried else not names.isdisjoint(_OVER_FULL_MATRICES))
+            if (shards or shares) and mixes:
+                ranks = "tensor parallel ranks" if shards else "ranks that share a copy"
                 raise ConfigError(
                     "configure_optimizers",
                     type(inner).__name__,
-                    "Its update of an element depends on the full matrix, and tensor parallel ranks have shards of it",
-                    "Use an optimizer that works by element, such as AdamW, or tp_size=1",
+                    f"Its update of an element depends on the full matrix, and {ranks} have parts of it",
+                    f"Use an optimizer that works by element, such as AdamW, or {'tp_size=1' if shards else ''}"
+                    f"{' and ' if shards and shares else ''}{'zero_stage=0' if shares else ''}",
                 )
             drop_remote_state(optimizer)
             for parameter, state in getattr(optimizer, "state", {}).items():
@@ -148,6 +154,9 @@ class Optimization:
         # a schedule has given each replica its share of the loss; plain replicas have their own mean
         self._gradients.reduce(1.0 / self._plan.layout.num_replicas if self._is_plain else 1.0)
         self._unsynced = False
+        for one in self._gradients.shared.all:
+            if has_hooks(one.parameter):
+                raise hooked(self._names[id(one.parameter)])
         with nullcontext() if self._is_plain else called(self._gradients.parameters):
             if older is not None:
                 self._gradients.add(older)
@@ -202,13 +211,14 @@ class Optimization:
 
     def _check_repeats(self, optimizer: Optimizer) -> None:
         """Refuse optimizers that evaluate the loss at other weights: how far they go depends on all parameters."""
-        if self._plan.topology.edges or self._plan.division.shards:
+        if self._plan.topology.edges or self._plan.division.shards or self._gradients.shared.all:
             raise ConfigError(
                 "configure_optimizers",
                 type(getattr(optimizer, "optimizer", optimizer)).__name__,
                 "It calls its closure several times in one step, and what it does between depends on all parameters, "
                 "of which ranks hold parts",
-                "Use one that calls it once, such as AdamW, or one stage (colocate all, pp_size=1) and tp_size=1",
+                "Use one that calls it once, such as AdamW, or one stage (colocate all, pp_size=1), tp_size=1 and "
+                "zero_stage=0",
             )
 
     @contextmanager

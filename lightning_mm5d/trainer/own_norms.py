@@ -16,6 +16,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities import grad_norm
 
 from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.plan.data_shards import DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.source.names import names
 from lightning_mm5d.source.trees import Source, decorated, method_of
@@ -37,15 +38,16 @@ def check_norms(owners: Iterable[pl.LightningModule | pl.Callback], plan: Plan) 
     """Refuse modules and callbacks with a hook that takes a norm of gradients of one rank alone.
 
     Raises:
-        ConfigError: such a hook, where ranks hold several stages or shards.
+        ConfigError: such a hook, where ranks hold several stages, shards or rows.
     """
-    if plan.topology.is_replicated and not plan.division.shards:
+    parts = plan.division.shards or DataShards(plan).exist
+    if plan.topology.is_replicated and not parts:
         return
     source = Source()
     for owner in owners:
         for hook in _HOOKS:
             found = _norm_in(source, type(owner), hook)
-            if found is None and not (plan.division.shards and hook == "configure_gradient_clipping"):
+            if found is None and not (parts and hook == "configure_gradient_clipping"):
                 continue
             if found == "":
                 continue

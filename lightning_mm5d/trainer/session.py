@@ -51,6 +51,7 @@ from lightning_mm5d.trainer.optimization import Optimization
 from lightning_mm5d.trainer.process_group import message_device
 from lightning_mm5d.trainer.replica_collectives import ReplicaCollectives
 from lightning_mm5d.trainer.saves import Saves
+from lightning_mm5d.trainer.sharing_guards import SharingGuards
 from lightning_mm5d.trainer.step_result import ResultChannel
 from lightning_mm5d.trainer.steps import Replica, Steps
 from lightning_mm5d.trainer.turns import Turns
@@ -116,6 +117,7 @@ class Session:
         self._groups = Groups(options.timeout, device=message_device(options.device))
         self.buffers: BufferState | None = None
         self._hooked: list[Any] = []
+        self._guards: SharingGuards | None = None
         self._hooks = ParameterHooks(module)
         groups = make_groups(
             self._groups,
@@ -234,6 +236,7 @@ class Session:
         """Leave this rank the rows that it owns, and free what `optimizers` keep for other ranks."""
         self._shared.begin(trains=bool(optimizers))
         if self._shared.all:
+            self._guards = SharingGuards(self._module, self._shared, self._cut.runtime.guard)
             self._gathering.attach()
             self._engine.gathers = StepGathers(self.plan, self._gathering, message_device(self._options.device))
         self.optimization.adopt(optimizers)
@@ -320,6 +323,8 @@ class Session:
         for owner in self._hooked:
             vars(owner).pop("on_before_batch_transfer", None)
         self._gathering.detach()
+        if self._guards is not None:
+            self._guards.remove()
         rank = self._options.rank
         if failed:
             self.abort()

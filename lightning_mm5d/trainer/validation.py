@@ -17,9 +17,11 @@ from torch.utils.data import DataLoader
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality
+from lightning_mm5d.plan.data_shards import DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Graph, Schedule, build, is_table
 from lightning_mm5d.trainer.own_norms import check_norms
+from lightning_mm5d.trainer.sharing_guards import check_shared
 
 T = TypeVar("T")
 
@@ -57,6 +59,7 @@ def check_module(
             "Use automatic optimization, or one stage (colocate all modalities, tp_size=1, pp_size=1), no microbatches",
         )
     check_norms([module], plan)
+    check_shared(module, plan)
     configs = [getattr(part, "config", None) for part in module.modules()]
     if any(getattr(config, "output_router_logits", False) is True for config in configs):
         for name, axes in plan.layout.axes.items():
@@ -134,12 +137,12 @@ def check_callbacks(callbacks: Sequence[pl.Callback], plan: Plan) -> None:
                 "It works on full parameters, and tensor parallel ranks have shards of them",
                 "Leave it out, or use tp_size=1",
             )
-        if isinstance(callback, ModelPruning) and not plan.topology.is_replicated:
+        if isinstance(callback, ModelPruning) and (not plan.topology.is_replicated or DataShards(plan).exist):
             raise ConfigError(
                 "callbacks",
                 type(callback).__name__,
                 "It reads all parameters on every rank, and ranks hold parts of them",
-                "Leave it out, or use one stage (colocate all modalities, pp_size=1)",
+                "Leave it out, or use one stage (colocate all modalities, pp_size=1) and zero_stage=0",
             )
 
 

@@ -43,6 +43,32 @@ class Adagrad(Toy):
         return torch.optim.Adagrad(self.parameters(), lr=0.05)
 
 
+class Replaces(torch.optim.Optimizer):
+    """A user's own, which replaces the data of parameters."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data = parameter.data - 0.1 * parameter.grad
+        return loss
+
+
+class Replaced(Toy):
+    def configure_optimizers(self) -> Any:
+        return Replaces(self.parameters())
+
+
+def replaced(run: Run) -> Any:
+    module = Replaced()
+    run.trainer(max_epochs=2).fit(module, run.training())
+    return weights(module)
+
+
 def made_before(run: Run) -> Any:
     module = Adagrad()
     run.trainer(max_epochs=2).fit(module, run.training())
@@ -73,6 +99,6 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_shared_parameters_are_trained_as_on_one_process(name: str) -> None:
-    found = outcomes(LAYOUTS[name], clipped, accumulated, made_before)
+    found = outcomes(LAYOUTS[name], clipped, accumulated, made_before, replaced)
     for scenario, outcome in found.items():
         assert_same(outcome.ranks[0], outcome.one, where=scenario)

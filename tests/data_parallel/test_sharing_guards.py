@@ -1,0 +1,121 @@
+"""What rows of parameters cannot do is refused by name, before processes start where the module tells.
+
+Ranks 0 and 1 are replicas of everything and share one copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelPruning
+
+from data_parallel.test_sharing import Trained, shared
+from features.toys import Run, together
+from lightning_mm5d.config.errors import ConfigError, RemoteParameterError
+from lightning_mm5d.trainer.validation import check_callbacks, check_module
+from trainer.test_own_norms import plan_of
+
+
+class Manual(Trained):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Hooked(Trained):
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder.head.weight.register_hook(lambda gradient: gradient / gradient.norm())
+
+
+class Sparse(Trained):
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder.embedding.sparse = True
+
+
+class Normed(Trained):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("norm", torch.stack([p.grad.norm() for p in self.parameters() if p.grad is not None]).norm())
+
+
+@pytest.mark.parametrize(
+    ("module", "field"),
+    [
+        (Manual, "automatic_optimization"),
+        (Hooked, "decoder.head.weight.register_hook"),
+        (Sparse, "decoder.embedding.weight.sparse"),
+        (Normed, "Normed.on_before_optimizer_step"),
+    ],
+)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_modules_that_need_full_gradients_are_refused_before_processes_start(
+    module: type[Trained], field: str, stage: int
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_module(module(), plan_of(shared(stage)), 1, "1f1b")
+    assert error.value.field == field
+    assert "zero_stage=0" in str(error.value) or "gradient_norm()" in str(error.value)
+
+
+def test_pruning_is_refused() -> None:
+    with pytest.raises(ConfigError, match="zero_stage=0"):
+        check_callbacks([ModelPruning("l1_unstructured", amount=0.1)], plan_of(shared(1)))
+
+
+def refused(run: Run, module: Any, **options: Any) -> str:
+    """The error of a fit, of the same kind on all ranks."""
+    try:
+        run.trainer(**options).fit(module, run.training(), run.loader(8))
+    except (ConfigError, RemoteParameterError) as error:
+        return str(error)
+    return ""
+
+
+class Optimized(Trained):
+    def __init__(self, make: Callable[[Any], torch.optim.Optimizer]) -> None:
+        super().__init__()
+        self.make = make
+
+    def configure_optimizers(self) -> Any:
+        return self.make(self.parameters())
+
+
+class Calls(Trained):
+    """Calls itself in a hook between batches."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.decoder.embedding(torch.zeros(1, 1, dtype=torch.long))
+
+
+class Reads(Trained):
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.decoder.state_dict()
+
+
+class LateHook(Trained):
+    def on_train_start(self) -> None:
+        self.decoder.head.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+
+
+def refusals(run: Run) -> dict[str, str]:
+    found = {
+        "LBFGS": Optimized(torch.optim.LBFGS),
+        "Adafactor": Optimized(torch.optim.Adafactor),
+        "call": Calls(),
+        "state_dict": Reads(),
+        "hook": LateHook(),
+    }
+    return {name: refused(run, module) for name, module in found.items()}
+
+
+def test_optimizers_and_hooks_that_need_full_parameters_are_refused() -> None:
+    for found in together(shared(3), refusals):
+        assert "full matrix" in found["LBFGS"]
+        assert "full matrix" in found["Adafactor"]
+        assert "A call outside of a step" in found["call"]
+        assert "state_dict()" in found["state_dict"]
+        assert "decoder.head.weight.register_hook" in found["hook"]
