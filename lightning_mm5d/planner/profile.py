@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -21,13 +20,13 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import nn
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.partition.costs import Unit
 from lightning_mm5d.partition.find import Found
 from lightning_mm5d.planner.tables import Table
 from lightning_mm5d.planner.time_units import SECONDS
+from lightning_mm5d.planner.watched_calls import watched
 
 _WARMUP, _RUNS = 1, 5
 
@@ -73,7 +72,7 @@ def measure(module: LightningModule, batch: Any, found: Found, rows: Mapping[str
     takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
     arguments = (batch, 0) if takes_index else (batch,)
     runs: list[dict[Any, float]] = []
-    with _timed(module, found, clock), warnings.catch_warnings():
+    with watched(module, found.encoders, found.parts, clock.time), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # `self.log` warns without a trainer
         for _ in range(_WARMUP + _RUNS):
             clock.spent = {}
@@ -121,29 +120,3 @@ class _Clock:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
-
-
-@contextmanager
-def _timed(root: nn.Module, found: Found, clock: _Clock) -> Generator[None, None, None]:
-    """Time the boundaries of encoders and the layers of all modalities until the end of the context."""
-    replaced: list[tuple[nn.Module, str, Any]] = []
-
-    def put(owner: nn.Module, method: str, key: Any) -> None:
-        had, original = vars(owner).get(method), getattr(owner, method)
-        vars(owner)[method] = lambda *args, **kwargs: clock.time(key, original, *args, **kwargs)
-        replaced.append((owner, method, had))
-
-    for name, encoder in found.encoders.items():
-        for boundary in encoder.boundaries:
-            put(root.get_submodule(boundary.path), boundary.method, name)
-    for name, parts in found.parts.items():
-        for index, path in enumerate(parts.paths):
-            put(root.get_submodule(path), "forward", (name, index))
-    try:
-        yield
-    finally:
-        for owner, method, had in reversed(replaced):
-            if had is None:
-                vars(owner).pop(method)
-            else:
-                vars(owner)[method] = had

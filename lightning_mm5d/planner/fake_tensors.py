@@ -1,0 +1,71 @@
+"""Runs code on tensors that have shapes and no memory, so that a model of any size takes a step within seconds.
+
+What is computed from parameters has no values. What is computed from a batch alone has them: the code of models reads
+token ids, masks and grids of images to decide what it computes. Code that reads a value which depends on parameters
+raises an exception of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_FEW = 64
+"""elements of a new floating-point tensor that has values"""
+
+Watch = Callable[[Any, Sequence[Tensor], Sequence[Tensor]], None]
+
+
+class FakeTensors(TorchDispatchMode):
+    """A context in which whatever is computed from tensors without memory has no memory either.
+
+    Args:
+        watch: called after each operation with the operation, the tensors that it took and those that it made.
+    """
+
+    def __init__(self, watch: Watch | None = None) -> None:
+        super().__init__()
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._watch = watch
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return a tensor without memory in place of `tensor`, which may be on the meta device."""
+        with self._fake:
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        return made.requires_grad_(tensor.requires_grad)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        given = _tensors((args, kwargs))
+        faked = any(isinstance(one, FakeTensor) for one in given)
+        if faked and func is torch.ops.aten.index.Tensor:  # by masks, which have values
+            args = (args[0], _places(args[1]))
+        if given and not faked:
+            result = func(*args, **kwargs)
+        else:
+            with self._fake:
+                result = func(*args, **kwargs)
+            if not given and not any(one.is_floating_point() and one.numel() > _FEW for one in _tensors(result)):
+                result = func(*args, **kwargs)
+        if self._watch is not None:
+            self._watch(func, given, _tensors(result))
+        return result
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _places(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Indices with the places of what masks choose instead of the masks."""
+    found: list[Tensor | None] = []
+    for index in indices:
+        is_mask = index is not None and index.dtype == torch.bool and not isinstance(index, FakeTensor)
+        found += index.nonzero().unbind(1) if index is not None and is_mask else [index]
+    return found

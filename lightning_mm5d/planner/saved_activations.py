@@ -1,0 +1,303 @@
+"""Finds what the forward of one microbatch keeps for its backward, in bytes, for each layer: by one step without memory.
+
+The user's own step runs once, whole, on tensors without memory. Each layer's saved tensors are noted as storages, so
+that one which several layers save counts once in each stage that has any of them. Stages of any layout are then sums.
+
+Tensors that tensor, context or sequence parallel ranks share count with one rank's part.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_mm5d.config.modality import Modality
+from lightning_mm5d.data.random_state import kept_random_state
+from lightning_mm5d.partition import Partition
+from lightning_mm5d.partition.hidden_state import at, hidden_place
+from lightning_mm5d.planner.fake_tensors import FakeTensors
+from lightning_mm5d.planner.watched_calls import watched
+from lightning_mm5d.tensor_parallel.resolve import Division
+from lightning_mm5d.weights.built_copy import copy_without_memory
+
+Storages = dict[int, int]
+"""bytes of storages by their numbers"""
+
+_LARGE = 2**16
+"""elements of a floating-point buffer above which its values are left out"""
+_SHARDED = {"column": True, "head": True, "row": False, "experts": False}
+"""roles of layers with sharded weights, and whether their results are sharded"""
+
+
+@dataclass
+class UnitUse:
+    """What one unit (a layer, or all before or after the layers) keeps of a microbatch.
+
+    Attributes:
+        saved: for its backward, without parameters.
+        inputs: the tensors that its call takes.
+        hidden: of these, the hidden state.
+        results: of its operations, by the operation's name.
+        working: bytes that its forward or its backward needs for a moment beside what is kept.
+    """
+
+    saved: Storages = field(default_factory=dict)
+    inputs: Storages = field(default_factory=dict)
+    hidden: Storages = field(default_factory=dict)
+    results: dict[str, Storages] = field(default_factory=dict)
+    working: int = 0
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One microbatch.
+
+    Attributes:
+        units: of each modality: before its layers, each layer, after them.
+        exits: the results of encoders, by name.
+    """
+
+    units: Mapping[str, Sequence[UnitUse]]
+    exits: Mapping[str, Storages]
+
+
+def trace(
+    module: LightningModule,
+    batch: Any,
+    partition: Partition,
+    modalities: Mapping[str, Modality],
+    division: Division,
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Trace:
+    """Run one training step on tensors without memory, and return what it keeps.
+
+    Args:
+        module: full; the meta device will do.
+        batch: one microbatch, on the CPU.
+        partition: what is cut where.
+        modalities: the configuration.
+        division: what tensor parallelism shards.
+        context: entered around the step.
+
+    Raises:
+        Exception: of the user's code, which may read values that depend on parameters.
+    """
+    tracer = _Tracer(partition, modalities, division)
+    copy = copy_without_memory(module)
+    tracer.fill(copy, module)
+    copy.train(module.training)
+    indexed = is_param_in_hook_signature(copy.training_step, "batch_idx", min_args=2)
+    with kept_random_state(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # `self.log` warns without a trainer
+        with tracer.tracing(copy), context():
+            result = copy.training_step(*((batch, 0) if indexed else (batch,)))
+        loss = result["loss"] if isinstance(result, Mapping) else result
+        if isinstance(loss, Tensor) and loss.requires_grad:
+            tracer.backward(loss)
+    return Trace(tracer.units, tracer.exits)
+
+
+class _Tracer:
+    """Notes the storages of one step, and which unit runs."""
+
+    def __init__(self, partition: Partition, modalities: Mapping[str, Modality], division: Division) -> None:
+        self._partition, self._modalities, self._division = partition, modalities, division
+        self.units = {name: [UnitUse() for _ in range(len(parts.paths) + 2)] for name, parts in partition.parts.items()}
+        self.exits: dict[str, Storages] = {name: {} for name in partition.encoders}
+        self._fake = FakeTensors(self._watch)
+        self._within = [partition.loss_modality]  # modalities, the inner one last
+        self._done = dict.fromkeys(partition.parts, 0)  # the unit of a modality that runs between its layers
+        self._inside: tuple[str, int] | None = None
+        self._backward_of: tuple[str, int] | None = None
+        self._numbers: dict[int, int] = {}  # of the storages that are alive, by their addresses
+        self._bytes: dict[int, int] = {}  # of all storages on one rank
+        self._degrees: dict[int, int] = {}  # of the tensor parallel ranks that share a storage
+        self._parameters: set[int] = set()
+        self._passing: set[int] = set()  # alive, and not kept
+        self._beside = 0  # bytes of these
+
+    # --- the step ---
+
+    def fill(self, copy: nn.Module, module: nn.Module) -> None:
+        """Give the copy parameters without memory, and copies of the module's small buffers."""
+        known: dict[int, Any] = {}
+        for one, original in zip(copy.modules(), module.modules(), strict=True):
+            for name, parameter in one._parameters.items():
+                if parameter is not None:
+                    if id(parameter) not in known:
+                        known[id(parameter)] = self._parameter(parameter)
+                    one._parameters[name] = known[id(parameter)]
+            for name, buffer in original._buffers.items():
+                if buffer is not None:
+                    large = buffer.is_meta or (buffer.is_floating_point() and buffer.numel() > _LARGE)
+                    one._buffers[name] = self._fake.of(buffer) if large else buffer.detach().cpu().clone()
+
+    def _parameter(self, parameter: nn.Parameter) -> nn.Parameter:
+        made = nn.Parameter(self._fake.of(parameter.detach()), parameter.requires_grad)
+        if made.requires_grad:
+            made.register_post_accumulate_grad_hook(_drop_gradient)
+        self._parameters.add(self._number(made))
+        return made
+
+    @contextmanager
+    def tracing(self, copy: nn.Module) -> Generator[None, None, None]:
+        """Note all calls until the end of the context."""
+        handles = []
+        for path, role in self._division.roles.items():
+            if role in _SHARDED:
+                degree, one = self._division.degrees[self._division.groups[path]], copy.get_submodule(path)
+                handles.append(one.register_forward_pre_hook(self._enters_shards))
+                handles.append(one.register_forward_hook(partial(self._leaves_shards, _SHARDED[role], degree)))
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        partition = self._partition
+        try:
+            with watched(copy, partition.encoders, partition.parts, self._call), self._fake, hooks:
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def backward(self, loss: Tensor) -> None:
+        """Run the backward, for the memory that it needs for a moment."""
+        self._backward_of = self._unit
+        with self._fake:
+            loss.backward()
+
+    # --- which unit runs ---
+
+    @property
+    def _unit(self) -> tuple[str, int]:
+        if self._backward_of is not None:
+            return self._backward_of
+        name = self._within[-1]
+        return self._inside or (name, self._done[name])
+
+    @property
+    def _use(self) -> UnitUse:
+        name, index = self._unit
+        return self.units[name][index]
+
+    def _call(self, key: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._backward_of is not None or self._inside is not None or key in self._within:
+            return function(*args, **kwargs)
+        if isinstance(key, str):
+            self._within.append(key)
+            self._done[key] = 0
+            try:
+                result = function(*args, **kwargs)
+            finally:
+                self._within.pop()
+            self.exits[key] |= self._noted(result)
+            return result
+        name, index = key
+        use = self.units[name][index + 1]
+        use.inputs |= self._noted((args, kwargs))
+        if (place := hidden_place(args, kwargs)) is not None:
+            use.hidden |= self._noted(at(place, args, kwargs))
+        self._inside = name, index + 1
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self._inside = None
+            is_last = index + 3 == len(self.units[name])
+            self._done[name] = index + 1 + is_last
+
+    # --- storages ---
+
+    def _number(self, tensor: Tensor) -> int:
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address not in self._numbers:
+            self._numbers[address] = number = len(self._bytes)
+            self._bytes[number] = storage.nbytes()
+            weakref.finalize(storage, self._free, address)
+        return self._numbers[address]
+
+    def _free(self, address: int) -> None:
+        self._passes(self._numbers.pop(address), False)
+
+    def _passes(self, number: int, passes: bool) -> None:
+        """Note that a storage takes memory only for a moment, or no longer."""
+        if passes != (number in self._passing):
+            self._beside += self._bytes[number] * (1 if passes else -1)
+            (self._passing.add if passes else self._passing.remove)(number)
+
+    def _resize(self, number: int, size: int) -> None:
+        if number in self._passing:
+            self._beside += size - self._bytes[number]
+        self._bytes[number] = size
+
+    def _noted(self, tree: Any) -> Storages:
+        """The storages of the tensors in a tree, but parameters."""
+        numbers = [self._number(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+        return {number: self._bytes[number] for number in numbers if number not in self._parameters}
+
+    def _pack(self, tensor: Tensor) -> tuple[Tensor, tuple[str, int]]:
+        number = self._number(tensor)
+        if number not in self._parameters:
+            self._passes(number, False)
+            self._use.saved[number] = self._bytes[number]
+        return tensor, self._unit
+
+    def _unpack(self, packed: tuple[Tensor, tuple[str, int]]) -> Tensor:
+        tensor, self._backward_of = packed
+        return tensor
+
+    def _watch(self, func: Any, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+        known = {self._number(one) for one in given}
+        degree = max((self._degrees.get(number, 1) for number in known), default=1)
+        use, results = self._use, {}
+        for one in made:
+            is_new = one.untyped_storage()._cdata not in self._numbers
+            number = self._number(one)
+            if is_new:
+                if degree > 1:
+                    self._degrees[number] = degree
+                self._resize(number, self._on_one_rank(one.untyped_storage().nbytes(), degree))
+                self._passes(number, True)
+            if number not in self._parameters:
+                results[number] = self._bytes[number]
+        if self._backward_of is None and self._inside is not None:
+            use.results.setdefault(str(func), {}).update(results)
+        use.working = max(use.working, self._beside)
+
+    def _on_one_rank(self, size: int, degree: int) -> int:
+        """Bytes on one rank of a storage that the unit makes which runs now."""
+        if degree > 1:
+            return size // degree
+        name, index = self._unit
+        if not 0 < index < len(self.units[name]) - 1:
+            return size
+        modality = self._modalities[name]
+        return size // modality.cp_size // (modality.tp_size if modality.sequence_parallel else 1)
+
+    def _enters_shards(self, _: nn.Module, args: tuple[Any, ...]) -> None:
+        """What a sharded layer takes is gathered in front of it, where it was a shard of the sequence."""
+        for one in args:
+            if isinstance(one, Tensor) and (number := self._number(one)) not in self._degrees:
+                modality = self._modalities[self._unit[0]]
+                self._resize(number, one.untyped_storage().nbytes() // modality.cp_size)
+
+    def _leaves_shards(self, out_is_sharded: bool, degree: int, _: nn.Module, args: Any, result: Any) -> None:
+        for one in tree_leaves(result):
+            if isinstance(one, Tensor):
+                number, size = self._number(one), one.untyped_storage().nbytes()
+                self._degrees.pop(number, None)
+                if out_is_sharded:
+                    self._degrees[number] = degree
+                self._resize(number, self._on_one_rank(size, degree if out_is_sharded else 1))
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
