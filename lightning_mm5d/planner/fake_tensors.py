@@ -1,8 +1,9 @@
 """Runs code on tensors that have shapes and no memory, so that a model of any size takes a step within seconds.
 
 What is computed from parameters has no values. What is computed from a batch alone has them: the code of models reads
-token ids, masks and grids of images to decide what it computes. Code that reads a value which depends on parameters
-raises an exception of torch.
+token ids, masks and grids of images to decide what it computes. Code that reads a number which depends on parameters
+gets 1.0, or False for a comparison, such as whether a loss is infinite. A whole number, by which a router would say how
+many tokens go where, raises an exception of torch.
 """
 
 from __future__ import annotations
@@ -44,6 +45,11 @@ class FakeTensors(TorchDispatchMode):
         kwargs = kwargs or {}
         given = _tensors((args, kwargs))
         faked = any(isinstance(one, FakeTensor) for one in given)
+        if faked and func is torch.ops.aten._local_scalar_dense.default:
+            if given[0].is_floating_point():
+                return 1.0
+            if given[0].dtype == torch.bool:
+                return False
         if faked and func is torch.ops.aten.index.Tensor:  # by masks, which have values
             args = (args[0], _places(args[1]))
         if given and not faked:

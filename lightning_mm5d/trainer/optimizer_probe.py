@@ -53,6 +53,20 @@ def dependence(optimizer: Optimizer) -> Dependence | None:
     return Dependence(any(one.on_parameters for one in found), any(one.on_elements for one in found))
 
 
+def remade(optimizer: Optimizer, group: Mapping[str, Any], parameters: list[nn.Parameter]) -> Optimizer | None:
+    """Return an optimizer of the same class with other parameters and the settings of `group`, without state.
+
+    None where neither its constructor nor a copy of it takes them.
+    """
+    for make in (_new, _copied):
+        try:
+            with redirect_stdout(io.StringIO()):
+                return make(optimizer, group, parameters)
+        except Exception:  # whatever a class of somebody else's does with what it did not expect
+            continue
+    return None
+
+
 def _tried(optimizer: Optimizer) -> Dependence | None:
     groups: list[Mapping[str, Any]] = []
     for group in optimizer.param_groups:

@@ -1,0 +1,128 @@
+"""Finds how many bytes of states an optimizer keeps for a parameter, by a step of it on tensors without memory.
+
+The optimizers are those that `configure_optimizers` returns, called on a copy of the module without memory. So any class
+and any settings count: momentum, moments of Adam, factored moments, states that are made when it is constructed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from lightning_mm5d.data.random_state import kept_random_state
+from lightning_mm5d.planner.fake_tensors import FakeTensors
+from lightning_mm5d.planner.meter import Meter
+from lightning_mm5d.trainer.optimizer_probe import remade
+from lightning_mm5d.weights.built_copy import copy_without_memory
+
+
+class StateBytes(NamedTuple):
+    """Bytes beside one parameter.
+
+    Attributes:
+        kept: of its states.
+        working: that a step needs for a moment.
+        together: whether a step works on all parameters at once, so that this memory adds up.
+    """
+
+    kept: int
+    working: int
+    together: bool
+
+
+class OptimizerStates:
+    """The states of a module's optimizers.
+
+    Args:
+        module: full; the meta device will do.
+
+    Raises:
+        Exception: of the user's `configure_optimizers`, which may need a trainer.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        copy = copy_without_memory(module)
+        with kept_random_state(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self._optimizers = list(_optimizers(copy.configure_optimizers()))
+        names = {id(parameter): name for name, parameter in copy.named_parameters()}
+        self._group_of = {
+            names[id(parameter)]: (optimizer, group)
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if id(parameter) in names
+        }
+        self._known: dict[Any, StateBytes | None] = {}
+
+    def of(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> StateBytes | None:
+        """Return what is kept for a trained parameter of this name, of which a rank has a part of `shape`.
+
+        Nothing where no optimizer has it; None where the optimizer cannot be tried.
+        """
+        if name not in self._group_of:
+            return StateBytes(0, 0, False)
+        optimizer, group = self._group_of[name]
+        key = id(group), shape, dtype
+        if key not in self._known:
+            self._known[key] = _tried(optimizer, group, shape, dtype)
+        return self._known[key]
+
+
+def _optimizers(returned: Any) -> Iterator[Optimizer]:
+    """The optimizers in what `configure_optimizers` returns, whichever of its forms that has."""
+    if isinstance(returned, Optimizer):
+        yield returned
+    elif isinstance(returned, Mapping):
+        yield from _optimizers(returned.get("optimizer"))
+    elif isinstance(returned, list | tuple):
+        for one in returned:
+            yield from _optimizers(one)
+
+
+def _tried(
+    optimizer: Optimizer, group: Mapping[str, Any], shape: tuple[int, ...], dtype: torch.dtype
+) -> StateBytes | None:
+    try:
+        with kept_random_state():
+            kept, working = _step(optimizer, group, shape, dtype, 1)
+            _, several = _step(optimizer, group, shape, dtype, 4)
+            together = several > 2.5 * working
+            return StateBytes(kept, working if together else several, together)
+    except Exception:  # whatever a class of somebody else's does with tensors that have no values
+        return None
+
+
+def _step(
+    optimizer: Optimizer, group: Mapping[str, Any], shape: tuple[int, ...], dtype: torch.dtype, count: int
+) -> tuple[int, int]:
+    """Bytes of states and, at most, of other tensors in a step on `count` parameters."""
+    meter = Meter()
+    fake = FakeTensors(meter.watch)
+    parameters = [nn.Parameter(fake.of(torch.empty(shape, dtype=dtype, device="meta"))) for _ in range(count)]
+    meter.watch(None, (), parameters)
+    with fake:
+        probe = remade(optimizer, group, parameters)
+        if probe is None:
+            raise TypeError(type(optimizer))
+        if callable(train := getattr(probe, "train", None)):
+            train()
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        for _ in range(2):
+            meter.most = 0
+            probe.step()
+    states = {
+        leaf.untyped_storage()._cdata: leaf.untyped_storage().nbytes()
+        for leaf in tree_leaves(list(probe.state.values()))
+        if isinstance(leaf, Tensor)
+    }
+    kept = sum(states.values())
+    return kept, max(meter.most - 2 * sum(parameter.nbytes for parameter in parameters) - kept, 0)
