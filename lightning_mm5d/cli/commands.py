@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from lightning_mm5d.cli.configuration import Source
+from lightning_mm5d.cli.estimates import step_of
 from lightning_mm5d.cli.first_batch import first_microbatch
 from lightning_mm5d.cli.job import Job, load
 from lightning_mm5d.cli.terminal import show, warn
@@ -23,6 +24,8 @@ from lightning_mm5d.partition.find import find
 from lightning_mm5d.planner.comparison import STAGES_NOTE, comparison, num_stages, ranks
 from lightning_mm5d.planner.drawing import chrome_trace, draw
 from lightning_mm5d.planner.inspect import as_json, holdings, report, warnings
+from lightning_mm5d.planner.memory import memory_of
+from lightning_mm5d.planner.memory_tables import memory_table, options_table
 from lightning_mm5d.planner.profile import Measured, measure
 from lightning_mm5d.planner.proposal import propose
 from lightning_mm5d.planner.sketch import sketch
@@ -39,15 +42,19 @@ MOST_FORWARDS = 3000
 
 def inspect(arguments: Namespace, source: Source) -> None:
     """Print which rank holds what."""
-    strategy, module, *_ = load(source)
+    job = load(source)
+    strategy, module = job.strategy, job.module
     assert module is not None
     plan = strategy.plan(module)
+    step, notes = step_of(job, plan)
+    memory = memory_of(plan, step)
     if arguments.json:
-        print(json.dumps(as_json(holdings(plan, module)), indent=2))
+        print(json.dumps(as_json(holdings(plan, module), memory), indent=2))
     else:
         name = name_of(strategy.schedule)
-        show(report(plan, module, schedule=name, num_microbatches=strategy.num_microbatches))
-    warn(warnings(plan.layout))
+        page = report(plan, module, schedule=name, num_microbatches=strategy.num_microbatches)
+        show([*page, memory_table(memory), options_table(plan, step)])
+    warn([*notes, *warnings(plan.layout)])
 
 
 def simulate(arguments: Namespace, source: Source) -> None:
@@ -177,7 +184,7 @@ def _graph(job: Job, schedule: AnySchedule, frozen: frozenset[str]) -> Graph:
     ``interleaved`` and ``zbv`` are given two chunks of the loss modality a rank where the user said nothing about
     chunks, and the model has the layers for it.
     """
-    strategy, module, written, _ = job
+    strategy, module, written, *_ = job
     loss_modality = strategy.layout.loss_modality
     wanted = for_schedule(written, "zbv" if schedule == "interleaved" else schedule, loss_modality)
     if module is None:

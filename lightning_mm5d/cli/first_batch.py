@@ -1,4 +1,4 @@
-"""The first microbatch of the training data, on which layers are measured."""
+"""The first microbatch of the training data, on which layers are measured and whose activations are counted."""
 
 from __future__ import annotations
 
@@ -14,12 +14,18 @@ from lightning_mm5d.data.packed_images import describe
 from lightning_mm5d.trainer.steps import microbatches
 
 
-def first_microbatch(job: Job) -> Any:
-    """Return the first microbatch of the training data, on the device that the module is on."""
+def first_microbatch(job: Job, *, prepares: bool = True) -> Any:
+    """Return the first microbatch of the training data, on the device that the module is on.
+
+    Args:
+        job: with a module.
+        prepares: whether the data are prepared first, which may download them.
+    """
     module, data = job.module, job.data
     assert module is not None
     if data is not None:
-        data.prepare_data()
+        if prepares:
+            data.prepare_data()
         data.setup("fit")
     loader = (module if data is None else data).train_dataloader()
     if isinstance(loader, (dict, list, tuple)) or loader is None:

@@ -50,12 +50,16 @@ class Job(NamedTuple):
         module: may lack memory; None where the configuration has no model.
         modalities: as they were written, without the chunks that a schedule adds.
         data: the data module, where the configuration has one.
+        precision: of the trainer.
+        accumulates: whether it adds up the gradients of several batches.
     """
 
     strategy: MultimodalStrategy
     module: LightningModule | None
     modalities: Mapping[str, Modality]
     data: LightningDataModule | None = None
+    precision: str = "32-true"
+    accumulates: bool = False
 
 
 def load(source: Source, *, with_memory: bool = False) -> Job:
@@ -160,7 +164,8 @@ def _parsed(parser: Any, command: list[str], arguments: list[str], with_model: b
     if not with_model:
         assert strategy.layout.size  # raises where the sizes do not fill the world
         return Job(strategy, None, modalities)
-    dtype = _DTYPES.get(str(settings.precision))
+    precision, accumulates = str(settings.precision), (settings.accumulate_grad_batches or 1) != 1
+    dtype = _DTYPES.get(precision)
     for key in list(vars(settings)):
         del settings[key]  # callbacks and loggers need not be made
 
@@ -179,7 +184,7 @@ def _parsed(parser: Any, command: list[str], arguments: list[str], with_model: b
     if not with_memory:
         module = configured(module, strategy.precision_plugin)
     strategy.validate(module, data)
-    return Job(strategy, module if dtype is None else module.to(dtype), modalities, data)
+    return Job(strategy, module if dtype is None else module.to(dtype), modalities, data, precision, accumulates)
 
 
 def _strategy(given: Any) -> tuple[MultimodalStrategy, Mapping[str, Modality]]:

@@ -14,7 +14,8 @@ from torch import nn
 from lightning_mm5d.layout.layout import Layout, Place
 from lightning_mm5d.partition import StageCut
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.planner.tables import Page, Table
+from lightning_mm5d.planner.memory import RankMemory
+from lightning_mm5d.planner.tables import Page, Table, memory_text
 from lightning_mm5d.schedule.stage_key import StageKey
 
 
@@ -49,9 +50,24 @@ def holdings(plan: Plan, module: nn.Module) -> list[Holding]:
     return found
 
 
-def as_json(held: Sequence[Holding]) -> list[dict[str, Any]]:
-    """Return the holdings as ``{"rank", "node", "modality", "dp", "pp", "cp", "tp", "layers", "parameters"}``."""
-    return [one.place._asdict() | {"layers": list(one.layers), "parameters": one.parameters} for one in held]
+def as_json(held: Sequence[Holding], memory: Sequence[RankMemory]) -> list[dict[str, Any]]:
+    """Return the holdings, each with the memory of its rank in bytes.
+
+    That is ``{"rank", "node", "modality", "dp", "pp", "cp", "tp", "layers", "parameters", "memory"}``, and ``memory`` is
+    ``{"parameters", "gradients", "optimizer", "activations", "buffers", "peak", "host"}`` with null for what is not
+    known.
+
+    Args:
+        held: of all places.
+        memory: of all ranks.
+    """
+    sizes = [one._asdict() for one in memory]
+    return [
+        one.place._asdict()
+        | {"layers": list(one.layers), "parameters": one.parameters}
+        | {"memory": {key: value for key, value in sizes[one.place.rank].items() if key != "rank"}}
+        for one in held
+    ]
 
 
 def report(plan: Plan, module: nn.Module, *, schedule: str, num_microbatches: int) -> Page:
@@ -125,7 +141,7 @@ def _places(plan: Plan, module: nn.Module) -> Table:
         slices = ", ".join(f"[{cut.first}:{cut.last}]" for cut in cuts)
         path = plan.partition.layers[place.modality]
         where = f"{path}{slices}" if path is not None else ", ".join(layers)
-        rows.append((*place, where or "-", parameters, _memory(size)))
+        rows.append((*place, where or "-", parameters, memory_text(size)))
     return Table.of((*Place._fields, "layers", "parameters", "bytes"), rows)
 
 
@@ -161,8 +177,3 @@ def _span(numbers: Iterable[int]) -> str:
         else:
             runs.append([number])
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
-def _memory(size: int) -> str:
-    power = min((max(size, 1).bit_length() - 1) // 10, 4)
-    return f"{size / 1024**power:.1f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"

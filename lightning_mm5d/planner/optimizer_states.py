@@ -52,7 +52,8 @@ class OptimizerStates:
         with kept_random_state(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self._optimizers = list(_optimizers(copy.configure_optimizers()))
-        names = {id(parameter): name for name, parameter in copy.named_parameters()}
+        # a function that a user put on the module knows the parameters of the module itself
+        names = {id(parameter): name for one in (module, copy) for name, parameter in one.named_parameters()}
         self._group_of = {
             names[id(parameter)]: (optimizer, group)
             for optimizer in self._optimizers

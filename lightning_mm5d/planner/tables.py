@@ -40,3 +40,9 @@ Page = list[str | Table]
 def as_text(page: Page) -> str:
     """The page as plain text, with an empty line between its parts."""
     return "\n\n".join(map(str, page))
+
+
+def memory_text(size: int) -> str:
+    """Return a number of bytes with its unit: ``1.5 GiB``."""
+    power = min((max(size, 1).bit_length() - 1) // 10, 4)
+    return f"{size / 1024**power:.1f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"

@@ -48,7 +48,7 @@ class UnitUse:
         saved: for its backward, without parameters.
         inputs: the tensors that its call takes.
         hidden: of these, the hidden state.
-        results: of its operations, by the operation's name.
+        results: of its operations, by the operation's name: ``aten.mm``.
         working: bytes that its forward or its backward needs for a moment beside what is kept.
     """
 
@@ -269,7 +269,7 @@ class _Tracer:
             if number not in self._parameters:
                 results[number] = self._bytes[number]
         if self._backward_of is None and self._inside is not None:
-            use.results.setdefault(str(func), {}).update(results)
+            use.results.setdefault(func._schema.name.replace("::", "."), {}).update(results)
         use.working = max(use.working, self._beside)
 
     def _on_one_rank(self, size: int, degree: int) -> int:

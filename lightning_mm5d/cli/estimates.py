@@ -1,0 +1,62 @@
+"""What the commands know of a job's training step, for estimates of its memory."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+
+from lightning_mm5d.cli.first_batch import first_microbatch
+from lightning_mm5d.cli.job import Job
+from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.planner.activation_trace import Trace, trace
+from lightning_mm5d.planner.memory import Step
+from lightning_mm5d.planner.optimizer_states import OptimizerStates
+
+_AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+
+
+def step_of(job: Job, plan: Plan) -> tuple[Step, list[str]]:
+    """Return what is known of the training step of a job, and a sentence for each part that is not.
+
+    Args:
+        job: with a module.
+        plan: of its configured layout.
+    """
+    strategy, module, notes = job.strategy, job.module, list[str]()
+    assert module is not None
+    states: OptimizerStates | None = None
+    try:
+        states = OptimizerStates(module)
+    except Exception as error:  # a user's code
+        notes.append(f"the states of optimizers are not counted: configure_optimizers fails here ({_line(error)})")
+    found: Trace | None = None
+    try:
+        found = _trace(job, plan, module)
+    except Exception as error:  # a user's code
+        notes.append(f"activations are not counted: a step without memory fails here ({_line(error)})")
+    step = Step(
+        module,
+        strategy.schedule,
+        strategy.num_microbatches,
+        states,
+        found,
+        bucket_bytes=strategy.bucket_bytes,
+        accumulates=job.accumulates,
+    )
+    return step, notes
+
+
+def _trace(job: Job, plan: Plan, module: LightningModule) -> Trace:
+    dtype = _AUTOCAST.get(job.precision)
+    context: Any = nullcontext if dtype is None else partial(torch.autocast, "cpu", dtype=dtype)
+    batch = first_microbatch(job, prepares=False)
+    return trace(module, batch, plan.partition, plan.modalities, plan.division, context)
+
+
+def _line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:160]}" if text else type(error).__name__

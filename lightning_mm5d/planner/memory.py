@@ -1,0 +1,304 @@
+"""Estimates the memory of each rank in a training step: a function of a plan, a schedule and shapes.
+
+A step has three phases, and a rank's peak is the largest of theirs:
+
+1. the *schedule*: parameters, gradients as they come, activations of the microbatches in flight, and what one forward
+   or backward needs for a moment;
+2. the *reduction* of gradients over ranks: gradients and the buckets that carry them;
+3. the *update*: parameters, gradients, states of optimizers, and what the optimizer needs for a moment.
+
+States of optimizers are there in all three. What is offloaded is on the device only while it is used, and on the host
+else. Left out are the libraries themselves, batches that the dataloader prepares, and buffers of gloo or NCCL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from lightning_mm5d.partition import StageCut
+from lightning_mm5d.plan.data_shards import DataShard, DataShards
+from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.planner.activation_trace import Storages, Trace, UnitUse
+from lightning_mm5d.planner.flights import Flight, StageFlight, flown
+from lightning_mm5d.planner.optimizer_states import OptimizerStates, StateBytes
+from lightning_mm5d.schedule import AnySchedule, Graph
+from lightning_mm5d.schedule.stage_key import StageKey
+
+BUCKET_BYTES = 25 * 2**20
+
+
+class RankMemory(NamedTuple):
+    """Bytes on one rank.
+
+    Attributes:
+        rank: global rank.
+        parameters: between steps.
+        gradients: when the optimizer steps.
+        optimizer: states of optimizers; None where they are not known.
+        activations: of the microbatches in flight, at most; None where they are not known.
+        buffers: gathered parameters, gradients that are not reduced yet, buckets, and what an operation needs for a
+            moment: all that the peak has beside the other columns.
+        peak: at most at a time on the device, of what is known.
+        host: in host memory.
+    """
+
+    rank: int
+    parameters: int
+    gradients: int
+    optimizer: int | None
+    activations: int | None
+    buffers: int
+    peak: int
+    host: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is known of a training step beside the plan.
+
+    Attributes:
+        module: full; the meta device will do.
+        schedule: as `build` takes it.
+        num_microbatches: M.
+        states: of its optimizers; None where they are not known.
+        trace: of one microbatch; None where it is not known.
+        bucket_bytes: how much is summed or exchanged at once.
+        accumulates: whether gradients of several batches are added up.
+    """
+
+    module: nn.Module
+    schedule: AnySchedule
+    num_microbatches: int
+    states: OptimizerStates | None = None
+    trace: Trace | None = None
+    bucket_bytes: int = BUCKET_BYTES
+    accumulates: bool = False
+
+    @cached_property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Of the module, under all their names."""
+        return dict(self.module.named_parameters(remove_duplicate=False))
+
+    @cached_property
+    def trainable(self) -> frozenset[str]:
+        """Names of those that are trained."""
+        return frozenset(name for name, parameter in self.parameters.items() if parameter.requires_grad)
+
+
+class _Held(NamedTuple):
+    """A parameter on one rank, in bytes.
+
+    Attributes:
+        name: one of its names.
+        whole: of the local tensor.
+        own: of the rows that the rank owns.
+        shard: who owns which rows; None where it is not shared.
+        trained: whether it has a gradient.
+        states: of optimizers.
+        offloads: what leaves for the host, of the modalities that use it.
+    """
+
+    name: str
+    whole: int
+    own: int
+    shard: DataShard | None
+    trained: bool
+    states: StateBytes | None
+    offloads: frozenset[str]
+
+
+def memory_of(plan: Plan, step: Step) -> list[RankMemory]:
+    """Return the memory of each rank, in their order."""
+    return _Estimate(plan, step).ranks()
+
+
+class _Estimate:
+    def __init__(self, plan: Plan, step: Step) -> None:
+        self._plan, self._step = plan, step
+        self._shards = DataShards(plan)
+        self._schedules: dict[tuple[int, ...], tuple[Graph, Any]] = {}
+        self._stages: dict[StageKey, StageFlight] = {}
+
+    def ranks(self) -> list[RankMemory]:
+        return [self._rank(rank) for rank in range(self._plan.layout.size)]
+
+    # --- parameters ---
+
+    def _held(self, rank: int) -> list[_Held]:
+        plan, step = self._plan, self._step
+        names: dict[int, str] = {}
+        for stage in plan.topology.stages_of(rank):
+            for name in plan.ownership.parameters[stage]:
+                names.setdefault(id(step.parameters[name]), name)
+        return [self._parameter(name, rank) for name in names.values()]
+
+    def _parameter(self, name: str, rank: int) -> _Held:
+        plan, step = self._plan, self._step
+        parameter, shape = step.parameters[name], self._shards.local_shape(name, rank)
+        shard = self._shards.of(name, rank) if self._shards.exist else None
+        own_shape = shape if shard is None else shard.own_shape(shape)
+        size = parameter.element_size()
+        states: StateBytes | None = StateBytes(0, 0, False)
+        if parameter.requires_grad:
+            states = None if step.states is None else step.states.of(name, own_shape, parameter.dtype)
+        users = {key.modality for key in plan.partition.owners[name]}
+        offloads = frozenset(kind for user in users for kind in plan.modalities[user].offloads)
+        if len(users) > 1 or parameter.requires_grad:
+            offloads -= {"parameters"}
+        return _Held(
+            name,
+            torch.Size(shape).numel() * size,
+            torch.Size(own_shape).numel() * size,
+            shard,
+            parameter.requires_grad,
+            states,
+            offloads,
+        )
+
+    # --- a rank ---
+
+    def _rank(self, rank: int) -> RankMemory:
+        held = self._held(rank)
+        trained = [one for one in held if one.trained]
+        rests = [one for one in held if "parameters" not in one.offloads]
+        away = sum(one.whole for one in held if "parameters" in one.offloads)
+        parameters = sum(_at_rest(one) for one in rests)
+        gathered = sum(one.whole for one in rests if _at_rest(one) != one.whole)
+        whole, own = sum(one.whole for one in trained), sum(one.own for one in trained)
+        states = sum(one.states.kept for one in trained if one.states)
+        states_away = sum(one.states.kept for one in trained if one.states and "optimizer" in one.offloads)
+        flight = self._flight(rank)
+        older = own if self._step.accumulates else 0
+        base = parameters + states - states_away
+        phases = {
+            "schedule": base + gathered + away + older + flight.peak,
+            "reduction": base + gathered + older + whole + self._reduction(trained),
+            "update": base + states_away + own + _update(trained) + self._exchange(held),
+        }
+        known = all(one.states for one in trained) if self._step.states is not None else not trained
+        peak = max(phases.values())
+        shown = parameters + own + states - states_away + (flight.activations or 0)
+        return RankMemory(
+            rank,
+            parameters,
+            own,
+            states - states_away if known else None,
+            None if self._step.trace is None else flight.activations,
+            max(peak - shown, 0),
+            peak,
+            away + states_away + flight.host,
+        )
+
+    def _reduction(self, trained: Sequence[_Held]) -> int:
+        """The buckets of gradients that other ranks have too."""
+        return 0
+
+    def _exchange(self, held: Iterable[_Held]) -> int:
+        """The buckets in which rows are exchanged after the update."""
+        return 0
+
+    # --- activations ---
+
+    def _flight(self, rank: int) -> Flight:
+        plan, step = self._plan, self._step
+        replicas = plan.topology.connected_replicas(rank)
+        if replicas not in self._schedules:
+            self._schedules[replicas] = plan.graphs.schedule(
+                step.schedule, step.num_microbatches, step.trainable, rank=rank
+            )
+        graph, schedule = self._schedules[replicas]
+        actions = plan.topology.actions_of(rank, schedule, step.num_microbatches)
+        stages = {key: self._stage(key, rank, graph) for key in plan.topology.stages_of(rank)}
+        return flown(actions, stages)
+
+    def _stage(self, key: StageKey, rank: int, graph: Graph) -> StageFlight:
+        if key not in self._stages:
+            self._stages[key] = self._made(key, rank, graph.has_backward(key))
+        return self._stages[key]
+
+    def _made(self, key: StageKey, rank: int, has_backward: bool) -> StageFlight:
+        plan, step = self._plan, self._step
+        cuts = {cut.name: cut for cuts in plan.partition.stages.values() for cut in cuts}
+        members = plan.topology.members[key]
+        order = sorted(members, key=lambda member: member.modality == plan.partition.loss_modality)
+        gradients: list[int] = []
+        kept: list[Storages] = []
+        working: list[int] = []
+        away: list[bool] = []
+        for member in order:
+            cut, units = cuts[member], plan.partition.units[member]
+            uses = _uses(step.trace, cut, plan.partition.stages[member.modality]) or [UnitUse()] * len(units)
+            layers = _kept(plan, member.modality)
+            first = cut.first + (cut.index > 0)
+            for number, (unit, use) in enumerate(zip(units, uses, strict=True), first):
+                operations = layers[number - 1] if 0 < number <= len(layers) else None
+                kept.append(_storages(use, operations))
+                again = 0 if operations is None else sum(use.saved.values())
+                working.append(use.working + again)
+                gradients.append(self._gradients(unit.costs, rank))
+                away.append("activations" in plan.modalities[member.modality].offloads)
+        return StageFlight(kept, working, gradients, away, self._passed(key, members, cuts), has_backward)
+
+    def _gradients(self, names: Iterable[str], rank: int) -> int:
+        found = {id(self._step.parameters[name]): name for name in names if name in self._step.trainable}
+        return sum(
+            torch.Size(self._shards.local_shape(name, rank)).numel() * self._step.parameters[name].element_size()
+            for name in found.values()
+        )
+
+    def _passed(self, key: StageKey, members: Sequence[StageKey], cuts: Mapping[StageKey, StageCut]) -> Storages:
+        """What a stage receives and sends: hidden states between layers, and results of encoders."""
+        plan, trace = self._plan, self._step.trace
+        found: Storages = {}
+        if trace is None:
+            return found
+        for member in members:
+            cut, stages = cuts[member], plan.partition.stages[member.modality]
+            if cut.index > 0:
+                found |= trace.units[member.modality][cut.first + 1].hidden
+            if cut is not stages[-1]:
+                found |= trace.units[member.modality][cut.last + 1].hidden
+            elif any(member.modality in names for names in plan.topology.consumes.values()):
+                found |= trace.exits[member.modality]
+        for name in plan.topology.consumes.get(key, ()):
+            found |= trace.exits[name]
+        return found
+
+
+def _at_rest(one: _Held) -> int:
+    return one.own if one.shard is not None and one.shard.stage == 3 else one.whole
+
+
+def _update(trained: Sequence[_Held]) -> int:
+    """What optimizers need for a moment."""
+    found = [one.states for one in trained if one.states]
+    together = sum(one.working for one in found if one.together)
+    return max([together, *(one.working for one in found if not one.together)], default=0)
+
+
+def _kept(plan: Plan, modality: str) -> Sequence[tuple[str, ...] | None]:
+    """For each layer the operations whose results are kept, of those that run again; None for layers that do not."""
+    return getattr(plan.partition, "kept", {}).get(modality, ())
+
+
+def _uses(trace: Trace | None, cut: StageCut, cuts: Sequence[StageCut]) -> Sequence[UnitUse]:
+    if trace is None:
+        return []
+    row = trace.units[cut.modality]
+    return row[cut.first + (cut.index > 0) : None if cut is cuts[-1] else cut.last + 1]
+
+
+def _storages(use: UnitUse, operations: tuple[str, ...] | None) -> Storages:
+    """What a unit keeps, where it runs again but for some operations; None for a unit that does not."""
+    if operations is None:
+        return use.saved
+    found = dict(use.inputs)
+    for operation in operations:
+        found |= use.results.get(operation, {})
+    return found
