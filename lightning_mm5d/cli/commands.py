@@ -53,8 +53,8 @@ def inspect(arguments: Namespace, source: Source) -> None:
     else:
         name = name_of(strategy.schedule)
         page = report(plan, module, schedule=name, num_microbatches=strategy.num_microbatches)
-        show([*page, memory_table(memory), options_table(plan, step)])
-    warn([*notes, *warnings(plan.layout)])
+        show([*page, memory_table(memory), *notes, options_table(plan, step)])
+    warn(warnings(plan.layout))
 
 
 def simulate(arguments: Namespace, source: Source) -> None:

@@ -32,12 +32,12 @@ def step_of(job: Job, plan: Plan) -> tuple[Step, list[str]]:
     try:
         states = OptimizerStates(module)
     except Exception as error:  # a user's code
-        notes.append(f"the states of optimizers are not counted: configure_optimizers fails here ({_line(error)})")
+        notes.append(f"The states of optimizers are not counted: configure_optimizers fails here ({_line(error)})")
     found: Trace | None = None
     try:
         found = _trace(job, plan, module)
     except Exception as error:  # a user's code
-        notes.append(f"activations are not counted: a step without memory fails here ({_line(error)})")
+        notes.append(f"Activations are not counted: a step without memory fails here ({_line(error)})")
     step = Step(
         module,
         strategy.schedule,

@@ -1,4 +1,4 @@
-"""Finds what the forward of one microbatch keeps for its backward, in bytes, for each layer: by one step without memory.
+"""Finds how many bytes the forward of one microbatch keeps for its backward, layer by layer.
 
 The user's own step runs once, whole, on tensors without memory. Each layer's saved tensors are noted as storages, so
 that one which several layers save counts once in each stage that has any of them. Stages of any layout are then sums.

@@ -53,7 +53,7 @@ def holdings(plan: Plan, module: nn.Module) -> list[Holding]:
 def as_json(held: Sequence[Holding], memory: Sequence[RankMemory]) -> list[dict[str, Any]]:
     """Return the holdings, each with the memory of its rank in bytes.
 
-    That is ``{"rank", "node", "modality", "dp", "pp", "cp", "tp", "layers", "parameters", "memory"}``, and ``memory`` is
+    They are ``{"rank", "node", "modality", "dp", "pp", "cp", "tp", "layers", "parameters", "memory"}``; ``memory`` is
     ``{"parameters", "gradients", "optimizer", "activations", "buffers", "peak", "host"}`` with null for what is not
     known.
 

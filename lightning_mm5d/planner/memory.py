@@ -14,14 +14,17 @@ else. Left out are the libraries themselves, batches that the dataloader prepare
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from lightning_mm5d.config.modality import Modality
+from lightning_mm5d.config.recomputation import Kept
 from lightning_mm5d.partition import StageCut
+from lightning_mm5d.partition.recomputed_layers import kept_of
 from lightning_mm5d.plan.data_shards import DataShard, DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.planner.activation_trace import Storages, Trace, UnitUse
@@ -29,6 +32,7 @@ from lightning_mm5d.planner.flights import Flight, StageFlight, flown
 from lightning_mm5d.planner.optimizer_states import OptimizerStates, StateBytes
 from lightning_mm5d.schedule import AnySchedule, Graph
 from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.sharded.kept_results import operations_named
 
 BUCKET_BYTES = 25 * 2**20
 
@@ -116,6 +120,19 @@ class _Held(NamedTuple):
 def memory_of(plan: Plan, step: Step) -> list[RankMemory]:
     """Return the memory of each rank, in their order."""
     return _Estimate(plan, step).ranks()
+
+
+def changed(plan: Plan, modalities: Mapping[str, Modality]) -> Plan:
+    """Return the plan with other options of memory in its modalities, whose layers stay where they are.
+
+    Raises:
+        ConfigError: a modality has no layers that could run again.
+    """
+    partition = plan.partition
+    sizes = {name: [cut.last - cut.first for cut in cuts] for name, cuts in partition.stages.items()}
+    kept = {name: kept_of(name, modality, sizes[name]) for name, modality in modalities.items()}
+    partition = replace(partition, kept={name: one for name, one in kept.items() if one})
+    return replace(plan, modalities=modalities, partition=partition)
 
 
 class _Estimate:
@@ -234,7 +251,7 @@ class _Estimate:
         for member in order:
             cut, units = cuts[member], plan.partition.units[member]
             uses = _uses(step.trace, cut, plan.partition.stages[member.modality]) or [UnitUse()] * len(units)
-            layers = _kept(plan, member.modality)
+            layers = plan.partition.kept.get(member.modality, ())
             first = cut.first + (cut.index > 0)
             for number, (unit, use) in enumerate(zip(units, uses, strict=True), first):
                 operations = layers[number - 1] if 0 < number <= len(layers) else None
@@ -282,11 +299,6 @@ def _update(trained: Sequence[_Held]) -> int:
     return max([together, *(one.working for one in found if not one.together)], default=0)
 
 
-def _kept(plan: Plan, modality: str) -> Sequence[tuple[str, ...] | None]:
-    """For each layer the operations whose results are kept, of those that run again; None for layers that do not."""
-    return getattr(plan.partition, "kept", {}).get(modality, ())
-
-
 def _uses(trace: Trace | None, cut: StageCut, cuts: Sequence[StageCut]) -> Sequence[UnitUse]:
     if trace is None:
         return []
@@ -294,11 +306,11 @@ def _uses(trace: Trace | None, cut: StageCut, cuts: Sequence[StageCut]) -> Seque
     return row[cut.first + (cut.index > 0) : None if cut is cuts[-1] else cut.last + 1]
 
 
-def _storages(use: UnitUse, operations: tuple[str, ...] | None) -> Storages:
+def _storages(use: UnitUse, operations: Kept) -> Storages:
     """What a unit keeps, where it runs again but for some operations; None for a unit that does not."""
-    if operations is None:
+    if operations is None or not use.saved:
         return use.saved
     found = dict(use.inputs)
-    for operation in operations:
+    for operation in operations_named(operations):
         found |= use.results.get(operation, {})
     return found

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.memory import check_memory
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.planner.memory import RankMemory, Step, memory_of
+from lightning_mm5d.planner.memory import RankMemory, Step, changed, memory_of
 from lightning_mm5d.planner.tables import Table, memory_text
 
 _UNKNOWN = "?"
@@ -36,8 +37,9 @@ def options_table(plan: Plan, step: Step) -> Table:
     rows = [("as configured", *_most(plan, step))]
     for name, modalities in _variants(plan):
         try:
-            other = replace(plan, modalities=modalities, partition=plan.partition.recomputing(modalities))
-            rows.append((name, *_most(other, step)))
+            for modality, changes in modalities.items():
+                check_memory(f"modalities.{modality}", changes)
+            rows.append((name, *_most(changed(plan, modalities), step)))
         except ConfigError:  # it does not go with what is configured
             continue
     return Table.of(("all modalities", "largest peak", "on the host"), rows)
@@ -61,11 +63,19 @@ def _variants(plan: Plan) -> Iterator[tuple[str, Mapping[str, Modality]]]:
         changes.append(("zero_stage: 3, reshard_after_forward", {"zero_stage": 3, "reshard_after_forward": True}))
     changes += [(f"activation_checkpointing: {kind}", {"activation_checkpointing": kind}) for kind in _KINDS]
     changes += [("offload: nothing", {"offload": None}), ("offload: activations", {"offload": ["activations"]})]
-    changes += [("offload: optimizer", {"offload": ["optimizer"]}), ("offload: parameters", {"offload": ["parameters"]})]
+    changes += [
+        ("offload: optimizer", {"offload": ["optimizer"]}),
+        ("offload: parameters", {"offload": ["parameters"]}),
+    ]
     for name, fields in changes:
-        changed = {key: replace(modality, **fields) for key, modality in now.items()}  # type: ignore[arg-type]
-        if changed != dict(now):
-            yield name, changed
+        others = {
+            key: replace(modality, **fields)  # type: ignore[arg-type]
+            if plan.partition.parts[key].paths or "activation_checkpointing" not in fields
+            else modality
+            for key, modality in now.items()
+        }
+        if others != dict(now):
+            yield name, others
 
 
 _KINDS = ("none", "selective", "full")

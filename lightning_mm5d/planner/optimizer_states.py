@@ -1,13 +1,15 @@
 """Finds how many bytes of states an optimizer keeps for a parameter, by a step of it on tensors without memory.
 
-The optimizers are those that `configure_optimizers` returns, called on a copy of the module without memory. So any class
-and any settings count: momentum, moments of Adam, factored moments, states that are made when it is constructed.
+The optimizers are those that `configure_optimizers` returns, called on a copy of the module without memory, with a
+stand-in for the trainer that tells how many steps there are. So any class and any settings count: momentum, moments of
+Adam, factored moments, states that are made when it is constructed.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +23,20 @@ from lightning_mm5d.planner.fake_tensors import FakeTensors
 from lightning_mm5d.planner.meter import Meter
 from lightning_mm5d.trainer.optimizer_probe import remade
 from lightning_mm5d.weights.built_copy import copy_without_memory
+
+_STEPS = 1000
+_TRAINER = SimpleNamespace(
+    estimated_stepping_batches=_STEPS,
+    num_training_batches=_STEPS,
+    max_steps=_STEPS,
+    max_epochs=1,
+    accumulate_grad_batches=1,
+    world_size=1,
+    num_nodes=1,
+    num_devices=1,
+    global_step=0,
+    current_epoch=0,
+)
 
 
 class StateBytes(NamedTuple):
@@ -51,6 +67,7 @@ class OptimizerStates:
         copy = copy_without_memory(module)
         with kept_random_state(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            copy.trainer = _TRAINER  # type: ignore[assignment]
             self._optimizers = list(_optimizers(copy.configure_optimizers()))
         # a function that a user put on the module knows the parameters of the module itself
         names = {id(parameter): name for one in (module, copy) for name, parameter in one.named_parameters()}

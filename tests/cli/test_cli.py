@@ -24,7 +24,7 @@ from zoo.handwritten import FlatModule
 
 DIGITS = Path(__file__).parents[2] / "examples" / "digits"
 SCRIPTED = f"--script={DIGITS / 'train.py'}"
-KEYS = ["rank", "node", "modality", "dp", "pp", "cp", "tp", "layers", "parameters"]
+KEYS = ["rank", "node", "modality", "dp", "pp", "cp", "tp", "layers", "parameters", "memory"]
 VISION = {"module": "encoder"}
 
 MODULE = """
