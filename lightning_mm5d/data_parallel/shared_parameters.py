@@ -14,7 +14,8 @@ exact, in memory of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -71,7 +72,7 @@ class SharedParameter:
         """Show the rows that this rank owns, and their gradient."""
         if self.is_whole:
             make_open(self.parameter)
-            self._adopt_changes()
+            self.adopt_changes()
             self.parameter.grad = None
             self.parameter.data = self.own
             self.parameter.grad, self.gradient = self.gradient, None
@@ -121,9 +122,9 @@ class SharedParameter:
             assert self.whole is not None
             self._gathered = self.shard.rows(self.whole).clone()
 
-    def _adopt_changes(self) -> None:
+    def adopt_changes(self) -> None:
         """Take over what was written to this rank's rows of a whole tensor that has others, as a callback may."""
-        if self.is_apart and self.shard.stage < 3:
+        if self.is_whole and self.is_apart and self.shard.stage < 3:
             assert self.whole is not None
             rows, before = self.shard.rows(self.whole), self._gathered
             self.own.copy_(rows if before is None else torch.where(rows == before, self.own, rows))
@@ -243,6 +244,22 @@ class SharedParameters:
     def _forget(self) -> None:
         self.all.clear()
         self._by_id.clear()
+
+    @contextmanager
+    def exact(self) -> Iterator[frozenset[int]]:
+        """Enter between batches, where values are read that must not be rounded; collective.
+
+        Yields:
+            The addresses of what is exact meanwhile and rounded afterwards.
+        """
+        rounded = [one for one in self.all if one.shard.stage < 3 and one.is_apart and one.parameter.requires_grad]
+        for one in rounded:
+            one.adopt_changes()
+        self._fetch(rounded, exact=True)
+        try:
+            yield frozenset(one.whole.data_ptr() for one in rounded if one.whole is not None)
+        finally:
+            self._fetch(rounded)
 
     def get(self, parameter: Tensor) -> SharedParameter | None:
         """Return the shared parameter that `parameter` is, if it is one."""

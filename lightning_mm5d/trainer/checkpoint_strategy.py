@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -24,6 +26,7 @@ from lightning_mm5d.checkpoint.sharded_save import OptimizerPart
 from lightning_mm5d.config.errors import CheckpointCorruptError
 from lightning_mm5d.plan.data_shards import DataShards
 from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.sharded.remote_value import is_remote
 from lightning_mm5d.storage.directory import is_checkpoint_directory
 from lightning_mm5d.storage.source import StateDictSource
 from lightning_mm5d.trainer.kept_shards import has_kept_shards
@@ -105,7 +108,13 @@ class CheckpointStrategy(WeightsStrategy, ABC):
         if plan is None:
             return module.state_dict()
         buffers = None if self._session is None else self._session.buffers
-        return collect_module(module, plan, self.global_rank, buffers=buffers)
+        with self._exact() as rounded:
+            found = collect_module(module, plan, self.global_rank, buffers=buffers)
+            kept = {id(value): value.clone() for value in found.values() if rounded and _address(value) in rounded}
+        return {name: kept.get(id(value), value) for name, value in found.items()}
+
+    def _exact(self) -> AbstractContextManager[frozenset[int]]:
+        return nullcontext(frozenset()) if self._session is None else self._session.exact()
 
     def _shards_plan(self) -> Plan | None:
         """Return the plan whose shards the module has on this rank; None where it is whole."""
@@ -137,16 +146,17 @@ class CheckpointStrategy(WeightsStrategy, ABC):
         module, session = self._module("save_checkpoint"), self._session
         trainer, optimizers = module.trainer, [getattr(one, "optimizer", one) for one in self.optimizers]
         fields = {"step": trainer.global_step, "epoch": trainer.current_epoch, "layout": self._layout_fields()}
-        self._checkpoints.save(
-            checkpoint,
-            filepath,
-            module,
-            optimizers,
-            self._shards_plan(),
-            buffers=None if session is None else session.buffers,
-            fields={**fields, "optimizers": [type(one).__name__ for one in optimizers]},
-            in_thread=self.async_checkpoint and session is not None,
-        )
+        with self._exact():
+            self._checkpoints.save(
+                checkpoint,
+                filepath,
+                module,
+                optimizers,
+                self._shards_plan(),
+                buffers=None if session is None else session.buffers,
+                fields={**fields, "optimizers": [type(one).__name__ for one in optimizers]},
+                in_thread=self.async_checkpoint and session is not None,
+            )
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -306,3 +316,7 @@ class CheckpointStrategy(WeightsStrategy, ABC):
     def _fitted(self, method: str) -> Plan:
         # of the last fit, also after it: another may come out then, because it depends on what is trainable
         return required(self._fit_plan, method, "Optimizers exist from the start of a fit on", "Call trainer.fit first")
+
+
+def _address(value: Any) -> int | None:
+    return value.data_ptr() if isinstance(value, Tensor) and not is_remote(value) else None

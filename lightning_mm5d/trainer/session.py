@@ -8,6 +8,7 @@ ranks keep their shards.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -289,6 +290,10 @@ class Session:
         output = self.steps.evaluate(name, arguments, context)
         self._shared.rest()
         return output
+
+    def exact(self) -> AbstractContextManager[frozenset[int]]:
+        """Enter where parameters are read for a checkpoint; see `SharedParameters.exact`."""
+        return self._shared.exact()
 
     def rest(self) -> None:
         """Show between batches what parameters show then."""
