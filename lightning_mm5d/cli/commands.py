@@ -24,10 +24,10 @@ from lightning_mm5d.partition.find import find
 from lightning_mm5d.planner.comparison import STAGES_NOTE, comparison, num_stages, ranks
 from lightning_mm5d.planner.drawing import chrome_trace, draw
 from lightning_mm5d.planner.inspect import as_json, holdings, report, warnings
-from lightning_mm5d.planner.memory import memory_of
 from lightning_mm5d.planner.memory_tables import memory_table, options_table
 from lightning_mm5d.planner.profile import Measured, measure
 from lightning_mm5d.planner.proposal import propose
+from lightning_mm5d.planner.rank_memory import memory_of
 from lightning_mm5d.planner.sketch import sketch
 from lightning_mm5d.planner.tables import Page
 from lightning_mm5d.planner.time_units import COSTS, MILLISECONDS, WORK, TimeUnit

@@ -13,8 +13,9 @@ from lightning_mm5d.cli.first_batch import first_microbatch
 from lightning_mm5d.cli.job import Job
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.planner.activation_trace import Trace, trace
-from lightning_mm5d.planner.memory import Step
 from lightning_mm5d.planner.optimizer_states import OptimizerStates
+from lightning_mm5d.planner.rank_memory import Step
+from lightning_mm5d.trainer.optimizer_probe import remade
 
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
@@ -30,7 +31,7 @@ def step_of(job: Job, plan: Plan) -> tuple[Step, list[str]]:
     assert module is not None
     states: OptimizerStates | None = None
     try:
-        states = OptimizerStates(module)
+        states = OptimizerStates(module, remade)
     except Exception as error:  # a user's code
         notes.append(f"The states of optimizers are not counted: configure_optimizers fails here ({_line(error)})")
     found: Trace | None = None

@@ -14,7 +14,7 @@ from torch import nn
 from lightning_mm5d.layout.layout import Layout, Place
 from lightning_mm5d.partition import StageCut
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.planner.memory import RankMemory
+from lightning_mm5d.planner.rank_memory import RankMemory
 from lightning_mm5d.planner.tables import Page, Table, memory_text
 from lightning_mm5d.schedule.stage_key import StageKey
 

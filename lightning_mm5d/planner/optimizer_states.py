@@ -8,7 +8,7 @@ Adam, factored moments, states that are made when it is constructed.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_leaves
 from lightning_mm5d.data.random_state import kept_random_state
 from lightning_mm5d.planner.fake_tensors import FakeTensors
 from lightning_mm5d.planner.meter import Meter
-from lightning_mm5d.trainer.optimizer_probe import remade
 from lightning_mm5d.weights.built_copy import copy_without_memory
 
 _STEPS = 1000
@@ -37,6 +36,9 @@ _TRAINER = SimpleNamespace(
     global_step=0,
     current_epoch=0,
 )
+
+
+Remade = Callable[[Optimizer, Mapping[str, Any], list[nn.Parameter]], Optimizer | None]
 
 
 class StateBytes(NamedTuple):
@@ -58,25 +60,32 @@ class OptimizerStates:
 
     Args:
         module: full; the meta device will do.
+        remade: makes an optimizer of the same class with other parameters and the settings of a group; None where it
+            cannot.
 
     Raises:
         Exception: of the user's `configure_optimizers`, which may need a trainer.
     """
 
-    def __init__(self, module: LightningModule) -> None:
+    def __init__(self, module: LightningModule, remade: Remade) -> None:
+        self._remade = remade
         copy = copy_without_memory(module)
         with kept_random_state(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             copy.trainer = _TRAINER  # type: ignore[assignment]
             self._optimizers = list(_optimizers(copy.configure_optimizers()))
         # a function that a user put on the module knows the parameters of the module itself
-        names = {id(parameter): name for one in (module, copy) for name, parameter in one.named_parameters()}
-        self._group_of = {
-            names[id(parameter)]: (optimizer, group)
+        groups = {
+            id(parameter): (optimizer, group)
             for optimizer in self._optimizers
             for group in optimizer.param_groups
             for parameter in group["params"]
-            if id(parameter) in names
+        }
+        self._group_of = {
+            name: groups[id(parameter)]
+            for one in (module, copy)
+            for name, parameter in one.named_parameters(remove_duplicate=False)
+            if id(parameter) in groups
         }
         self._known: dict[Any, StateBytes | None] = {}
 
@@ -90,8 +99,47 @@ class OptimizerStates:
         optimizer, group = self._group_of[name]
         key = id(group), shape, dtype
         if key not in self._known:
-            self._known[key] = _tried(optimizer, group, shape, dtype)
+            self._known[key] = self._tried(optimizer, group, shape, dtype)
         return self._known[key]
+
+    def _tried(
+        self, optimizer: Optimizer, group: Mapping[str, Any], shape: tuple[int, ...], dtype: torch.dtype
+    ) -> StateBytes | None:
+        try:
+            with kept_random_state():
+                kept, working = self._step(optimizer, group, shape, dtype, 1)
+                _, several = self._step(optimizer, group, shape, dtype, 4)
+                together = several > 2.5 * working
+                return StateBytes(kept, working if together else several, together)
+        except Exception:  # whatever a class of somebody else's does with tensors that have no values
+            return None
+
+    def _step(
+        self, optimizer: Optimizer, group: Mapping[str, Any], shape: tuple[int, ...], dtype: torch.dtype, count: int
+    ) -> tuple[int, int]:
+        """Bytes of states and, at most, of other tensors in a step on `count` parameters."""
+        meter = Meter()
+        fake = FakeTensors(meter.watch)
+        parameters = [nn.Parameter(fake.of(torch.empty(shape, dtype=dtype, device="meta"))) for _ in range(count)]
+        meter.watch(None, (), parameters)
+        with fake:
+            probe = self._remade(optimizer, group, parameters)
+            if probe is None:
+                raise TypeError(type(optimizer))
+            if callable(train := getattr(probe, "train", None)):
+                train()
+            for parameter in parameters:
+                parameter.grad = torch.zeros_like(parameter)
+            for _ in range(2):
+                meter.most = 0
+                probe.step()
+        states = {
+            leaf.untyped_storage()._cdata: leaf.untyped_storage().nbytes()
+            for leaf in tree_leaves(list(probe.state.values()))
+            if isinstance(leaf, Tensor)
+        }
+        kept = sum(states.values())
+        return kept, max(meter.most - 2 * sum(parameter.nbytes for parameter in parameters) - kept, 0)
 
 
 def _optimizers(returned: Any) -> Iterator[Optimizer]:
@@ -103,44 +151,3 @@ def _optimizers(returned: Any) -> Iterator[Optimizer]:
     elif isinstance(returned, list | tuple):
         for one in returned:
             yield from _optimizers(one)
-
-
-def _tried(
-    optimizer: Optimizer, group: Mapping[str, Any], shape: tuple[int, ...], dtype: torch.dtype
-) -> StateBytes | None:
-    try:
-        with kept_random_state():
-            kept, working = _step(optimizer, group, shape, dtype, 1)
-            _, several = _step(optimizer, group, shape, dtype, 4)
-            together = several > 2.5 * working
-            return StateBytes(kept, working if together else several, together)
-    except Exception:  # whatever a class of somebody else's does with tensors that have no values
-        return None
-
-
-def _step(
-    optimizer: Optimizer, group: Mapping[str, Any], shape: tuple[int, ...], dtype: torch.dtype, count: int
-) -> tuple[int, int]:
-    """Bytes of states and, at most, of other tensors in a step on `count` parameters."""
-    meter = Meter()
-    fake = FakeTensors(meter.watch)
-    parameters = [nn.Parameter(fake.of(torch.empty(shape, dtype=dtype, device="meta"))) for _ in range(count)]
-    meter.watch(None, (), parameters)
-    with fake:
-        probe = remade(optimizer, group, parameters)
-        if probe is None:
-            raise TypeError(type(optimizer))
-        if callable(train := getattr(probe, "train", None)):
-            train()
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
-        for _ in range(2):
-            meter.most = 0
-            probe.step()
-    states = {
-        leaf.untyped_storage()._cdata: leaf.untyped_storage().nbytes()
-        for leaf in tree_leaves(list(probe.state.values()))
-        if isinstance(leaf, Tensor)
-    }
-    kept = sum(states.values())
-    return kept, max(meter.most - 2 * sum(parameter.nbytes for parameter in parameters) - kept, 0)
