@@ -33,6 +33,7 @@ from lightning_mm5d.trainer.configured import configured, is_configured, try_con
 from lightning_mm5d.trainer.gradient_strategy import GradientStrategy
 from lightning_mm5d.trainer.kept_shards import kept_plan, refuse_other_processes
 from lightning_mm5d.trainer.launch import ProcessLauncher
+from lightning_mm5d.trainer.offload_checks import check_offload
 from lightning_mm5d.trainer.session import RunOptions, Session
 from lightning_mm5d.trainer.statements import layout_fields, loader, optimizers, structure
 from lightning_mm5d.trainer.validation import (
@@ -185,6 +186,7 @@ class MultimodalStrategy(GradientStrategy):
         """Return the plan of a module whose `configure_model` has run; raise ConfigError where it cannot run."""
         plan = self._plan(module)
         check_module(module, plan, self.num_microbatches, self.schedule)
+        check_offload(module, plan)
         if plan.topology.is_replicated and self.num_microbatches == 1:
             check_drawn(self._timeline)
         return plan

@@ -12,12 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.engine.free_memory import free_memory
+
 
 class HostMemory:
     """The host memory of one rank.
 
     Args:
         device: where the rank computes.
+        ranks: of this host.
 
     Attributes:
         bytes_out: copied to the host so far.
@@ -25,12 +29,34 @@ class HostMemory:
         bytes_held: on the host now.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, ranks: int = 1) -> None:
+        self._ranks = ranks
         self.bytes_out = self.bytes_back = self.bytes_held = 0
         self.device = device
         is_cuda = device.type == "cuda"
         self._out: Any = torch.cuda.Stream(device) if is_cuda else None
         self._back: Any = torch.cuda.Stream(device) if is_cuda else None
+
+    def check_room(self, field: str, count: int, what: str) -> None:
+        """Refuse to begin what the host has no room for.
+
+        Args:
+            field: path of the field that asks for it.
+            count: bytes that each rank of this host will keep there.
+            what: these bytes are.
+
+        Raises:
+            ConfigError: the ranks of the host would keep more than it has.
+        """
+        free, need = free_memory(), count * self._ranks
+        if free is not None and need > free:
+            rule = f"The {self._ranks} ranks of this host would keep {need / 2**30:.3g} GiB of {what} there"
+            raise ConfigError(
+                field,
+                "activations",
+                f"{rule}, and it has {free / 2**30:.3g} GiB free",
+                "Use activation_checkpointing, fewer or smaller microbatches, or leave it out",
+            )
 
     def store(self, tensor: Tensor) -> Stored:
         """Begin to copy a tensor of the device to the host; the caller may let go of it at once."""

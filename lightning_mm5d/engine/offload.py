@@ -7,8 +7,9 @@ forward. These leave again after its last one, or after its last backward where 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -40,6 +41,16 @@ def long_flights(actions: Sequence[Action]) -> frozenset[Flight]:
     return frozenset(found)
 
 
+def most_away(actions: Sequence[Action], flights: Collection[Flight], stage: StageKey) -> int:
+    """Return how many microbatches of `stage` among `flights` are between their forward and their backward at once."""
+    away, most = 0, 0
+    for action in actions:
+        if action.stage == stage and (stage, action.microbatch) in flights and action.kind is not Kind.W:
+            away += 1 if action.kind is Kind.F else -1
+            most = max(most, away)
+    return most
+
+
 class Offload:
     """What one rank keeps in host memory between uses.
 
@@ -47,10 +58,14 @@ class Offload:
         plan: all stages.
         runtime: the patched module.
         memory: of this rank's host.
+
+    Attributes:
+        checked: stages of which the host has room for what their forwards save.
     """
 
     def __init__(self, plan: Plan, runtime: Runtime, memory: HostMemory) -> None:
         self.memory, self._runtime = memory, runtime
+        self.checked: set[StageKey] = set()
         offloads = {name: modality.offloads for name, modality in plan.modalities.items()}
         self.activations = frozenset(name for name, kinds in offloads.items() if "activations" in kinds)
         named = dict(runtime.root.named_parameters())
@@ -132,11 +147,19 @@ class Moves:
         """Note a forward, and let go of what it saved but for the tensors that stay."""
         if saved is not None:
             root = self._runtime.root
-            saved.leave([*stays, *root.parameters(), *root.buffers()])
+            saved.leave([*stays, *root.parameters(), *root.buffers()], partial(self._check_room, stage))
         for modality in self._uses.keys() & run.stage.cuts.keys():
             alone = len(run.stage.cuts) == 1
             if self._graph.has_backward(stage) if alone else run.passes_back(modality):
                 self._passes_back.add(modality)
+
+    def _check_room(self, stage: StageKey, count: int) -> None:
+        """Refuse the first forward of a stage where the host has no room for as many as will be away at once."""
+        if stage not in self._offload.checked:
+            self._offload.checked.add(stage)
+            most = most_away(self._actions, self._long, stage)
+            what = f"saved activations of {most} microbatches of {stage}"
+            self._offload.memory.check_room(f"modalities.{stage.modality}.offload", count * most, what)
 
     def after(self, number: int) -> None:
         """Let parameters leave that no later action of the step uses."""

@@ -95,8 +95,13 @@ class SavedActivations:
             self._saved.append(weakref.ref(saved))
         return saved
 
-    def leave(self, stays: Iterable[Tensor]) -> None:
-        """Begin to copy storages to the host, but for those of the tensors that stay."""
+    def leave(self, stays: Iterable[Tensor], check: Callable[[int], None]) -> None:
+        """Begin to copy storages to the host, but for those of the tensors that stay.
+
+        Args:
+            stays: tensors that the device keeps.
+            check: called before with the number of bytes; may refuse them.
+        """
         parts: dict[int, list[Saved]] = {}
         for saved in [one for ref in self._saved if (one := ref()) is not None]:
             address = None if saved.is_changed else _movable(saved.tensor, self._memory.device)
@@ -106,9 +111,9 @@ class SavedActivations:
         for tensor in stays:
             if (address := _address(tensor)) is not None:
                 parts.pop(address, None)
+        check(sum(_storage(group[0]).nbytes() for group in parts.values()))
         for group in parts.values():
-            storage = group[0].tensor.untyped_storage()  # type: ignore[union-attr]
-            flat = torch.empty(0, dtype=torch.uint8, device=self._memory.device).set_(storage)
+            flat = torch.empty(0, dtype=torch.uint8, device=self._memory.device).set_(_storage(group[0]))
             stored = self._memory.store(flat)
             for saved in group:
                 saved.leave(stored)
@@ -118,6 +123,11 @@ class SavedActivations:
         """Begin to copy back what the graph still needs."""
         for stored in [one for ref in self._stored if (one := ref()) is not None]:
             stored.fetch()
+
+
+def _storage(saved: Saved) -> Any:
+    assert saved.tensor is not None
+    return saved.tensor.untyped_storage()
 
 
 def _address(tensor: Tensor) -> int | None:

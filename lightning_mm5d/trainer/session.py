@@ -146,7 +146,9 @@ class Session:
             rank=rank,
             device=device,
             instances=groups.instances,
-            offload=Offload(plan, self._cut.runtime, HostMemory(device)),
+            offload=Offload(
+                plan, self._cut.runtime, HostMemory(device, min(plan.layout.ranks_per_node, plan.layout.size))
+            ),
         )
         if options.timeline is not None:
             self._engine.recorder = Recorder(device)
