@@ -68,11 +68,13 @@ class Offload:
         self.checked: set[StageKey] = set()
         offloads = {name: modality.offloads for name, modality in plan.modalities.items()}
         self.activations = frozenset(name for name, kinds in offloads.items() if "activations" in kinds)
-        named = dict(runtime.root.named_parameters())
+        named = dict(runtime.root.named_parameters(remove_duplicate=False))
         held = {name for names in runtime.stages.values() for name in names}
         self.parameters = {
             modality: OffloadedParameters(
-                modality, [named[name] for name in own_names(plan, modality) if name in held and name in named], memory
+                modality,
+                [p for name in own_names(plan, modality) if name in held and not (p := named[name]).requires_grad],
+                memory,
             )
             for modality, kinds in offloads.items()
             if "parameters" in kinds and any(modality in view.cuts for view in runtime.stages)

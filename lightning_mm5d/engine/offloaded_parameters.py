@@ -1,4 +1,4 @@
-"""Parameters of a frozen encoder, which are in host memory between their uses.
+"""The frozen parameters of an encoder, which are in host memory between their uses.
 
 A parameter stays one object: its ``data`` is the tensor on the device, or the copy on the host, which is what reads of
 it get between steps. The copy is made once: nothing trains these parameters. It is made again after a write in place.
@@ -15,11 +15,11 @@ from lightning_mm5d.engine.host_memory import HostMemory, Stored
 
 
 class OffloadedParameters:
-    """The parameters of one modality on this rank.
+    """The frozen parameters of one modality on this rank.
 
     Args:
         modality: its name, for messages.
-        parameters: that this modality alone uses.
+        parameters: that this modality alone uses, and that nothing trains.
         memory: of the host.
     """
 

@@ -1,8 +1,8 @@
 """Checks of `Modality.offload` against a module: what cannot move, what has nothing to move, and what has no room.
 
-Parameters move where nothing trains them. The host of each rank must have room for the parameters and states of all its
-ranks; the states of an optimizer are taken to be two for each trained element, as AdamW has them. How large saved
-activations are shows the first forward (`engine.offload`).
+Parameters of encoders move where nothing trains them. The host of each rank must have room for the parameters and states
+of all its ranks; the states of an optimizer are taken to be two for each trained element, as AdamW has them. How large
+saved activations are shows the first forward (`engine.offload`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def check_offload(module: pl.LightningModule, plan: Plan) -> None:
     """Refuse what cannot be offloaded, and warn of what has nothing to offload.
 
     Raises:
-        ConfigError: ``parameters`` of a modality that is trained, that computes the loss, or with manual optimization;
-            more of anything than the memory of a host.
+        ConfigError: ``parameters`` of a modality of which all are trained, that computes the loss, or with manual
+            optimization; more of anything than the memory of a host.
     """
     if not any(modality.offloads for modality in plan.modalities.values()):
         return
@@ -54,12 +54,18 @@ def _check_parameters(module: pl.LightningModule, plan: Plan, modality: str, tra
         raise ConfigError(field, got, rule, f"Use {others}")
     names = _names(plan, modality)
     moving = [name for name in names if name in trained]
-    if moving:
+    if len(moving) == len(names):
         rule = (
-            f"Parameters are on the host between the uses of a frozen encoder, and {len(moving)} of {len(names)} "
-            f"parameters of {modality} are trained, {moving[0]} among them"
+            "Frozen parameters are on the host between the uses of an encoder, and all "
+            f"{len(names)} parameters of {modality} are trained"
         )
         raise ConfigError(field, got, rule, f"Use {others}, or freeze them with requires_grad_(False)")
+    if moving and (plan.modalities[modality].zero_stage or (plan.modalities[modality].dp_shard_size or 1) > 1):
+        rule = (
+            f"Ranks share nothing of a modality whose parameters are on the host, and {len(moving)} of {len(names)} "
+            f"parameters of {modality} are trained, {moving[0]} among them"
+        )
+        raise ConfigError(field, got, rule, f"Use {others}, zero_stage=0, or freeze all with requires_grad_(False)")
     if not module.automatic_optimization:
         rule = "Parameters travel along a schedule, and manual optimization runs its own backward without one"
         raise ConfigError(field, got, rule, f"Use {others}, or automatic optimization")
@@ -114,6 +120,7 @@ def _offloaded(plan: Plan, trained: frozenset[str]) -> Iterator[tuple[str, int, 
         yield from (
             (name, rank, _elements(shards.local_shape(name, rank)), modality)
             for name in names
+            if name not in trained
             for rank in plan.ownership.ranks_holding(name)
         )
         for name in _names(plan, modality) if "optimizer" in options.offloads else ():
