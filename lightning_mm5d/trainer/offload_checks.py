@@ -1,8 +1,8 @@
 """Checks of `Modality.offload` against a module: what cannot move, what has nothing to move, and what has no room.
 
-Parameters of encoders move where nothing trains them. The host of each rank must have room for the parameters and states
-of all its ranks; the states of an optimizer are taken to be two for each trained element, as AdamW has them. How large
-saved activations are shows the first forward (`engine.offload`).
+Parameters of encoders move where nothing trains them. A host must have room for the parameters and states of all its
+ranks; the states of an optimizer are taken to be two for each trained element, as AdamW has them. How large saved
+activations are shows the first forward (`engine.offload`).
 """
 
 from __future__ import annotations
