@@ -21,11 +21,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from lightning_mm5d.config.errors import private
@@ -66,7 +67,7 @@ class Recompute:
     def _patch(self, layer: nn.Module, modality: str, index: int, operations: frozenset[str]) -> None:
         method = IN_PLACE if is_compiled_in_place(layer) else "forward"
         own = vars(layer).get(method)
-        buffers = _Buffers()
+        buffers = _Buffers(layer)
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             inner = partial(type(module).forward, module) if own is None else own
@@ -117,7 +118,7 @@ class Recompute:
         result = checkpoint(
             call, *call.tensors(args, kwargs), use_reentrant=False, context_fn=lambda: (keeps, replay), debug=False
         )
-        replay.buffers = buffers.written(layer, before)
+        replay.buffers = buffers.written(before)
         call.is_again = True
         return result
 
@@ -149,36 +150,60 @@ class _Call:
         return self._inner(*args, **given)
 
 
-_Place = tuple[nn.Module, str]
+_Place = tuple[str, str]  # path of a module in a layer, name of a buffer
+
+
+class _Buffer(NamedTuple):
+    """A buffer before a call: its module, its version, and a copy where a call may write it."""
+
+    module: nn.Module
+    tensor: Tensor
+    version: int
+    copy: Tensor | None
 
 
 class _Buffers:
-    """The buffers of a layer that its forward writes, such as running statistics; found out call by call."""
+    """The buffers of a layer that its forward writes, such as running statistics.
 
-    def __init__(self) -> None:
-        self._known: set[str] | None = None  # before the first call, any buffer may be
+    Those of norms are known. Others are found out: in the first call by their values, later by their versions.
+    """
 
-    def before(self, layer: nn.Module) -> dict[_Place, tuple[Tensor, int, Tensor | None]]:
-        """Return each buffer, its version, and a copy where it may be written."""
-        found = {}
-        for path, module in layer.named_modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    copy = buffer.clone() if self._known is None or f"{path}.{name}" in self._known else None
-                    found[module, name] = buffer, buffer._version, copy
-        return found
+    def __init__(self, layer: nn.Module) -> None:
+        self._is_first = True
+        self._written = {
+            (path, name)
+            for path, module in layer.named_modules()
+            if isinstance(module, _NormBase)
+            for name in module._buffers
+        }
 
-    def written(
-        self, layer: nn.Module, before: dict[_Place, tuple[Tensor, int, Tensor | None]]
-    ) -> dict[_Place, Tensor]:
-        """Return what was in the buffers that have been written since `before`."""
-        found, self._known = {}, self._known or set()
-        paths = {module: path for path, module in layer.named_modules()}
-        for (module, name), (buffer, version, copy) in before.items():
-            now = module._buffers.get(name)
-            if now is not buffer or buffer._version != version:
-                self._known.add(f"{paths[module]}.{name}")
-                found[module, name] = buffer.clone() if copy is None else copy
+    def before(self, layer: nn.Module) -> dict[_Place, _Buffer]:
+        """Return the buffers as they are now."""
+        return {
+            (path, name): _Buffer(
+                module,
+                buffer,
+                buffer._version,
+                buffer.clone() if self._is_first or (path, name) in self._written else None,
+            )
+            for path, module in layer.named_modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        }
+
+    def written(self, before: dict[_Place, _Buffer]) -> list[tuple[nn.Module, str, Tensor]]:
+        """Return what was in the buffers that have been written since `before`, with their modules and names."""
+        found = []
+        for place, (module, buffer, version, copy) in before.items():
+            now = module._buffers.get(place[1])
+            is_same = now is buffer and buffer._version == version
+            if self._is_first and is_same and copy is not None:
+                is_same = bool(torch.equal(copy, buffer))
+            if not is_same:
+                self._written.add(place)
+            if place in self._written:
+                found.append((module, place[1], buffer.clone() if copy is None else copy))
+        self._is_first = False
         return found
 
 
@@ -191,7 +216,7 @@ class _Replay:
     """
 
     def __init__(self, takes: AbstractContextManager[Any], *, is_traced: bool) -> None:
-        self.buffers: dict[_Place, Tensor] = {}
+        self.buffers: list[tuple[nn.Module, str, Tensor]] = []
         self._takes, self._is_traced = takes, is_traced
         self._states = random.getstate(), np.random.get_state()
         self._stack = ExitStack()
@@ -202,7 +227,7 @@ class _Replay:
             stack.callback(np.random.set_state, np.random.get_state())
             random.setstate(self._states[0])
             np.random.set_state(self._states[1])
-            for (module, name), value in self.buffers.items():
+            for module, name, value in self.buffers:
                 stack.callback(module._buffers.__setitem__, name, module._buffers[name])
                 module._buffers[name] = value.clone()
             if self._is_traced:
