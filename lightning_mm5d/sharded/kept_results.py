@@ -1,12 +1,13 @@
 """Keeps results of operations of a forward, for the same forward when it runs again in the backward.
 
-An operation is known again by its place among all operations and by the shapes that it takes. Where these differ, or
-something has written to the result, it is computed again: the result is right in any case.
+An operation is known again by the names of all operations up to it and by the shapes that they take. Where these
+differ, or something has written to the result, it is computed again: the result is right in any case.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -21,7 +22,7 @@ _disabled = private(_python_dispatch, "_disable_current_modes")
 _modes = private(_python_dispatch, "_get_current_dispatch_mode_stack")
 _IGNORED = private(checkpoint, "SAC_IGNORED_OPS")  # of which checkpointing itself calls some
 
-_Key = tuple[Any, ...]
+_Key = tuple[str, int]
 
 
 class _Result:
@@ -43,13 +44,13 @@ class _Result:
 
 
 class _Operations(TorchDispatchMode):
-    """Sees all operations and counts them."""
+    """Sees all operations, and folds the names and shapes of those so far into one number."""
 
     def __init__(self, kept: Collection[str], results: dict[_Key, _Result]) -> None:
         super().__init__()
         self._kept, self._results = kept, results
         self._names: dict[Any, str] = {}
-        self._places: dict[str, int] = {}
+        self._trails: dict[str, int] = {}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -57,7 +58,7 @@ class _Operations(TorchDispatchMode):
         return True
 
     def __enter__(self) -> _Operations:
-        self._places.clear()
+        self._trails.clear()
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -81,8 +82,10 @@ class _Operations(TorchDispatchMode):
         return self._result(self._key(name, name, args), compute)
 
     def _key(self, counter: str, name: str, args: tuple) -> _Key:
-        place = self._places[counter] = self._places.get(counter, 0) + 1
-        return (place, name, *(x.shape for x in args if isinstance(x, Tensor)))
+        self._trails[counter] = hash(
+            (self._trails.get(counter), name, *(x.shape for x in args if isinstance(x, Tensor)))
+        )
+        return counter, self._trails[counter]
 
     def _forget(self, written: set[int]) -> None:
         pass
@@ -127,16 +130,20 @@ def as_one(name: str, args: tuple[Tensor, ...], compute: Callable[[], Any]) -> A
         args: that it takes.
         compute: returns tensors.
     """
-    around = next((mode for mode in reversed(_modes()) if isinstance(mode, _Operations)), None)
+    around = _around()
     if around is None:
         return compute()
     with _disabled():
         return around.alone(name, args, compute)
 
 
-def unseen() -> Any:
-    """Enter around operations that run in a forward and not when it runs again."""
-    return _disabled()
+def unseen() -> AbstractContextManager[Any]:
+    """Enter around operations that run in a forward and not when it runs again, such as those that fill a cache."""
+    return nullcontext() if _around() is None else _disabled()
+
+
+def _around() -> _Operations | None:
+    return next((mode for mode in reversed(_modes()) if isinstance(mode, _Operations)), None)
 
 
 def _name_of(func: Any) -> str:

@@ -25,6 +25,7 @@ from lightning_mm5d.context_parallel.hooks.step_masks import StepMasks
 from lightning_mm5d.context_parallel.hooks.torch_attention import TorchAttention
 from lightning_mm5d.context_parallel.masks.caches import Cache, Caches
 from lightning_mm5d.context_parallel.masks.mask import Mask
+from lightning_mm5d.sharded.kept_results import unseen
 from lightning_mm5d.sharded.tensor import Sharded
 from lightning_mm5d.sharded.token_split import TokenSplit
 
@@ -188,15 +189,16 @@ class Attention:
             raise self._refusal("dropout", dropout, "Attention weights lie on several ranks and are not dropped out")
         bounds, causal = kwargs.get("cu_seq_lens_q"), kwargs.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal
-        mask = self.masks.of(
-            attention_mask,
-            bounds,
-            is_causal=bool(causal) and not crosses,
-            batch=query.shape[0],
-            q_length=query.shape[2] if split is None else split.size,
-            k_length=key.shape[2] if crosses or split is None else split.size,
-            device=query.device,
-        )
+        with unseen():  # the first layer of a step makes it
+            mask = self.masks.of(
+                attention_mask,
+                bounds,
+                is_causal=bool(causal) and not crosses,
+                batch=query.shape[0],
+                q_length=query.shape[2] if split is None else split.size,
+                k_length=key.shape[2] if crosses or split is None else split.size,
+                device=query.device,
+            )
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": s_aux}
         if split is None:

@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from lightning_mm5d.sharded.kept_results import unseen
+
 T = TypeVar("T")
 
 
@@ -48,7 +50,8 @@ class Cache:
         with self._lock:
             found = self._kept.get(place)
             if found is None:
-                found = self._kept[place] = make(), tensors
+                with unseen():  # a layer that is computed again finds it here
+                    found = self._kept[place] = make(), tensors
                 self._trim()
             else:
                 self._kept.move_to_end(place)
