@@ -196,7 +196,8 @@ class ContextParallel:
         if where is None or self._generates:
             return inner(*given.args, **given.kwargs)
         state = at(where, *given)
-        assigned = self._assignment.of(state, given.kwargs)
+        with unseen():
+            assigned = self._assignment.of(state, given.kwargs)
         if assigned is None:
             return inner(*given.args, **given.kwargs)
         tokens = local_state(state, assigned, is_assigned=self._assignment.holds(state))
