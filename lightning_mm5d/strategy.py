@@ -262,6 +262,7 @@ class MultimodalStrategy(GradientStrategy):
         self._session.share(self.optimizers if trainer.state.fn == TrainerFn.FITTING else ())
         self.setup_precision_plugin()
         self._session.attach(trainer)
+        self._attach_averages(trainer)
 
     @override
     def model_to_device(self) -> None:
@@ -271,7 +272,9 @@ class MultimodalStrategy(GradientStrategy):
     def teardown(self) -> None:
         if self._session is not None:
             keeps = self.checkpoint == "sharded"
-            self._session.close(() if keeps else range(0, self.layout.size, self.num_processes), failed=self._failed)
+            targets = () if keeps else range(0, self.layout.size, self.num_processes)
+            self._end_averages(targets)
+            self._session.close(targets, failed=self._failed)
             self._session = None
         super().teardown()
 

@@ -25,6 +25,7 @@ from lightning_mm5d.sharded.remote_value import Guard, Origin, is_remote, placeh
 from lightning_mm5d.stage.remote import is_placeholder
 
 TRAINED_COPIES = 3  # a weight and two moments
+AVERAGES = "lightning_mm5d/averages"  # begins the names of tensors of copies that callbacks average weights into
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class OwnShards:
         rank: global rank.
         sources: which rank has the value of a buffer whose primary rank has not.
         stand_ins: what `own_state` has put in place of tensors, by name.
+        averages: copies of `root` that callbacks average into, by name, cut as it is.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class OwnShards:
         rank: int,
         sources: Mapping[str, int] | None = None,
         stand_ins: Mapping[str, Tensor] | None = None,
+        averages: Mapping[str, nn.Module] | None = None,
     ) -> None:
         self._root, self._plan, self._rank = root, plan, rank
         sources, self._stand_ins = sources or {}, stand_ins or {}
@@ -93,6 +96,11 @@ class OwnShards:
                 first = first_names[id(tensor)]
                 if name != first:
                     self._pieces[name] = self._pieces[first]
+        self._names = {name: name for name in self._tensors}
+        for label, copy in (averages or {}).items():
+            for name, tensor in tensors_of(copy):
+                full = f"{AVERAGES}/{label}/{name}"
+                self._names[full], self._tensors[full] = name, tensor
 
     def module_items(self, names: Mapping[str, str]) -> Iterator[Item]:
         """Yield what this rank writes of tensors of the module.
@@ -104,7 +112,7 @@ class OwnShards:
             ConfigError: this rank does not have the value of a tensor that it writes.
         """
         for stored, name in names.items():
-            yield from self._cut(stored, name, self._tensors[name].detach())
+            yield from self._cut(stored, self._names[name], self._tensors[name].detach())
 
     def optimizer_items(self, optimizer: Optimizer, prefix: str) -> tuple[list[Item], dict[str, dict[str, Any]]]:
         """Return what this rank writes of an optimizer's state: pieces, and by parameter and key what has no pieces."""
@@ -167,13 +175,14 @@ class OwnShards:
         return self._holdings is not None and (value.shape == self._holdings.of(label, self._rank, parameter.shape).own)
 
 
-def own_state(root: nn.Module, plan: Plan | None, stand_ins: dict[str, Tensor]) -> dict[str, Any]:
+def own_state(root: nn.Module, plan: Plan | None, stand_ins: dict[str, Tensor], prefix: str = "") -> dict[str, Any]:
     """Return the module's state dict with what this rank holds in full; placeholders stand for all else.
 
     Args:
-        root: the LightningModule, as it is on this rank.
+        root: the LightningModule, as it is on this rank, or a copy that is cut as it is.
         plan: all stages; None where this rank has the whole module.
         stand_ins: placeholders of shards by their first names, which this adds to.
+        prefix: of their names.
     """
     state = root.state_dict(keep_vars=True)
     if plan is None:
@@ -188,9 +197,10 @@ def own_state(root: nn.Module, plan: Plan | None, stand_ins: dict[str, Tensor]) 
         if value.shape == shape:
             state[name] = value.detach()
             continue
-        if first not in stand_ins:
-            stand_ins[first] = placeholder(value.detach().new_empty(()).expand(shape), Origin(first, guard))
-        state[name] = stand_ins[first]
+        key = f"{prefix}{first}"
+        if key not in stand_ins:
+            stand_ins[key] = placeholder(value.detach().new_empty(()).expand(shape), Origin(first, guard))
+        state[name] = stand_ins[key]
     return state
 
 

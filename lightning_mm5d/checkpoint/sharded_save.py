@@ -112,7 +112,8 @@ def decide(checkpoint: Mapping[str, Any], shards: OwnShards, labels: Sequence[li
         rest = {key: value for key, value in part.items() if key != "state"}
         optimizers.append({"number": part.number, "names": labels[part.number], "rest": rest})
     rest = {key: value for key, value in checkpoint.items() if key not in (STATE_DICT, OPTIMIZERS)}
-    state = encode_state({"extra": extra, "optimizers": optimizers, "rest": rest})
+    whole = {"extra": extra, "optimizers": optimizers, "rest": rest}
+    state = encode_state(whole, stands=lambda tensor: shards.name_of(tensor) is not None)
     references = {}
     for path, value in state.tensors.items():
         name = shards.name_of(value)

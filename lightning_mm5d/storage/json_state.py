@@ -56,15 +56,18 @@ class EncodedState:
     objects: dict[str, Any] = field(default_factory=dict)
 
 
-def encode_state(state: Any, classes: Iterable[type] = ()) -> EncodedState:
+def encode_state(
+    state: Any, classes: Iterable[type] = (), *, stands: Callable[[Tensor], bool] = lambda _: False
+) -> EncodedState:
     """Return `state` in parts, from which `decode_state` makes an equal one of equal types.
 
     Args:
         state: nested containers of anything.
         classes: enums, dataclasses, named tuples and subclasses of dict that are taken apart too; the reader must allow
             them as well.
+        stands: whether a tensor of a class of its own stands for a plain one; it is kept as it is.
     """
-    encoder = _Encoder({_class_name(kind): kind for kind in classes})
+    encoder = _Encoder({_class_name(kind): kind for kind in classes}, stands)
     tree = encoder.encode(state, ())
     encoder.encoded.text = json.dumps(tree, allow_nan=False).encode()
     return encoder.encoded
@@ -106,9 +109,9 @@ class _NotPlainError(Exception):
 
 
 class _Encoder:
-    def __init__(self, classes: Mapping[str, type]) -> None:
+    def __init__(self, classes: Mapping[str, type], stands: Callable[[Tensor], bool]) -> None:
         self.encoded = EncodedState(b"")
-        self._classes = classes
+        self._classes, self._stands = classes, stands
         self._tensors: dict[int, str] = {}  # names by id, so that a tensor that stands twice is kept once
         self._open: list[int] = []  # ids of the containers around
 
@@ -142,6 +145,8 @@ class _Encoder:
             return {key: self.encode(entry, (*path, key)) for key, entry in value.items()}
         if kind in (Tensor, torch.nn.Parameter):
             return self._tensor(value, path)
+        if isinstance(value, Tensor) and self._stands(value):
+            return self._reference(value, value, path)
         if isinstance(value, np.ndarray | np.generic):
             return _numpy(value)
         if _SEQUENCES.get(kind.__name__) is kind:
@@ -174,7 +179,7 @@ class _Encoder:
         return tree | {"items": pairs}
 
     def _key(self, key: Any) -> Any:
-        encoder = _Encoder(self._classes)
+        encoder = _Encoder(self._classes, self._stands)
         tree = encoder.encode(key)
         if encoder.encoded.objects or encoder.encoded.tensors:
             raise _NotPlainError  # such a key may be equal to none but itself
@@ -185,11 +190,16 @@ class _Encoder:
         is_pairs = value.dtype is torch.complex128
         if value.layout is not torch.strided or value.is_meta or not (is_pairs or storable(value.dtype)):
             raise _NotPlainError
+        flags = {"complex": is_pairs, "parameter": type(value) is not Tensor, "grad": value.requires_grad}
+        reference = self._reference(value, torch.view_as_real(plain) if is_pairs else plain, path)
+        return {**reference, **{key: True for key in flags if flags[key]}}
+
+    def _reference(self, value: Tensor, kept: Tensor, path: tuple[str, ...]) -> dict[str, Any]:
+        """Keep `kept` for a tensor, once, and return what refers to it."""
         if id(value) not in self._tensors:
             name = self._tensors[id(value)] = _unused(path, self.encoded.tensors)
-            self.encoded.tensors[name] = torch.view_as_real(plain) if is_pairs else plain
-        flags = {"complex": is_pairs, "parameter": type(value) is not Tensor, "grad": value.requires_grad}
-        return {_TAG: "tensor", "name": self._tensors[id(value)], **{key: True for key in flags if flags[key]}}
+            self.encoded.tensors[name] = kept
+        return {_TAG: "tensor", "name": self._tensors[id(value)]}
 
     def _of_class(self, value: Any, path: tuple[str, ...]) -> Any:
         name = _class_name(type(value))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal
@@ -29,6 +29,7 @@ from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.remote_value import is_remote
 from lightning_mm5d.storage.directory import is_checkpoint_directory
 from lightning_mm5d.storage.source import StateDictSource
+from lightning_mm5d.trainer.averages import Averages
 from lightning_mm5d.trainer.kept_shards import has_kept_shards
 from lightning_mm5d.trainer.process_group import message_device, rendezvous_store
 from lightning_mm5d.trainer.resume import Resume
@@ -68,6 +69,7 @@ class CheckpointStrategy(WeightsStrategy, ABC):
         self._checkpoints = ShardedCheckpoints(self._open_reports)
         self._store: dist.Store | None = None  # for checkpoints alone, because a thread may use it
         self._waiting: SavedWeights | None = None  # to load once the module is cut
+        self._averages: Averages | None = None
 
     def _open_reports(self, topic: str) -> RankReports:
         world = self.world_size if dist.is_initialized() else 1
@@ -75,6 +77,27 @@ class CheckpointStrategy(WeightsStrategy, ABC):
             assert self.cluster_environment is not None
             self._store = dist.PrefixStore("checkpoints", rendezvous_store(self.cluster_environment, self._timeout))
         return RankReports(self._store, topic, rank=self.global_rank, world_size=world, timeout=self._timeout)
+
+    # --- averages of weights ---
+
+    def _attach_averages(self, trainer: pl.Trainer) -> None:
+        """Let callbacks average what this rank holds of the module; collective."""
+        module, plan = self._module("setup"), self._run("setup").plan
+        averages = Averages(module, plan, self.global_rank, vars(trainer)["callbacks"])
+        averages.attach(partial(self._state_of_average, averages, plan), message_device(self.root_device))
+        self._averages = averages
+
+    def _state_of_average(self, averages: Averages, plan: Plan, name: str) -> Mapping[str, Any]:
+        if self.checkpoint == "sharded":
+            return self._checkpoints.state_of_average(averages.roots[name], plan, name)
+        buffers = None if self._session is None else self._session.buffers
+        return collect_module(averages.roots[name], plan, self.global_rank, buffers=buffers)
+
+    def _end_averages(self, targets: Iterable[int]) -> None:
+        """Leave averages as the module is left; collective unless the run has failed."""
+        if self._averages is not None:
+            buffers = None if self._session is None else self._session.buffers
+            self._averages.end(targets, buffers, failed=self._failed)
 
     # --- saving ---
 
@@ -155,6 +178,7 @@ class CheckpointStrategy(WeightsStrategy, ABC):
                 self._shards_plan(),
                 buffers=None if session is None else session.buffers,
                 fields={**fields, "optimizers": [type(one).__name__ for one in optimizers]},
+                averages={} if self._averages is None else self._averages.roots,
                 in_thread=self.async_checkpoint and session is not None,
             )
 
@@ -288,7 +312,7 @@ class CheckpointStrategy(WeightsStrategy, ABC):
             super().teardown()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_checkpoints": None, "_store": None}
+        return {**super().__getstate__(), "_checkpoints": None, "_store": None, "_averages": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

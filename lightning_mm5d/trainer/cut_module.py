@@ -53,8 +53,7 @@ class CutModule:
         held = frozenset[str]().union(*stages.values())
         names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
         guard = Guard(plan.ownership.holders, module.parameters)
-        self._remote = [name for name in names if name not in held]
-        self.drop_remote(module, guard)
+        drop_parameters(module, [name for name in names if name not in held], device, guard)
         self._tensor: TensorParallel | None = None
         self._unguard: list[Callable[[], object]] = []
         if groups.tensor:
@@ -93,10 +92,6 @@ class CutModule:
             self._interface.remove()
         if self._tensor is not None:
             self._tensor.remove()
-
-    def drop_remote(self, module: pl.LightningModule, guard: Guard) -> None:
-        """Make placeholders of the parameters that this rank does not hold, in the module or in a copy of it."""
-        drop_parameters(module, self._remote, self._device, guard)
 
     def _guard_shards(self, guard: Guard, names: list[str]) -> None:
         """Refuse state dicts of modules with sharded parameters: they would hold the shards of this rank alone."""

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import DeviceStatsMonitor, StochasticWeightAveraging
+from lightning.pytorch.callbacks import DeviceStatsMonitor
 from lightning.pytorch.plugins import Precision
 from torch import Tensor
 from torch.optim import Optimizer
@@ -24,7 +24,6 @@ from torchmetrics import Metric
 
 from lightning_mm5d.checkpoint.buffer_state import BufferState
 from lightning_mm5d.checkpoint.module_state import restore_full, share_buffers
-from lightning_mm5d.config.errors import private
 from lightning_mm5d.data.batches import per_replica
 from lightning_mm5d.engine.engine import Engine
 from lightning_mm5d.engine.groups import Groups
@@ -250,10 +249,6 @@ class Session:
         self.turns.attach()
         self.buffers = BufferState(self._module, self.plan)  # after the module has moved to its device
         self.optimization.clip_over_all_ranks(trainer.strategy.precision_plugin)
-        for callback in vars(trainer)["callbacks"]:
-            average = private(callback, "_average_model") if isinstance(callback, StochasticWeightAveraging) else None
-            if average is not None:  # a copy that was made before the module was cut
-                self._cut.drop_remote(average, self._cut.runtime.guard)
         if any(isinstance(callback, DeviceStatsMonitor) for callback in vars(trainer)["callbacks"]):
             self._figures.attach(trainer.strategy.accelerator)
         # Lightning calls the hook with whatever the loader yields, also where that is several batches

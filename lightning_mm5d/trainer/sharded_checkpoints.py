@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_mm5d.checkpoint.buffer_state import BufferState
 from lightning_mm5d.checkpoint.module_state import collect_others, wire_device
-from lightning_mm5d.checkpoint.own_shards import OwnShards, labels_of, own_state
+from lightning_mm5d.checkpoint.own_shards import AVERAGES, OwnShards, labels_of, own_state
 from lightning_mm5d.checkpoint.rank_reports import RankReports
 from lightning_mm5d.checkpoint.sharded_load import ShardedCheckpoint
 from lightning_mm5d.checkpoint.sharded_save import Save, decide
@@ -57,6 +57,12 @@ class ShardedCheckpoints:
             collect_others(module, state, plan, dist.get_rank())
         return state
 
+    def state_of_average(self, root: nn.Module, plan: Plan, name: str) -> dict[str, Any]:
+        """Return the same of the copy of the module that a callback averages into; collective."""
+        state = own_state(root, plan, self._stand_ins, f"{AVERAGES}/{name}/")
+        collect_others(root, state, plan, dist.get_rank())
+        return state
+
     def save(
         self,
         checkpoint: Mapping[str, Any],
@@ -68,6 +74,7 @@ class ShardedCheckpoints:
         buffers: BufferState | None,
         fields: Mapping[str, Any],
         in_thread: bool,
+        averages: Mapping[str, nn.Module],
     ) -> None:
         """Save on all ranks.
 
@@ -80,11 +87,12 @@ class ShardedCheckpoints:
             buffers: which ranks have the values of buffers.
             fields: of the manifest.
             in_thread: whether to return once this rank's shards are copied.
+            averages: copies of the module that callbacks average into, by name.
         """
         self.saves.finish()
         reports = self._open_reports("save")
         sources = {} if buffers is None else buffers.sources(wire_device(module))
-        shards = OwnShards(module, plan, reports.rank, sources, self._stand_ins)
+        shards = OwnShards(module, plan, reports.rank, sources, self._stand_ins, averages)
         save = Save(reports, optimizers, fields)
         labels = [labels_of(optimizer, module) for optimizer in optimizers]
         save.announce(os.fspath(path), lambda: decide(checkpoint, shards, labels))

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import ModelPruning
 from torch.utils.data import DataLoader
 
 from lightning_mm5d.config.errors import ConfigError
@@ -20,6 +20,7 @@ from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.plan.data_shards import DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Graph, Schedule, build, is_table
+from lightning_mm5d.trainer.averages import check_averages
 from lightning_mm5d.trainer.own_norms import check_norms
 from lightning_mm5d.trainer.sharing_guards import check_shared
 
@@ -117,25 +118,18 @@ def check_callbacks(callbacks: Sequence[pl.Callback], plan: Plan) -> None:
     """Refuse callbacks that keep a copy of the module, or a mask of its parameters, where ranks hold parts of it.
 
     Raises:
-        ConfigError: `WeightAveraging` and `ModelPruning` with several stages or tensor parallelism,
-            `StochasticWeightAveraging` with tensor parallelism, and callbacks that take norms of gradients by
-            themselves with any of these.
+        ConfigError: `ModelPruning` with several stages, tensor parallelism or `zero_stage`; averages of weights that
+            are not computed element by element, and callbacks that take norms of gradients by themselves.
     """
     check_norms(callbacks, plan)
+    check_averages(callbacks, plan)
     for callback in callbacks:
-        if isinstance(callback, WeightAveraging) and not plan.topology.is_replicated:
+        if isinstance(callback, ModelPruning) and (plan.division.shards or DataShards(plan).exist):
             raise ConfigError(
                 "callbacks",
                 type(callback).__name__,
-                "It saves the copy of the module that it averages, and with stages or tp_size > 1 no rank has all",
-                "Use StochasticWeightAveraging, or one stage (colocate all modalities, pp_size=1) and tp_size=1",
-            )
-        if isinstance(callback, StochasticWeightAveraging | ModelPruning) and plan.division.shards:
-            raise ConfigError(
-                "callbacks",
-                type(callback).__name__,
-                "It works on full parameters, and tensor parallel ranks have shards of them",
-                "Leave it out, or use tp_size=1",
+                "It works on full parameters, and ranks that share them have parts of each",
+                "Leave it out, or use tp_size=1 and zero_stage=0",
             )
         if isinstance(callback, ModelPruning) and (not plan.topology.is_replicated or DataShards(plan).exist):
             raise ConfigError(

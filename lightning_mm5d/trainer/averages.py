@@ -1,0 +1,217 @@
+"""The copies of the module that callbacks average weights into, on one rank.
+
+`WeightAveraging` and `StochasticWeightAveraging` copy the module in their own setup, before it is cut. Here a copy
+becomes what the module is between steps: placeholders for what other ranks hold, shards, and own rows with
+``zero_stage=3``. So updates, swaps for a validation and the last copy into the module run on local tensors, by
+Lightning's own code. The state dict of a copy is collected as that of the module is.
+
+It refuses averages that are not computed element by element where ranks hold parts of parameters, and copies that were
+made before the module was built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from lightning_mm5d.checkpoint.buffer_state import BufferState
+from lightning_mm5d.checkpoint.module_state import equalize, restore_full, tensors_of
+from lightning_mm5d.config.errors import ConfigError, private
+from lightning_mm5d.data.random_state import CPU, kept_random_state
+from lightning_mm5d.plan.data_shards import DataShards
+from lightning_mm5d.plan.holdings import Holdings, narrowed
+from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.sharded.remote_value import Guard, is_remote, marked
+from lightning_mm5d.stage import drop_parameters, is_placeholder
+from lightning_mm5d.trainer.kept_shards import keep_shards, release_shards
+
+
+class Averages:
+    """The averages of one run.
+
+    Args:
+        module: the LightningModule as it is on this rank between steps.
+        plan: all stages.
+        rank: global rank.
+        callbacks: of the trainer.
+
+    Attributes:
+        roots: the copies of the module, by a name that is the same on all ranks.
+    """
+
+    def __init__(self, module: pl.LightningModule, plan: Plan, rank: int, callbacks: Iterable[pl.Callback]) -> None:
+        self._module, self._plan, self._rank = module, plan, rank
+        found = [one for one in map(_average, callbacks) if one is not None]
+        self._holders = {str(number): one for number, one in enumerate(found)}
+        self.roots: dict[str, nn.Module] = {name: _root(holder) for name, holder in self._holders.items()}
+
+    def attach(self, state_dict: Callable[[str], Mapping[str, Any]], wire: torch.device) -> None:
+        """Cut the copies; collective.
+
+        Args:
+            state_dict: returns what the state dict of a copy is in a checkpoint, by the name of the copy; collective.
+            wire: where messages of the default group live.
+        """
+        for name, holder in self._holders.items():
+            root = self.roots[name]
+            _check_built(self._module, root)
+            if not release_shards(root):
+                equalize(root, wire)
+                self._cut(root)
+            vars(holder)["state_dict"] = partial(_state_dict, holder, partial(state_dict, name))
+            if isinstance(holder, AveragedModel):
+                vars(holder)["update_parameters"] = partial(_update, holder, self._module)
+
+    def end(self, targets: Iterable[int], buffers: BufferState | None, *, failed: bool) -> None:
+        """Leave the copies as the module is left: full on the ranks `targets`, or as they are; collective.
+
+        Args:
+            targets: ranks that get full copies; without any, all ranks keep their shards.
+            buffers: which ranks have the values of buffers.
+            failed: whether the run has failed, after which nothing can be gathered.
+        """
+        chosen = tuple(targets)
+        for name, holder in self._holders.items():
+            root = self.roots[name]
+            vars(holder).pop("update_parameters", None)
+            if not chosen and not failed:
+                keep_shards(root, self._plan)
+                continue
+            vars(holder).pop("state_dict", None)
+            if not failed:
+                restore_full(root, self._plan, self._rank, chosen, buffers=buffers)
+
+    def _cut(self, root: nn.Module) -> None:
+        """Give a full copy the form that the module has."""
+        own = dict(tensors_of(self._module))
+        remote = [name for name, tensor in own.items() if is_placeholder(tensor)]
+        holdings = Holdings(self._plan, self._module)
+        device = next((one.device for one in root.parameters()), torch.device("cpu"))
+        drop_parameters(root, remote, device, Guard(self._plan.ownership.holders))
+        for name, tensor in tensors_of(root):
+            if name not in own or is_remote(tensor) or is_remote(own[name]):
+                continue
+            if tensor.is_meta:
+                _set(root, name, own[name].detach().clone())
+            elif tensor.shape != own[name].shape:
+                shape = own[name].shape
+                cut = tensor.new_empty(shape)
+                for held, full in holdings.of(name, self._rank, shape).parts(shape):
+                    narrowed(cut, held).copy_(narrowed(tensor.detach(), full))
+                tensor.data = cut
+
+
+def check_averages(callbacks: Iterable[pl.Callback], plan: Plan) -> None:
+    """Refuse averages of an element that depend on others, where ranks hold parts of parameters.
+
+    Raises:
+        ConfigError: an averaging function is of that kind.
+    """
+    of_parts = bool(plan.division.shards) or DataShards(plan).exist
+    for callback in callbacks:
+        for name, function in _functions(callback).items():
+            if not (of_parts or (plan.topology.edges and name == "multi_avg_fn")):
+                continue
+            if not _is_elementwise(name, function):
+                raise ConfigError(
+                    f"callbacks.{type(callback).__name__}.{name}",
+                    getattr(function, "__qualname__", type(function).__name__),
+                    "Its average of an element depends on other elements, and ranks hold parts of the parameters",
+                    "Average element by element, such as get_ema_avg_fn(decay), or use one stage, tp_size=1 and "
+                    "zero_stage=0",
+                )
+
+
+def _functions(callback: pl.Callback) -> dict[str, Callable[..., Any]]:
+    if isinstance(callback, StochasticWeightAveraging):
+        return {"avg_fn": private(callback, "_avg_fn")}
+    if isinstance(callback, WeightAveraging):
+        given = private(callback, "_kwargs")
+        return {name: given[name] for name in ("avg_fn", "multi_avg_fn") if given.get(name) is not None}
+    return {}
+
+
+def _is_elementwise(name: str, function: Callable[..., Any]) -> bool:
+    """Whether a function averages each element by itself, as tried on two small matrices; True if it cannot be."""
+
+    def averaged(averages: list[Tensor], models: list[Tensor]) -> list[Tensor]:
+        averages = [one.clone() for one in averages]
+        if name == "multi_avg_fn":
+            function(averages, models, torch.tensor(2))
+            return averages
+        return [function(one, other, torch.tensor(2)) for one, other in zip(averages, models, strict=True)]
+
+    generator = torch.Generator().manual_seed(0)
+    averages, models = (
+        [torch.randn(4, 3, generator=generator, dtype=torch.float64) for _ in range(2)] for _ in range(2)
+    )
+    try:
+        with kept_random_state(CPU):
+            whole = averaged(averages, models)
+            for row in range(4):
+                part = averaged([averages[1][row : row + 1]], [models[1][row : row + 1]])
+                if not torch.allclose(part[0], whole[1][row : row + 1], rtol=1e-9, atol=1e-12):
+                    return False
+    except Exception:  # a function that wants the real model
+        return True
+    return True
+
+
+def _average(callback: pl.Callback) -> nn.Module | None:
+    if not isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+        return None
+    found: nn.Module | None = private(callback, "_average_model")
+    return found
+
+
+def _root(holder: nn.Module) -> nn.Module:
+    """Return the copy of the LightningModule in an average."""
+    return holder.module if isinstance(holder, AveragedModel) else holder
+
+
+def _check_built(module: nn.Module, root: nn.Module) -> None:
+    """Refuse a copy that lacks parameters of the module.
+
+    Raises:
+        ConfigError: the module was built after it was copied.
+    """
+    if [name for name, _ in module.named_parameters()] != [name for name, _ in root.named_parameters()]:
+        rule = "It copies the module before configure_model builds it, and would average nothing"
+        raise ConfigError("callbacks", "StochasticWeightAveraging", rule, "Use WeightAveraging, or build in __init__")
+
+
+def _state_dict(
+    holder: nn.Module, of_root: Callable[[], Mapping[str, Any]], *arguments: Any, **options: Any
+) -> dict[str, Any]:
+    if options.get("keep_vars"):
+        own_state: dict[str, Any] = type(holder).state_dict(holder, *arguments, **options)
+        return own_state
+    if not isinstance(holder, AveragedModel):
+        return dict(of_root())
+    own = {name: value.detach() for name, value in holder.named_buffers(recurse=False)}
+    return own | {f"module.{name}": value for name, value in of_root().items()}
+
+
+def _update(holder: AveragedModel, module: nn.Module, *arguments: Any, **options: Any) -> None:
+    """Update an average, after its buffers know which of the module's have no value on this rank."""
+    own = dict(module.named_buffers())
+    for name, buffer in list(holder.module.named_buffers()):
+        value = own.get(name)
+        if is_remote(value) and not is_remote(buffer):
+            _set(holder.module, name, marked(buffer.detach().clone(), value.origin))
+    AveragedModel.update_parameters(holder, *arguments, **options)
+
+
+def _set(root: nn.Module, name: str, value: Tensor) -> None:
+    """Give a parameter or buffer of `root` another value."""
+    path, _, leaf = name.rpartition(".")
+    owner = root.get_submodule(path)
+    known = getattr(owner, leaf)
+    setattr(owner, leaf, nn.Parameter(value, known.requires_grad) if isinstance(known, nn.Parameter) else value)
