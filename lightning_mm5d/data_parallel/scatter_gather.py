@@ -38,15 +38,21 @@ class ScatteredSum:
         # an all-to-all and a sum in this rank's memory: the bytes of a ring, for any lengths, in one fixed order
         lengths = [chunk.numel() for chunk in chunks]
         own = lengths[group.rank()]
-        self._sent = torch.cat([*chunks])
+        self._sent: Tensor | None = torch.cat([*chunks])
         self._arrived = self._sent.new_empty(own * len(chunks))
         self._count = len(chunks)
         sizes = [own] * len(chunks)
         self._work: Any = dist.all_to_all_single(self._arrived, self._sent, sizes, lengths, group=group, async_op=True)
 
+    def free(self) -> None:
+        """Free what has been sent; waits for nobody."""
+        if self._sent is not None and self._work.is_completed():
+            self._sent = None
+
     def wait(self) -> Tensor:
         """Return the sum of this rank's chunks over all ranks."""
         self._work.wait()
+        self._sent = None
         return self._arrived.view(self._count, -1).sum(0)
 
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_mm5d.data_parallel.closed import make_closed, make_open
-from lightning_mm5d.data_parallel.scatter_gather import ScatteredSum, gather
+from lightning_mm5d.data_parallel.scatter_gather import gather
 from lightning_mm5d.plan.compressions import Traffic
 from lightning_mm5d.plan.data_shards import DataShard
 
@@ -291,55 +291,6 @@ class SharedParameters:
             one.keep_own()
         self._fetch([one for one in found if one.shard.stage < 3 and one.parameter.requires_grad])
 
-    def scattered(self, gradients: Sequence[Tensor | None], weights: Sequence[float]) -> list[Tensor | None]:
-        """Return the summed gradients of the rows that this rank owns; collective.
-
-        Args:
-            gradients: of the whole local tensors of `all`, in their order; None where a rank has none.
-            weights: what this rank's gradients are multiplied by.
-
-        Returns:
-            One for each; None where no rank has any.
-        """
-        results: list[Tensor | None] = [None] * len(self.all)
-        numbers = [number for number, one in enumerate(self.all) if one.parameter.requires_grad]
-        started = []
-        for held in self._buckets(numbers, lambda number: self.all[number]):
-            started.append((held, ScatteredSum(self._packed(held, gradients, weights), self._group(held[0]))))
-        summing: list[tuple[list[int], Tensor, Any]] = []
-        for held, scattered in started:
-            flat, across = scattered.wait(), self.all[held[0]].shard.across
-            group = self._groups[across] if len(across) > 1 else None
-            summing.append((held, flat, group and dist.all_reduce(flat, group=group, async_op=True)))
-        for held, flat, work in summing:
-            if work:
-                work.wait()
-            flags = flat[-len(held) :].tolist()
-            own = [self.all[number] for number in held]
-            parts = flat[: -len(held)].split([one.numel_at(one.shard.place) for one in own])
-            for number, one, flag, part in zip(held, own, flags, parts, strict=True):
-                results[number] = part.view(one.own.shape) if flag else None
-        return results
-
-    def _packed(
-        self, held: Sequence[int], gradients: Sequence[Tensor | None], weights: Sequence[float]
-    ) -> list[Tensor]:
-        """What this rank adds to the sums of each rank of the block; after it flags of the gradients that there are."""
-        chunks = []
-        first = self.all[held[0]]
-        flags = first.own.new_tensor([gradients[number] is not None for number in held])
-        for place in range(len(first.shard.block)):
-            parts = []
-            for number in held:
-                one, gradient = self.all[number], gradients[number]
-                if gradient is None:
-                    parts.append(one.own.new_zeros(one.numel_at(place)))
-                else:
-                    rows = one.shard.rows(gradient, place).reshape(-1)
-                    parts.append(rows if weights[number] == 1.0 else rows * weights[number])
-            chunks.append(torch.cat([*parts, flags]))
-        return chunks
-
     def _fetch(self, wanted: Sequence[SharedParameter], *, exact: bool = False) -> None:
         """Write the rows of all ranks to the local tensors of `wanted`, which get memory; collective."""
         for fetch in self.started(wanted, exact=exact):
@@ -361,11 +312,6 @@ class SharedParameters:
             assert group is not None
             started.append(Fetch(held, group, exact=exact))
         return started
-
-    def _group(self, number: int) -> dist.ProcessGroup:
-        group = self._groups[self.all[number].shard.block]
-        assert group is not None
-        return group
 
     def _buckets(self, items: Sequence[T], parameter: Callable[[T], SharedParameter]) -> list[list[T]]:
         """Return `items` in lists that are exchanged at once, in one order on all ranks that share one of them."""

@@ -7,28 +7,26 @@ leaves weight gradients to an action of their own. (3) What is still being sent 
 stage are returned.
 
 Only the receipt of a payload that is needed now waits for a peer. It knows nothing of Lightning.
-
-It warns of a loss that is NaN in the first step, where parts of the model are remote.
 """
 
 from __future__ import annotations
 
 import time
-import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_mm5d.config.errors import RemoteParameterError
 from lightning_mm5d.data.microbatch import Microbatch
 from lightning_mm5d.data.random_state import kept_random_state, seed_all, seed_of, seed_torch
 from lightning_mm5d.engine.bridge import Bridge
+from lightning_mm5d.engine.first_loss import FirstLoss
 from lightning_mm5d.engine.offload import Moves, Offload
 from lightning_mm5d.engine.recorder import Recorder
 from lightning_mm5d.engine.step import Step
@@ -42,6 +40,7 @@ from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.stage import Deferred, Payload, Run, Runtime, SharedBuffers, StageError, StageView
 from lightning_mm5d.stage.payload import tensors_in
 
+Ending = Callable[[StageKey, Sequence[nn.Parameter] | None], AbstractContextManager[None]]
 _NAMES = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W: "weight gradient"}
 
 
@@ -55,13 +54,18 @@ class _Flight:
     loss: Tensor | None
 
 
+_Flights = dict[tuple[StageKey, int], _Flight]
+_Due = dict[tuple[StageKey, int], Deferred]
+
+
 class _Prepared(NamedTuple):
-    """The graph of a step, this rank's actions, the payloads that arrive, and the stages with split backwards."""
+    """The graph of a step, this rank's actions, payloads to come, stages with split backwards, their last actions."""
 
     graph: Graph
     actions: list[Action]
     arrivals: Counter[Bridge]
     split_stages: frozenset[StageKey]
+    last_actions: dict[StageKey, Action]
 
 
 class Engine:
@@ -115,28 +119,29 @@ class Engine:
         self.offload = offload
         self._bridges: dict[Any, Bridge] = {}
         self._built: dict[Any, _Prepared] = {}
-        self._checked = False
+        self._first_loss = FirstLoss(plan, runtime, views)
         loss_modality = plan.partition.loss_modality
         self._last = max(views, key=lambda key: (key.modality == loss_modality, key.number))  # of this rank
         names = () if len(views) == 1 else plan.ownership.written_by_all
         self._shared_buffers = SharedBuffers(runtime.root, names)
 
-    def execute(self, step: Step, trainable: frozenset[str]) -> None:
+    def execute(self, step: Step, trainable: frozenset[str], ending: Ending | None = None) -> None:
         """Run all microbatches of a step; results of the last stage go to ``step.finish``.
 
         Args:
             step: what to run.
             trainable: names of the parameters that require a gradient; empty for evaluation.
+            ending: entered around the last action of each stage that gives gradients.
         """
         start, waited = time.perf_counter(), self._transport.waited if self._transport else 0.0
         count = max(len(parts) for parts in step.microbatches.values())
         self.count = count
         prepared = self._prepared(count, trainable, frozenset(step.microbatches), not step.trains)
-        graph, actions, arrivals, split_stages = prepared
+        graph, actions, arrivals, split_stages, last_actions = prepared
         for bridge, number in arrivals.items():
             bridge.expect(number)
-        flights: dict[tuple[StageKey, int], _Flight] = {}
-        due: dict[tuple[StageKey, int], Deferred] = {}
+        flights: _Flights = {}
+        due: _Due = {}
         recorder = self.recorder if step.trains and count == self._num_microbatches else None
         if recorder is not None:
             recorder.begin(trainable)
@@ -151,10 +156,7 @@ class Engine:
                 moves.before(number)
                 stage, key = action.stage, (action.stage, action.microbatch)
                 gathered = gathers.during(key, forward=action.kind is Kind.F) if gathers else nullcontext()
-                if action.kind is Kind.W:
-                    self._starts()
-                    due.pop(key).compute()
-                elif action.kind is Kind.F:
+                if action.kind is Kind.F:
                     deferred = Deferred() if stage in split_stages else None
                     uncounted = discards and not self._views[stage].is_last
                     with gathered, step.uncounted() if uncounted else nullcontext():
@@ -163,12 +165,8 @@ class Engine:
                         flights[key] = flight
                     del flight
                 else:
-                    with gathered:
-                        deferred = self._backward(flights.pop(key))
-                    if deferred is not None and action.kind is Kind.I:
-                        due[key] = deferred
-                    elif deferred is not None:
-                        deferred.compute()
+                    ends = ending if last_actions[stage] == action else None
+                    self._run_backward(action, flights, due, gathered, ends)
                 moves.after(number)
                 if recorder is not None:
                     recorder.end(action)
@@ -214,7 +212,8 @@ class Engine:
                     others = graph.successors(action.stage)
                     arrivals.update(self._bridge(action.stage, other, place, back=True) for other in others)
             split_stages = frozenset(action.stage for action in actions if action.kind is Kind.I)
-            self._built[key] = _Prepared(graph, actions, arrivals, split_stages)
+            last = {action.stage: action for action in actions if action.kind is not Kind.F}
+            self._built[key] = _Prepared(graph, actions, arrivals, split_stages, last)
         return self._built[key]
 
     def _schedule_of(self, count: int) -> str | Callable[[Graph], Schedule]:
@@ -282,7 +281,7 @@ class Engine:
             if view.is_last and ended:
                 loss = step.finish(result, index)
                 if loss is not None:
-                    self._check(loss, stage)
+                    self._first_loss.check(loss, stage)
             sent = [self._send(run, stage, other, place, step.fails) for other in graph.successors(stage)]
         received = [
             (self._bridge(other, stage, place, back=True), *_with_grads(payload))
@@ -325,6 +324,32 @@ class Engine:
         self._bridge(stage, other, place).send(meta, payload.tensors, payload.local)
         return self._bridge(stage, other, place, back=True), _with_grads(payload)[0]
 
+    def _run_backward(
+        self,
+        action: Action,
+        flights: _Flights,
+        due: _Due,
+        gathered: AbstractContextManager[None],
+        ending: Ending | None,
+    ) -> None:
+        """Run an action that gives gradients, inside of `ending` where it is the last one of its stage."""
+        stage, key = action.stage, (action.stage, action.microbatch)
+        if action.kind is Kind.W:
+            self._starts()
+            deferred: Deferred | None = due.pop(key)
+        else:
+            flight = flights.pop(key)
+            ends = ending(stage, None) if ending and flight.run.deferred is None else nullcontext()
+            with gathered, ends:
+                deferred = self._backward(flight)
+            del flight
+            if deferred is not None and action.kind is Kind.I:
+                due[key] = deferred
+                return
+        if deferred is not None:
+            with ending(stage, deferred.weights) if ending else nullcontext():
+                deferred.compute()
+
     def _backward(self, flight: _Flight) -> Deferred | None:
         """Run a backward; return the weight gradients that it put off, None without a split."""
         outputs: dict[int, Tensor] = {}
@@ -348,35 +373,6 @@ class Engine:
             # copies: a parameter may have taken the same memory for its gradient, and later microbatches add to that
             bridge.send(missing, [tensors[index].grad.clone() for index in present], own)  # type: ignore[union-attr]
         return flight.run.deferred
-
-    def _check(self, loss: Tensor, stage: StageKey) -> None:
-        if self._checked:
-            return
-        self._checked = True
-        self._check_equal_losses(loss, stage)
-        if self._plan.topology.edges and bool(loss.detach().isnan()):
-            remote = sorted(set(self._plan.partition.layers) - set(self._views[stage].cuts)) or ["earlier layers"]
-            warnings.warn(
-                f"The loss of the first step is NaN in stage {stage}. If it is not NaN on one process, the step uses "
-                f"something there that only other ranks compute ({', '.join(remote)}, embeddings, earlier layers) and "
-                "that neither passes through a boundary nor is seen by torch's functions",
-                stacklevel=2,
-            )
-
-    def _check_equal_losses(self, loss: Tensor, stage: StageKey) -> None:
-        """Refuse unequal losses of the ranks that share the last layers: their weights would drift apart."""
-        group = self._runtime.sharing(self._plan.partition.loss_modality)
-        if group is None:
-            return
-        value = loss.detach().double()
-        highest, lowest = float(group.max(value)), -float(group.max(-value))
-        if highest - lowest > 1e-4 * max(abs(highest), abs(lowest)):
-            raise StageError(
-                f"the ranks that share stage {stage} have unequal losses in the first step, from {lowest:.6g} to "
-                f"{highest:.6g}. The step reads the values of a sharded parameter itself (`lm_head.weight`, or a "
-                "penalty over `self.parameters()`), or depends on the rank: call the module instead, use the "
-                "optimizer's weight_decay, or set tp_size and cp_size to 1"
-            )
 
 
 def _unpacked(meta: Any, tensors: list[Tensor]) -> Payload:

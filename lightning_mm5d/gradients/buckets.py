@@ -1,19 +1,24 @@
-"""Gradients packed into flat tensors of 25 MiB, each of which is summed over its group in one all-reduce.
+"""Buckets: gradients that travel in one message, which is summed over its group in one collective.
 
-A flag for each gradient travels with it, so that one that no rank has stays None.
+A flag for each gradient travels with it, so that one that no rank has stays None. The message of a group's last bucket
+also says whether a rank got more of a gradient after it was sent.
+
+`SummedBucket` gives all its ranks the sum. `ScatteredBucket` gives each rank of a block the rows that it owns.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_mm5d.data_parallel.scatter_gather import ScatteredSum
+from lightning_mm5d.data_parallel.shared_parameters import SharedParameter
 from lightning_mm5d.plan.sums import Rows
-
-_BUCKET_BYTES = 25 * 2**20
 
 
 class Piece(NamedTuple):
@@ -23,11 +28,15 @@ class Piece(NamedTuple):
         parameter: as it is on this rank.
         rows: None for all of it.
         weight: what its gradient is multiplied by in the sum.
+        number: of the parameter, the same on all ranks.
+        shared: what this rank owns of it; None where all is summed on all ranks.
     """
 
     parameter: nn.Parameter
     rows: Rows | None
     weight: float
+    number: int
+    shared: SharedParameter | None = None
 
     @property
     def numel(self) -> int:
@@ -36,6 +45,12 @@ class Piece(NamedTuple):
             return self.parameter.numel()
         length = sum(segment.length for segment in self.rows.segments)
         return self.parameter.numel() // max(self.parameter.shape[self.rows.dim], 1) * length
+
+    @property
+    def size(self) -> int:
+        """Bytes of its gradient."""
+        numel = self.numel if self.shared is None else torch.Size(self.shared.shape).numel()
+        return numel * self.parameter.element_size()
 
     def read(self, weight: float) -> list[Tensor]:
         """Return what this rank adds to the sum, times `weight`, as flat tensors of `numel` elements."""
@@ -54,45 +69,186 @@ class Piece(NamedTuple):
             own.copy_(total.view_as(own))
 
 
-def start_sums(group: dist.ProcessGroup, pieces: list[Piece]) -> list[tuple[Any, list[Piece], Tensor]]:
-    """Start to sum gradients over `group`; return for each bucket its work, its pieces and its flat tensor."""
-    started = []
-    bucket: list[Piece] = []
-    size = 0
-    for piece in (*pieces, None):
-        if piece is not None:
-            bucket.append(piece)
-            size += piece.numel * piece.parameter.element_size()
-        if bucket and (piece is None or size >= _BUCKET_BYTES):
-            flat = _pack(bucket)
-            started.append((dist.all_reduce(flat, group=group, async_op=True), bucket, flat))
-            bucket, size = [], 0
-    return started
+class Sum(Protocol):
+    """A message that is under way."""
+
+    def advance(self) -> None:
+        """Free what is needed no longer; waits for nobody."""
+
+    def summed(self) -> None:
+        """Wait for the first of two sums, and start the second one."""
+
+    def wait(self) -> Tensor:
+        """Return the sum as a flat tensor, with the flags at its end."""
 
 
-def _pack(bucket: list[Piece]) -> Tensor:
-    """Return one flat tensor: all gradients, zeros where there is none, and after them a flag for each."""
-    packed: list[Tensor] = []
-    common = bucket[0].weight if len({piece.weight for piece in bucket}) == 1 else None
-    for piece in bucket:
-        grad, weight = piece.parameter.grad, 1.0 if common is not None else piece.weight
-        if grad is not None and piece.rows is None and weight == 1.0:  # most of them, and there may be thousands
-            packed.append(grad.reshape(-1))
-        else:
-            packed += piece.read(weight)
-    first = bucket[0].parameter
-    flags = torch.tensor([piece.parameter.grad is not None for piece in bucket], dtype=first.dtype, device=first.device)
-    flat = torch.cat([*packed, flags])
-    return flat if common in (None, 1.0) else flat.mul_(common)  # a flag only has to differ from zero
+class Bucket(ABC):
+    """Gradients that travel in one message.
+
+    Args:
+        pieces: of one dtype, in one order on all ranks.
+        is_late: whether it is sent at the end of all backwards, also where its gradients are there earlier.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], *, is_late: bool) -> None:
+        self.pieces, self.is_late = pieces, is_late
+        self._all_there: Tensor | None = None
+
+    @torch.no_grad()
+    def start(self, *, more: bool) -> Sum:
+        """Take the gradients out of their parameters, and start to sum them.
+
+        Args:
+            more: whether this rank got more of a gradient that the group sums already.
+        """
+        present = [piece.parameter.grad is not None for piece in self.pieces]
+        started = self._start(self._flags(present, more=more))
+        for piece in self.pieces:
+            if piece.rows is None:
+                piece.parameter.grad = None
+        return started
+
+    @abstractmethod
+    def _start(self, flags: Tensor) -> Sum: ...
+
+    @abstractmethod
+    def take(self, total: Tensor, flags: Sequence[float], rows: dict[int, Tensor]) -> None:
+        """Set the gradients of the parameters, or put those of owned rows into `rows` by the parameter's identity.
+
+        Args:
+            total: the sum, without flags.
+            flags: how many ranks have each gradient, which only has to differ from zero.
+            rows: of shared parameters.
+        """
+
+    def _flags(self, present: list[bool], *, more: bool) -> Tensor:
+        first = self.pieces[0].parameter
+        if more or not all(present):
+            return torch.tensor([*present, more], dtype=first.dtype, device=first.device)
+        if self._all_there is None or self._all_there.device != first.device:
+            self._all_there = torch.tensor([*present, False], dtype=first.dtype, device=first.device)
+        return self._all_there
 
 
-def unpack(bucket: list[Piece], flat: Tensor) -> None:
-    """Take the sums as gradients; one that no rank has stays None."""
-    count = len(bucket)
-    present = flat[-count:].tolist()
-    for piece, flag, total in zip(bucket, present, flat[:-count].split([one.numel for one in bucket]), strict=True):
-        if flag and piece.rows is None:
-            # views of the bucket: the gradient's old memory is given up instead of being copied into
-            piece.parameter.grad = total.view_as(piece.parameter)
-        elif flag and piece.rows is not None:
-            piece.write(piece.rows, total)
+class SummedBucket(Bucket):
+    """Gradients that are summed in one all-reduce.
+
+    Args:
+        pieces: as for `Bucket`.
+        group: over which they are summed.
+        is_late: as for `Bucket`.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], group: dist.ProcessGroup, *, is_late: bool) -> None:
+        super().__init__(pieces, is_late=is_late)
+        self._group = group
+        self._common = pieces[0].weight if len({piece.weight for piece in pieces}) == 1 else None
+        self._numels = [piece.numel for piece in pieces]
+
+    def _start(self, flags: Tensor) -> Sum:
+        packed: list[Tensor] = []
+        for piece in self.pieces:
+            grad, weight = piece.parameter.grad, 1.0 if self._common is not None else piece.weight
+            if grad is not None and piece.rows is None and weight == 1.0:  # most of them, and there may be thousands
+                packed.append(grad.reshape(-1))
+            else:
+                packed += piece.read(weight)
+        flat = torch.cat([*packed, flags])
+        return _AllReduced(flat if self._common in (None, 1.0) else flat.mul_(self._common), self._group)
+
+    def take(self, total: Tensor, flags: Sequence[float], rows: dict[int, Tensor]) -> None:
+        for piece, flag, part in zip(self.pieces, flags, total.split(self._numels), strict=True):
+            if flag and piece.rows is None:
+                piece.parameter.grad = part.view_as(piece.parameter)  # a view: the bucket is not copied
+            elif flag and piece.rows is not None:
+                piece.write(piece.rows, part)
+
+
+class ScatteredBucket(Bucket):
+    """Gradients of shared parameters, which are scattered within a block, and summed over the blocks.
+
+    Args:
+        pieces: as for `Bucket`, shared by the same ranks.
+        block: the ranks that share.
+        across: the ranks that own the same rows; None where there is one.
+        is_late: as for `Bucket`.
+    """
+
+    def __init__(
+        self, pieces: Sequence[Piece], block: dist.ProcessGroup, across: dist.ProcessGroup | None, *, is_late: bool
+    ) -> None:
+        super().__init__(pieces, is_late=is_late)
+        self._block, self._across = block, across
+        self._own = [(piece, piece.shared) for piece in pieces if piece.shared is not None]
+
+    def _start(self, flags: Tensor) -> Sum:
+        chunks = []
+        for place in range(self._block.size()):
+            for piece, shared in self._own:
+                gradient = piece.parameter.grad
+                if gradient is None:
+                    chunks.append(flags.new_zeros(shared.numel_at(place)))
+                else:
+                    part = shared.shard.rows(gradient, place).reshape(-1)
+                    chunks.append(part if piece.weight == 1.0 else part * piece.weight)
+            chunks.append(flags)
+        lengths = [
+            len(self._own) + 1 + sum(one.numel_at(at) for _, one in self._own) for at in range(self._block.size())
+        ]
+        return _Scattered(ScatteredSum(torch.cat(chunks).split(lengths), self._block), self._across)
+
+    def take(self, total: Tensor, flags: Sequence[float], rows: dict[int, Tensor]) -> None:
+        lengths = [shared.numel_at(shared.shard.place) for _, shared in self._own]
+        for (piece, shared), flag, part in zip(self._own, flags, total.split(lengths), strict=True):
+            if flag:
+                rows[id(piece.parameter)] = part.view(shared.own.shape)
+
+
+class _AllReduced:
+    def __init__(self, flat: Tensor, group: dist.ProcessGroup) -> None:
+        self._flat = flat
+        self._work: Any = dist.all_reduce(flat, group=group, async_op=True)
+
+    def advance(self) -> None:
+        """There is nothing to free."""
+
+    def summed(self) -> None:
+        """There is one sum."""
+
+    def wait(self) -> Tensor:
+        self._work.wait()
+        return self._flat
+
+
+class _Scattered:
+    def __init__(self, scattered: ScatteredSum, across: dist.ProcessGroup | None) -> None:
+        self._scattered, self._across = scattered, across
+        self._flat: Tensor | None = None
+        self._work: Any = None
+
+    def advance(self) -> None:
+        self._scattered.free()
+
+    def summed(self) -> None:
+        self._flat = self._scattered.wait()
+        if self._across is not None:
+            self._work = dist.all_reduce(self._flat, group=self._across, async_op=True)
+
+    def wait(self) -> Tensor:
+        assert self._flat is not None, "summed within the block first"
+        if self._work is not None:
+            self._work.wait()
+        return self._flat
+
+
+def cut_into_buckets(pieces: Sequence[Piece], most_bytes: int, most: int) -> Iterator[list[Piece]]:
+    """Yield `pieces` in lists of at most `most`, and of at most `most_bytes` where they have several."""
+    found, size = list[Piece](), 0
+    for piece in pieces:
+        if found and (len(found) == most or size + piece.size > most_bytes):
+            yield found
+            found, size = [], 0
+        found.append(piece)
+        size += piece.size
+    if found:
+        yield found

@@ -1,23 +1,40 @@
 """The gradients of a rank's parameters: taken and added at a step, summed over ranks, measured for clipping.
 
-`sums` says which of them are summed over which ranks, `buckets` sums them, `publish` hands them to the backward that
-Lightning calls. A gradient that no rank has stays None.
+`sums` says which of them are summed over which ranks, `reduction` sums them in `buckets`, `publish` hands them to the
+backward that Lightning calls. A gradient that no rank has stays None.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_mm5d.data_parallel.shared_parameters import SharedParameters
-from lightning_mm5d.gradients.buckets import Piece, start_sums, unpack
+from lightning_mm5d.gradients.bucket_order import BucketOrder
+from lightning_mm5d.gradients.buckets import Piece
+from lightning_mm5d.gradients.reduction import Reduction
 from lightning_mm5d.plan.compressions import traffic_of
 from lightning_mm5d.plan.data_shards import DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.plan.sums import Rows, Summed, counted_of, sums_of
+
+
+class Placed(NamedTuple):
+    """Where the parameters of a rank are in the model.
+
+    Attributes:
+        numbers: of all parameters of the model by name, the same on all ranks.
+        everything: all parameters of the model, with those of other ranks.
+        stages: the parameters that each stage of this rank uses.
+    """
+
+    numbers: Mapping[str, int]
+    everything: Sequence[nn.Parameter]
+    stages: Mapping[Hashable, Sequence[nn.Parameter]]
 
 
 class Gradients:
@@ -25,12 +42,14 @@ class Gradients:
 
     Args:
         parameters: by name, each once, as they are on this rank.
+        placed: where they are.
         sums: by name, what this rank sums with others, in one order on all ranks: one for all of a parameter, or any
             number for different rows of it.
         groups: the process group of each tuple of ranks.
         counted: names of the parameters that this rank counts in a norm over all ranks, with their rows or None for
             the whole local tensor.
         shared: the parameters of which this rank owns rows.
+        bucket_bytes: how much one message carries.
 
     Attributes:
         parameters: of this rank.
@@ -40,21 +59,23 @@ class Gradients:
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
+        placed: Placed,
         sums: Mapping[str, Sequence[Summed]],
         groups: Mapping[tuple[int, ...], dist.ProcessGroup | None],
         counted: Mapping[str, Rows | None],
         shared: SharedParameters,
+        bucket_bytes: int,
     ) -> None:
         self.parameters = tuple(parameters.values())
         self.shared = shared
-        self._weights = {id(one): sums[name][0].weight for name, one in parameters.items() if name in sums}
         self._counted = {id(parameters[name]): rows for name, rows in counted.items()}
-        self._shared: dict[tuple[dist.ProcessGroup, torch.dtype], list[Piece]] = {}
-        for name, parameter in parameters.items():
-            for ranks, rows, weight in sums.get(name, ()):
-                group = groups[ranks]
-                assert group is not None, f"this rank is not in the group of its ranks {ranks}"
-                self._shared.setdefault((group, parameter.dtype), []).append(Piece(parameter, rows, weight))
+        self._stages = placed.stages
+        pieces = [
+            (summed.ranks, Piece(parameter, summed.rows, summed.weight, placed.numbers[name]))
+            for name, parameter in parameters.items()
+            for summed in sums.get(name, ())
+        ]
+        self._order = BucketOrder(pieces, placed.everything, shared, groups, bucket_bytes, count=len(placed.numbers))
 
     def take(self) -> list[Tensor | None]:
         """Move the gradients out of the parameters."""
@@ -76,30 +97,37 @@ class Gradients:
                 gradient.mul_(factor)
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
-    def scatter(self, gradients: list[Tensor | None]) -> None:
-        """Put into `gradients`, as `take` returned them, the sums of the rows that this rank owns; collective."""
-        places = {id(parameter): place for place, parameter in enumerate(self.parameters)}
-        own = [places[id(one.parameter)] for one in self.shared.all]
-        weights = [self._weights[id(one.parameter)] for one in self.shared.all]
-        for place, rows in zip(own, self.shared.scattered([gradients[place] for place in own], weights), strict=True):
-            gradients[place] = rows
+    def reduction(self, *, is_early: bool = True, whole: bool = True, rows: bool = False) -> Reduction:
+        """Return a sum over ranks that begins while backwards run; `finish` ends it.
+
+        Frozen parameters are skipped; they must be frozen on all ranks.
+
+        Args:
+            is_early: False sends nothing before `finish`, as other ranks may do it or not.
+            whole: whether it sums gradients of parameters that are not shared.
+            rows: whether it sums those of which this rank owns rows; their parameters show their local tensors.
+        """
+        buckets = self._order.buckets(whole=whole, rows=rows)
+        return Reduction(buckets, is_early=is_early, stages=self._stages)
+
+    def finish(self, reduction: Reduction, factor: float = 1.0) -> dict[int, Tensor]:
+        """End a sum in whose backwards gradients were watched; a collective of all ranks.
+
+        Returns:
+            As `Reduction.finish`.
+        """
+        rows = reduction.finish(factor)
+        device = self.parameters[0].device if self.parameters else torch.device("cpu")
+        self._order.learn(reduction.final, reduction.repeated, device)
+        return rows
 
     def reduce(self, factor: float = 1.0) -> None:
-        """Sum each gradient over the ranks that hold its parameter; a collective of all ranks.
-
-        Those of which ranks own rows have been summed by `scatter`. Frozen parameters are skipped; they must be frozen
-        on all ranks.
+        """Sum each gradient over the ranks that hold its parameter, but for shared ones; a collective of all ranks.
 
         Args:
             factor: of each sum.
         """
-        trained = {key: [one for one in held if self._is_summed(one.parameter)] for key, held in self._shared.items()}
-        for work, bucket, flat in [item for key, held in trained.items() for item in start_sums(key[0], held)]:
-            work.wait()
-            unpack(bucket, flat if factor == 1.0 else flat.mul_(factor))
-
-    def _is_summed(self, parameter: nn.Parameter) -> bool:
-        return parameter.requires_grad and self.shared.get(parameter) is None
+        self.reduction(is_early=False).finish(factor)
 
     def norm(self, parameters: Iterable[Tensor], group: dist.ProcessGroup | None, norm_type: float = 2.0) -> Tensor:
         """Return the norm of the gradients of `parameters` over all ranks, each element counted once.
@@ -140,6 +168,7 @@ def make_gradients(
     parameters: Mapping[str, nn.Parameter],
     groups: Mapping[tuple[int, ...], dist.ProcessGroup | None],
     bucket_bytes: int = 25 * 2**20,
+    everything: Sequence[nn.Parameter] = (),
 ) -> Gradients:
     """Return the gradients of the `parameters` (by name, each once) that `rank` holds.
 
@@ -148,7 +177,8 @@ def make_gradients(
         rank: global rank.
         parameters: as they are on this rank, full or local.
         groups: those of `sum_groups` and `DataShards.groups`.
-        bucket_bytes: how much is summed or exchanged at once.
+        bucket_bytes: how much one message carries.
+        everything: all parameters of the model, with those of other ranks.
     """
     shards, sums = DataShards(plan), sums_of(plan, rank)
     owned = shards.owned_by(rank, parameters)
@@ -161,4 +191,16 @@ def make_gradients(
         name: traffic_of(plan, name, sums[name][0].ranks, parameters[name].dtype) for name, shard in owned.items()
     }
     shared = SharedParameters(parameters, owned, shapes, groups, traffic, bucket_bytes=bucket_bytes)
-    return Gradients(parameters, sums, groups, counted, shared)
+    numbers = {name: number for number, name in enumerate(plan.sizes)}
+    placed = Placed(numbers, everything or [*parameters.values()], _stages_of(plan, rank, parameters))
+    return Gradients(parameters, placed, sums, groups, counted, shared, bucket_bytes)
+
+
+def _stages_of(plan: Plan, rank: int, parameters: Mapping[str, nn.Parameter]) -> dict[Hashable, Sequence[nn.Parameter]]:
+    """The parameters that each stage of `rank` uses."""
+    found: dict[Hashable, list[nn.Parameter]] = {stage: [] for stage in plan.topology.stages_of(rank)}
+    for name, parameter in parameters.items():
+        for stage in dict.fromkeys(plan.topology.stage_of[owner] for owner in plan.partition.owners.get(name, ())):
+            if stage in found:
+                found[stage].append(parameter)
+    return dict(found)

@@ -44,6 +44,11 @@ class Deferred:
         """Note that ``left.T @ right`` is a term of the gradient of `weight`; both have a row for each token."""
         self._due.setdefault(id(weight), (weight, []))[1].append((left, right))
 
+    @property
+    def weights(self) -> list[nn.Parameter]:
+        """The parameters whose gradients are still to be computed."""
+        return [weight for weight, _ in self._due.values()]
+
     def compute(self) -> None:
         """Compute the weight gradients and add them to ``.grad``, as a backward would, one weight at a time."""
         while self._due:

@@ -26,7 +26,6 @@ class GradientStrategy(CheckpointStrategy, ABC):
 
     def __init__(self, *processes: Any, **options: Any) -> None:
         super().__init__(*processes, **options)
-        self._syncs = True
 
     # --- gradients ---
 
@@ -37,7 +36,7 @@ class GradientStrategy(CheckpointStrategy, ABC):
         self.pre_backward(closure_loss)
         run.optimization.note_loss(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        with run.optimization.synced(self._syncs):
+        with run.optimization.synced():
             self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
@@ -46,12 +45,13 @@ class GradientStrategy(CheckpointStrategy, ABC):
     @override
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        self._syncs = False
+        run = self._run("block_backward_sync")
+        run.optimization.syncs = False
         try:
             yield
         finally:
-            self._syncs = True
-            self._run("block_backward_sync").rest()
+            run.optimization.syncs = True
+            run.rest()
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:

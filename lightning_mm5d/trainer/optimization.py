@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -44,6 +44,18 @@ _TORCH = {
 }  # which need a closure, or sparse values
 
 
+class Summing(NamedTuple):
+    """When the gradients of a step that a schedule runs are summed over ranks.
+
+    Attributes:
+        is_early: whether they are summed while the schedule runs; else at the backward that Lightning calls.
+        check: gets the factor that the backward multiplies sums by.
+    """
+
+    is_early: bool
+    check: Callable[[Tensor], None]
+
+
 class Optimization:
     """What happens to gradients and optimizers on one rank.
 
@@ -56,6 +68,9 @@ class Optimization:
         device: where this rank computes.
         on_nonfinite: what happens to a step whose losses or gradients are not finite.
         states: of optimizers, of which some are in host memory between steps.
+
+    Attributes:
+        syncs: whether the next backward sums gradients over ranks, as outside of Lightning's accumulation.
     """
 
     def __init__(
@@ -73,7 +88,8 @@ class Optimization:
         self._hooks, self._states = hooks, states
         self._module, self._plan, self._gradients = module, plan, gradients
         self._is_plain, self._device = is_plain, device
-        self._unsynced = False
+        self.syncs = True
+        self._unsynced = self._summed = False
         self._clipper: Precision | None = None
         self._names = names = names_of(module)
         stages = plan.topology.stage_names()
@@ -136,23 +152,61 @@ class Optimization:
             for optimizer in optimizers:
                 optimizer.zero_grad()
 
+    def summing(self, precision: Precision) -> Summing:
+        """Return when the gradients of the next step are summed, which a schedule runs before its backward.
+
+        Early where the backward will give all of them the same factor on all ranks, and no others wait for a sum.
+        """
+        is_stock = self._is_stock(precision)
+        self._summed = is_stock and self.syncs and not self._unsynced and not self._hooks.exist()
+        return Summing(self._summed, _anything if is_stock or not self._gradients.shared.all else self._check_factor)
+
+    def _is_stock(self, precision: Precision) -> bool:
+        """Whether nobody can give the loss another factor than Lightning does."""
+        callbacks = vars(self._module.trainer)["callbacks"]
+        return (
+            type(self._module).backward is pl.LightningModule.backward
+            and type(self._module).on_before_backward is pl.LightningModule.on_before_backward
+            and all(type(one).on_before_backward is pl.Callback.on_before_backward for one in callbacks)
+            and type(precision).__module__.startswith("lightning.")
+        )
+
+    def _check_factor(self, factor: Tensor) -> None:
+        """Refuse a factor that differs between ranks: sums of shared gradients cannot be told apart; collective."""
+        ends = torch.stack([factor, -factor]).to(message_device(self._device), torch.float64)
+        dist.all_reduce(ends, dist.ReduceOp.MAX)
+        highest, lowest = ends[0].item(), -ends[1].item()
+        if highest != lowest:
+            raise ConfigError(
+                "backward",
+                f"a factor of the loss from {lowest} to {highest}",
+                "Gradients of parameters that ranks share (zero_stage) are summed before the backward, so that the "
+                "factor must be the same on all ranks",
+                "Scale the loss in training_step, or use zero_stage=0",
+            )
+
     @contextmanager
-    def synced(self, enabled: bool) -> Generator[None, None, None]:
+    def synced(self) -> Generator[None, None, None]:
         """Enter around a backward: its gradients are summed over all ranks that hold their parameters.
 
-        Gradients that an earlier backward has summed already are kept out of it.
-
-        Args:
-            enabled: False leaves the sum to a later backward, unless hooks of parameters wait for it.
+        Plain replicas sum while it runs. Gradients that an earlier backward has summed already are kept out of it. In
+        Lightning's accumulation the sum is left to the last backward, unless hooks of parameters wait for it.
         """
-        if not enabled and not self._hooks.exist():
+        if not self.syncs and not self._hooks.exist():
             self._unsynced = True
             yield
             return
+        summed, self._summed = self._summed, False
         older = None if self._unsynced else self._gradients.take()
-        yield
-        # a schedule has given each replica its share of the loss; plain replicas have their own mean
-        self._gradients.reduce(1.0 / self._plan.layout.num_replicas if self._is_plain else 1.0)
+        if self._is_plain:
+            reduction = self._gradients.reduction(is_early=not self._hooks.exist())
+            with reduction.watched(self._gradients.parameters):
+                yield
+            self._gradients.finish(reduction, 1.0 / self._plan.layout.num_replicas)  # each has its own mean
+        else:
+            yield
+            if not summed:
+                self._gradients.reduce()  # a schedule has given each replica its share of the loss
         self._unsynced = False
         for one in self._gradients.shared.all:
             if has_hooks(one.parameter):
@@ -274,6 +328,10 @@ class Optimization:
         if self._clipper is not None:
             for name in ("clip_grad_by_norm", "clip_grad_by_value"):
                 vars(self._clipper).pop(name, None)
+
+
+def _anything(_: Tensor) -> None:
+    """Accept any factor."""
 
 
 def _follows_loss(optimizer: Optimizer) -> bool:

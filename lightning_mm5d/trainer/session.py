@@ -167,7 +167,9 @@ class Session:
         """Make gradients, metrics and steps; phase 4."""
         module, plan, rank, device = self._module, self.plan, self._options.rank, self._options.device
         held = {name: parameter for name, parameter in module.named_parameters() if not is_placeholder(parameter)}
-        gradients = make_gradients(plan, rank, held, groups.gradients, self._options.bucket_bytes)
+        gradients = make_gradients(
+            plan, rank, held, groups.gradients, self._options.bucket_bytes, [*module.parameters()]
+        )
         self._shared = gradients.shared
         self._gathering = make_gathering(plan, self._cut.runtime, self._cut.views, self._shared, groups.gathers)
         last = plan.topology.instances(plan.topology.last_stage)
@@ -269,7 +271,8 @@ class Session:
         self._gathering.prepare()
         scaler = getattr(precision, "scaler", None)
         scale: Callable[[Tensor], Tensor] = scaler.scale if scaler is not None else lambda loss: loss
-        output = self.steps.train(arguments, precision.train_step_context, scale)
+        summing = self.optimization.summing(precision)
+        output = self.steps.train(arguments, precision.train_step_context, scale, summing)
         self._shared.show_own()
         self._figures.update()
         return output

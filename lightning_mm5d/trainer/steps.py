@@ -26,7 +26,7 @@ from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.data.batches import LoaderBatches, split_replicas
 from lightning_mm5d.data.microbatch import Microbatch, batch_samples, merge, split
 from lightning_mm5d.data.packed_images import PackedTokens, describe
-from lightning_mm5d.engine.engine import Engine
+from lightning_mm5d.engine.engine import Ending, Engine
 from lightning_mm5d.engine.lock_step import LockStep
 from lightning_mm5d.gradients.gradients import Gradients
 from lightning_mm5d.gradients.parameter_hooks import set_aside
@@ -34,6 +34,7 @@ from lightning_mm5d.gradients.publish import published
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.trainer.logs import LogCapture, replay
 from lightning_mm5d.trainer.metrics import MetricSync
+from lightning_mm5d.trainer.optimization import Summing
 from lightning_mm5d.trainer.several_passes import Attempt, passes_several_times
 from lightning_mm5d.trainer.step_result import ResultChannel, StepResult, Weights
 from lightning_mm5d.trainer.user_step import Context, TrainingStep, UserStep
@@ -131,13 +132,16 @@ class Steps:
             self._trainable = flags, frozenset(names)
         return self._trainable[1]
 
-    def train(self, arguments: Sequence[Any], context: Context, scale: Callable[[Tensor], Tensor]) -> Any:
+    def train(
+        self, arguments: Sequence[Any], context: Context, scale: Callable[[Tensor], Tensor], summing: Summing
+    ) -> Any:
         """Run `training_step` and its backward; return its output with a loss whose backward publishes gradients.
 
         Args:
             arguments: of the step: the batch as the dataloader gave it, and what Lightning passes after it.
             context: entered around each microbatch's forward.
             scale: multiplies a loss as the precision plugin does before backward.
+            summing: when gradients are summed over ranks.
         """
         batch, *arguments = arguments
         parts = self._split(batch, arguments)
@@ -151,13 +155,18 @@ class Steps:
             **self._options(context, arguments),
         )
         older = self._gradients.take()
+        reduction = self._gradients.reduction(whole=summing.is_early, rows=True)
+        rows: dict[int, Tensor] = {}
         try:
             with set_aside(self._gradients.parameters):
-                self._run(step, self.trainable())
+                self._run(step, self.trainable(), reduction.ending)
+            rows = self._gradients.finish(reduction)
         finally:
-            fresh = self._gradients.take()
+            fresh = [
+                rows.get(id(p), gradient)
+                for p, gradient in zip(self._gradients.parameters, self._gradients.take(), strict=True)
+            ]
             self._gradients.put(older)
-        self._gradients.scatter(fresh)
         merged = None
         if self._own is not None:
             loss, has_graph = self._mean_loss(step)
@@ -175,6 +184,7 @@ class Steps:
 
         def publish(gradient: Tensor) -> None:
             value = gradient * factor
+            summing.check(value)
             self._gradients.add(fresh, 1.0 if value.is_cpu and float(value) == 1.0 else value)
             fresh[:] = [None] * len(fresh)
 
@@ -272,9 +282,9 @@ class Steps:
         key = None if self._seed is None else (self._seed, module.current_epoch, index)
         return {"context": context, "capture": self._capture, "metrics": self._metrics, "random_key": key}
 
-    def _run(self, step: UserStep, trainable: frozenset[str]) -> None:
+    def _run(self, step: UserStep, trainable: frozenset[str], ending: Ending | None = None) -> None:
         with self._capture.capture(), self._metrics.local():
-            self._engine.execute(step, trainable)
+            self._engine.execute(step, trainable, ending)
 
     def _walking(self, name: str) -> set[int]:
         """The replicas for which all ranks run an evaluation in lock step."""

@@ -299,11 +299,11 @@ def counted_messages(rank: int, plan: Plan, module: L.LightningModule) -> list[i
     return [call.args[0].numel() for call in sent.call_args_list]
 
 
-def test_all_gradients_of_a_group_travel_together() -> None:
+def test_gradients_of_a_group_travel_in_few_messages() -> None:
     """language: ranks 0-1 and 2-3 as replicas of two tensor parallel ranks; two groups for each rank."""
     module, plan = model_plan(4, 4, 1, tp_size=2, dp_size=2)
     for rank, sizes in enumerate(run_ranks(4, counted_messages, plan, module, limit=60)):
         held = held_by(plan, module, rank)
-        assert len(sizes) == 2
-        flags = len(held) + 2 * 3  # those with shared rows are in both
+        assert len(sizes) <= 2 * 5  # a quarter at once, and what has rows of its own
+        flags = len(held) + 2 * 3 + len(sizes)  # those with shared rows are in both; one more in each message
         assert sum(sizes) == sum(parameter.numel() for parameter in held.values()) + flags
