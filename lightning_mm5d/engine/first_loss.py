@@ -1,4 +1,4 @@
-"""Looks at the loss of the first step: NaN where parts of the model are remote, or unequal on ranks that share layers."""
+"""Looks at the first loss: NaN where parts of the model are remote, or unequal on ranks that share layers."""
 
 from __future__ import annotations
 
