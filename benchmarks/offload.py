@@ -22,7 +22,7 @@ import lightning_mm5d.trainer.session as session
 from lightning_mm5d import Modality, MultimodalStrategy
 from lightning_mm5d.engine.host_memory import HostMemory, Stored
 
-WIDTH, TOKENS, MICROBATCHES = 256, 64, 8
+WIDTH, TOKENS, MICROBATCHES = 256, 192, 8
 KINDS = (["activations"], ["optimizer"], ["parameters"], ["activations", "optimizer", "parameters"])
 
 
@@ -128,7 +128,7 @@ def peak(schedule: str, offload: list[str]) -> list[int]:
         session.HostMemory = Host  # type: ignore[misc]
         model = Model()
         DEVICE.count([*model.parameters()])
-        strategy = MultimodalStrategy(modalities, schedule=schedule, num_microbatches=MICROBATCHES)
+        strategy = MultimodalStrategy(modalities, schedule=schedule, num_microbatches=MICROBATCHES, bucket_bytes=2**20)
         with DEVICE:
             fit(model, DataLoader([torch.randn(MICROBATCHES, TOKENS, WIDTH)] * 3, batch_size=None), strategy, 2)
         return model.peaks[1]

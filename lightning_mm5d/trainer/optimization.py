@@ -232,7 +232,7 @@ class Optimization:
             NonFiniteError: from the closure, where the user asked for it.
         """
         calls, has_scaler = 0, getattr(precision, "scaler", None) is not None
-        with ExitStack() as stack:
+        with ExitStack() as stack, self._states.stepping(optimizer) as arrive:
 
             def agreed() -> Any:
                 nonlocal calls
@@ -245,12 +245,11 @@ class Optimization:
                 if has_scaler:
                     stack.enter_context(self._with_gradient(optimizer))
                     self._agree_on_overflow(optimizer)
-                self._states.arrive(optimizer)
+                arrive()
                 return self._common(result) if _follows_loss(optimizer) else result
 
             with suppress(SkippedStep):
                 yield agreed
-        self._states.leave([optimizer])
         shared = self._gradients.shared
         shared.stepped(parameter for group in optimizer.param_groups for parameter in group["params"])
         shared.rest()

@@ -224,7 +224,7 @@ class Session:
             is_plain=self.is_plain,
             device=device,
             on_nonfinite=self._options.on_nonfinite,
-            states=OffloadedStates(module, plan, self._engine.offload.memory),
+            states=OffloadedStates(module, plan, self._engine.offload.memory, self._options.bucket_bytes),
         )
         self.collectives = ReplicaCollectives(
             self._cut.runtime,

@@ -31,7 +31,9 @@ class Trained(Toy):
             {"params": [p for p in self.encoder.parameters() if p.requires_grad], "lr": 0.02},
             {"params": self.decoder.parameters(), "betas": (0.8, 0.9)},
         ]
-        return torch.optim.AdamW(groups, lr=0.01, eps=1e-3)
+        optimizer = torch.optim.AdamW(groups, lr=0.01, eps=1e-3)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
 class Frozen(Trained):
@@ -102,12 +104,13 @@ def emptied(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("emptied")
 @pytest.mark.parametrize(
-    ("layout", "schedule"), [(PIPE, "zero_bubble"), (TWINS, "gpipe"), (SHARED, "1f1b")], ids=["pipe", "twins", "shared"]
+    ("layout", "schedule", "bucket"),
+    [(PIPE, "zero_bubble", 512), (TWINS, "gpipe", 2**20), (SHARED, "1f1b", 512)],
+    ids=["pipe", "twins", "shared"],
 )
-def test_offloading_gives_the_weights_of_one_process(layout: Layout, schedule: str, tmp_path: Any) -> None:
-    found = outcomes(
-        offloading(layout), clipped, accumulated, resumed, moved, folder=tmp_path, schedule=schedule, num_microbatches=4
-    )
+def test_offloading_gives_the_weights_of_one_process(layout: Layout, schedule: str, bucket: int, tmp_path: Any) -> None:
+    options: Any = {"schedule": schedule, "num_microbatches": 4, "bucket_bytes": bucket}
+    found = outcomes(offloading(layout), clipped, accumulated, resumed, moved, folder=tmp_path, **options)
     assert min(found.pop("moved").ranks) > 0
     for scenario, outcome in found.items():
         assert_same(outcome.ranks[0], outcome.one, where=scenario)
