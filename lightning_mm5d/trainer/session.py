@@ -118,6 +118,8 @@ class Session:
         self.buffers: BufferState | None = None
         self._hooked: list[Any] = []
         self._guards: SharingGuards | None = None
+        # whole from its begin to its end, because replicas may have unequal numbers of batches
+        self._predicts = module.trainer.predicting
         self._hooks = ParameterHooks(module)
         groups = make_groups(
             self._groups,
@@ -243,6 +245,8 @@ class Session:
             self._guards = SharingGuards(self._module, self._shared, self._cut.runtime.guard)
             self._gathering.attach()
             self._engine.gathers = StepGathers(self.plan, self._gathering, message_device(self._options.device))
+            if self._predicts:
+                self._shared.show_whole()
         self.optimization.adopt(optimizers)
         self._engine.offload.rest()
 
@@ -286,9 +290,11 @@ class Session:
             context: entered around each microbatch's forward.
         """
         self.turns.begin_evaluation_batch(arguments[1])
-        self._shared.show_whole()
+        if not self._predicts:
+            self._shared.show_whole()
         output = self.steps.evaluate(name, arguments, context)
-        self._shared.rest()
+        if not self._predicts:
+            self._shared.rest()
         return output
 
     def exact(self) -> AbstractContextManager[frozenset[int]]:

@@ -106,6 +106,24 @@ def twice(run: Run) -> Any:
     return _fit(run, Twice())
 
 
+def predicted(run: Run) -> Any:
+    """The outputs of 5 samples, of which one replica has 3 and the other 2; before and after training."""
+    module = Trained()
+    loader = run.loader(5, 2)
+    before = run.trainer().predict(module, loader)
+    trainer = run.trainer(num_sanity_val_steps=1, val_check_interval=1, limit_val_batches=1)
+    trainer.fit(module, run.training(), run.loader(8))
+    return torch.cat([*before, *trainer.predict(module, loader)])
+
+
+def test_replicas_with_unequal_numbers_of_batches_predict() -> None:
+    outcome = outcomes(shared(3), predicted, num_microbatches=1)["predicted"]
+    first, second = outcome.ranks
+    every = outcome.one.unflatten(0, (2, 5))
+    assert_same(first, every[:, 0::2].flatten(0, 1))
+    assert_same(second, every[:, 1::2].flatten(0, 1))
+
+
 def test_parameters_that_are_gathered_once_are_whole_wherever_they_are_read() -> None:
     found = outcomes(shared(3), odd, recomputed, partly, penalised, twice, num_microbatches=SAMPLES)
     for scenario, outcome in found.items():
