@@ -9,7 +9,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_mm5d import MultimodalStrategy
 
@@ -50,9 +50,12 @@ class Batches(torch.utils.data.Dataset):
 def fit(
     module: L.LightningModule, batches: list[Any], strategy: Any = "auto", devices: int = 1, **options: Any
 ) -> Recorder:
-    """Train `module` on `batches` (one a step) and return what was recorded."""
+    """Train `module` on `batches`, one a step and (with `in_order`) replica, and return what was recorded."""
     recorder = Recorder()
     callbacks, ckpt_path = [recorder, *options.pop("callbacks", [])], options.pop("ckpt_path", None)
+    data, sampler = Batches(batches), None
+    if options.pop("in_order", False):  # placed on the replicas by the strategy
+        sampler = DistributedSampler(data, num_replicas=1, rank=0, shuffle=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = L.Trainer(
@@ -65,7 +68,7 @@ def fit(
             callbacks=callbacks,
             **{"max_epochs": 1, "enable_checkpointing": False, "use_distributed_sampler": False, **options},
         )
-        trainer.fit(module, DataLoader(Batches(batches), batch_size=None), ckpt_path=ckpt_path)
+        trainer.fit(module, DataLoader(data, batch_size=None, sampler=sampler), ckpt_path=ckpt_path)
     return recorder
 
 
