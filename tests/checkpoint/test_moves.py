@@ -18,7 +18,7 @@ from ranks import call_ranks
 FEW = {
     "llava": ["e | l pp 2", "e | l tp 2"],
     "qwen2_vl": ["e | l", "e with l pp 2", "e dp 2 | l dp 1"],
-    "whisper": ["all tp 2", "one"],
+    "whisper": ["z3, tp 2", "one"],
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -17,12 +18,29 @@ from lightning_mm5d.plan.plan import Plan
 DP = Layout({"vision": Modality(colocate_with="language", **VISION), "language": Modality(**LANGUAGE)}, 4, 4)
 
 
+def sharing(stage: int, size: int | None, world: int, **language: Any) -> Layout:
+    rows = {"zero_stage": stage, "dp_shard_size": size}
+    encoder = Modality(colocate_with="language", **rows, **VISION)
+    return Layout({"vision": encoder, "language": Modality(**rows, **language, **LANGUAGE)}, world)
+
+
+LAYOUTS = {
+    "pipe": PIPE,
+    "twins": TWINS,
+    "dp 4": DP,
+    "stage 1, 3 ranks": sharing(1, None, 3),
+    "stage 2, 2 of 6 ranks": sharing(2, 2, 6),
+    "stage 3, 4 of 4 ranks, pp 2": sharing(3, None, 8, pp_size=2),
+}
+
+
 def plan_of(layout: Layout) -> Plan:
     return Plan.of(Toy(), build(layout.world, **layout.modalities), layout.modalities)
 
 
-@pytest.mark.parametrize("layout", [PIPE, TWINS, DP], ids=["pipe", "twins", "dp 4"])
-def test_each_element_is_written_once(layout: Layout) -> None:
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_each_element_is_written_once(name: str) -> None:
+    layout = LAYOUTS[name]
     module, plan = Toy(), plan_of(layout)
     names = {name: name for name in module.state_dict()}
     written = dict.fromkeys(names, 0)
