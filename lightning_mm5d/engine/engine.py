@@ -167,7 +167,7 @@ class Engine:
                 else:
                     ends = ending if last_actions[stage] == action else None
                     self._run_backward(action, flights, due, gathered, ends)
-                moves.after(number)
+                moves.after(number, due.get(key))
                 if recorder is not None:
                     recorder.end(action)
         if gathers is not None:

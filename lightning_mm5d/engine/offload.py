@@ -20,23 +20,25 @@ from lightning_mm5d.engine.saved_activations import SavedActivations
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Action, Graph, Kind
 from lightning_mm5d.schedule.stage_key import StageKey
-from lightning_mm5d.stage import Run, Runtime
+from lightning_mm5d.stage import Deferred, Run, Runtime
 
 Flight = tuple[StageKey, int]  # a stage, and the number of a microbatch
 
 
-def long_flights(actions: Sequence[Action]) -> frozenset[Flight]:
+def long_flights(actions: Sequence[Action], begins: Kind = Kind.F) -> frozenset[Flight]:
     """Return the forwards of a rank whose backward comes at least three actions later: what it saves has time to leave.
 
     Args:
         actions: of one rank in their order.
+        begins: ``F``; or ``I``, for input gradients whose weight gradients come at least three actions later.
     """
+    ends = (Kind.W,) if begins is Kind.I else (Kind.B, Kind.I)
     found, starts = set(), dict[Flight, int]()
     for number, action in enumerate(actions):
         key = action.stage, action.microbatch
-        if action.kind is Kind.F:
+        if action.kind is begins:
             starts[key] = number
-        elif action.kind is not Kind.W and number - starts[key] >= 3:
+        elif action.kind in ends and key in starts and number - starts[key] >= 3:
             found.add(key)
     return frozenset(found)
 
@@ -116,13 +118,17 @@ class Moves:
     def __init__(self, offload: Offload, runtime: Runtime, graph: Graph, actions: Sequence[Action]) -> None:
         self._offload, self._runtime, self._graph, self._actions = offload, runtime, graph, actions
         self._long = long_flights(actions) if offload.activations else frozenset()
+        self._put_off = long_flights(actions, Kind.I) if offload.activations else frozenset()
         self._saved: dict[Flight, SavedActivations] = {}
         self._passes_back: set[str] = set()
-        cuts = {view.name: view.cuts for view in runtime.stages}
+        self._cuts = cuts = {view.name: view.cuts for view in runtime.stages}
         self._uses: dict[str, list[int]] = {}  # by modality the actions of the stages that hold some of it
         for number, action in enumerate(actions if offload.parameters else ()):
             for modality in offload.parameters.keys() & cuts[action.stage].keys():
                 self._uses.setdefault(modality, []).append(number)
+        self._last_forwards = {
+            modality: max(use for use in uses if actions[use].kind is Kind.F) for modality, uses in self._uses.items()
+        }
 
     def before(self, number: int) -> None:
         """Have what an action needs on the device, and begin to fetch what the next one needs."""
@@ -163,11 +169,21 @@ class Moves:
             what = f"saved activations of {most} microbatches of {stage}"
             self._offload.memory.check_room(f"modalities.{stage.modality}.offload", count * most, what)
 
-    def after(self, number: int) -> None:
-        """Let parameters leave that no later action of the step uses."""
+    def after(self, number: int, deferred: Deferred | None) -> None:
+        """Let go of parameters that no later action uses, and of what weight gradients that are put off need.
+
+        Args:
+            number: of the action in the step.
+            deferred: what it has put off.
+        """
+        action = self._actions[number]
+        key, names = (action.stage, action.microbatch), self._offload.activations
+        if deferred is not None and key in self._put_off and names.issuperset(self._cuts[action.stage]):
+            self._saved[key] = SavedActivations(self._offload.memory, lambda: True)
+            deferred.keep(self._saved[key].keep)
+            self._saved[key].leave(self._runtime.root.parameters(), lambda count: None)
         for modality, uses in self._uses.items():
-            back = modality in self._passes_back
-            last = uses[-1] if back else max(use for use in uses if self._actions[use].kind is Kind.F)
+            last = uses[-1] if modality in self._passes_back else self._last_forwards[modality]
             if number == last:
                 self._offload.parameters[modality].leave()
 

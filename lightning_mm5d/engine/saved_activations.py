@@ -95,6 +95,12 @@ class SavedActivations:
             self._saved.append(weakref.ref(saved))
         return saved
 
+    def keep(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Note a tensor that something else than the graph keeps; return what gives it."""
+        saved = Saved(tensor)
+        self._saved.append(weakref.ref(saved))
+        return saved.unpack
+
     def leave(self, stays: Iterable[Tensor], check: Callable[[int], None]) -> None:
         """Begin to copy storages to the host, but for those of the tensors that stay.
 

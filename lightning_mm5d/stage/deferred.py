@@ -12,6 +12,7 @@ gradients in the input-gradient pass: correct, but not deferred.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D  # the projections of GPT-2 and its kin
 
 from lightning_mm5d.config.errors import private
+
+_Part = Tensor | Callable[[], Tensor]
 
 
 class Deferred:
@@ -31,7 +34,7 @@ class Deferred:
 
     def __init__(self) -> None:
         self.is_open = False
-        self._due: dict[int, tuple[nn.Parameter, list[tuple[Tensor, Tensor]]]] = {}
+        self._due: dict[int, tuple[nn.Parameter, list[tuple[_Part, _Part]]]] = {}
 
     def __enter__(self) -> Deferred:
         self.is_open = True
@@ -44,6 +47,11 @@ class Deferred:
         """Note that ``left.T @ right`` is a term of the gradient of `weight`; both have a row for each token."""
         self._due.setdefault(id(weight), (weight, []))[1].append((left, right))
 
+    def keep(self, pack: Callable[[Tensor], Callable[[], Tensor]]) -> None:
+        """Hold what `pack` returns for each tensor, which gives the tensor when it is called, instead of the tensor."""
+        for _, parts in self._due.values():
+            parts[:] = [(pack(_tensor(left)), pack(_tensor(right))) for left, right in parts]
+
     @property
     def weights(self) -> list[nn.Parameter]:
         """The parameters whose gradients are still to be computed."""
@@ -55,10 +63,14 @@ class Deferred:
             _, (weight, parts) = self._due.popitem()
             total: Tensor | None = None
             while parts:
-                left, right = parts.pop()
+                left, right = map(_tensor, parts.pop())
                 total = left.t() @ right if total is None else total.addmm_(left.t(), right)
             assert total is not None
             torch.autograd.backward(weight, total.to(weight.dtype))
+
+
+def _tensor(part: _Part) -> Tensor:
+    return part if isinstance(part, Tensor) else part()
 
 
 class _Linear(torch.autograd.Function):

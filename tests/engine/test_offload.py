@@ -139,6 +139,7 @@ def test_only_microbatches_with_two_actions_between_travel() -> None:
     flights = long_flights(actions)
     assert flights == {(STAGE, 1), (STAGE, 2)}
     assert most_away(actions, flights, STAGE) == 2
+    assert long_flights([*actions[:5], *actions[6:], actions[0], actions[5]], Kind.I) == {(STAGE, 1)}
 
 
 def test_parameters_are_on_the_host_until_they_are_used() -> None:
