@@ -3,6 +3,9 @@
 At first the order is that of parameters from the last to the first. After a sum in which gradients were watched, all
 ranks agree on the order in which gradients came: a parameter takes the latest of its places on any rank, each counted
 as a part of what that rank had. Gradients that came again after they had been sent are sent at the end from then on.
+
+Compressed gradients share their buckets with the same ones in all steps, and only the order of buckets is learned: how
+a number is rounded depends on its neighbours, and a resumed run must round as the uninterrupted one does.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_mm5d.data_parallel.shared_parameters import SharedParameters
-from lightning_mm5d.gradients.buckets import Bucket, Piece, ScatteredBucket, SummedBucket, cut_into_buckets
+from lightning_mm5d.gradients.buckets import Bucket, Draw, Piece, ScatteredBucket, SummedBucket, cut_into_buckets
 from lightning_mm5d.gradients.reduction import Buckets
 
 _LAST, _LATE = 1.5, 2.0  # places of gradients that did not come, and of those that came again
@@ -28,6 +31,8 @@ class _Key(NamedTuple):
     ranks: tuple[int, ...]
     across: tuple[int, ...]
     dtype: str
+    compression: str
+    is_apart: bool
 
 
 class BucketOrder:
@@ -40,6 +45,7 @@ class BucketOrder:
         groups: the process group of each tuple of ranks.
         bucket_bytes: how much one message carries.
         count: of all parameters of the model.
+        draw: gives a seed for the random rounding of some gradients, the same on all ranks.
     """
 
     def __init__(
@@ -51,7 +57,9 @@ class BucketOrder:
         bucket_bytes: int,
         *,
         count: int,
+        draw: Draw,
     ) -> None:
+        self._draw = draw
         self._pieces, self._everything, self._shared, self._groups = pieces, everything, shared, groups
         self._bucket_bytes, self._count = bucket_bytes, count
         self._trained: tuple[Any, ...] = ()
@@ -100,18 +108,24 @@ class BucketOrder:
             parameter, shared = piece.parameter, self._shared.get(piece.parameter)
             if not parameter.requires_grad or not (whole if shared is None else rows):
                 continue
-            key = _Key(ranks, (), str(parameter.dtype))
-            if shared is not None:
-                key = _Key(shared.shard.block, shared.shard.across, str(parameter.dtype))
+            block, across = (ranks, ()) if shared is None else (shared.shard.block, shared.shard.across)
+            compression, is_apart = piece.traffic.gradients, piece.traffic.is_apart
+            key = _Key(
+                block, across, str(parameter.dtype), str(compression or ""), compression is not None and is_apart
+            )
             found.setdefault(key, []).append(piece._replace(shared=shared))
 
         def place(piece: Piece) -> tuple[float, int]:
             return 0.0 if places is None else places[piece.number], -piece.number
 
+        def is_late(piece: Piece) -> bool:
+            return place(piece)[0] >= _LATE
+
         buckets: list[tuple[tuple[Any, ...], _Key, Bucket]] = []
         for key, held in found.items():
-            held.sort(key=place)
-            late = [piece for piece in held if piece.rows is not None or place(piece)[0] >= _LATE]
+            # the order of parameters, or the learned one
+            held.sort(key=(lambda piece: (0.0, -piece.number)) if key.compression else place)
+            late = [piece for piece in held if piece.rows is not None or (not key.compression and is_late(piece))]
             late_ones = {id(piece) for piece in late}
             early = [piece for piece in held if id(piece) not in late_ones]
             quarter = -(-len(early) // 4)  # messages of small models overlap with their backwards too
@@ -120,14 +134,14 @@ class BucketOrder:
                 *cut_into_buckets(late, self._bucket_bytes, len(late)),
             ]
             for number, cut in enumerate(cuts):
-                is_late = number == len(cuts) - 1 or id(cut[0]) in late_ones
-                buckets.append(((is_late, place(cut[-1]), key), key, self._bucket(key, cut, is_late=is_late)))
+                waits = number == len(cuts) - 1 or id(cut[0]) in late_ones or any(map(is_late, cut))
+                buckets.append(((waits, max(map(place, cut)), key), key, self._bucket(key, cut, is_late=waits)))
         return [(key, bucket) for _, key, bucket in sorted(buckets, key=lambda one: one[0])]
 
     def _bucket(self, key: _Key, pieces: Sequence[Piece], *, is_late: bool) -> Bucket:
         group = self._groups[key.ranks]
         assert group is not None, f"this rank is not in the group of its ranks {key.ranks}"
         if not key.across:
-            return SummedBucket(pieces, group, is_late=is_late)
+            return SummedBucket(pieces, group, is_late=is_late, draw=self._draw)
         across = self._groups[key.across] if len(key.across) > 1 else None
-        return ScatteredBucket(pieces, group, across, is_late=is_late)
+        return ScatteredBucket(pieces, group, across, is_late=is_late, draw=self._draw)

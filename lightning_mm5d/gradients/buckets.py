@@ -9,7 +9,7 @@ also says whether a rank got more of a gradient after it was sent.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,7 +18,10 @@ from torch import Tensor, nn
 
 from lightning_mm5d.data_parallel.scatter_gather import ScatteredSum
 from lightning_mm5d.data_parallel.shared_parameters import SharedParameter
+from lightning_mm5d.plan.compressions import Traffic
 from lightning_mm5d.plan.sums import Rows
+from lightning_mm5d.sharded.compressed_collectives import CompressedScatter, CompressedSum
+from lightning_mm5d.sharded.compression import Compression
 
 
 class Piece(NamedTuple):
@@ -30,6 +33,7 @@ class Piece(NamedTuple):
         weight: what its gradient is multiplied by in the sum.
         number: of the parameter, the same on all ranks.
         shared: what this rank owns of it; None where all is summed on all ranks.
+        traffic: how its gradients travel.
     """
 
     parameter: nn.Parameter
@@ -37,6 +41,7 @@ class Piece(NamedTuple):
     weight: float
     number: int
     shared: SharedParameter | None = None
+    traffic: Traffic = Traffic()
 
     @property
     def numel(self) -> int:
@@ -69,6 +74,9 @@ class Piece(NamedTuple):
             own.copy_(total.view_as(own))
 
 
+Draw = Callable[[Sequence[Piece]], int]
+
+
 class Sum(Protocol):
     """A message that is under way."""
 
@@ -86,12 +94,14 @@ class Bucket(ABC):
     """Gradients that travel in one message.
 
     Args:
-        pieces: of one dtype, in one order on all ranks.
+        pieces: of one dtype and compression, in one order on all ranks.
         is_late: whether it is sent at the end of all backwards, also where its gradients are there earlier.
+        draw: gives a seed for random rounding, the same on all ranks.
     """
 
-    def __init__(self, pieces: Sequence[Piece], *, is_late: bool) -> None:
+    def __init__(self, pieces: Sequence[Piece], *, is_late: bool, draw: Draw) -> None:
         self.pieces, self.is_late = pieces, is_late
+        self._compression, self._draw = pieces[0].traffic.gradients, draw
         self._all_there: Tensor | None = None
 
     @torch.no_grad()
@@ -137,10 +147,11 @@ class SummedBucket(Bucket):
         pieces: as for `Bucket`.
         group: over which they are summed.
         is_late: as for `Bucket`.
+        draw: as for `Bucket`.
     """
 
-    def __init__(self, pieces: Sequence[Piece], group: dist.ProcessGroup, *, is_late: bool) -> None:
-        super().__init__(pieces, is_late=is_late)
+    def __init__(self, pieces: Sequence[Piece], group: dist.ProcessGroup, *, is_late: bool, draw: Draw) -> None:
+        super().__init__(pieces, is_late=is_late, draw=draw)
         self._group = group
         self._common = pieces[0].weight if len({piece.weight for piece in pieces}) == 1 else None
         self._numels = [piece.numel for piece in pieces]
@@ -154,7 +165,12 @@ class SummedBucket(Bucket):
             else:
                 packed += piece.read(weight)
         flat = torch.cat([*packed, flags])
-        return _AllReduced(flat if self._common in (None, 1.0) else flat.mul_(self._common), self._group)
+        flat = flat if self._common in (None, 1.0) else flat.mul_(self._common)
+        if self._compression is None:
+            return _AllReduced(flat, self._group)
+        return _Compressed(
+            CompressedSum(flat, self._group, self._compression, exact=flags.numel(), seed=self._draw(self.pieces))
+        )
 
     def take(self, total: Tensor, flags: Sequence[float], rows: dict[int, Tensor]) -> None:
         for piece, flag, part in zip(self.pieces, flags, total.split(self._numels), strict=True):
@@ -172,12 +188,19 @@ class ScatteredBucket(Bucket):
         block: the ranks that share.
         across: the ranks that own the same rows; None where there is one.
         is_late: as for `Bucket`.
+        draw: as for `Bucket`.
     """
 
     def __init__(
-        self, pieces: Sequence[Piece], block: dist.ProcessGroup, across: dist.ProcessGroup | None, *, is_late: bool
+        self,
+        pieces: Sequence[Piece],
+        block: dist.ProcessGroup,
+        across: dist.ProcessGroup | None,
+        *,
+        is_late: bool,
+        draw: Draw,
     ) -> None:
-        super().__init__(pieces, is_late=is_late)
+        super().__init__(pieces, is_late=is_late, draw=draw)
         self._block, self._across = block, across
         self._own = [(piece, piece.shared) for piece in pieces if piece.shared is not None]
 
@@ -195,7 +218,12 @@ class ScatteredBucket(Bucket):
         lengths = [
             len(self._own) + 1 + sum(one.numel_at(at) for _, one in self._own) for at in range(self._block.size())
         ]
-        return _Scattered(ScatteredSum(torch.cat(chunks).split(lengths), self._block), self._across)
+        parts, compression, exact = torch.cat(chunks).split(lengths), self._compression, flags.numel()
+        if compression is None:
+            return _Scattered(ScatteredSum(parts, self._block), _summing(self._across))
+        seed = self._draw(self.pieces)
+        scattered = CompressedScatter(parts, self._block, compression, exact=exact, seed=seed)
+        return _Scattered(scattered, _summing(self._across, compression, exact, seed))
 
     def take(self, total: Tensor, flags: Sequence[float], rows: dict[int, Tensor]) -> None:
         lengths = [shared.numel_at(shared.shard.place) for _, shared in self._own]
@@ -220,11 +248,36 @@ class _AllReduced:
         return self._flat
 
 
+class _Compressed:
+    def __init__(self, total: CompressedSum) -> None:
+        self._total = total
+
+    def advance(self) -> None:
+        """There is nothing to free."""
+
+    def summed(self) -> None:
+        self._total.gather()
+
+    def wait(self) -> Tensor:
+        return self._total.wait()
+
+
+def _summing(
+    group: dist.ProcessGroup | None, compression: Compression | None = None, exact: int = 0, seed: int | None = None
+) -> Callable[[Tensor], Sum] | None:
+    """How rows are summed over `group`."""
+    if group is None:
+        return None
+    if compression is None:
+        return lambda flat: _AllReduced(flat, group)
+    return lambda flat: _Compressed(CompressedSum(flat, group, compression, exact=exact, seed=seed))
+
+
 class _Scattered:
-    def __init__(self, scattered: ScatteredSum, across: dist.ProcessGroup | None) -> None:
+    def __init__(self, scattered: ScatteredSum | CompressedScatter, across: Callable[[Tensor], Sum] | None) -> None:
         self._scattered, self._across = scattered, across
         self._flat: Tensor | None = None
-        self._work: Any = None
+        self._work: Sum | None = None
 
     def advance(self) -> None:
         self._scattered.free()
@@ -232,13 +285,11 @@ class _Scattered:
     def summed(self) -> None:
         self._flat = self._scattered.wait()
         if self._across is not None:
-            self._work = dist.all_reduce(self._flat, group=self._across, async_op=True)
+            self._work = self._across(self._flat)
 
     def wait(self) -> Tensor:
         assert self._flat is not None, "summed within the block first"
-        if self._work is not None:
-            self._work.wait()
-        return self._flat
+        return self._flat if self._work is None else self._work.wait()
 
 
 def cut_into_buckets(pieces: Sequence[Piece], most_bytes: int, most: int) -> Iterator[list[Piece]]:

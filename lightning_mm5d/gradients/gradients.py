@@ -6,18 +6,19 @@ backward that Lightning calls. A gradient that no rank has stays None.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_mm5d.data.random_state import seed_of
 from lightning_mm5d.data_parallel.shared_parameters import SharedParameters
 from lightning_mm5d.gradients.bucket_order import BucketOrder
-from lightning_mm5d.gradients.buckets import Piece
+from lightning_mm5d.gradients.buckets import Draw, Piece
 from lightning_mm5d.gradients.reduction import Reduction
-from lightning_mm5d.plan.compressions import traffic_of
+from lightning_mm5d.plan.compressions import Traffic, traffic_of
 from lightning_mm5d.plan.data_shards import DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.plan.sums import Rows, Summed, counted_of, sums_of
@@ -30,11 +31,15 @@ class Placed(NamedTuple):
         numbers: of all parameters of the model by name, the same on all ranks.
         everything: all parameters of the model, with those of other ranks.
         stages: the parameters that each stage of this rank uses.
+        traffic: how gradients travel, by name.
+        draw: gives a seed for the random rounding of some gradients, the same on all ranks.
     """
 
     numbers: Mapping[str, int]
     everything: Sequence[nn.Parameter]
     stages: Mapping[Hashable, Sequence[nn.Parameter]]
+    traffic: Mapping[str, Traffic]
+    draw: Draw
 
 
 class Gradients:
@@ -71,11 +76,17 @@ class Gradients:
         self._counted = {id(parameters[name]): rows for name, rows in counted.items()}
         self._stages = placed.stages
         pieces = [
-            (summed.ranks, Piece(parameter, summed.rows, summed.weight, placed.numbers[name]))
+            (
+                summed.ranks,
+                Piece(parameter, summed.rows, summed.weight, placed.numbers[name], traffic=placed.traffic[name]),
+            )
             for name, parameter in parameters.items()
             for summed in sums.get(name, ())
         ]
-        self._order = BucketOrder(pieces, placed.everything, shared, groups, bucket_bytes, count=len(placed.numbers))
+        count = len(placed.numbers)
+        self._order = BucketOrder(
+            pieces, placed.everything, shared, groups, bucket_bytes, count=count, draw=placed.draw
+        )
 
     def take(self) -> list[Tensor | None]:
         """Move the gradients out of the parameters."""
@@ -169,6 +180,7 @@ def make_gradients(
     groups: Mapping[tuple[int, ...], dist.ProcessGroup | None],
     bucket_bytes: int = 25 * 2**20,
     everything: Sequence[nn.Parameter] = (),
+    random_key: Callable[[], tuple[int, ...]] = tuple,
 ) -> Gradients:
     """Return the gradients of the `parameters` (by name, each once) that `rank` holds.
 
@@ -179,6 +191,7 @@ def make_gradients(
         groups: those of `sum_groups` and `DataShards.groups`.
         bucket_bytes: how much one message carries.
         everything: all parameters of the model, with those of other ranks.
+        random_key: gives numbers that tell a step from all others, the same on all ranks and when it is repeated.
     """
     shards, sums = DataShards(plan), sums_of(plan, rank)
     owned = shards.owned_by(rank, parameters)
@@ -187,12 +200,16 @@ def make_gradients(
         if any(counted_of(plan, other, [name]) for other in shard.block):
             counted[name] = None
     shapes = {name: shards.local_shape(name, rank) for name in owned}
-    traffic = {
-        name: traffic_of(plan, name, sums[name][0].ranks, parameters[name].dtype) for name, shard in owned.items()
-    }
+    summed = [name for name in parameters if name in sums]
+    traffic = {name: traffic_of(plan, name, sums[name][0].ranks, parameters[name].dtype) for name in summed}
     shared = SharedParameters(parameters, owned, shapes, groups, traffic, bucket_bytes=bucket_bytes)
     numbers = {name: number for number, name in enumerate(plan.sizes)}
-    placed = Placed(numbers, everything or [*parameters.values()], _stages_of(plan, rank, parameters))
+
+    def draw(pieces: Sequence[Piece]) -> int:
+        return seed_of(*random_key(), pieces[0].number)
+
+    stages = _stages_of(plan, rank, parameters)
+    placed = Placed(numbers, everything or [*parameters.values()], stages, traffic, draw)
     return Gradients(parameters, placed, sums, groups, counted, shared, bucket_bytes)
 
 

@@ -51,18 +51,23 @@ class CompressedScatter:
         self._lengths = list(arriving) if arriving is not None else [chunks[own].numel()] * len(chunks)
         seeds = [None if seed is None else seed + own * len(chunks) + place for place in range(len(chunks))]
         parts = [self._encoded(chunk, one) for chunk, one in zip(chunks, seeds, strict=True)]
-        self._sent = torch.cat(parts)
+        data = torch.cat(parts)
+        self._sent: Tensor | None = data
         self._sizes = [self._size(length) for length in self._lengths]
-        self._arrived = self._sent.new_empty(sum(self._sizes))
+        self._arrived = data.new_empty(sum(self._sizes))
         sent = [part.numel() for part in parts]
         self.moved = sum(sent) - sent[own]
-        self._work: Any = dist.all_to_all_single(
-            self._arrived, self._sent, self._sizes, sent, group=group, async_op=True
-        )
+        self._work: Any = dist.all_to_all_single(self._arrived, data, self._sizes, sent, group=group, async_op=True)
+
+    def free(self) -> None:
+        """Free what has been sent; waits for nobody."""
+        if self._sent is not None and self._work.is_completed():
+            self._sent = None
 
     def parts(self) -> list[Tensor]:
         """Wait; return the chunk of each rank, decoded."""
         self._work.wait()
+        self._sent = None
         found = []
         for data, length in zip(self._arrived.split(self._sizes), self._lengths, strict=True):
             count = length - self._exact

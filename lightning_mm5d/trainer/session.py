@@ -170,7 +170,13 @@ class Session:
         module, plan, rank, device = self._module, self.plan, self._options.rank, self._options.device
         held = {name: parameter for name, parameter in module.named_parameters() if not is_placeholder(parameter)}
         gradients = make_gradients(
-            plan, rank, held, groups.gradients, self._options.bucket_bytes, [*module.parameters()]
+            plan,
+            rank,
+            held,
+            groups.gradients,
+            self._options.bucket_bytes,
+            [*module.parameters()],
+            lambda: (self._options.seed, module.current_epoch, module.trainer.fit_loop.batch_idx, module.global_step),
         )
         self._shared = gradients.shared
         self._gathering = make_gathering(plan, self._cut.runtime, self._cut.views, self._shared, groups.gathers)
