@@ -22,7 +22,7 @@ from lightning_mm5d import MultimodalStrategy
 from lightning_mm5d.gradients.gradients import Gradients
 from lightning_mm5d.trainer.optimization import Optimization
 
-STEPS, BATCH, WORLD, BUCKET_BYTES = 3 * 40, 4, 2, 2 * 2**20
+STEPS, BATCH, WORLD, BUCKET_BYTES = 3 * 24, 4, 2, 2 * 2**20
 KINDS = ("none", "end", "beside")
 _reduction, _synced = Gradients.reduction, Optimization.synced
 

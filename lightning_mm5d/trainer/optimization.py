@@ -90,6 +90,7 @@ class Optimization:
         self._is_plain, self._device = is_plain, device
         self.syncs = True
         self._unsynced = self._summed = False
+        self._has_own_factor: bool | None = None
         self._clipper: Precision | None = None
         self._names = names = names_of(module)
         stages = plan.topology.stage_names()
@@ -157,12 +158,17 @@ class Optimization:
 
         Early where the backward will give all of them the same factor on all ranks, and no others wait for a sum.
         """
-        is_stock = self._is_stock(precision)
-        self._summed = is_stock and self.syncs and not self._unsynced and not self._hooks.exist()
-        return Summing(self._summed, _anything if is_stock or not self._gradients.shared.all else self._check_factor)
+        if self._has_own_factor is None:
+            # agreed once: callbacks may be those of one rank
+            found = torch.tensor(float(not self._is_stock(precision)), device=message_device(self._device))
+            dist.all_reduce(found, dist.ReduceOp.MAX)
+            self._has_own_factor = bool(found)
+        self._summed = not (self._has_own_factor or self._unsynced or self._hooks.exist()) and self.syncs
+        shares = any(modality.shared_stage for modality in self._plan.modalities.values())
+        return Summing(self._summed, self._check_factor if self._has_own_factor and shares else _anything)
 
     def _is_stock(self, precision: Precision) -> bool:
-        """Whether nobody can give the loss another factor than Lightning does."""
+        """Whether nobody on this rank can give the loss another factor than Lightning does."""
         callbacks = vars(self._module.trainer)["callbacks"]
         return (
             type(self._module).backward is pl.LightningModule.backward

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from features.toys import LANGUAGE, SHARED, VISION, Layer, Layout, Run, Toy, assert_same, outcomes, together, weights
 from lightning_mm5d import Modality
+from lightning_mm5d.config.errors import ConfigError
 
 
 def on_all(world: int, sharing: dict[str, Any] | None = None, **language: Any) -> Layout:
@@ -31,6 +32,10 @@ STAGES = on_all(4, pp_size=2)
 """vision: ranks 0-1; language: ranks 0-1 and 2-3 as stages"""
 APART = Layout({"vision": Modality(dp_size=1, **VISION), "language": Modality(pp_size=2, dp_size=2, **LANGUAGE)}, 5, 2)
 """vision: rank 0; language: ranks 1-2 and 3-4 as stages"""
+MIXED = Layout(
+    {"vision": Modality(dp_size=2, zero_stage=2, **VISION), "language": Modality(dp_size=2, **LANGUAGE)}, 4, 2
+)
+"""vision: ranks 0-1, with rows; language: ranks 2-3"""
 SHARES = on_all(2, {"zero_stage": 2})
 BLOCKS = on_all(4, {"zero_stage": 3, "dp_shard_size": 2})
 """two blocks of two ranks"""
@@ -230,7 +235,12 @@ ANYWHERE = (twice, on_one_rank, freezing, scaled, branches, branches_accumulated
 
 
 @pytest.mark.parametrize(
-    ("layout", "microbatches"), [(SHARED, 1), (SHARED, 2), (BLOCKS, 1)], ids=["plain", "microbatches", "blocks"]
+    ("layout", "microbatches"),
+    [
+        pytest.param(SHARED, 1, id="plain"),
+        pytest.param(SHARED, 2, id="microbatches", marks=pytest.mark.exhaustive),
+        pytest.param(BLOCKS, 1, id="blocks"),
+    ],
 )
 def test_gradients_are_those_of_one_process_whatever_comes_when(layout: Layout, microbatches: int) -> None:
     found = outcomes(layout, *ANYWHERE, num_microbatches=microbatches, bucket_bytes=2000)
@@ -238,6 +248,48 @@ def test_gradients_are_those_of_one_process_whatever_comes_when(layout: Layout, 
         assert_same(outcome.ranks[0], outcome.one, where=scenario)
 
 
-def test_stages_sum_what_comes_when_as_one_process() -> None:
-    for scenario, outcome in outcomes(STAGES, freezing, scaled, hooked, num_microbatches=2).items():
+@pytest.mark.parametrize("layout", [STAGES, MIXED], ids=["stages", "some share"])
+def test_stages_sum_what_comes_when_as_one_process(layout: Layout) -> None:
+    for scenario, outcome in outcomes(layout, freezing, scaled, hooked, num_microbatches=2).items():
         assert_same(outcome.ranks[0], outcome.one, where=scenario)
+
+
+# --- the factor of a loss ---
+
+
+class ScaledByRank(Toy):
+    """A backward that gives each rank another factor."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        ((1.0 + self.global_rank) * loss).backward(*args, **kwargs)
+
+
+def scaled_by_rank(run: Run) -> str:
+    with pytest.raises(ConfigError) as caught:
+        run.trainer().fit(ScaledByRank(), run.training())
+    return str(caught.value)
+
+
+def test_shared_gradients_are_not_multiplied_by_factors_that_differ() -> None:
+    for message in together(SHARES, scaled_by_rank, num_microbatches=1):
+        assert "a factor of the loss from 1.0 to 2.0" in message
+
+
+def looked_at_by_one_rank(run: Run) -> Any:
+    class Look(L.Callback):
+        def on_before_backward(self, trainer: L.Trainer, *_: Any) -> None:
+            assert trainer.is_global_zero
+
+    alone = run.layout is None
+    trainer = run.trainer(max_epochs=2)
+    if alone or trainer.global_rank == 0:
+        trainer.callbacks.append(Look())
+    module = Toy()
+    trainer.fit(module, run.training(24))
+    return weights(module)
+
+
+def test_a_callback_of_one_rank_does_not_make_others_wait() -> None:
+    for layout in (SHARES, STAGES):
+        outcome = outcomes(layout, looked_at_by_one_rank, num_microbatches=2)["looked_at_by_one_rank"]
+        assert_same(outcome.ranks[0], outcome.one)
