@@ -27,6 +27,10 @@ LAYOUTS: dict[str, dict[str, Modality]] = {
     "pipeline": {"vision": Modality(), "language": Modality(pp_size=3)},
     "tensor": {"vision": Modality(tp_size=2), "language": Modality(tp_size=2)},
     "shared": {"vision": Modality(colocate_with="language"), "language": Modality(pp_size=2, tp_size=2)},
+    "rows": {
+        "vision": Modality(colocate_with="language", tp_size=2, zero_stage=3),
+        "language": Modality(tp_size=2, zero_stage=3),
+    },
 }
 LOSS = 1e-6  # transformers computes the loss in float32
 KINDS = ("as it is", "with adapters", "with a new head")
@@ -128,12 +132,16 @@ def test_ranks_start_and_train_with_the_weights_of_one_process(layout: str, kind
 
 
 def _is_part(part: Tensor, full: Tensor) -> bool:
-    """Whether `part` is `full`, or rows or columns of it."""
-    dim = next((dim for dim in range(full.dim()) if part.shape[dim] != full.shape[dim]), None)
-    if dim is None:
+    """Whether `part` is `full`, or rows or columns of it, or columns of rows."""
+    dims = [dim for dim in range(full.dim()) if part.shape[dim] != full.shape[dim]]
+    if not dims:
         return torch.equal(part, full)
-    slices = list(full.unbind(dim))
-    return all(any(torch.equal(row, other) for other in slices) for row in part.unbind(dim))
+    if len(dims) == 2:
+        lengths = part.shape[dims[1]]
+        starts = range(full.shape[dims[1]] - lengths + 1)
+        return any(_is_part(part, full.narrow(dims[1], start, lengths)) for start in starts)
+    slices = list(full.unbind(dims[0]))
+    return all(any(torch.equal(row, other) for other in slices) for row in part.unbind(dims[0]))
 
 
 def test_a_damaged_file_ends_all_ranks(folder: Path, tmp_path: Path) -> None:
