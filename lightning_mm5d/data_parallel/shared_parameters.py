@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_mm5d.data_parallel.closed import make_closed, make_open
+from lightning_mm5d.data_parallel.closed import Closed, make_closed, make_open
 from lightning_mm5d.data_parallel.scatter_gather import gather
 from lightning_mm5d.plan.compressions import Traffic
 from lightning_mm5d.plan.data_shards import DataShard
@@ -235,6 +235,12 @@ class SharedParameters:
         self._fetch([one for one in self.all if one.whole is None or one.traffic.parameters is not None], exact=True)
         self.show_whole()
         self._forget()
+
+    def leave_step(self) -> None:
+        """Show own rows where a step that has failed left parameters without values."""
+        for one in self.all:
+            if isinstance(one.parameter, Closed):
+                one.show_own()
 
     def keep(self) -> None:
         """Leave what is shown between batches: the local tensors, and of those of stage 3 this rank's rows."""

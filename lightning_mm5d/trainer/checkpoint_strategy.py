@@ -118,6 +118,8 @@ class CheckpointStrategy(WeightsStrategy, ABC):
         module = self._module("lightning_module_state_dict")
         if self._session is None and self._failed and is_partial(module):
             raise lost_weights()
+        if self._session is not None:
+            self._session.leave_step()
         if self.checkpoint == "sharded":
             return self._checkpoints.state_dict(module, self._shards_plan())
         return self.full_state_dict()

@@ -307,6 +307,10 @@ class Session:
         """Enter where parameters are read for a checkpoint; see `SharedParameters.exact`."""
         return self._shared.exact()
 
+    def leave_step(self) -> None:
+        """Let parameters have values that a checkpoint can hold, also after a step that has failed."""
+        self._shared.leave_step()
+
     def rest(self) -> None:
         """Show between batches what parameters show then."""
         self._shared.rest()

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
 
 from data_parallel.test_sharing import Adagrad, Trained, shared
 from features.built_in_parts import Late
-from features.toys import Layout, Run, Toy, assert_same, figures, outcomes, together, weights
-from lightning_mm5d import RemoteParameterError
+from features.toys import LANGUAGE, VISION, Layout, Run, Toy, assert_same, figures, outcomes, together, weights
+from layouts import build
+from lightning_mm5d import Modality, RemoteParameterError
 from lightning_mm5d.checkpoint.sharded_load import ShardedCheckpoint
 from lightning_mm5d.plan.data_shards import DataShards
 from lightning_mm5d.plan.holdings import Holdings
@@ -133,8 +134,6 @@ def test_a_rank_makes_its_own_rows_alone_bit_by_bit() -> None:
 
 
 def plan_of(layout: Layout) -> Plan:
-    from layouts import build
-
     return Plan.of(Toy(), build(layout.world, **layout.modalities), layout.modalities)
 
 
@@ -169,7 +168,7 @@ def test_a_module_keeps_rows_and_goes_on_with_them(stage: int, tmp_path: Path) -
     assert all((found[2] == outcome.one[2]) == (stage == 1) for found in outcome.ranks)
 
 
-class Failing(Trained):
+class Interrupted(Trained):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if batch_idx == 1:
             raise LookupError("the second batch")
@@ -177,7 +176,7 @@ class Failing(Trained):
 
 
 def failed(run: Run) -> list[str]:
-    module, said = Failing(), []
+    module, said = Interrupted(), []
     for _ in range(2):
         try:
             run.trainer().fit(module, run.training())
@@ -194,3 +193,25 @@ def test_a_run_after_a_failed_one_says_that_weights_are_lost() -> None:
     for first, second in together(shared(2), failed):  # whose parameters are whole
         assert "the second batch" in first
         assert "the second batch" in second
+
+
+def interrupted(run: Run) -> Any:
+    saving = OnExceptionCheckpoint(at(run, ""), "interrupted")
+    with pytest.raises(LookupError, match="the second batch"):
+        run.trainer(callbacks=[saving], enable_checkpointing=True).fit(Interrupted(), run.training())
+    return contents(at(run, "interrupted.ckpt"))
+
+
+def test_a_step_that_fails_leaves_the_rows_of_the_last_one(tmp_path: Path) -> None:
+    """all on ranks 0-1, which gather parameters for each layer"""
+    rows = {"zero_stage": 3, "reshard_after_forward": True}
+    layout = Layout(
+        {
+            "vision": Modality(colocate_with="language", **rows, **VISION),
+            "language": Modality(**rows, **LANGUAGE),
+        },
+        2,
+        2,
+    )
+    outcome = outcomes(layout, interrupted, folder=tmp_path)["interrupted"]
+    assert_same(outcome.ranks[0], outcome.one)
