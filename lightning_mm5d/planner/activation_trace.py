@@ -66,10 +66,12 @@ class Trace:
     Attributes:
         units: of each modality: before its layers, each layer, after them.
         exits: the results of encoders, by name.
+        reached: names of the parameters that get a gradient.
     """
 
     units: Mapping[str, Sequence[UnitUse]]
     exits: Mapping[str, Storages]
+    reached: frozenset[str]
 
 
 def trace(
@@ -105,7 +107,8 @@ def trace(
         loss = result["loss"] if isinstance(result, Mapping) else result
         if isinstance(loss, Tensor) and loss.requires_grad:
             tracer.backward(loss)
-    return Trace(tracer.units, tracer.exits)
+    named = copy.named_parameters(remove_duplicate=False)
+    return Trace(tracer.units, tracer.exits, frozenset(name for name, one in named if id(one) in tracer.reached))
 
 
 class _Tracer:
@@ -124,6 +127,7 @@ class _Tracer:
         self._bytes: dict[int, int] = {}  # of all storages on one rank
         self._degrees: dict[int, int] = {}  # of the tensor parallel ranks that share a storage
         self._parameters: set[int] = set()
+        self.reached: set[int] = set()
         self._passing: set[int] = set()  # alive, and not kept
         self._beside = 0  # bytes of these
 
@@ -146,7 +150,7 @@ class _Tracer:
     def _parameter(self, parameter: nn.Parameter) -> nn.Parameter:
         made = nn.Parameter(self._fake.of(parameter.detach()), parameter.requires_grad)
         if made.requires_grad:
-            made.register_post_accumulate_grad_hook(_drop_gradient)
+            made.register_post_accumulate_grad_hook(self._drop_gradient)
         self._parameters.add(self._number(made))
         return made
 
@@ -298,6 +302,6 @@ class _Tracer:
                     self._degrees[number] = degree
                 self._resize(number, self._on_one_rank(size, degree if out_is_sharded else 1))
 
-
-def _drop_gradient(parameter: Tensor) -> None:
-    parameter.grad = None
+    def _drop_gradient(self, parameter: Tensor) -> None:
+        self.reached.add(id(parameter))
+        parameter.grad = None

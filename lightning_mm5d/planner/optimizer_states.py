@@ -109,8 +109,8 @@ class OptimizerStates:
             with kept_random_state():
                 kept, working = self._step(optimizer, group, shape, dtype, 1)
                 _, several = self._step(optimizer, group, shape, dtype, 4)
-                together = several > 2.5 * working
-                return StateBytes(kept, working if together else several, together)
+                together = several > 2.5 * working  # up to twice as much is left over from the parameter before
+                return StateBytes(kept, working, together)
         except Exception:  # whatever a class of somebody else's does with tensors that have no values
             return None
 

@@ -91,8 +91,13 @@ class Step:
 
     @cached_property
     def trainable(self) -> frozenset[str]:
-        """Names of those that are trained."""
+        """Names of those that require a gradient."""
         return frozenset(name for name, parameter in self.parameters.items() if parameter.requires_grad)
+
+    @cached_property
+    def trained(self) -> frozenset[str]:
+        """Of these, the ones that get a gradient: a step may leave some out, as the last layer of a vision tower."""
+        return self.trainable if self.trace is None else self.trainable & self.trace.reached
 
 
 class _Held(NamedTuple):
@@ -162,7 +167,7 @@ class _Estimate:
         own_shape = shape if shard is None else shard.own_shape(shape)
         size = parameter.element_size()
         states: StateBytes | None = StateBytes(0, 0, False)
-        if parameter.requires_grad:
+        if name in step.trained:
             states = None if step.states is None else step.states.of(name, own_shape, parameter.dtype)
         users = {key.modality for key in plan.partition.owners[name]}
         offloads = frozenset(kind for user in users for kind in plan.modalities[user].offloads)
@@ -173,7 +178,7 @@ class _Estimate:
             torch.Size(shape).numel() * size,
             torch.Size(own_shape).numel() * size,
             shard,
-            parameter.requires_grad,
+            name in step.trained,
             states,
             offloads,
         )
@@ -263,7 +268,7 @@ class _Estimate:
         return StageFlight(kept, working, gradients, away, self._passed(key, members, cuts), has_backward)
 
     def _gradients(self, names: Iterable[str], rank: int) -> int:
-        found = {id(self._step.parameters[name]): name for name in names if name in self._step.trainable}
+        found = {id(self._step.parameters[name]): name for name in names if name in self._step.trained}
         return sum(
             torch.Size(self._shards.local_shape(name, rank)).numel() * self._step.parameters[name].element_size()
             for name in found.values()
