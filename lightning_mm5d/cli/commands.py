@@ -13,10 +13,11 @@ from pathlib import Path
 import torch
 
 from lightning_mm5d.cli.configuration import Source
-from lightning_mm5d.cli.estimates import step_of
+from lightning_mm5d.cli.estimates import may_share, step_of
 from lightning_mm5d.cli.first_batch import first_microbatch
 from lightning_mm5d.cli.job import Job, load
 from lightning_mm5d.cli.terminal import show, warn
+from lightning_mm5d.config.byte_sizes import bytes_of
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality, for_schedule
 from lightning_mm5d.partition.costs import units
@@ -99,17 +100,25 @@ def plan(arguments: Namespace, source: Source) -> None:
         raise ConfigError(
             "schedule", name_of(strategy.schedule), rule, "Add --trainer.strategy.init_args.schedule=1f1b"
         )
+    limit = None if arguments.memory_limit is None else bytes_of("--memory-limit", arguments.memory_limit)
     durations: Mapping[str, float | Sequence[float]] = _durations(arguments.cost, job.modalities)
     measured = _measured(job, arguments.cost) if arguments.measure else None
     if measured is not None:
         durations = {name: [1e3 * second for second in row] for name, row in measured.medians.items()}
+    configured = strategy.plan(module)
+    step, notes = step_of(job, configured)
+    if limit is not None and (step.trace is None or step.states is None):
+        raise ConfigError("--memory-limit", arguments.memory_limit, notes[0], "Leave out --memory-limit")
     proposal = propose(
-        strategy.plan(module),
+        configured,
         module,
         schedule=strategy.schedule,
         num_microbatches=strategy.num_microbatches,
         durations=durations,
         unit=MILLISECONDS if measured is not None else None,
+        step=step,
+        memory_limit=limit,
+        shares=may_share(step),
     )
     if arguments.out is not None:
         try:
@@ -120,7 +129,7 @@ def plan(arguments: Namespace, source: Source) -> None:
     if arguments.json:
         print(json.dumps(proposal.as_json()))
     else:
-        show([*([measured.table()] if measured is not None else []), *proposal.page()])
+        show([*([measured.table()] if measured is not None else []), *proposal.page(), *notes])
     warn(warnings(proposal.proposed.plan.layout))
 
 

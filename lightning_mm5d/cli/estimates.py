@@ -15,7 +15,7 @@ from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.planner.activation_trace import Trace, trace
 from lightning_mm5d.planner.optimizer_states import OptimizerStates
 from lightning_mm5d.planner.rank_memory import Step
-from lightning_mm5d.trainer.optimizer_probe import remade
+from lightning_mm5d.trainer.optimizer_probe import dependence, remade
 
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
@@ -49,6 +49,12 @@ def step_of(job: Job, plan: Plan) -> tuple[Step, list[str]]:
         accumulates=job.accumulates,
     )
     return step, notes
+
+
+def may_share(step: Step) -> bool:
+    """Whether the optimizers may work on a part of each parameter: they look at one element at a time."""
+    optimizers = [] if step.states is None else step.states.optimizers
+    return bool(optimizers) and all(dependence(one) == (False, False) for one in optimizers)
 
 
 def _trace(job: Job, plan: Plan, module: LightningModule) -> Trace:

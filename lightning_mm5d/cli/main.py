@@ -20,7 +20,7 @@ from itertools import islice
 from pathlib import Path
 
 _CONFIGURED = ("inspect", "simulate", "plan")  # commands whose other options override the configuration
-_OPTIONS = ("--help", "--version", "--json", "--out", "--script", "--cost", "--frozen", "--measure")
+_OPTIONS = ("--help", "--version", "--json", "--out", "--script", "--cost", "--frozen", "--measure", "--memory-limit")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -165,6 +165,12 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="time the forward of every layer several times on one microbatch of the training data, here, instead of "
         "estimating it",
+    )
+    one.add_argument(
+        "--memory-limit",
+        metavar="SIZE",
+        help="most memory of a rank, for instance 80GiB: layouts that need more get what fits at the least time "
+        "(zero_stage, activation_checkpointing), or are left out",
     )
     one.add_argument(
         "--out",

@@ -63,6 +63,9 @@ class OptimizerStates:
         remade: makes an optimizer of the same class with other parameters and the settings of a group; None where it
             cannot.
 
+    Attributes:
+        optimizers: that `configure_optimizers` returned.
+
     Raises:
         Exception: of the user's `configure_optimizers`, which may need a trainer.
     """
@@ -73,11 +76,11 @@ class OptimizerStates:
         with kept_random_state(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             copy.trainer = _TRAINER  # type: ignore[assignment]
-            self._optimizers = list(_optimizers(copy.configure_optimizers()))
+            self.optimizers = list(_optimizers(copy.configure_optimizers()))
         # a function that a user put on the module knows the parameters of the module itself
         groups = {
             id(parameter): (optimizer, group)
-            for optimizer in self._optimizers
+            for optimizer in self.optimizers
             for group in optimizer.param_groups
             for parameter in group["params"]
         }

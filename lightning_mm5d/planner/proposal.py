@@ -25,8 +25,12 @@ from lightning_mm5d.partition import StageCut, partition
 from lightning_mm5d.partition.costs import Unit, units
 from lightning_mm5d.partition.find import find
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.planner.search import Found, search
-from lightning_mm5d.planner.tables import Page, Table
+from lightning_mm5d.planner.memory_limit import MemoryLimit
+from lightning_mm5d.planner.memory_tables import memory_table
+from lightning_mm5d.planner.rank_memory import RankMemory, memory_of
+from lightning_mm5d.planner.rank_memory import Step as MemoryStep
+from lightning_mm5d.planner.search import Found, NothingFitsError, search
+from lightning_mm5d.planner.tables import Page, Table, memory_text
 from lightning_mm5d.planner.time_units import COSTS, WORK, TimeUnit
 from lightning_mm5d.schedule import AnySchedule, Outcome, compare
 
@@ -70,17 +74,27 @@ class Proposal:
         proposed: the step of the layout that was found.
         configured: the step of the configured one.
         unit: of all durations.
+        memory: of each rank of the proposed layout; empty where it is not estimated.
+        configured_memory: of the configured one.
+        memory_limit: bytes that a rank may need at most; None for any number.
     """
 
     found: Found
     proposed: Step
     configured: Step
     unit: TimeUnit
+    memory: Sequence[RankMemory] = ()
+    configured_memory: Sequence[RankMemory] = ()
+    memory_limit: int | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Return ``{"modalities", "proposed", "configured", "placed", "simulated", "unit"}``; steps as in `Step`."""
+        """Return ``{"modalities", "proposed", "configured", "placed", "simulated", "unit", "memory"}``.
+
+        Steps are as in `Step`, ``memory`` is as in `RankMemory`, of each rank of the proposed layout.
+        """
         return {
             "modalities": self._said(),
+            "memory": [one._asdict() for one in self.memory],
             "proposed": self.proposed.as_json(),
             "configured": self.configured.as_json(),
             "placed": self.found.placed,
@@ -102,9 +116,11 @@ class Proposal:
         steps = {"configured": self.configured.as_json(), "proposed": self.proposed.as_json()}
         unit = self.unit.fitted(max(step["makespan"] for step in steps.values()))
         layouts = []
+        memory = {"configured": self.configured_memory, "proposed": self.memory}
         for name, step in steps.items():
             durations = [unit.text(step[key]) for key in ("makespan", "busiest", "pace")]
-            layouts.append((name, step["replicas"], *durations, f"{step['idle']:.1%}"))
+            peak = [memory_text(max(one.peak for one in memory[name]))] if memory[name] else []
+            layouts.append((name, step["replicas"], *durations, f"{step['idle']:.1%}", *peak))
         busy, bubble = outcome.simulation.busy, outcome.simulation.bubble
         # of ranks that share a stage (tp, cp) the first one
         each = [(n, _holds(plan, n), unit.text(busy[n]), f"{bubble[n]:.1%}") for n in sorted(busy)]
@@ -113,11 +129,16 @@ class Proposal:
             f"ranks: {plan.layout.size}, microbatches: {self.proposed.num_microbatches // replicas} per replica, "
             f"placements split: {found.placed}, simulated under {outcome.schedule}: {found.simulated}, "
             f"times in {unit.meaning}",
-            Table.of(("layout", "replicas", *times, "idle"), layouts),
+            Table.of(("layout", "replicas", *times, "idle", *(["largest peak"] if self.memory else [])), layouts),
             Table.of(("rank", "layers", f"busy ({unit.symbol})", "idle"), each),
+            *([memory_table(self.memory)] if self.memory else []),
             "modalities:" + "".join(f"\n  {line}" for line in self.as_yaml().splitlines()),
         ]
-        if self.proposed.pace > self.configured.pace * (1 - 1e-6):
+        largest = max((one.peak for one in self.configured_memory), default=0)
+        fits = self.memory_limit is None or largest <= self.memory_limit
+        if not fits:
+            page.insert(2, f"The configured layout needs more than {memory_text(self.memory_limit or 0)}.")
+        elif self.proposed.pace > self.configured.pace * (1 - 1e-6):
             page.insert(2, "The configured layout is as good as the best that was found.")
         return page
 
@@ -134,6 +155,9 @@ def propose(
     num_microbatches: int,
     durations: Mapping[str, float | Sequence[float]] | None = None,
     unit: TimeUnit | None = None,
+    step: MemoryStep | None = None,
+    memory_limit: int | None = None,
+    shares: bool = False,
 ) -> Proposal:
     """Search a layout for the ranks of a plan.
 
@@ -146,9 +170,13 @@ def propose(
         durations: of the forward of each whole modality, or of each of its units as `measure` returns them, in any
             unit; by default those of the configured `cost`, or estimates where there are none.
         unit: of the durations; by default what is known of it, `COSTS` or `WORK`.
+        step: what is known of a training step, for estimates of its memory; None for none.
+        memory_limit: bytes that a rank may need at most; None for any number.
+        shares: whether replicas may share what optimizers work on, to fit into it.
 
     Raises:
-        ConfigError: replicas do not divide the ranks, only some durations are known, or the search refuses.
+        ConfigError: nothing fits into `memory_limit`, replicas do not divide the ranks, only some durations are known,
+            or the search refuses.
     """
     loss_modality, size = plan.partition.loss_modality, plan.layout.size
     replicas = plan.modalities[loss_modality].dp_size or 1
@@ -163,20 +191,34 @@ def propose(
         rule = f"Those of {', '.join(missing)} would be estimated in another unit"
         raise ConfigError("cost", costs, rule, "Give a duration for every modality, or for none")
     rows = _timed(plan, module, durations or {})
-    found = search(
-        rows,
-        plan.modalities,
-        size // replicas,
-        loss_modality=loss_modality,
-        trainable={name for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad},
-        num_microbatches=num_microbatches,
-        schedule=schedule,
-        late={name for name, encoder in plan.partition.encoders.items() if encoder.used_late},
-    )
-    layout = Layout.build(
-        found.modalities, world_size=size, loss_modality=loss_modality, ranks_per_node=plan.layout.ranks_per_node
-    )
-    proposed = Plan(layout, partition(module, found.modalities), found.modalities, plan.sizes)
+
+    def plan_of(modalities: Mapping[str, Modality]) -> Plan:
+        layout = Layout.build(
+            modalities, world_size=size, loss_modality=loss_modality, ranks_per_node=plan.layout.ranks_per_node
+        )
+        return replace(plan, layout=layout, partition=partition(module, modalities), modalities=modalities)
+
+    limit: MemoryLimit | None = None
+    if memory_limit is not None:
+        assert step is not None, "a limit needs estimates"
+        limit = MemoryLimit(memory_limit, step, plan_of, shares)
+    try:
+        found = search(
+            rows,
+            plan.modalities,
+            size // replicas,
+            loss_modality=loss_modality,
+            trainable={name for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad},
+            num_microbatches=num_microbatches,
+            schedule=schedule,
+            late={name for name, encoder in plan.partition.encoders.items() if encoder.used_late},
+            fitted=None if limit is None else limit.fitted,
+        )
+    except NothingFitsError:
+        assert limit is not None
+        raise limit.refusal(memory_text(limit.limit)) from None
+    proposed = plan_of(found.modalities)
+    memory = [] if step is None else [memory_of(one, step) for one in (proposed, plan)]
     steps = []
     for one in (proposed, plan):
         costed = replace(one, modalities=_costed(one, rows)) if costs else one
@@ -185,7 +227,8 @@ def propose(
         steps.append(Step(costed, outcome, num_microbatches * one.layout.num_replicas))
     unit = unit or (COSTS if costs else WORK)
     found = replace(found, modalities=dict(steps[0].plan.modalities))
-    return Proposal(found, steps[0], steps[1], unit)
+    proposal = Proposal(found, steps[0], steps[1], unit, memory_limit=memory_limit)
+    return replace(proposal, memory=memory[0], configured_memory=memory[1]) if memory else proposal
 
 
 def _timed(plan: Plan, module: nn.Module, durations: Mapping[str, float | Sequence[float]]) -> dict[str, list[Unit]]:

@@ -4,15 +4,15 @@ A step takes as long as its busiest rank works, plus the ramps before and after.
 largest loads (see `placements`) are simulated, in the order of a lower bound on their makespans, until no other can be
 shorter.
 
-The search keeps tp_size, cp_size and the replicas of the loss modality, and gives each rank one chunk of a modality. It
-does not check memory. Numbers of ranks that no placement fills are refused, and encoders that feed stages by number,
-because the search chooses these numbers.
+The search keeps tp_size, cp_size and the replicas of the loss modality, and gives each rank one chunk of a modality.
+Memory counts where `fitted` says what fits. Numbers of ranks that no placement fills are refused, and encoders that feed
+stages by number, because the search chooses these numbers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
@@ -21,6 +21,7 @@ from lightning_mm5d.config.modality import Modality, Owner, PipelineTemplate
 from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.partition import Encoder, Partition, Parts, StageCut
 from lightning_mm5d.partition.costs import Unit, step_costs
+from lightning_mm5d.partition.recomputed_layers import costed, kept_of
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.planner.placements import Placement, Space
 from lightning_mm5d.schedule import AnySchedule, Graph, build, lower_bound, simulate
@@ -28,6 +29,13 @@ from lightning_mm5d.schedule.stage_key import StageKey
 
 _JUDGED = 48  # placements whose schedules may be simulated
 _SAME = 1e-9  # makespans that differ by less than this share count as equal
+
+
+Fitted = Callable[[dict[str, Modality]], dict[str, Modality] | None]
+
+
+class NothingFitsError(Exception):
+    """No placement fits into the memory of its ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +67,7 @@ def search(
     num_microbatches: int,
     schedule: AnySchedule = "1f1b",
     late: Collection[str] = (),
+    fitted: Fitted | None = None,
 ) -> Found:
     """Return the placement of the modalities on `num_ranks` ranks whose simulated step is shortest.
 
@@ -71,12 +80,15 @@ def search(
         num_microbatches: M.
         schedule: as `build` takes it.
         late: encoders whose result the loss modality uses after its last layer.
+        fitted: returns the modalities of a placement with the options with which it fits into memory, None where
+            nothing helps; a placement that costs more with them counts as that long.
 
     Returns:
         The placement with the shortest step; of equally short ones, the one with the fewest shared stages.
 
     Raises:
         ConfigError: no placement fills the ranks, or `feeds` lists stages.
+        NothingFitsError: none fits into memory.
     """
     for name, modality in modalities.items():
         if isinstance(modality.feeds, list):
@@ -102,17 +114,27 @@ def search(
         raise ConfigError("num_ranks", num_ranks, rule, fix)
     graphs = [_graph(plain, modalities, placement, loss_modality, num_microbatches, late) for placement in placements]
     bounds = list(map(lower_bound, graphs))
-    best, makespan, simulated = 0, math.inf, 0
+    best, makespan, simulated, chosen = 0, math.inf, 0, dict[str, Modality]()
     for index in sorted(range(len(graphs)), key=bounds.__getitem__):
         if bounds[index] > makespan * (1 + _SAME):
             break
+        graph, written = graphs[index], _written(modalities, placements[index], loss_modality)
+        if fitted is not None:
+            options = fitted(written)
+            if options is None:
+                continue
+            if options != written:
+                written, again = options, _recomputing(plain, options, placements[index])
+                graph = _graph(again, modalities, placements[index], loss_modality, num_microbatches, late)
         simulated += 1
-        shortest = simulate(build(schedule, graphs[index]), graphs[index]).makespan
+        shortest = simulate(build(schedule, graph), graph).makespan
         fewer = (placements[index].shared, index) < (placements[best].shared, best)
         if shortest < makespan * (1 - _SAME) or (fewer and shortest <= makespan * (1 + _SAME)):
-            best, makespan = index, shortest
+            best, makespan, chosen = index, shortest, written
+    if not chosen:
+        raise NothingFitsError
     return Found(
-        modalities=_written(modalities, placements[best], loss_modality),
+        modalities=chosen,
         busiest=max(placements[best].loads) / space.scale,
         makespan=makespan,
         placed=space.seen,
@@ -127,6 +149,16 @@ def _plain(name: str, row: Sequence[Unit], trainable: frozenset[str]) -> list[Un
         Unit(unit.forward, {f"{name}.{index}": sum(costs)} if costs else {}, unit.recomputed)
         for index, (unit, costs) in enumerate(zip(row, trained, strict=True))
     ]
+
+
+def _recomputing(
+    rows: Mapping[str, Sequence[Unit]], modalities: Mapping[str, Modality], placement: Placement
+) -> dict[str, Sequence[Unit]]:
+    """The units with what recomputation adds to their backwards."""
+    return {
+        name: costed(row, kept_of(name, modalities[name], placement.sizes[name])) if len(row) > 2 else row
+        for name, row in rows.items()
+    }
 
 
 def _layers(row: Sequence[float]) -> list[float]:
