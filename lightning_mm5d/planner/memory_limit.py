@@ -142,9 +142,8 @@ def _said(modalities: Modalities, levels: Mapping[tuple[str, int], int]) -> dict
     """The modalities with the recomputation of each stage as the configuration has it."""
     found = dict(modalities)
     for name in {name for name, _ in levels}:
-        kinds = [
-            _KINDS[level] for _, level in sorted((key[1], level) for key, level in levels.items() if key[0] == name)
-        ]
+        stages = sorted((number, level) for (other, number), level in levels.items() if other == name)
+        kinds = [deepcopy(_KINDS[level]) for _, level in stages]  # YAML would write one object as a reference
         same = all(kind == kinds[0] for kind in kinds)
         found[name] = replace(found[name], activation_checkpointing=kinds[0] if same else {"per_stage": kinds})
     return found

@@ -94,12 +94,12 @@ class Proposal:
         """
         return {
             "modalities": self._said(),
-            "memory": [one._asdict() for one in self.memory],
             "proposed": self.proposed.as_json(),
             "configured": self.configured.as_json(),
             "placed": self.found.placed,
             "simulated": self.found.simulated,
             "unit": self.unit.meaning,
+            "memory": [one._asdict() for one in self.memory],
         }
 
     def as_yaml(self) -> str:

@@ -5,8 +5,8 @@ largest loads (see `placements`) are simulated, in the order of a lower bound on
 shorter.
 
 The search keeps tp_size, cp_size and the replicas of the loss modality, and gives each rank one chunk of a modality.
-Memory counts where `fitted` says what fits. Numbers of ranks that no placement fills are refused, and encoders that feed
-stages by number, because the search chooses these numbers.
+Memory counts where `fitted` says what fits. Numbers of ranks that no placement fills are refused, and encoders that
+feed stages by number, because the search chooses these numbers.
 """
 
 from __future__ import annotations

@@ -50,10 +50,11 @@ def plan(capsys: pytest.CaptureFixture[str]) -> Iterator[Plan]:
 def test_it_shows_both_layouts_every_rank_and_what_to_paste(plan: Plan) -> None:
     code, out, err = plan.run("--trainer.devices=3", f"{MODALITIES}.language.pp_size=1")
     assert (code, err) == (0, "")
-    head, layouts, ranks, block = out.rstrip().split("\n\n")
+    head, layouts, ranks, memory, block = out.rstrip().split("\n\n")
     assert head.startswith("ranks: 3, microbatches: 4 per replica")
     assert [line.split()[0] for line in layouts.splitlines()] == ["layout", "configured", "proposed"]
     assert [line.split()[0] for line in ranks.splitlines()] == ["rank", "0", "1", "2"]
+    assert [line.split()[0] for line in memory.splitlines()] == ["rank", "0", "1", "2"]
     assert set(yaml.safe_load(block)["modalities"]) == {"vision", "audio", "language"}
 
 
@@ -73,6 +74,15 @@ def test_what_it_writes_is_read_as_the_modalities_and_takes_as_long_as_it_says(p
     assert again["configured"] == again["proposed"] == proposed["proposed"]
     simulated = {entry["schedule"]: entry for entry in plan.found(*read, command="simulate")}
     assert simulated["1f1b"]["makespan"] == pytest.approx(proposed["proposed"]["makespan"])
+
+
+def test_a_memory_limit_is_kept_by_recomputation_and_refused_below_the_smallest_need(plan: Plan) -> None:
+    limited = plan.found("--memory-limit", "9MiB")
+    assert max(rank["peak"] for rank in limited["memory"]) <= 9 * 2**20
+    assert any("activation_checkpointing" in said for said in limited["modalities"].values())
+    code, _, err = plan.run("--memory-limit", "1MiB")
+    assert code == 2
+    assert "needs least takes" in err
 
 
 def test_durations_of_whole_modalities_are_written_down_for_other_commands(plan: Plan, tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def test_the_report_names_every_rank_and_what_to_paste() -> None:
 def test_as_json_holds_both_layouts() -> None:
     found, _ = proposal("handwritten", {"vision": {}, "language": {"pp_size": 2}}, 3)
     said = found.as_json()
-    assert list(said) == ["modalities", "proposed", "configured", "placed", "simulated", "unit"]
+    assert list(said) == ["modalities", "proposed", "configured", "placed", "simulated", "unit", "memory"]
     assert said["proposed"]["makespan"] <= said["configured"]["makespan"]
     assert set(said["proposed"]) == {"replicas", "makespan", "idle", "busiest", "pace"}
 
