@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from lightning_mm5d.config.errors import private
 from lightning_mm5d.sharded.value_functions import TELLING
 
-_TELLING = TELLING | {Tensor.untyped_storage, Tensor.data_ptr, Tensor.grad.__set__}  # type: ignore[union-attr]
+# a backward from a parameter adds to its gradient
+_TELLING = TELLING | {Tensor.untyped_storage, Tensor.data_ptr, Tensor.grad.__set__, torch.autograd.backward}  # type: ignore[union-attr]
 _plain = private(torch._C, "DisableTorchFunctionSubclass")
 
 
@@ -23,7 +24,7 @@ class Closed(nn.Parameter):
     """A parameter without values.
 
     Attributes:
-        opens: brings them, and gives the parameter its class again.
+        opens: brings them, and gives the parameter its class again; or leaves NaN where only shapes are asked for.
         opened: that class.
     """
 
@@ -37,7 +38,8 @@ class Closed(nn.Parameter):
         if func not in _TELLING and not (func is Tensor.view_as and args[0] is args[1]):
             for one in _closed((args, kwargs)):
                 one.opens()
-            return func(*args, **kwargs)
+            if not any(True for _ in _closed((args, kwargs))):
+                return func(*args, **kwargs)
         with _plain():
             return func(*args, **kwargs)
 

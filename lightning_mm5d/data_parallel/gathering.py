@@ -139,6 +139,7 @@ class Gathering:
         names: of all parameters of this rank, with each name of a tied one.
         reshards: paths of the layers that are gathered for each forward and backward.
         groups: for gathers alone, by their ranks.
+        is_dry: whether nothing but shapes is kept of what runs at the moment.
     """
 
     def __init__(
@@ -148,7 +149,9 @@ class Gathering:
         names: Iterable[tuple[str, nn.Parameter]],
         reshards: Container[str],
         groups: Groups,
+        is_dry: Callable[[], bool],
     ) -> None:
+        self._is_dry = is_dry
         self._shared, self._layers, self._names = shared, layers, list(names)
         self._reshards, self._groups = reshards, groups
         self._rest: list[Unit] = []
@@ -300,6 +303,8 @@ class Gathering:
 
     def _touch(self, unit: Unit) -> None:
         """Open a unit whose parameters are used by something else than the call of its layer."""
+        if self._is_dry():
+            return
         if self._step is not None and unit in self._step:
             self._step.reach(unit)
         elif self._action is not None and unit in self._action and unit not in self._action.left:

@@ -116,4 +116,4 @@ def make_gathering(
             if plan.modalities[name].reshard_after_forward:
                 reshards.update(paths)
     names = runtime.root.named_parameters(remove_duplicate=False)
-    return Gathering(shared, layers, names, reshards, groups)
+    return Gathering(shared, layers, names, reshards, groups, lambda: runtime.guard.is_dry)
