@@ -282,15 +282,15 @@ class Engine:
                 loss = step.finish(result, index)
                 if loss is not None:
                     self._first_loss.check(loss, stage)
-            sent = [self._send(run, stage, other, place, step.fails) for other in graph.successors(stage)]
+            passed: list[Tensor] = []  # which its receivers on this rank may hold, too
+            sent = [self._send(run, stage, other, place, step.fails, passed) for other in graph.successors(stage)]
         received = [
             (self._bridge(other, stage, place, back=True), *_with_grads(payload))
             for other, payload in zip(graph.predecessors(stage), payloads, strict=True)
             if graph.has_backward(other)
         ]
-        stays = [tensor for _, tensors in sent for tensor in tensors]
-        stays += [tensor for _, tensor in tensors_in([part.batch, *(payload.tensors for payload in payloads)])]
-        moves.ran(run, stage, saved, stays)
+        stays = tensors_in([part.batch, passed, *(payload.tensors for payload in payloads)])
+        moves.ran(run, stage, saved, [tensor for _, tensor in stays])
         return _Flight(run, sent, received, loss)
 
     def _executed(self, run: Run, step: Step, part: Microbatch, index: int, stage: StageKey) -> tuple[Any, bool]:
@@ -311,7 +311,7 @@ class Engine:
             return None, False
 
     def _send(
-        self, run: Run, stage: StageKey, other: StageKey, place: tuple[int, int], fails: bool
+        self, run: Run, stage: StageKey, other: StageKey, place: tuple[int, int], fails: bool, passed: list[Tensor]
     ) -> tuple[Bridge, list[Tensor]]:
         if fails:
             payload = Payload({"boundaries": [], "calls": [], "grads": [], "remote": [], "fails": True})
@@ -322,6 +322,7 @@ class Engine:
         payload = run.payload(consumed, modality if modality == target else None)
         meta = {**payload.meta, "local": sorted(payload.local)} if payload.local else payload.meta
         self._bridge(stage, other, place).send(meta, payload.tensors, payload.local)
+        passed += payload.tensors
         return self._bridge(stage, other, place, back=True), _with_grads(payload)[0]
 
     def _run_backward(
