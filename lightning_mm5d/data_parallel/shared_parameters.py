@@ -133,7 +133,7 @@ class SharedParameter:
         """Let the local tensor have memory, in the storage that it had before."""
         if self.whole is None:
             self.whole = self.own.new_empty(self.shape)
-        else:
+        elif self.whole.untyped_storage().size() == 0:  # others may share memory that was never freed
             self.whole.untyped_storage().resize_(self.whole.numel() * self.whole.element_size())
 
     def cut_state(self, state: dict[str, Any]) -> None:

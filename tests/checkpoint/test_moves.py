@@ -20,7 +20,7 @@ BESIDE_SHARING = {
     "e | l pp 2",
     "all tp 2",
     "e | l cp 2",
-}  # those that exchange checkpoints with layouts that share
+}
 FEW = {
     "llava": ["e | l pp 2", "e | l tp 2"],
     "qwen2_vl": ["e | l", "e with l pp 2", "e dp 2 | l dp 1"],
