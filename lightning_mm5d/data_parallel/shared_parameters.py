@@ -243,8 +243,9 @@ class SharedParameters:
                 one.show_own()
 
     def keep(self) -> None:
-        """Leave what is shown between batches: the local tensors, and of those of stage 3 this rank's rows."""
+        """Leave what is shown between batches, exact: the local tensors, of stage 3 this rank's rows; collective."""
         self.rest()
+        self._make_exact()
         self._forget()
 
     def _forget(self) -> None:
@@ -258,14 +259,19 @@ class SharedParameters:
         Yields:
             The addresses of what is exact meanwhile and rounded afterwards.
         """
-        rounded = [one for one in self.all if one.shard.stage < 3 and one.is_apart and one.parameter.requires_grad]
-        for one in rounded:
-            one.adopt_changes()
-        self._fetch(rounded, exact=True)
+        rounded = self._make_exact()
         try:
             yield frozenset(one.whole.data_ptr() for one in rounded if one.whole is not None)
         finally:
             self._fetch(rounded)
+
+    def _make_exact(self) -> list[SharedParameter]:
+        """Let local tensors that have rounded rows have exact ones; return their parameters."""
+        rounded = [one for one in self.all if one.shard.stage < 3 and one.is_apart and one.parameter.requires_grad]
+        for one in rounded:
+            one.adopt_changes()
+        self._fetch(rounded, exact=True)
+        return rounded
 
     def get(self, parameter: Tensor) -> SharedParameter | None:
         """Return the shared parameter that `parameter` is, if it is one."""
