@@ -191,8 +191,8 @@ class _Estimate:
         rests = [one for one in held if "parameters" not in one.offloads]
         away = sum(one.whole for one in held if "parameters" in one.offloads)
         parameters = sum(_at_rest(one) for one in rests)
-        gathered = sum(one.whole for one in rests if _at_rest(one) != one.whole)
-        whole, own = sum(one.whole for one in trained), sum(one.own for one in trained)
+        gathered = self._gathered(rests)
+        own = sum(one.own for one in trained)
         states = sum(one.states.kept for one in trained if one.states)
         states_away = sum(one.states.kept for one in trained if one.states and "optimizer" in one.offloads)
         flight = self._flight(rank)
@@ -200,8 +200,8 @@ class _Estimate:
         base = parameters + states - states_away
         phases = {
             "schedule": base + gathered + away + older + flight.peak,
-            "reduction": base + gathered + older + whole + self._reduction(trained),
-            "update": base + states_away + own + _update(trained) + self._exchange(held),
+            "reduction": base + gathered + older + self._reduction(trained),
+            "update": base + states_away + own + max(_update(trained), self._exchange(trained)),
         }
         known = all(one.states for one in trained) if self._step.states is not None else not trained
         peak = max(phases.values())
@@ -217,13 +217,35 @@ class _Estimate:
             away + states_away + flight.host,
         )
 
-    def _reduction(self, trained: Sequence[_Held]) -> int:
-        """The buckets of gradients that other ranks have too."""
-        return 0
+    def _gathered(self, rests: Sequence[_Held]) -> int:
+        """Local tensors of parameters that are rows between steps; with `reshard_after_forward`, of two layers."""
+        shared = [one for one in rests if _at_rest(one) != one.whole]
+        layers: dict[tuple[str, int], int] = {}
+        other = 0
+        for one in shared:
+            place = self._layer(one.name)
+            if place is None:
+                other += one.whole
+            else:
+                layers[place] = layers.get(place, 0) + one.whole
+        return other + sum(sorted(layers.values())[-2:])
 
-    def _exchange(self, held: Iterable[_Held]) -> int:
-        """The buckets in which rows are exchanged after the update."""
-        return 0
+    def _layer(self, name: str) -> tuple[str, int] | None:
+        """The layer of a parameter that is gathered with its layer."""
+        for modality, parts in self._plan.partition.parts.items():
+            if self._plan.modalities[modality].reshard_after_forward and (index := parts.index(name)) is not None:
+                return modality, index
+        return None
+
+    def _reduction(self, trained: Sequence[_Held]) -> int:
+        """Gradients and what carries them: a bucket beside whole ones; of shared ones what is sent, arrives, is own."""
+        whole = sum(one.whole for one in trained if one.shard is None)
+        shared = sum(2 * one.whole + one.own for one in trained if one.shard is not None)
+        return whole + min(whole, self._step.bucket_bytes) + shared
+
+    def _exchange(self, trained: Iterable[_Held]) -> int:
+        """The buckets in which rows of parameters that stay whole are exchanged after the update."""
+        return sum(one.whole + one.own for one in trained if one.shard is not None and one.shard.stage < 3)
 
     # --- activations ---
 
