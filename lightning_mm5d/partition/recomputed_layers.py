@@ -19,6 +19,7 @@ from lightning_mm5d.partition.costs import Unit
 OWN_ATTENTION = "mm5d.attention"
 """The name of the attention of context parallel ranks among operations."""
 _PRODUCTS = {"aten.linear", "aten.matmul", "aten.mm", "aten.addmm"}
+_MANY = 1000
 _BESIDE_PRODUCTS = 0.1  # of a forward: norms, activations and residuals
 
 
@@ -59,6 +60,22 @@ def costed(row: Sequence[Unit], kept: Sequence[Kept]) -> tuple[Unit, ...]:
         replace(unit, recomputed=max(unit.recomputed, _share(one))) for unit, one in zip(layers, kept, strict=True)
     )
     return before, *again, after
+
+
+def recomputed_share(modality: Modality, stage: int) -> float:
+    """Return the part of a stage's forward that runs again, of a model of which nothing is known but its stages.
+
+    A stage counts as so many equal layers that all of what is said can be; ``layers`` count as none.
+    """
+    said = modality.activation_checkpointing
+    if isinstance(said, Mapping) and "per_stage" in said:
+        said = said["per_stage"][stage]
+    if isinstance(said, Mapping) and "every" in said:
+        return 1 / said["every"]
+    if isinstance(said, Mapping) and "layers" in said:
+        return 0.0
+    layers = recomputed_layers("", said, [_MANY])
+    return sum(map(_share, layers)) / _MANY
 
 
 def depends_on_cut(modality: Modality) -> bool:

@@ -21,7 +21,7 @@ from lightning_mm5d.config.modality import Modality, Owner, PipelineTemplate
 from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.partition import Encoder, Partition, Parts, StageCut
 from lightning_mm5d.partition.costs import Unit, step_costs
-from lightning_mm5d.partition.recomputed_layers import costed, kept_of
+from lightning_mm5d.partition.recomputed_layers import costed, depends_on_cut, kept_of
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.planner.placements import Placement, Space
 from lightning_mm5d.schedule import AnySchedule, Graph, build, lower_bound, simulate
@@ -87,13 +87,19 @@ def search(
         The placement with the shortest step; of equally short ones, the one with the fewest shared stages.
 
     Raises:
-        ConfigError: no placement fills the ranks, or `feeds` lists stages.
+        ConfigError: no placement fills the ranks, or `feeds` or ``per_stage`` lists stages.
         NothingFitsError: none fits into memory.
     """
     for name, modality in modalities.items():
         if isinstance(modality.feeds, list):
             rule = f"It lists stages of {loss_modality!r}, and the search chooses their number"
             raise ConfigError(f"modalities.{name}.feeds", modality.feeds, rule, "Use 'first' or 'all'")
+        if depends_on_cut(modality):
+            field, rule = (
+                f"modalities.{name}.activation_checkpointing",
+                "It lists stages, and the search chooses their number",
+            )
+            raise ConfigError(field, modality.activation_checkpointing, rule, "Use a fraction, such as {fraction: 0.5}")
     plain = {name: _plain(name, row, frozenset(trainable)) for name, row in rows.items()}
     trained = frozenset(key for row in plain.values() for unit in row for key in unit.costs)
     encoders_train = any(

@@ -11,6 +11,7 @@ from dataclasses import replace
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.partition import Encoder, Partition, Parts, StageCut, Unit
+from lightning_mm5d.partition.recomputed_layers import recomputed_share
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Graph
 
@@ -45,7 +46,9 @@ def sketch(
         parts=dict.fromkeys(modalities, Parts()),
         stages=stages,
         owners={cut.name: (cut.name,) for cut in cuts},
-        units={cut.name: (Unit.of({cut.name: 1.0}),) for cut in cuts},
+        units={
+            cut.name: (Unit.of({cut.name: 1.0}, recomputed_share(modalities[cut.modality], cut.index)),) for cut in cuts
+        },
     )
     costed = {
         name: modality if modality.cost is not None else replace(modality, cost=1.0)
