@@ -10,8 +10,8 @@ there and inside of its hooks, so that hooks of the layer itself act once. It ru
 - keeps the results of some operations, where the configuration names them.
 
 A layer runs as it is where nothing in it or before it is differentiated, and where it is checkpointed already: by a
-flag of its own, as transformers' ``gradient_checkpointing_enable`` sets it, or by code that calls it. It also does for
-a cache that is not empty.
+flag of its own, as transformers' ``gradient_checkpointing_enable`` sets it, by code that calls it, or by its own code,
+which its first call shows. It also does for a cache that is not empty.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from lightning_mm5d.config.errors import private
-from lightning_mm5d.partition.compiled import IN_PLACE, is_compiled_in_place
+from lightning_mm5d.partition.compiled import IN_PLACE, is_compiled, is_compiled_in_place
 from lightning_mm5d.sharded.kept_results import kept_results, operations_named
 from lightning_mm5d.stage.payload import tensors_in
 from lightning_mm5d.stage.runtime import Runtime
@@ -67,12 +67,14 @@ class Recompute:
     def _patch(self, layer: nn.Module, modality: str, index: int, operations: frozenset[str]) -> None:
         method = IN_PLACE if is_compiled_in_place(layer) else "forward"
         own = vars(layer).get(method)
-        buffers = _Buffers(layer)
+        buffers, watch = _Buffers(layer), _Watch(layer)
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             inner = partial(type(module).forward, module) if own is None else own
-            if not self._applies(module, modality, index, args, kwargs):
+            if watch.found or not self._applies(module, modality, index, args, kwargs):
                 return inner(*args, **kwargs)
+            if watch.found is None:
+                inner = watch.watched(inner)
             return self._run(module, inner, args, kwargs, operations, buffers)
 
         # bound, so that a copy of the module computes with its own weights
@@ -148,6 +150,41 @@ class _Call:
             given |= {place: dict(value) for place, value in self._shared.items()}
         args = [given.pop(place) for place in range(self._count)]
         return self._inner(*args, **given)
+
+
+class _Watch:
+    """Whether a layer's own code checkpoints all that has parameters in it, as its first call shows.
+
+    Attributes:
+        found: what was found; None before that call.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._modules = [
+            module for module in layer.modules() if next(module.parameters(recurse=False), None) is not None
+        ]
+        self.found: bool | None = False if any(map(is_compiled, layer.modules())) else None
+
+    def watched(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `inner`, a layer's forward; its first call inside of a checkpoint is watched."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self.found is not None:
+                return inner(*args, **kwargs)
+            around, seen = _top_hooks(True)[0], list[bool]()
+
+            def note(*_: Any) -> None:
+                seen.append(not torch.is_grad_enabled() or _top_hooks(True)[0] is not around)
+
+            handles = [module.register_forward_pre_hook(note) for module in self._modules]
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                self.found = bool(seen) and all(seen)
+                for handle in handles:
+                    handle.remove()
+
+        return call
 
 
 _Place = tuple[str, str]  # path of a module in a layer, name of a buffer
