@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from features.toys import PIPE, Layout, Run, Toy, alone, assert_same, outcomes, together, weights
+from features.toys import PIPE, SHARED, Layout, Run, Toy, alone, assert_same, outcomes, together, weights
 from lightning_mm5d import Modality
 from parity.harness import Batches
 from zoo import CASES
@@ -73,3 +75,24 @@ def test_gradient_checkpointing_of_transformers_gives_the_same_weights() -> None
     expected = alone(llava)
     for got in together(LLAVA, both_kinds)[0]:
         assert_same(got, expected, 1e-6)
+
+
+def kinds(run: Run) -> Any:
+    """Losses and weights with each kind, in the same layout, with dropout."""
+    found = []
+    for kind in ("none", "full", "selective", {"every": 2}, {"fraction": 0.3}, {"layers": [0]}):
+        assert run.layout is not None
+        chosen = {name: replace(one, activation_checkpointing=kind) for name, one in run.layout.modalities.items()}
+        torch.manual_seed(5)
+        found.append(fit(replace(run, layout=replace(run.layout, modalities=chosen)), Toy(dropout=0.2)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "options"), [(SHARED, {"num_microbatches": 1}), (PIPE, {"schedule": "zero_bubble"})], ids=["dp", "pp"]
+)
+def test_every_kind_gives_the_same_bits_as_none(layout: Layout, options: dict[str, Any]) -> None:
+    """Two replicas on ranks 0-1; or vision on rank 0 and language on ranks 1-2 as stages."""
+    expected, *others = together(layout, kinds, **options)[0]
+    for got in others:
+        assert all(torch.equal(got[name], expected[name]) for name in expected)
