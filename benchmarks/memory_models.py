@@ -77,7 +77,9 @@ def whisper_batch(samples: int) -> Batch:
 
 
 def qwen2_vl(layers: int = 4) -> Any:
-    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [8, 12, 12]}
+    pairs = WIDTH // 16  # of rotated numbers in a head
+    section = [pairs - 2 * (3 * pairs // 8), 3 * pairs // 8, 3 * pairs // 8]
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": section}
     vision = {
         "depth": layers, "num_heads": 8, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2,
         "embed_dim": WIDTH, "hidden_size": WIDTH, "mlp_ratio": 4,
