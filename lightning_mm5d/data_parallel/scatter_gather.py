@@ -39,21 +39,25 @@ class ScatteredSum:
         lengths = [chunk.numel() for chunk in chunks]
         own = lengths[group.rank()]
         self._sent: Tensor | None = torch.cat([*chunks])
-        self._arrived = self._sent.new_empty(own * len(chunks))
+        self._arrived: Tensor | None = self._sent.new_empty(own * len(chunks))
         self._count = len(chunks)
+        self._total: Tensor | None = None
         sizes = [own] * len(chunks)
         self._work: Any = dist.all_to_all_single(self._arrived, self._sent, sizes, lengths, group=group, async_op=True)
 
     def free(self) -> None:
-        """Free what has been sent; waits for nobody."""
-        if self._sent is not None and self._work.is_completed():
-            self._sent = None
+        """Sum what has arrived and free its memory, where all of it is there; waits for nobody."""
+        if self._total is None and self._work.is_completed():
+            self.wait()
 
     def wait(self) -> Tensor:
         """Return the sum of this rank's chunks over all ranks."""
-        self._work.wait()
-        self._sent = None
-        return self._arrived.view(self._count, -1).sum(0)
+        if self._total is None:
+            self._work.wait()
+            assert self._arrived is not None
+            self._total = self._arrived.view(self._count, -1).sum(0)
+            self._sent = self._arrived = None
+        return self._total
 
 
 class Gathered:

@@ -1,11 +1,11 @@
 """Which gradients share a bucket, and in which order buckets are sent: the same on all ranks.
 
-At first the order is that of parameters from the last to the first. After a sum in which gradients were watched, all
-ranks agree on the order in which gradients came: a parameter takes the latest of its places on any rank, each counted
-as a part of what that rank had. Gradients that came again after they had been sent are sent at the end from then on.
+A bucket has the same gradients in all steps: parameters from the last to the first. How a sum of several ranks is
+rounded may depend on its place in the message, and a resumed run must round as the uninterrupted one does.
 
-Compressed gradients share their buckets with the same ones in all steps, and only the order of buckets is learned: how
-a number is rounded depends on its neighbours, and a resumed run must round as the uninterrupted one does.
+Only the order of buckets is learned. After a sum in which gradients were watched, all ranks agree on the order in which
+gradients came: a parameter takes the latest of its places on any rank, each counted as a part of what that rank had.
+Buckets with gradients that came again after they had been sent are sent at the end from then on.
 """
 
 from __future__ import annotations
@@ -123,18 +123,16 @@ class BucketOrder:
 
         buckets: list[tuple[tuple[Any, ...], _Key, Bucket]] = []
         for key, held in found.items():
-            # the order of parameters, or the learned one
-            held.sort(key=(lambda piece: (0.0, -piece.number)) if key.compression else place)
-            late = [piece for piece in held if piece.rows is not None or (not key.compression and is_late(piece))]
-            late_ones = {id(piece) for piece in late}
-            early = [piece for piece in held if id(piece) not in late_ones]
+            held.sort(key=lambda piece: -piece.number)
+            late = [piece for piece in held if piece.rows is not None]
+            early = [piece for piece in held if piece.rows is None]
             quarter = -(-len(early) // 4)  # messages of small models overlap with their backwards too
             cuts = [
                 *cut_into_buckets(early, self._bucket_bytes, quarter),
                 *cut_into_buckets(late, self._bucket_bytes, len(late)),
             ]
             for number, cut in enumerate(cuts):
-                waits = number == len(cuts) - 1 or id(cut[0]) in late_ones or any(map(is_late, cut))
+                waits = number == len(cuts) - 1 or cut[0].rows is not None or any(map(is_late, cut))
                 buckets.append(((waits, max(map(place, cut)), key), key, self._bucket(key, cut, is_late=waits)))
         return [(key, bucket) for _, key, bucket in sorted(buckets, key=lambda one: one[0])]
 
