@@ -274,7 +274,9 @@ class _Tracer:
                 results[number] = self._bytes[number]
         if self._backward_of is None and self._inside is not None:
             use.results.setdefault(func._schema.name.replace("::", "."), {}).update(results)
-        use.working = max(use.working, self._beside)
+        # autograd adds up two gradients in the memory of the first one, which it does not do for tensors of a subclass
+        in_place = self._backward_of is not None and func is torch.ops.aten.add.Tensor and len(given) == 2
+        use.working = max(use.working, self._beside - (made[0].untyped_storage().nbytes() if in_place else 0))
 
     def _on_one_rank(self, size: int, degree: int) -> int:
         """Bytes on one rank of a storage that the unit makes which runs now."""

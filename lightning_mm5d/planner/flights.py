@@ -26,11 +26,25 @@ class Flight(NamedTuple):
         activations: on the device, at most.
         peak: of activations, gradients and working memory together.
         host: of activations in host memory, at most.
+        ending: of the last backward, unit by unit: bytes of gradients that have come, and of activations that are left.
     """
 
     activations: int
     peak: int
     host: int
+    ending: Sequence[tuple[int, int]] = ()
+
+
+class Reduced(NamedTuple):
+    """A gradient that is summed over ranks, in bytes.
+
+    Attributes:
+        whole: of all of it.
+        own: of the rows that this rank gets; None where it gets all.
+    """
+
+    whole: int
+    own: int | None
 
 
 @dataclass(frozen=True)
@@ -108,7 +122,8 @@ def flown(actions: Sequence[Action], stages: Mapping[StageKey, StageFlight]) -> 
         if action.frees:
             del held[key]
             host.pop(key, None)
-    return Flight(most, peak, most_host)
+    last = next((stages[action.stage] for action in reversed(actions) if action.passes_gradients), None)
+    return Flight(most, peak, most_host, _ending(last) if last else ())
 
 
 def _back(stage: StageFlight, others: int, gradients: int, *, is_first: bool) -> tuple[int, int]:
@@ -120,3 +135,55 @@ def _back(stage: StageFlight, others: int, gradients: int, *, is_first: bool) ->
             gradients += stage.gradients[number]
             peak = max(peak, others + stage.remaining[number] + gradients)
     return peak, gradients
+
+
+def _ending(stage: StageFlight) -> list[tuple[int, int]]:
+    found, came = [], 0
+    for number in reversed(range(len(stage.kept))):
+        came += stage.gradients[number]
+        found.append((came, stage.remaining[number]))
+    return found
+
+
+def reduced(gradients: Sequence[Reduced], bucket_bytes: int, ending: Sequence[tuple[int, int]]) -> int:
+    """Return what the reduction of gradients takes at most, with the activations of the last backward.
+
+    A bucket that is summed is a copy of its gradients, which are freed when it is sent. One whose rows are scattered
+    has three copies when it is sent: packed by row, sent, and arrived. The last two live until all are summed.
+
+    Args:
+        gradients: of one rank, in the order of their parameters.
+        bucket_bytes: of a message, at most.
+        ending: as in a `Flight`.
+    """
+    shared = [number for number, one in enumerate(gradients) if one.own is not None]
+    whole = [number for number, one in enumerate(gradients) if one.own is None]
+    buckets = [*_buckets(gradients, shared, bucket_bytes), *_buckets(gradients, whole, bucket_bytes)]
+    now = peak = sum(one.whole for one in gradients)
+    came = arrived = 0
+    for bucket in sorted(buckets, key=min, reverse=True):
+        size = sum(gradients[number].whole for number in bucket)
+        own = gradients[bucket[0]].own
+        came += size
+        left = next((activations for gradient, activations in ending if gradient >= came), 0)
+        peak = max(peak, now + (size if own is None else 3 * size) + left)
+        now += arrived  # the sum of the bucket before
+        arrived = 0
+        if own is not None:
+            now += size
+            arrived = sum(gradients[number].own or 0 for number in bucket)
+    return max(peak, now + arrived)
+
+
+def _buckets(gradients: Sequence[Reduced], numbers: Sequence[int], most_bytes: int) -> list[list[int]]:
+    """The numbers of gradients that travel together: at most a quarter of all, from the last to the first."""
+    found: list[list[int]] = []
+    size = 0
+    for number in reversed(numbers):
+        add = gradients[number].whole
+        if not found or size + add > most_bytes or len(found[-1]) == -(-len(numbers) // 4):
+            found.append([])
+            size = 0
+        found[-1].append(number)
+        size += add
+    return found

@@ -4,7 +4,8 @@ A step has three phases, and a rank's peak is the largest of theirs:
 
 1. the *schedule*: parameters, gradients as they come, activations of the microbatches in flight, and what one forward
    or backward needs for a moment;
-2. the *reduction* of gradients over ranks: gradients and the buckets that carry them;
+2. the *reduction* of gradients over ranks, as the last backward ends: gradients, the buckets that carry them, and
+   activations that are left;
 3. the *update*: parameters, gradients, states of optimizers, and what the optimizer needs for a moment.
 
 States of optimizers are there in all three. What is offloaded is on the device only while it is used, and on the host
@@ -28,7 +29,7 @@ from lightning_mm5d.partition.recomputed_layers import kept_of
 from lightning_mm5d.plan.data_shards import DataShard, DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.planner.activation_trace import Storages, Trace, UnitUse
-from lightning_mm5d.planner.flights import Flight, StageFlight, flown
+from lightning_mm5d.planner.flights import Flight, Reduced, StageFlight, flown, reduced
 from lightning_mm5d.planner.optimizer_states import OptimizerStates, StateBytes
 from lightning_mm5d.schedule import AnySchedule, Graph
 from lightning_mm5d.schedule.stage_key import StageKey
@@ -200,8 +201,8 @@ class _Estimate:
         base = parameters + states - states_away
         phases = {
             "schedule": base + gathered + away + older + flight.peak,
-            "reduction": base + gathered + older + self._reduction(trained),
-            "update": base + states_away + own + max(_update(trained), self._exchange(trained)),
+            "reduction": base + gathered + older + self._reduction(trained, flight),
+            "update": base + self._arriving(trained) + own + max(_update(trained), self._exchange(trained)),
         }
         known = all(one.states for one in trained) if self._step.states is not None else not trained
         peak = max(phases.values())
@@ -237,11 +238,30 @@ class _Estimate:
                 return modality, index
         return None
 
-    def _reduction(self, trained: Sequence[_Held]) -> int:
-        """Gradients and what carries them: a bucket beside whole ones; of shared ones what is sent, arrives, is own."""
-        whole = sum(one.whole for one in trained if one.shard is None)
-        shared = sum(2 * one.whole + one.own for one in trained if one.shard is not None)
-        return whole + min(whole, self._step.bucket_bytes) + shared
+    def _reduction(self, trained: Sequence[_Held], flight: Flight) -> int:
+        """Gradients, what carries them, and activations that are left meanwhile."""
+        if self._plan.layout.size == 1:
+            return sum(one.whole for one in trained)
+        numbers = {name: number for number, name in enumerate(self._step.parameters)}
+        ordered = sorted(trained, key=lambda one: numbers[one.name])
+        gradients = [Reduced(one.whole, None if one.shard is None else one.own) for one in ordered]
+        return reduced(gradients, self._step.bucket_bytes, flight.ending)
+
+    def _arriving(self, trained: Sequence[_Held]) -> int:
+        """Offloaded states that are on the device at a time: of two buckets of parameters, or all of them."""
+        if self._step.states is None:
+            return 0
+        size, buckets = 0, [0]
+        for one in trained:
+            if size >= self._step.bucket_bytes:
+                buckets.append(0)
+                size = 0
+            size += one.own
+            buckets[-1] += one.states.kept if one.states and "optimizer" in one.offloads else 0
+        torchs = all(type(one).__module__.startswith("torch.optim") for one in self._step.states.optimizers)
+        if torchs and not any(one.states.together for one in trained if one.states):
+            return max(sum(buckets[number : number + 2]) for number in range(len(buckets)))
+        return sum(buckets)
 
     def _exchange(self, trained: Iterable[_Held]) -> int:
         """The buckets in which rows of parameters that stay whole are exchanged after the update."""
@@ -275,6 +295,7 @@ class _Estimate:
         kept: list[Storages] = []
         working: list[int] = []
         away: list[bool] = []
+        counted: set[int] = set()  # one that several units use gets its gradient in the backward of the first of them
         for member in order:
             cut, units = cuts[member], plan.partition.units[member]
             uses = _uses(step.trace, cut, plan.partition.stages[member.modality]) or [UnitUse()] * len(units)
@@ -285,12 +306,15 @@ class _Estimate:
                 kept.append(_storages(use, operations))
                 again = 0 if operations is None else sum(use.saved.values())
                 working.append(use.working + again)
-                gradients.append(self._gradients(unit.costs, rank))
+                gradients.append(self._gradients(unit.costs, rank, counted))
                 away.append("activations" in plan.modalities[member.modality].offloads)
         return StageFlight(kept, working, gradients, away, self._passed(key, members, cuts), has_backward)
 
-    def _gradients(self, names: Iterable[str], rank: int) -> int:
-        found = {id(self._step.parameters[name]): name for name in names if name in self._step.trained}
+    def _gradients(self, names: Iterable[str], rank: int, counted: set[int]) -> int:
+        """Bytes of the gradients of parameters that are not counted yet."""
+        every = {id(self._step.parameters[name]): name for name in names if name in self._step.trained}
+        found = {key: name for key, name in every.items() if key not in counted}
+        counted.update(found)
         return sum(
             torch.Size(self._shards.local_shape(name, rank)).numel() * self._step.parameters[name].element_size()
             for name in found.values()
