@@ -24,7 +24,7 @@ from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.partition import StageCut, partition
 from lightning_mm5d.partition.costs import Unit, units
 from lightning_mm5d.partition.find import find
-from lightning_mm5d.partition.recomputed_layers import costed
+from lightning_mm5d.partition.recomputed_layers import costed, depends_on_cut
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.planner.memory_limit import MemoryLimit
 from lightning_mm5d.planner.memory_tables import memory_table
@@ -235,7 +235,7 @@ def propose(
 def _timed(plan: Plan, module: nn.Module, durations: Mapping[str, float | Sequence[float]]) -> dict[str, list[Unit]]:
     """The units of each modality, scaled to how long their forwards take, where that is known."""
     rows = {
-        name: list(costed(row, plan.partition.kept.get(name, ())))
+        name: list(row if depends_on_cut(plan.modalities[name]) else costed(row, plan.partition.kept.get(name, ())))
         for name, row in units(module, find(module, plan.modalities)).items()
     }
     for name, modality in plan.modalities.items():

@@ -87,19 +87,13 @@ def search(
         The placement with the shortest step; of equally short ones, the one with the fewest shared stages.
 
     Raises:
-        ConfigError: no placement fills the ranks, or `feeds` or ``per_stage`` lists stages.
+        ConfigError: no placement fills the ranks with as many stages as ``per_stage`` lists, or `feeds` lists stages.
         NothingFitsError: none fits into memory.
     """
     for name, modality in modalities.items():
         if isinstance(modality.feeds, list):
             rule = f"It lists stages of {loss_modality!r}, and the search chooses their number"
             raise ConfigError(f"modalities.{name}.feeds", modality.feeds, rule, "Use 'first' or 'all'")
-        if depends_on_cut(modality):
-            field, rule = (
-                f"modalities.{name}.activation_checkpointing",
-                "It lists stages, and the search chooses their number",
-            )
-            raise ConfigError(field, modality.activation_checkpointing, rule, "Use a fraction, such as {fraction: 0.5}")
     plain = {name: _plain(name, row, frozenset(trainable)) for name, row in rows.items()}
     trained = frozenset(key for row in plain.values() for unit in row for key in unit.costs)
     encoders_train = any(
@@ -112,13 +106,29 @@ def search(
         name: _layers(step_costs(row, trained, encoders_train and name == loss_modality)) for name, row in plain.items()
     }
     space = Space(costs, modalities, num_ranks, loss_modality=loss_modality, num_microbatches=num_microbatches)
-    placements = space.best(_JUDGED)
+    listed = {name: modality.num_cuts for name, modality in modalities.items() if depends_on_cut(modality)}
+    placements = space.best(_JUDGED, listed)
     if not placements:
+        if listed and space.fills(num_ranks):
+            name, count = next(iter(listed.items()))
+            field, said = f"modalities.{name}.activation_checkpointing", modalities[name].activation_checkpointing
+            rule = f"It lists {count} stages, and no layout of {num_ranks} ranks has as many with one on each rank"
+            raise ConfigError(field, said, rule, "Use a fraction, such as {fraction: 0.5}")
         rule = f"With a layer at least for each stage the modalities fill up to {space.most_ranks} ranks"
         fits = one_of(nearest(num_ranks, space.fills))
         fix = f"Nearest that fit: {fits} for each replica (modalities.{loss_modality}.dp_size says how many there are)"
         raise ConfigError("num_ranks", num_ranks, rule, fix)
-    graphs = [_graph(plain, modalities, placement, loss_modality, num_microbatches, late) for placement in placements]
+    graphs = [
+        _graph(
+            _recomputing(plain, {name: modalities[name] for name in listed}, placement),
+            modalities,
+            placement,
+            loss_modality,
+            num_microbatches,
+            late,
+        )
+        for placement in placements
+    ]
     bounds = list(map(lower_bound, graphs))
     best, makespan, simulated, chosen = 0, math.inf, 0, dict[str, Modality]()
     for index in sorted(range(len(graphs)), key=bounds.__getitem__):
@@ -160,11 +170,13 @@ def _plain(name: str, row: Sequence[Unit], trainable: frozenset[str]) -> list[Un
 def _recomputing(
     rows: Mapping[str, Sequence[Unit]], modalities: Mapping[str, Modality], placement: Placement
 ) -> dict[str, Sequence[Unit]]:
-    """The units with what recomputation adds to their backwards."""
-    return {
-        name: costed(row, kept_of(name, modalities[name], placement.sizes[name])) if len(row) > 2 else row
-        for name, row in rows.items()
+    """The units with what recomputation adds to the backwards of `modalities`."""
+    again = {
+        name: costed(rows[name], kept_of(name, modality, placement.sizes[name]))
+        for name, modality in modalities.items()
+        if len(rows[name]) > 2
     }
+    return {**rows, **again}
 
 
 def _layers(row: Sequence[float]) -> list[float]:

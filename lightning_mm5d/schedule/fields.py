@@ -29,7 +29,7 @@ def check_fields(fields: Mapping[str, Any], backends: Collection[str] = BACKENDS
     check(
         {"model": Modality()} if modalities is None else modalities,
         num_microbatches=fields.get("num_microbatches", 1),
-        schedule="own",
+        schedule=schedule if isinstance(schedule, str) and schedule in SCHEDULES else "own",
         schedules=("own", *SCHEDULES),
     )
     check_options(fields, backends)

@@ -169,6 +169,23 @@ def test_refuses_encoders_that_feed_stages_by_number() -> None:
     assert caught.value.fix == "Use 'first' or 'all'"
 
 
+def test_stages_that_say_what_they_compute_again_keep_their_number() -> None:
+    def listed(*kinds: str) -> Found:
+        modalities = {
+            "vision": Modality(),
+            "audio": Modality(),
+            "language": Modality(pp_size=len(kinds), activation_checkpointing={"per_stage": list(kinds)}),
+        }
+        return run(SMALL, 4, modalities=modalities)
+
+    found, plain = listed("full", "none", "none"), listed("none", "none", "none")
+    assert found.modalities["language"].pp_size == plain.modalities["language"].pp_size == 3
+    assert found.modalities["language"].activation_checkpointing == {"per_stage": ["full", "none", "none"]}
+    assert found.makespan > plain.makespan
+    with pytest.raises(ConfigError, match=r"activation_checkpointing.*lists 5 stages, and no layout of 4 ranks"):
+        listed(*["full"] * 5)
+
+
 def test_a_large_search_takes_seconds() -> None:
     costs = {
         "vision": [0.5, *[1.0] * 24, 0.5],
