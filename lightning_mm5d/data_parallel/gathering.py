@@ -260,9 +260,11 @@ class Gathering:
     # --- what layers tell ---
 
     def _watch(self, layer: nn.Module, unit: Unit) -> None:
+        @torch.compiler.disable  # where what holds the layer is compiled
         def enter(*_: Any) -> None:
             self._enter(unit)
 
+        @torch.compiler.disable
         def leave(_: nn.Module, args: Any, result: Any) -> None:
             self._leave(unit, result)
 

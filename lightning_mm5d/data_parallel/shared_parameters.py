@@ -74,7 +74,7 @@ class SharedParameter:
             make_open(self.parameter)
             self.adopt_changes()
             self.parameter.grad = None
-            self.parameter.data = self.own
+            self.parameter.data = self.own.contiguous()  # as optimizers take for granted
             self.parameter.grad, self.gradient = self.gradient, None
             self.is_whole = False
         if self.shard.stage == 3:
@@ -231,6 +231,7 @@ class SharedParameters:
 
     def end(self) -> None:
         """Leave all whole and exact; collective where they have no memory or rounded rows."""
+        self.settle()
         self.show_own()
         self._fetch([one for one in self.all if one.whole is None or one.traffic.parameters is not None], exact=True)
         self.show_whole()
@@ -259,6 +260,7 @@ class SharedParameters:
         Yields:
             The addresses of what is exact meanwhile and rounded afterwards.
         """
+        self.settle()
         rounded = self._make_exact()
         try:
             yield frozenset(one.whole.data_ptr() for one in rounded if one.whole is not None)
@@ -295,6 +297,15 @@ class SharedParameters:
                 one.show_whole()
             else:
                 one.show_own()
+
+    def settle(self) -> None:
+        """Exchange rows that an optimizer may have changed outside of the trainer's step; collective.
+
+        Call between batches: what still shows own rows there was in a step that only called the closure, or that
+        stepped on the inner optimizer.
+        """
+        self.stepped([one.parameter for one in self.all if one.shard.stage < 3 and not one.is_whole])
+        self.rest()
 
     def stepped(self, parameters: Iterable[Tensor]) -> None:
         """Exchange rows of `parameters` after an optimizer's step on this rank's; collective."""

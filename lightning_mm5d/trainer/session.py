@@ -276,6 +276,7 @@ class Session:
             precision: of the trainer.
             arguments: of the step: the batch, and what Lightning passes after it.
         """
+        self._shared.settle()
         self._shared.show_own()
         self.optimization.drop_old_gradients(optimizers)
         self._gathering.prepare()
@@ -297,6 +298,7 @@ class Session:
         """
         self.turns.begin_evaluation_batch(arguments[1])
         if not self._predicts:
+            self._shared.settle()
             self._shared.show_whole()
         output = self.steps.evaluate(name, arguments, context)
         if not self._predicts:
@@ -355,6 +357,7 @@ class Session:
         if targets:
             self._shared.end()
         else:
+            self._shared.settle()
             self._shared.keep()
         if self.plan.topology.edges or self.plan.division.shards or has_rows(self._module, self.plan, rank):
             if targets:
