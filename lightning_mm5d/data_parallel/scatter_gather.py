@@ -56,7 +56,7 @@ class ScatteredSum:
             self._work.wait()
             assert self._arrived is not None
             self._total = self._arrived.view(self._count, -1).sum(0)
-            self._sent = self._arrived = None
+            self._sent = self._arrived = self._work = None  # gloo's work keeps both
         return self._total
 
 

@@ -149,7 +149,7 @@ def reduced(gradients: Sequence[Reduced], bucket_bytes: int, ending: Sequence[tu
     """Return what the reduction of gradients takes at most, with the activations of the last backward.
 
     A bucket that is summed is a copy of its gradients, which are freed when it is sent. One whose rows are scattered
-    has three copies when it is sent: packed by row, sent, and arrived. The last two live until all are summed.
+    has three copies when it is sent: packed by row, sent, and arrived. The last two live until the next one is sent.
 
     Args:
         gradients: of one rank, in the order of their parameters.
@@ -170,7 +170,7 @@ def reduced(gradients: Sequence[Reduced], bucket_bytes: int, ending: Sequence[tu
         now += arrived  # the sum of the bucket before
         arrived = 0
         if own is not None:
-            now += size
+            now -= size
             arrived = sum(gradients[number].own or 0 for number in bucket)
     return max(peak, now + arrived)
 
