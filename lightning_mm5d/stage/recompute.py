@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from lightning_mm5d.config.errors import private
@@ -128,7 +129,7 @@ class Recompute:
 class _Call:
     """A call of a layer, which may run again with its tensors given anew.
 
-    Dicts that layers share states in are passed as they are, and to a call that runs again as they were.
+    Dicts and lists that layers share states in are passed as they are, and to a call that runs again as they were.
     """
 
     is_again = False
@@ -138,7 +139,7 @@ class _Call:
         given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         self._places = [place for place, value in given.items() if isinstance(value, Tensor)]
         self._others = {place: value for place, value in given.items() if not isinstance(value, Tensor)}
-        self._shared = {place: dict(value) for place, value in self._others.items() if type(value) is dict}
+        self._shared = _copy_of_containers(self._others)
 
     def tensors(self, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
         """Return the tensors among arguments, in the order in which a call takes them."""
@@ -147,7 +148,7 @@ class _Call:
     def __call__(self, *tensors: Tensor) -> Any:
         given: dict[Any, Any] = {**self._others, **dict(zip(self._places, tensors, strict=True))}
         if self.is_again:
-            given |= {place: dict(value) for place, value in self._shared.items()}
+            given |= _copy_of_containers(self._shared)
         args = [given.pop(place) for place in range(self._count)]
         return self._inner(*args, **given)
 
@@ -185,6 +186,11 @@ class _Watch:
                     handle.remove()
 
         return call
+
+
+def _copy_of_containers(tree: Any) -> Any:
+    """Return dicts and lists anew, at any depth, with what is in them as it is."""
+    return tree_map(lambda leaf: leaf, tree)
 
 
 _Place = tuple[str, str]  # path of a module in a layer, name of a buffer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
@@ -254,3 +254,43 @@ def test_a_copy_of_a_layer_computes_with_its_own_weights() -> None:
         (x * factor / 3).sum().item() for factor in (1, 2)
     }
     patches.remove()
+
+
+class Remembering(nn.Module):
+    """Adds the last of what layers have noted, and notes its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor, noted: list[Tensor], states: dict[str, list[Tensor]]) -> Tensor:
+        hidden = self.linear(hidden * noted[-1]).tanh() + self.linear(states["all"][-1])
+        noted.append(hidden)
+        states["all"].append(hidden * 2)
+        return hidden
+
+
+class Remembered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList([Remembering() for _ in range(3)])
+        self.double()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        noted, states = [hidden], OrderedDict(all=[hidden])
+        for layer in self.layers:
+            hidden = layer(hidden, noted, states)
+        return hidden + sum(noted) + sum(states["all"])
+
+
+def test_lists_and_dicts_in_which_layers_share_states_are_as_they_were() -> None:
+    found = []
+    for said in ("none", "full", "selective"):
+        model = Remembered()
+        patches = recomputing(model, said)
+        model(torch.linspace(-1, 1, 3 * WIDTH, dtype=torch.float64).view(3, WIDTH)).square().sum().backward()
+        patches.remove()
+        found.append([p.grad for p in model.parameters()])
+    for got in found[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(got, found[0], strict=True))
