@@ -150,9 +150,11 @@ def placeholder(parameter: Tensor, origin: Origin, device: torch.device | None =
     return _marked(result, origin, exact=result.is_floating_point(), mixed=False)
 
 
-def make_placeholder(parameter: nn.Parameter, shape: Sequence[int], origin: Origin) -> None:
-    """Turn a parameter into a placeholder of `shape`, in place."""
-    parameter.data = _nan(shape, parameter.dtype, parameter.device)
+def make_placeholder(
+    parameter: nn.Parameter, shape: Sequence[int], origin: Origin, device: torch.device | None = None
+) -> None:
+    """Turn a parameter into a placeholder of `shape`, in place, on its device or on `device`."""
+    parameter.data = _nan(shape, parameter.dtype, device or parameter.device)
     parameter.__class__ = Placeholder
     _marked(parameter, origin, exact=parameter.is_floating_point(), mixed=False)
 

@@ -11,7 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_mm5d.sharded.remote_value import Guard, Origin, Placeholder, make_parameter, placeholder, remote_value
+from lightning_mm5d.sharded.remote_value import (
+    Guard,
+    Origin,
+    Placeholder,
+    make_parameter,
+    make_placeholder,
+    placeholder,
+    remote_value,
+)
 from lightning_mm5d.stage.payload import Packer, rebuild, tensors_in
 from lightning_mm5d.stage.taint import mark_dependent
 
@@ -22,9 +30,10 @@ def is_placeholder(tensor: Tensor) -> bool:
 
 
 def drop_parameters(root: nn.Module, names: Iterable[str], device: torch.device, guard: Guard) -> None:
-    """Replace the parameters called `names` by placeholders on `device`; tied parameters stay tied.
+    """Turn the parameters called `names` into placeholders on `device`; tied parameters stay tied.
 
-    A module under several paths has one parameter with several names.
+    They stay the same objects, by which optimizers of an earlier run know them, but for those of the meta device. A
+    module under several paths has one parameter with several names.
     """
     replaced: dict[int, nn.Parameter] = {}
     alive: list[nn.Parameter] = []  # an id is taken again when its parameter is gone
@@ -34,10 +43,18 @@ def drop_parameters(root: nn.Module, names: Iterable[str], device: torch.device,
         parameter = module._parameters[attribute]
         assert parameter is not None
         if id(parameter) not in replaced:
-            made = placeholder(parameter, Origin(name, guard), device)
+            made = _without_memory(parameter, Origin(name, guard), device)
             replaced |= {id(parameter): made, id(made): made}
             alive.append(parameter)
         module._parameters[attribute] = replaced[id(parameter)]
+
+
+def _without_memory(parameter: nn.Parameter, origin: Origin, device: torch.device) -> nn.Parameter:
+    if type(parameter) is not nn.Parameter or parameter.is_meta:
+        return placeholder(parameter, origin, device)
+    parameter.grad = None
+    make_placeholder(parameter, parameter.shape, origin, device)
+    return parameter
 
 
 def give_memory(parameters: Iterable[nn.Parameter]) -> None:

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 
-from features.toys import PAIR, PIPE, TWINS, Layout, Run, Toy, alone, assert_same, together, weights
+from features.toys import PAIR, PIPE, TWINS, Layout, Run, Toy, alone, assert_same, outcomes, together, weights
 from lightning_mm5d.config.errors import ConfigError
 
 
@@ -105,3 +106,31 @@ def test_calls_before_any_run_say_what_to_call_first() -> None:
         assert "trainer.fit" in error(call)
     assert "Call the trainer" in error(lambda: chosen.training_step({}, 0))
     assert chosen.reduce_boolean_decision(True)
+
+
+class SavesWhenValidated(L.Callback):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.state.fn == "validate":
+            trainer.save_checkpoint(self.path)
+
+
+def saved_after_a_validation(run: Run) -> Any:
+    during, after = run.folder / "during.ckpt", run.folder / "after.ckpt"
+    module = Adam()
+    trainer = run.trainer(callbacks=[SavesWhenValidated(during)])
+    trainer.fit(module, run.training())
+    trainer.validate(module, run.loader(8), verbose=False)
+    trainer.save_checkpoint(after)
+    files = [torch.load(path, weights_only=True) for path in (during, after)]
+    return [{"weights": file["state_dict"], "states": file["optimizer_states"]} for file in files]
+
+
+def test_a_run_of_another_kind_leaves_optimizers_the_parameters_of_fit(tmp_path: Path) -> None:
+    """vision: rank 0; language: ranks 1-2 as stages"""
+    for folder in ("one", "ranks"):
+        (tmp_path / folder).mkdir()
+    outcome = outcomes(PIPE, saved_after_a_validation, folder=tmp_path)["saved_after_a_validation"]
+    assert_same(outcome.ranks[0], outcome.one)
