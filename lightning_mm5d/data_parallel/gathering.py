@@ -316,7 +316,7 @@ class Gathering:
             raise _refused(unit, "Its parameters are read where the layer does not run")
 
     def _begin(self, wanted: Sequence[SharedParameter]) -> list[Fetch]:
-        return self._shared.started(wanted, self._groups)
+        return list(self._shared.started(wanted, self._groups))
 
 
 def _refused(unit: Unit, what: str) -> ConfigError:

@@ -316,25 +316,28 @@ class SharedParameters:
 
     def _fetch(self, wanted: Sequence[SharedParameter], *, exact: bool = False) -> None:
         """Write the rows of all ranks to the local tensors of `wanted`, which get memory; collective."""
-        for fetch in self.started(wanted, exact=exact):
-            fetch.finish()
+        before: Fetch | None = None
+        for fetch in self.started(wanted, exact=exact):  # each has copies of its rows: two at a time
+            if before is not None:
+                before.finish()
+            before = fetch
+        if before is not None:
+            before.finish()
 
     def started(
         self, wanted: Sequence[SharedParameter], groups: Groups | None = None, *, exact: bool = False
-    ) -> list[Fetch]:
-        """Begin to gather the rows of `wanted`; collective.
+    ) -> Iterator[Fetch]:
+        """Begin to gather the rows of `wanted`, a bucket whenever the next one is asked for; collective.
 
         Args:
             wanted: equal on all ranks of a block.
             groups: of these blocks, where they are not those that gradients are summed over.
             exact: whether rows travel as they are.
         """
-        started = []
         for held in self._buckets(wanted, lambda one: one):
             group = (groups or self._groups)[held[0].shard.block]
             assert group is not None
-            started.append(Fetch(held, group, exact=exact))
-        return started
+            yield Fetch(held, group, exact=exact)
 
     def _buckets(self, items: Sequence[T], parameter: Callable[[T], SharedParameter]) -> list[list[T]]:
         """Return `items` in lists that are exchanged at once, in one order on all ranks that share one of them."""

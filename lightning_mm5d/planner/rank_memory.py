@@ -251,21 +251,16 @@ class _Estimate:
         """Offloaded states that are on the device at a time: of two buckets of parameters, or all of them."""
         if self._step.states is None:
             return 0
-        size, buckets = 0, [0]
-        for one in trained:
-            if size >= self._step.bucket_bytes:
-                buckets.append(0)
-                size = 0
-            size += one.own
-            buckets[-1] += one.states.kept if one.states and "optimizer" in one.offloads else 0
+        moved = [(one.own, one.states.kept if one.states and "optimizer" in one.offloads else 0) for one in trained]
         torchs = all(type(one).__module__.startswith("torch.optim") for one in self._step.states.optimizers)
         if torchs and not any(one.states.together for one in trained if one.states):
-            return max(sum(buckets[number : number + 2]) for number in range(len(buckets)))
-        return sum(buckets)
+            return _two_buckets(moved, self._step.bucket_bytes)
+        return sum(cost for _, cost in moved)
 
     def _exchange(self, trained: Iterable[_Held]) -> int:
-        """The buckets in which rows of parameters that stay whole are exchanged after the update."""
-        return sum(one.whole + one.own for one in trained if one.shard is not None and one.shard.stage < 3)
+        """The buckets in which rows of parameters that stay whole are exchanged after the update, two at a time."""
+        found = [one for one in trained if one.shard is not None and one.shard.stage < 3]
+        return _two_buckets([(one.whole, one.whole + one.own) for one in found], self._step.bucket_bytes)
 
     # --- activations ---
 
@@ -341,6 +336,18 @@ class _Estimate:
 
 def _at_rest(one: _Held) -> int:
     return one.own if one.shard is not None and one.shard.stage == 3 else one.whole
+
+
+def _two_buckets(moved: Iterable[tuple[int, int]], most_bytes: int) -> int:
+    """Return what two buckets in a row cost at most, given the size of each item in them and its cost."""
+    size, buckets = 0, [0]
+    for own, cost in moved:
+        if size >= most_bytes:
+            buckets.append(0)
+            size = 0
+        size += own
+        buckets[-1] += cost
+    return max(sum(buckets[number : number + 2]) for number in range(len(buckets)))
 
 
 def _update(trained: Sequence[_Held]) -> int:
