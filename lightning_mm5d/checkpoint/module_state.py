@@ -21,6 +21,7 @@ from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.engine.codec import receive_tree, send_tree
 from lightning_mm5d.plan.holdings import Holdings, narrowed
 from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.sharded.backends import message_device
 from lightning_mm5d.sharded.remote_value import Guard, Origin, Placeholder, make_parameter, make_placeholder
 from lightning_mm5d.stage.remote import give_memory, is_placeholder
 from lightning_mm5d.storage.source import StateDictSource
@@ -281,6 +282,4 @@ def tensors_of(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def wire_device(root: nn.Module) -> torch.device:
     """Return the device of point-to-point messages of the default group."""
-    if dist.get_backend() == "nccl":
-        return next((p.device for p in root.parameters()), torch.device("cpu"))
-    return torch.device("cpu")
+    return message_device(next((p.device for p in root.parameters()), torch.device("cpu")))

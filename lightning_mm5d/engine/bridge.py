@@ -37,6 +37,7 @@ from torch import Tensor
 
 from lightning_mm5d.engine import codec
 from lightning_mm5d.engine.transport import Channel, Transport
+from lightning_mm5d.sharded.backends import message_device
 from lightning_mm5d.sharded.compression import Compression
 
 WHOLE_BYTES = 1024  # a tensor of fewer bytes is not split
@@ -186,7 +187,7 @@ class Bridge:
         mine = [codec.bytes_of(piece) for column in columns for piece in column]
         padding = mine[0].new_zeros(length - sum(piece.numel() for piece in mine))
         # as in the transport, gloo gets host memory
-        part = torch.cat([*mine, padding]).to(device if dist.get_backend(self._group) == "nccl" else "cpu")
+        part = torch.cat([*mine, padding]).to(message_device(device, self._group))
         whole = part.new_empty(len(self._targets) * length)
         dist.all_gather_single(whole, part, group=self._group)
         self.gathered += whole.nbytes - length

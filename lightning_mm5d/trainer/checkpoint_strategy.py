@@ -26,12 +26,13 @@ from lightning_mm5d.checkpoint.sharded_save import OptimizerPart
 from lightning_mm5d.config.errors import CheckpointCorruptError
 from lightning_mm5d.plan.data_shards import DataShards
 from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.sharded.backends import message_device
 from lightning_mm5d.sharded.remote_value import is_remote
 from lightning_mm5d.storage.directory import is_checkpoint_directory
 from lightning_mm5d.storage.source import StateDictSource
 from lightning_mm5d.trainer.averages import Averages
 from lightning_mm5d.trainer.kept_shards import has_kept_shards
-from lightning_mm5d.trainer.process_group import message_device, rendezvous_store
+from lightning_mm5d.trainer.process_group import rendezvous_store
 from lightning_mm5d.trainer.resume import Resume
 from lightning_mm5d.trainer.session import Session
 from lightning_mm5d.trainer.sharded_checkpoints import ShardedCheckpoints, reads_weights_early

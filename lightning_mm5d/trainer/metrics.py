@@ -36,6 +36,7 @@ from torchmetrics.utilities.exceptions import TorchMetricsUserError
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.engine.codec import broadcast_tree
+from lightning_mm5d.sharded.backends import message_device
 from lightning_mm5d.trainer.metric_state import (
     Kept,
     begin_sync,
@@ -177,7 +178,7 @@ class MetricSync:
 
         States may be lists of anything that JSON and tensors hold (the mean average precision keeps run-length masks).
         """
-        device = metric.device if dist.get_backend(self._world) == "nccl" else torch.device("cpu")
+        device = message_device(metric.device, self._world)
         states = apply_to_collection(metric.metric_state, Tensor, Tensor.detach)
         states = broadcast_tree(states, self._src, device, self._world)
         if self._is_last:

@@ -19,10 +19,10 @@ from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.gradients.gradients import Gradients
 from lightning_mm5d.gradients.parameter_hooks import ParameterHooks, called, has_hooks
 from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.sharded.backends import message_device
 from lightning_mm5d.trainer.nonfinite import NonFinite, SkippedStep
 from lightning_mm5d.trainer.offloaded_states import OffloadedStates
 from lightning_mm5d.trainer.optimizer_probe import dependence
-from lightning_mm5d.trainer.process_group import message_device
 from lightning_mm5d.trainer.sharing_guards import hooked
 
 # by name, where one cannot be tried

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 
+from lightning_mm5d.sharded.backends import message_device
+
 
 def free_port() -> int:
     """Return a port of this machine that nothing listens at.
@@ -77,13 +79,8 @@ def connect(
         world_size=environment.world_size(),
         store=dist.PrefixStore(f"group {number}", store),
         timeout=timeout,
-        device_id=device if chosen == "nccl" else None,
+        device_id=device if device.type == "cuda" and "nccl" in chosen.lower() else None,
     )
-
-
-def message_device(device: torch.device) -> torch.device:
-    """Return where messages of the default group live: on `device` with NCCL, else in host memory."""
-    return device if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
 def agreed_seed(device: torch.device) -> int:

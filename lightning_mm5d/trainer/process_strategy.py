@@ -26,9 +26,10 @@ from lightning_mm5d.config.environment import check_environment
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.engine.agreement import Agreement
 from lightning_mm5d.engine.codec import broadcast_tree
+from lightning_mm5d.sharded.backends import message_device
 from lightning_mm5d.trainer.guard import Guard
 from lightning_mm5d.trainer.launch import ScriptLauncher, cpu_threads, make_launcher
-from lightning_mm5d.trainer.process_group import agreed_seed, connect, decided, message_device, rendezvous_store
+from lightning_mm5d.trainer.process_group import agreed_seed, connect, decided, rendezvous_store
 from lightning_mm5d.trainer.session import Session
 from lightning_mm5d.trainer.statements import configuration
 

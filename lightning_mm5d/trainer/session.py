@@ -40,6 +40,7 @@ from lightning_mm5d.plan.data_shards import DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.plan.sums import sum_groups
 from lightning_mm5d.schedule import UNSPLIT_SCHEDULES, Graph, Schedule
+from lightning_mm5d.sharded.backends import message_device
 from lightning_mm5d.stage import is_placeholder
 from lightning_mm5d.trainer.cut_module import CutModule
 from lightning_mm5d.trainer.device import DeviceFigures
@@ -48,7 +49,6 @@ from lightning_mm5d.trainer.measured_timeline import write_timeline
 from lightning_mm5d.trainer.metrics import MetricSync
 from lightning_mm5d.trainer.offloaded_states import OffloadedStates
 from lightning_mm5d.trainer.optimization import Optimization
-from lightning_mm5d.trainer.process_group import message_device
 from lightning_mm5d.trainer.replica_collectives import ReplicaCollectives
 from lightning_mm5d.trainer.saves import Saves
 from lightning_mm5d.trainer.sharing_guards import SharingGuards

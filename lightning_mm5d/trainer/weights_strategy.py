@@ -14,11 +14,11 @@ from typing_extensions import override
 from lightning_mm5d.checkpoint.module_state import is_partial
 from lightning_mm5d.data.random_state import kept_random_state
 from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.sharded.backends import message_device
 from lightning_mm5d.storage.source import TensorSource
 from lightning_mm5d.trainer.configured import is_configured
 from lightning_mm5d.trainer.kept_shards import has_kept_shards, release_shards
 from lightning_mm5d.trainer.module_weights import ModuleWeights, has_memory, make_in_full, with_unrecorded
-from lightning_mm5d.trainer.process_group import message_device
 from lightning_mm5d.trainer.process_strategy import ProcessStrategy
 from lightning_mm5d.trainer.validation import lost_weights
 from lightning_mm5d.weights import DeferredInit, DeferredWeights

@@ -1,0 +1,28 @@
+"""Which backend carries the tensors of a device between the ranks of a group, and where its messages live."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+
+def backend_of(device: torch.device, group: dist.ProcessGroup | None = None) -> str | None:
+    """Return the backend that carries tensors of `device`, in lower case; None where the group has none.
+
+    Args:
+        device: of the tensors.
+        group: that this rank is in; None for the default group. It may have one backend for each kind of device, as
+            ``cpu:gloo,cuda:nccl``.
+    """
+    pairs = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    return pairs.get(device.type)
+
+
+def message_device(device: torch.device, group: dist.ProcessGroup | None = None) -> torch.device:
+    """Return where messages of a group live: on `device`, or in host memory, which is what gloo carries.
+
+    Args:
+        device: where this rank computes.
+        group: that this rank is in; None for the default group.
+    """
+    return torch.device("cpu") if backend_of(device, group) in (None, "gloo") else device
