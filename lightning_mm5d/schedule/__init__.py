@@ -19,6 +19,7 @@ from lightning_mm5d.schedule.builders import (
 from lightning_mm5d.schedule.custom import from_csv, to_csv
 from lightning_mm5d.schedule.fields import check_fields
 from lightning_mm5d.schedule.graph import Graph, Node
+from lightning_mm5d.schedule.issue_order import IssueOrder, Message, Turn
 from lightning_mm5d.schedule.plain import in_flight_limits
 from lightning_mm5d.schedule.report import Outcome, compare, name_of
 from lightning_mm5d.schedule.side_by_side import side_by_side
@@ -32,13 +33,16 @@ __all__ = [
     "Action",
     "AnySchedule",
     "Graph",
+    "IssueOrder",
     "Kind",
+    "Message",
     "Node",
     "Outcome",
     "Schedule",
     "ScheduleError",
     "Simulation",
     "Span",
+    "Turn",
     "build",
     "check_fields",
     "compare",

@@ -1,0 +1,152 @@
+"""One order for all messages of a step, the same on all ranks, in which no device can deadlock.
+
+Messages are sorted by the action that sends them, and actions by their end in a simulation. That order follows from the
+schedule and its graph, so every rank derives the same one. A rank issues its sends and receives in that order:
+
+1. before an action: all receives whose messages come before those of the action, needed by the action or not;
+2. after the action: its sends.
+
+Proof that this cannot deadlock, even on a device that runs one operation at a time in the order of issue: take the
+first unfinished message in the order. Its sender can run the sending action, since all messages that this action
+depends on come earlier. Both ends have issued everything that comes earlier, and all of that has finished. So both ends
+are at the front of their devices, and the message passes. The same holds for one stream per pair, in one direction or
+in both.
+
+What arrives while an action runs was posted before it. The order knows stages only: a message between ranks is divided
+as the layout says, and what stays on one rank is not issued. A rank that is at both ends of a message sends its share
+to others before it receives its own.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from lightning_mm5d.schedule.actions import Action, Kind, Schedule, cost, dependencies
+from lightning_mm5d.schedule.graph import Graph
+from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.schedule.validate import execution_order
+
+
+class Message(NamedTuple):
+    """What one action of a stage sends to one other stage, from all ranks of an instance to all ranks of another.
+
+    Attributes:
+        place: position among all messages of the step; messages sort by it.
+        source: the stage that sends.
+        target: the stage that receives.
+        microbatch: global id.
+        gradients: whether it carries gradients, from a later stage to an earlier one.
+    """
+
+    place: int
+    source: StageKey
+    target: StageKey
+    microbatch: int
+    gradients: bool
+
+    def __str__(self) -> str:
+        what = "gradients" if self.gradients else "activations"
+        return f"{what} of microbatch {self.microbatch}, {self.source} -> {self.target}"
+
+
+class Turn(NamedTuple):
+    """An action of a rank with what the rank issues around it, each in the order of issue.
+
+    Attributes:
+        action: the action.
+        receives: posted before the action; the action may need only some of them, or others that were posted earlier.
+        sends: issued after it.
+    """
+
+    action: Action
+    receives: tuple[Message, ...]
+    sends: tuple[Message, ...]
+
+
+class IssueOrder:
+    """The messages of one step of a schedule, in order.
+
+    Args:
+        schedule: for each rank its actions in order.
+        graph: its stages; their costs decide which of two independent messages comes first.
+
+    Raises:
+        ScheduleError: the schedule deadlocks.
+    """
+
+    def __init__(self, schedule: Schedule, graph: Graph) -> None:
+        self._sent: dict[Action, tuple[Message, ...]] = {}
+        self._before: dict[Action, int] = {}  # how many messages come before those of the action
+        self._arriving: defaultdict[tuple[StageKey, int, bool], list[Message]] = defaultdict(list)
+        count = 0
+        for action in total_order(schedule, graph):
+            gradients = action.kind is not Kind.F
+            self._before[action] = count
+            self._sent[action] = tuple(
+                Message(place, action.stage, target, action.microbatch, gradients)
+                for place, target in enumerate(_targets(action, graph), start=count)
+            )
+            for message in self._sent[action]:
+                self._arriving[message.target, message.microbatch, gradients].append(message)
+                count += 1
+
+    def turns(self, actions: Iterable[Action]) -> list[Turn]:
+        """Return what one rank issues around each of its actions.
+
+        Args:
+            actions: of the rank, in the order of the schedule. Actions may be left out together with those of the same
+                microbatch on other ranks.
+        """
+        found = list(actions)
+        due = deque(sorted(message for action in found for message in self._needed(action)))
+        turns = []
+        for action in found:
+            receives = []
+            while due and due[0].place < self._before[action]:
+                receives.append(due.popleft())
+            turns.append(Turn(action, tuple(receives), self._sent[action]))
+        assert not due, f"no action receives {due[0]}"
+        return turns
+
+    def _needed(self, action: Action) -> list[Message]:
+        """The messages without which an action can not run, and which no earlier action of its rank needed."""
+        if action.kind is Kind.W:
+            return []
+        return self._arriving.get((action.stage, action.microbatch, action.kind is not Kind.F), [])
+
+
+def total_order(schedule: Schedule, graph: Graph) -> list[Action]:
+    """Return all actions by their simulated end, each after those that it depends on and those before it on its rank.
+
+    Actions that end together, and actions that take no time, come in the order of a simulation in which each action
+    takes one unit, and then by their names.
+
+    Args:
+        schedule: for each rank its actions in order.
+        graph: its stages, with costs.
+
+    Raises:
+        ScheduleError: the schedule deadlocks.
+    """
+    ends: dict[Action, tuple[float, int]] = {}  # in the unit of the costs, and in actions
+    free = dict.fromkeys(schedule, (0.0, 0))
+    order: list[tuple[float, int, StageKey, int, str, Action]] = []
+    for rank, action in execution_order(schedule, graph):
+        start, number = free[rank]
+        for needed in dependencies(action, graph):
+            arrival, count = ends[needed]
+            start, number = max(start, arrival), max(number, count)
+        end = free[rank] = ends[action.provides] = start + cost(action, graph), number + 1
+        order.append((*end, action.stage, action.microbatch, action.kind.value, action))
+    return [action for *_, action in sorted(order, key=lambda one: one[:-1])]
+
+
+def _targets(action: Action, graph: Graph) -> tuple[StageKey, ...]:
+    """The stages that get something from an action."""
+    if action.kind is Kind.F:
+        return graph.successors(action.stage)
+    if action.passes_gradients:
+        return tuple(stage for stage in graph.predecessors(action.stage) if graph.has_backward(stage))
+    return ()
