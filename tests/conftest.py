@@ -59,6 +59,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("processes")
         if item.nodeid.endswith(SMOKE):
             item.add_marker("smoke")
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip("needs a GPU"))
 
 
 def pytest_sessionfinish() -> None:

@@ -16,7 +16,6 @@ from lightning_mm5d.context_parallel.kernels.flex_blocks import blocks_of, padde
 from lightning_mm5d.context_parallel.masks.mask import TILE
 
 CPU = torch.device("cpu")
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 by_definition = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
 
@@ -149,7 +148,7 @@ GPU_CASES = [
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 
 
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("case", GPU_CASES, ids=str)
 def test_gpus_compute_the_same(case: Case) -> None:
     is_full = case.density > 1
@@ -170,7 +169,7 @@ def test_gpus_compute_the_same(case: Case) -> None:
                 assert_close(actual.double(), expected, tolerance)
 
 
-@on_gpu
+@pytest.mark.gpu
 def test_long_packed_sequences_on_gpus() -> None:
     case = Case(
         q_length=3000, k_length=3000, batch=1, heads=2, groups=1, width=64, value_width=64, dtype=torch.bfloat16

@@ -1,0 +1,87 @@
+"""The command of the GPU checks: its frame, and in the dry mode every check."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ranks import run_ranks
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.gpu import checks, report, supervisor  # noqa: E402
+from benchmarks.gpu.checks import CHECKS, Check  # noqa: E402
+from benchmarks.gpu.machine import Machine  # noqa: E402
+from benchmarks.gpu.rows import Row  # noqa: E402
+
+FOUND: dict[str, Any] = {"gpus": [], "driver": "", "torch": "2", "cuda": "", "nccl": ""}
+MACHINE = Machine(is_dry=True, found=FOUND)
+
+
+def check(function: str, limit_s: int = 60) -> Check:
+    return Check(name="group.one", title="One", function=function, limit_s=limit_s)
+
+
+@pytest.mark.parametrize("each", CHECKS, ids=lambda each: each.name)
+def test_checks_run_dry(each: Check, tmp_path: Path) -> None:
+    path = tmp_path / "rows"
+    if each.name == "flex.tests":  # pytest itself, in another process: what it would start is collected elsewhere
+        assert checks.load(each.function)
+        return
+    assert run_ranks(1, lambda rank: supervisor.serve(each.function, MACHINE, path)) == [0]
+    rows = [Row(**json.loads(line)) for line in path.read_text().splitlines()]
+    assert rows
+    assert [row for row in rows if row.status == "failed"] == []
+
+
+def test_a_check_that_crashes_or_hangs_is_a_failed_row() -> None:
+    (crashed,) = supervisor.run_one(check("rows:nothing"), MACHINE, 60)
+    assert crashed.status == "failed"
+    assert "exit status 1" in crashed.note
+    assert "AttributeError" in crashed.note, "the end of its output"
+    (hung,) = supervisor.run_one(check("rows:nothing"), MACHINE, 0.1)
+    assert "did not end within" in hung.note
+
+
+def test_checks_for_which_no_time_is_left_are_said_to_be_skipped() -> None:
+    results = supervisor.run_all([check("rows:nothing")], MACHINE, 1)
+    assert [row["status"] for row in results["group.one"]["rows"]] == ["skipped"]
+
+
+def test_checks_are_chosen_by_group_and_by_name() -> None:
+    one = CHECKS[0]
+    assert one in checks.chosen([one.name.partition(".")[0]])
+    assert checks.chosen([one.name]) == [one]
+    assert checks.chosen([]) == list(CHECKS)
+    with pytest.raises(SystemExit, match="no check is named nothing"):
+        checks.chosen(["nothing"])
+
+
+def test_aims_are_met_or_not() -> None:
+    assert Row(name="a", value=1.0, at_most=1.0).met
+    assert not Row(name="a", value=1.1, at_most=1.0).met
+    assert not Row(name="a", value=float("nan"), at_least=1.0).met
+    assert Row(name="a", value=1.0).met is None
+    assert Row(name="a", status="skipped", at_most=1.0).met is None
+    assert Row(name="a", status="failed").met is False
+
+
+def test_the_page_is_that_of_the_figures() -> None:
+    """Nobody edits it by hand."""
+    results = report.kept(ROOT / "docs/figures_gpu.json")
+    assert (ROOT / "docs/figures_gpu.md").read_text() == report.page(results)
+
+
+def test_the_page_shows_what_was_found() -> None:
+    rows = [Row(name="a | b", value=0.5, unit="ms", at_most=0.4), Row(name="c", status="failed", note="why\nlong")]
+    machine = {**FOUND, "gpus": [{"name": "GPU X"}] * 2, "is_dry": False}
+    result = {"title": "T", "seconds": 1, "rows": [row.as_json() for row in rows]}
+    page = report.page({"g.t": {**result, "date": "2026-01-02", "command": "bash scripts/gpu.sh", "machine": machine}})
+    assert "| a \\| b | 0.5 ms | at most 0.4 | **no** |  |" in page
+    assert "2 × GPU X, torch 2" in page
+    assert "```text\nwhy\nlong\n```" in page
