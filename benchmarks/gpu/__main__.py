@@ -47,9 +47,8 @@ def run(checks: list[Check], out: Path, *, is_dry: bool, minutes: float, command
     """Run checks and write the report; return 1 where one failed or missed its aim, 2 without a GPU, else 0."""
     found = supervisor.probed()
     if not found["gpus"] and not is_dry:
-        print(
-            f"no GPU was found by torch {found['torch']} (CUDA {found['cuda'] or 'not in this build'}); see docs/gpu.md"
-        )
+        cuda = found["cuda"] or "not in this build"
+        print(f"torch {found['torch']} (CUDA {cuda}) finds no GPU; see docs/gpu.md")
         return 2
     machine = Machine(is_dry=is_dry, found=found)
     results = supervisor.run_all(checks, machine, minutes * 60)

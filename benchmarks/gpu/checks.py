@@ -1,4 +1,4 @@
-"""The list of checks, in the order in which they run: short proofs first, kernels last, which take what time is left."""
+"""The list of checks, in the order in which they run: short proofs first, kernels last, which take the time left."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -108,7 +109,7 @@ class Machine:
             call()
             marks.append(self._mark())
         self.synchronize()
-        return statistics.median(self._between(*pair) for pair in zip(marks, marks[1:], strict=False))
+        return statistics.median(self._between(*pair) for pair in pairwise(marks))
 
     def _mark(self) -> Any:
         if self.is_dry:

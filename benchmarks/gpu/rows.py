@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 
-class Skipped(Exception):
+class LackingError(Exception):
     """The machine lacks what a check needs; the message says what."""
 
 

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,7 +19,7 @@ from typing import Any
 
 from benchmarks.gpu.checks import Check, load
 from benchmarks.gpu.machine import Machine
-from benchmarks.gpu.rows import Row, Skipped
+from benchmarks.gpu.rows import LackingError, Row
 
 ROOT = Path(__file__).parents[2]
 SHORTEST_S = 20
@@ -113,10 +114,8 @@ def _tail(log: Path, lines: int) -> str:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End the check's process and all that it started: they share a process group that this module made."""
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 
@@ -127,7 +126,7 @@ def serve(function: str, machine: Machine, rows: Path) -> int:
             for row in load(function)(machine):
                 file.write(json.dumps(row.as_json()) + "\n")
                 file.flush()
-        except Skipped as reason:
+        except LackingError as reason:
             print(reason, flush=True)
             return SKIPPED
     return 0
