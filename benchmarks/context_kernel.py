@@ -35,10 +35,13 @@ STEPS = WARMUP + 7
 SCALE = WIDTH**-0.5
 
 
-def masks(length: int, shift: int = 0) -> dict[str, MaskFunction]:
-    """The masks by name: images have 576 tokens, documents 0.2 to 0.3 of the sequence; `shift` moves their ends."""
-    at = torch.arange(length)
-    document = (at[:, None] >= (torch.tensor([0.22, 0.47, 0.8]) * length).long() + shift).sum(1)
+def masks(length: int, shift: int = 0, device: torch.device | None = None) -> dict[str, MaskFunction]:
+    """The masks by name: images have 576 tokens, documents 0.2 to 0.3 of the sequence; `shift` moves their ends.
+
+    Their tensors are on `device`.
+    """
+    at = torch.arange(length, device=device)
+    document = (at[:, None] >= (torch.tensor([0.22, 0.47, 0.8], device=device) * length).long() + shift).sum(1)
     image = torch.where((at % 1000 >= 100) & (at % 1000 < 676), at // 1000, -1)
 
     def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:

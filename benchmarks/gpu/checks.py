@@ -32,10 +32,64 @@ class Check:
 
 CHECKS = (
     Check(
+        name="transport.collectives",
+        title="A world of one NCCL rank: groups, collectives and dtypes",
+        function="nccl_groups:collectives",
+        limit_s=90,
+    ),
+    Check(
+        name="transport.training",
+        title="A world of one NCCL rank: training",
+        function="nccl_groups:training",
+        limit_s=90,
+    ),
+    Check(
+        name="transport.waits",
+        title="The host does not wait for the GPU inside a schedule",
+        function="shared_gpu:waits",
+        limit_s=150,
+    ),
+    Check(
+        name="transport.parity",
+        title="Ranks that share one GPU equal one process",
+        function="shared_gpu:parity",
+        limit_s=420,
+    ),
+    Check(
         name="flex.tests",
         title="Tests that need a GPU: FlexAttention and flash attention of tiles",
         function="gpu_tests:run",
         limit_s=300,
+    ),
+    Check(
+        name="kernels.128",
+        title="Attention by tiles: head width 128",
+        function="kernel_times:width_128",
+        limit_s=300,
+    ),
+    Check(
+        name="kernels.64",
+        title="Attention by tiles: head width 64",
+        function="kernel_times:width_64",
+        limit_s=200,
+    ),
+    Check(
+        name="kernels.72",
+        title="Attention by tiles: head width 72",
+        function="kernel_times:width_72",
+        limit_s=200,
+    ),
+    Check(
+        name="kernels.80",
+        title="Attention by tiles: head width 80",
+        function="kernel_times:width_80",
+        limit_s=200,
+    ),
+    Check(
+        name="kernels.256",
+        title="Attention by tiles: head width 256",
+        function="kernel_times:width_256",
+        limit_s=200,
     ),
 )
 

@@ -15,22 +15,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator
 
-
-class SharedGPU(CUDAAccelerator):
-    """All ranks compute on the first GPU: ``Trainer(accelerator=SharedGPU(), devices=ranks)``."""
-
-    @staticmethod
-    def parse_devices(devices: int | str | list[int]) -> list[int]:
-        return [0] * int(devices)  # type: ignore[arg-type]
-
-    @staticmethod
-    def get_parallel_devices(devices: list[int]) -> list[torch.device]:
-        return [torch.device("cuda", index) for index in devices]
+if TYPE_CHECKING:
+    from lightning.pytorch.accelerators import Accelerator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,12 +57,16 @@ class Machine:
     @property
     def shared(self) -> Accelerator:
         """Return the accelerator of ranks that share the first GPU."""
-        return CPUAccelerator() if self.is_dry else SharedGPU()
+        from benchmarks.gpu import accelerators  # imports Lightning
+
+        return accelerators.CPUAccelerator() if self.is_dry else accelerators.SharedGPU()
 
     @property
     def own(self) -> Accelerator:
         """Return the accelerator of ranks that have a GPU each."""
-        return CPUAccelerator() if self.is_dry else CUDAAccelerator()
+        from benchmarks.gpu import accelerators
+
+        return accelerators.CPUAccelerator() if self.is_dry else accelerators.CUDAAccelerator()
 
     def pick(self, gpu: Any, dry: Any) -> Any:
         """Return a size for GPUs, or the small one of the dry mode."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from ranks import run_ranks
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.gpu import checks, report, supervisor  # noqa: E402
+from benchmarks.gpu import checks, nccl_groups, report, shared_gpu, supervisor  # noqa: E402
 from benchmarks.gpu.checks import CHECKS, Check  # noqa: E402
 from benchmarks.gpu.machine import Machine  # noqa: E402
 from benchmarks.gpu.rows import Row  # noqa: E402
@@ -37,6 +38,23 @@ def test_checks_run_dry(each: Check, tmp_path: Path) -> None:
     rows = [Row(**json.loads(line)) for line in path.read_text().splitlines()]
     assert rows
     assert [row for row in rows if row.status == "failed"] == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("float64")
+def test_layouts_of_a_shared_gpu_equal_one_process_on_the_cpu() -> None:
+    found = [shared_gpu.compared(name, world, run) for world, name, run in shared_gpu.LAYOUTS]
+    assert [row.note for row in found if not row.met] == []
+
+
+def test_every_collective_of_the_package_is_checked() -> None:
+    """All but those between two ranks, which one rank does not have."""
+    used = {
+        name
+        for path in (ROOT / "lightning_mm5d").rglob("*.py")
+        for name in re.findall(r"\bdist\.([a-z_]*(?:all_|gather|scatter|reduce|broadcast)[a-z_]*)\(", path.read_text())
+    }
+    assert used == set(nccl_groups.COLLECTIVES)
 
 
 def test_a_check_that_crashes_or_hangs_is_a_failed_row() -> None:

@@ -27,7 +27,7 @@ class Recorder(Callback):
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         self.gradients.append(
             {
-                name: p.grad.detach().clone()
+                name: p.grad.detach().to("cpu", copy=True)
                 for name, p in pl_module.named_parameters(remove_duplicate=False)
                 if p.grad is not None
             }
@@ -48,7 +48,12 @@ class Batches(torch.utils.data.Dataset):
 
 
 def fit(
-    module: L.LightningModule, batches: list[Any], strategy: Any = "auto", devices: int = 1, **options: Any
+    module: L.LightningModule,
+    batches: list[Any],
+    strategy: Any = "auto",
+    devices: int = 1,
+    accelerator: Any = "cpu",
+    **options: Any,
 ) -> Recorder:
     """Train `module` on `batches`, one a step and (with `in_order`) replica, and return what was recorded."""
     recorder = Recorder()
@@ -59,7 +64,7 @@ def fit(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = L.Trainer(
-            accelerator="cpu",
+            accelerator=accelerator,
             devices=devices,
             strategy=strategy,
             logger=False,

@@ -36,6 +36,7 @@ class Compared:
         exact: whether the model computes in float64 throughout.
         off: absolute tolerance where it does not; gradients are of the order of 0.1.
         options: of the trainer, and `num_microbatches` and `schedule`.
+        accelerator: of the ranks; the one process computes on the CPU.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Compared:
     exact: bool = False
     off: float = 1e-7
     options: dict[str, Any] = field(default_factory=dict)
+    accelerator: Any = "cpu"
 
     def build(self) -> L.LightningModule:
         return build(self.name, self.variant, self.prepare)
@@ -88,7 +90,8 @@ def _train(rank: int, run: Compared, world: int) -> tuple[list[float], list[Stat
     batches = batches_of(run.name, run.steps)
     if run.replicas > 1:
         batches = [part for batch in batches for part in case.split(batch, run.replicas)]
-    recorder = fit(module, batches, chosen, world, **{**options, "use_distributed_sampler": run.replicas > 1})
+    options["use_distributed_sampler"] = run.replicas > 1
+    recorder = fit(module, batches, chosen, world, run.accelerator, **options)
     plan = chosen.plan(run.build())
     shards = {key: shard for key, shard in plan.division.shards.items() if rank in plan.ownership.ranks_holding(key)}
     held = {key: (shard, plan.ownership.shard_index(key, rank)) for key, shard in shards.items()}

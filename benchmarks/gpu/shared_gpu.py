@@ -1,0 +1,182 @@
+"""Ranks that share one GPU, over gloo: any layout gives the losses, gradients and parameters of one process on the CPU.
+
+NCCL refuses two ranks on one GPU; gloo takes their tensors through host memory. The models are those of the parity
+tests, in float64, and so are the comparison and its tolerances. The same under torch's debug mode for synchronisation
+counts how often a schedule makes the host wait for the GPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.machine import Machine
+from benchmarks.gpu.rows import Row
+from benchmarks.gpu.towers import SMALL, Towers, batches, fit
+from lightning_mm5d import Modality, MultimodalStrategy
+from lightning_mm5d.engine.engine import Engine
+
+TESTS = str(Path(__file__).parents[2] / "tests")
+if TESTS not in sys.path:
+    sys.path.append(TESTS)
+
+from ranks import POOL, run_ranks  # noqa: E402
+from tensor_parallel.layouts import Compared, check_all  # noqa: E402
+
+RANK_BYTES = 800 * 2**20
+"""of a GPU that a rank takes: the context, libraries and a tiny model"""
+LIMIT_S = 180
+WARMUP = 3
+"""Steps whose waits are not counted."""
+WAIT = "synchronizing CUDA operation"
+"""torch's words for it."""
+
+LAYOUTS: list[tuple[int, str, Compared]] = [
+    (2, "dp 2, zero 3", Compared(name="gpt2", fields={"language": {"zero_stage": 3}}, replicas=2)),
+    (
+        2,
+        "tp 2, sequence_parallel",
+        Compared(name="llama_tied", fields={"language": {"tp_size": 2, "sequence_parallel": True}}),
+    ),
+    (2, "cp 2, allgather", Compared(name="llama_tied", fields={"language": {"cp_size": 2, "cp_mode": "allgather"}})),
+    (2, "cp 2, ring", Compared(name="llama_tied", fields={"language": {"cp_size": 2, "cp_mode": "ring"}})),
+    (2, "cp 2, ulysses", Compared(name="llama_tied", fields={"language": {"cp_size": 2, "cp_mode": "ulysses"}})),
+    (3, "vision | language pp 2", Compared(name="llava", fields={"vision": {}, "language": {"pp_size": 2}})),
+    (
+        3,
+        "the same, zero_bubble",
+        Compared(
+            name="qwen2_vl", fields={"vision": {}, "language": {"pp_size": 2}}, options={"schedule": "zero_bubble"}
+        ),
+    ),
+    (
+        4,
+        "vision pp 2 | language pp 2",
+        Compared(name="gemma3", fields={"vision": {"pp_size": 2}, "language": {"pp_size": 2}}),
+    ),
+    (
+        4,
+        "vision tp 2 | language tp 2",
+        Compared(name="llava", fields={"vision": {"tp_size": 2}, "language": {"tp_size": 2}}),
+    ),
+    (
+        4,
+        "cp 4, hybrid",
+        Compared(name="llama_tied", fields={"language": {"cp_size": 4, "cp_mode": "hybrid", "ulysses_size": 2}}),
+    ),
+    (
+        5,
+        "vision | audio | language pp 3",
+        Compared(name="handwritten_two", fields={"vision": {}, "audio": {}, "language": {"pp_size": 3}}, exact=True),
+    ),
+    (
+        8,
+        "vision tp 2 | language pp 3 tp 2",
+        Compared(name="llava", fields={"vision": {"tp_size": 2}, "language": {"pp_size": 3, "tp_size": 2}}),
+    ),
+    (
+        16,
+        "vision dp 2 tp 2 | language dp 2 pp 3 tp 2",
+        Compared(
+            name="llava",
+            fields={"vision": {"dp_size": 2, "tp_size": 2}, "language": {"dp_size": 2, "pp_size": 3, "tp_size": 2}},
+            replicas=2,
+        ),
+    ),
+    (
+        32,
+        "vision dp 4 tp 2 | language dp 4 pp 3 tp 2",
+        Compared(
+            name="llava",
+            fields={"vision": {"dp_size": 4, "tp_size": 2}, "language": {"dp_size": 4, "pp_size": 3, "tp_size": 2}},
+            replicas=4,
+            options={"num_microbatches": 2},
+        ),
+    ),
+]
+"""Ranks, what the report says, and the run."""
+DRY = ("vision | language pp 2",)
+
+
+def parity(machine: Machine) -> Iterator[Row]:
+    """Yield for each layout whether it equals one process."""
+    torch.set_default_dtype(torch.float64)
+    for world, name, run in LAYOUTS:
+        title = f"{world} ranks, {run.name}: {name}: differences from one process"
+        if machine.is_dry and name not in DRY:
+            continue
+        if world * RANK_BYTES > machine.gpu_bytes and not machine.is_dry:
+            yield Row(name=title, status="skipped", note=f"{world} contexts do not fit into the GPU's memory")
+            continue
+        yield compared(title, world, replace(run, accelerator=machine.shared))
+    POOL.close()
+
+
+def compared(title: str, world: int, run: Compared) -> Row:
+    """Run a layout; return the row of it."""
+    try:
+        check_all(world, run, limit=LIMIT_S)
+    except (AssertionError, RuntimeError) as error:
+        return Row(name=title, status="failed", note=str(error).strip()[-2000:])
+    return Row(name=title, value=0, at_most=0)
+
+
+# --- waits of the host ---
+
+WATCHED: dict[str, tuple[int, dict[str, Modality]]] = {
+    "both towers on one rank": (
+        1,
+        {"vision": Modality(module="encoder", boundary="encoder", colocate_with="language"), "language": Modality()},
+    ),
+    "vision | language pp 2": (
+        3,
+        {"vision": Modality(module="encoder", boundary="encoder"), "language": Modality(pp_size=2)},
+    ),
+}
+
+
+def waits(machine: Machine) -> Iterator[Row]:
+    """Yield how often the host waits for the GPU inside a schedule, after the first steps."""
+    for name, (world, modalities) in WATCHED.items():
+        backend = machine.backend if world == 1 else "gloo"
+        strategy = MultimodalStrategy(modalities, num_microbatches=4, process_group_backend=backend)
+        found = run_ranks(world, _watched, machine, strategy, world, limit=LIMIT_S)
+        of_gloo, others = Counter[str](), Counter[str]()
+        for place, number in sum((Counter(each) for each in found), Counter[str]()).items():
+            (of_gloo if "transport" in place or "codec" in place else others)[place] += number
+        title = f"{world} rank{'s' * (world > 1)} over {backend}, {name}: waits of the host in a step"
+        yield Row(name=title, value=sum(others.values()), at_most=0, note=_places(others))
+        if world > 1:
+            note = f"gloo takes payloads through host memory. {_places(of_gloo)}"
+            yield Row(name=f"{title}, in the transport", value=sum(of_gloo.values()), note=note)
+
+
+def _places(counted: Counter[str]) -> str:
+    return ", ".join(f"{number} at {place}" for place, number in counted.most_common(8))
+
+
+def _watched(rank: int, machine: Machine, strategy: MultimodalStrategy, world: int) -> dict[str, int]:
+    """Return the places where this rank's host waited in the last step, and how often."""
+    steps: list[list[str]] = []
+    execute = Engine.execute
+
+    def watched(engine: Engine, *arguments: Any, **options: Any) -> None:
+        with machine.watched_syncs() as caught:
+            execute(engine, *arguments, **options)
+        steps.append([f"{_short(each.filename)}:{each.lineno}" for each in caught if WAIT in str(each.message)])
+
+    Engine.execute = watched  # type: ignore[method-assign]
+    data = batches(SMALL, steps=WARMUP + 1, samples=4)
+    fit(Towers(SMALL), data, strategy, machine.shared, devices=world)
+    assert len(steps) == WARMUP + 1, "every step runs a schedule"
+    return dict(Counter(steps[-1]))
+
+
+def _short(path: str) -> str:
+    return "/".join(Path(path).parts[-2:])
