@@ -28,7 +28,7 @@ It refuses own tensors between groups of different sizes.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -36,12 +36,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_mm5d.engine import codec
-from lightning_mm5d.engine.transport import Channel, Transport
+from lightning_mm5d.engine.ordered_transport import Wire
+from lightning_mm5d.engine.transport import UNKNOWN, Channel, Shapes
 from lightning_mm5d.sharded.backends import message_device
 from lightning_mm5d.sharded.compression import Compression
 
 WHOLE_BYTES = 1024  # a tensor of fewer bytes is not split
 _COMPRESSED = "compressed"
+
+
+def pairs_of(sources: tuple[int, ...], targets: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Return the indices of sources and targets between which pieces of a payload travel; some may be one rank."""
+    if set(targets) <= set(sources):
+        return [(sources.index(target), j) for j, target in enumerate(targets)]
+    a, b = len(sources), len(targets)
+    # those whose intervals of a long tensor have something in common
+    return [(i, j) for i in range(a) for j in range(b) if i * b < (j + 1) * a and j * a < (i + 1) * b]
 
 
 class Bridge:
@@ -63,7 +73,7 @@ class Bridge:
 
     def __init__(
         self,
-        transport: Transport,
+        transport: Wire,
         *,
         rank: int,
         direction: Literal["activations", "gradients"],
@@ -81,8 +91,8 @@ class Bridge:
         is_local = set(targets) <= set(sources)
         self._compression = None if is_local else compression
         self._is_plain = is_local or len(sources) == len(targets) == 1  # payloads travel as they are
-        pairs = [(sources.index(target), j) for j, target in enumerate(targets)] if is_local else self._pairs()
-        ways = [(Channel(direction, sources[i], targets[j], name), i, j) for i, j in pairs]
+        ways = [(Channel(direction, sources[i], targets[j], name), i, j) for i, j in pairs_of(sources, targets)]
+        self._ways = [way for way in ways if rank in (way[0].src_rank, way[0].dst_rank)]
         self._outgoing = [way for way in ways if way[0].src_rank == rank]
         self._incoming = [channel for channel, _, _ in ways if channel.dst_rank == rank]  # in the order of sources
         if rank in targets and len(targets) > 1 and not is_local:
@@ -94,7 +104,19 @@ class Bridge:
         for channel in self._incoming:
             self._transport.expect(channel, count)
 
-    def send(self, meta: Any, tensors: Sequence[Tensor], own: frozenset[int] = frozenset()) -> None:
+    def post(self, key: Hashable) -> None:
+        """Issue the receives of the next payload, where this rank only receives; else `send` does it in its order.
+
+        Args:
+            key: see `Shapes`.
+        """
+        if not self._outgoing:
+            for channel in self._incoming:
+                self._transport.post(channel, key)
+
+    def send(
+        self, meta: Any, tensors: Sequence[Tensor], own: frozenset[int] = frozenset(), shapes: Shapes = UNKNOWN
+    ) -> None:
         """Send one payload without waiting; every source calls it with equal arguments. See `Transport.send`.
 
         Args:
@@ -102,6 +124,7 @@ class Bridge:
             tensors: of any shape and strides, equal on all sources but for ``own``.
             own: positions of tensors that go whole to the target of the same index; equal on all sources, which are
                 then as many as the targets.
+            shapes: what sources and targets know of them; equal on all sources.
 
         Raises:
             TransportError: when a peer is known to be lost.
@@ -115,20 +138,23 @@ class Bridge:
             meta, tensors = _encoded(meta, tensors, self._compression)
         if self._is_plain:
             for channel, _, _ in self._outgoing:
-                self._transport.send(channel, meta, tensors)
+                self._transport.send(channel, meta, tensors, shapes)
             return
         leaves = [tensor.detach() for tensor in tensors]
-        shapes = [
+        split = [
             None if index in own or leaf.numel() * leaf.itemsize < WHOLE_BYTES else list(leaf.shape)
             for index, leaf in enumerate(leaves)
         ]
-        whole = [leaf for leaf, shape in zip(leaves, shapes, strict=True) if shape is None]
-        flat = [leaf.reshape(-1) for leaf, shape in zip(leaves, shapes, strict=True) if shape is not None]
-        for channel, i, j in self._outgoing:
+        whole = [leaf for leaf, shape in zip(leaves, split, strict=True) if shape is None]
+        flat = [leaf.reshape(-1) for leaf, shape in zip(leaves, split, strict=True) if shape is not None]
+        for channel, i, j in self._ways:
+            if channel.src_rank != self._rank:
+                self._transport.post(channel, shapes.key)
+                continue
             pieces = [_overlap(tensor, i, a, j, b) for tensor in flat]
             if i == j * a // b:  # the first of those that send to this target
                 pieces += whole
-            self._transport.send(channel, [meta, shapes], pieces)
+            self._transport.send(channel, [meta, split], pieces, shapes)
 
     def recv(self) -> tuple[Any, list[Tensor]]:
         """Return the next payload as (meta, tensors), equal on every target, waiting until it is there.
@@ -154,11 +180,6 @@ class Bridge:
         whole = iter(arrived[0][1][len(split) :])
         joined = iter(self._join([tensors[: len(split)] for _, tensors in arrived], split))
         return meta, [next(whole).contiguous() if shape is None else next(joined) for shape in shapes]
-
-    def _pairs(self) -> list[tuple[int, int]]:
-        """Indices of sources and targets whose intervals of a long tensor have something in common."""
-        a, b = len(self._sources), len(self._targets)
-        return [(i, j) for i in range(a) for j in range(b) if i * b < (j + 1) * a and j * a < (i + 1) * b]
 
     def _join(self, pieces: list[list[Tensor]], shapes: list[list[int]]) -> list[Tensor]:
         """Return tensors of `shapes`, whose pieces for this target are given by source."""

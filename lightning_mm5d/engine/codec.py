@@ -189,11 +189,47 @@ def messages(slot: int, text: bytes, parts: list[Tensor], room: int, device: tor
         (first if CONTROL_BYTES + len(text) <= room else own).append(encoded)
     sizes = [part.numel() for part in parts]
     riding = _riders(sizes, room - CONTROL_BYTES - len(text))
-    rest = parts[riding:]
-    if _packs(sizes[riding:]):
-        rest = [torch.cat(rest)]
     first += parts[:riding]
-    return [torch.cat(first) if len(first) > 1 else first[0], *own, *rest]
+    return [torch.cat(first) if len(first) > 1 else first[0], *own, *packed(parts[riding:])]
+
+
+def packed(parts: list[Tensor]) -> list[Tensor]:
+    """Return the messages that carry `parts`, bytes of tensors: one where they are small, else one for each."""
+    return [torch.cat(parts)] if _packs([part.numel() for part in parts]) else parts
+
+
+def buffers(sizes: Sequence[int], device: torch.device) -> list[Tensor]:
+    """Return memory for the messages that `packed` makes of parts of `sizes` bytes."""
+    lengths = [sum(sizes)] if _packs(sizes) else sizes
+    return [torch.empty(length, dtype=torch.uint8, device=device) for length in lengths]
+
+
+def unpacked(filled: list[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+    """Return the parts of `sizes` bytes that the messages `filled` have brought."""
+    return [piece.clone() for piece in filled[0].split(list(sizes))] if _packs(sizes) else filled
+
+
+def receive_header(fill: Callable[..., None], first: Tensor, headers: dict[int, Header]) -> tuple[Header, int]:
+    """Receive the first message of a payload, and the header where it comes by itself.
+
+    Args:
+        fill: as for `receive`.
+        first: as for `receive`; in host memory, or reading it waits for the device.
+        headers: as for `receive`.
+
+    Returns:
+        The header, and where tensors begin in `first`.
+    """
+    fill(first)
+    slot, length = first[:CONTROL_BYTES].view(torch.int64).tolist()
+    start = CONTROL_BYTES + length
+    if length:
+        text = first[CONTROL_BYTES:start]
+        if start > first.numel():
+            text = torch.empty(length, dtype=torch.uint8, device=first.device)
+            fill(text)
+        headers[slot] = Header.parse(bytes(text.tolist()).decode())
+    return headers[slot], start
 
 
 def receive(fill: Callable[..., None], first: Tensor, headers: dict[int, Header]) -> tuple[Header, list[Tensor]]:
@@ -204,33 +240,23 @@ def receive(fill: Callable[..., None], first: Tensor, headers: dict[int, Header]
         first: buffer for the first message ``[room]``, uint8; free again on return.
         headers: known headers by slot; a new one is added.
     """
-    room, device = first.numel(), first.device
-    fill(first)
-    slot, length = first[:CONTROL_BYTES].view(torch.int64).tolist()
-    start = CONTROL_BYTES + length
-    if length:
-        text = first[CONTROL_BYTES:start]
-        if start > room:
-            text = torch.empty(length, dtype=torch.uint8, device=device)
-            fill(text)
-        headers[slot] = Header.parse(bytes(text.tolist()).decode())
-    header = headers[slot]
-    riding = _riders(header.sizes, room - start)
+    header, start = receive_header(fill, first, headers)
+    riding = _riders(header.sizes, first.numel() - start)
     parts = []
     for size in header.sizes[:riding]:
         parts.append(first[start : start + size].clone())
         start += size
     sizes = header.sizes[riding:]
-    if _packs(sizes):
-        packed = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-        fill(packed)
-        parts += [piece.clone() for piece in packed.split(sizes)]
-    else:
-        rest = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+    rest = buffers(sizes, first.device)
+    if rest:
         fill(*rest)
-        parts += rest
+    return header, leaves_of(header, parts + unpacked(rest, sizes), first.device)
+
+
+def leaves_of(header: Header, parts: list[Tensor], device: torch.device) -> list[Tensor]:
+    """Return the tensors that a header describes, of the bytes of those that are not empty."""
     filled = iter(parts)
-    return header, [
+    return [
         torch.empty(shape, dtype=dtype, device=device) if 0 in shape else next(filled).view(dtype).view(shape)
         for dtype, shape in header.leaves
     ]

@@ -12,12 +12,11 @@ Only the receipt of a payload that is needed now waits for a peer. It knows noth
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,15 +25,18 @@ from lightning_mm5d.config.errors import RemoteParameterError
 from lightning_mm5d.data.microbatch import Microbatch
 from lightning_mm5d.data.random_state import kept_random_state, seed_all, seed_of, seed_torch
 from lightning_mm5d.engine.bridge import Bridge
+from lightning_mm5d.engine.bridges import Bridges
 from lightning_mm5d.engine.first_loss import FirstLoss
 from lightning_mm5d.engine.offload import Moves, Offload
+from lightning_mm5d.engine.ordered_transport import Wire
+from lightning_mm5d.engine.preparation import Preparation
+from lightning_mm5d.engine.promises import Promises, marked
 from lightning_mm5d.engine.recorder import Recorder
 from lightning_mm5d.engine.step import Step
 from lightning_mm5d.engine.step_gathers import StepGathers
-from lightning_mm5d.engine.transport import Transport
-from lightning_mm5d.plan.compressions import compression_of
+from lightning_mm5d.engine.transport import UNKNOWN, Shapes
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.schedule import Action, Graph, Kind, Schedule, is_table
+from lightning_mm5d.schedule import Action, Graph, Kind, Schedule
 from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.stage import Deferred, Payload, Run, Runtime, SharedBuffers, StageError, StageView
@@ -52,20 +54,11 @@ class _Flight:
     sent: list[tuple[Bridge, list[Tensor]]]
     received: list[tuple[Bridge, list[Tensor], frozenset[int]]]
     loss: Tensor | None
+    shapes: Shapes
 
 
 _Flights = dict[tuple[StageKey, int], _Flight]
 _Due = dict[tuple[StageKey, int], Deferred]
-
-
-class _Prepared(NamedTuple):
-    """The graph of a step, this rank's actions, payloads to come, stages with split backwards, their last actions."""
-
-    graph: Graph
-    actions: list[Action]
-    arrivals: Counter[Bridge]
-    split_stages: frozenset[StageKey]
-    last_actions: dict[StageKey, Action]
 
 
 class Engine:
@@ -98,7 +91,7 @@ class Engine:
         plan: Plan,
         runtime: Runtime,
         views: Mapping[StageKey, StageView],
-        transport: Transport | None,
+        transport: Wire | None,
         *,
         schedule: str | Callable[[Graph], Schedule],
         num_microbatches: int,
@@ -114,11 +107,12 @@ class Engine:
         self.action: Action | None = None
         self.count = num_microbatches
         self._plan, self._runtime, self._views, self._transport = plan, runtime, views, transport
-        self._schedule, self._num_microbatches = schedule, num_microbatches
-        self._rank, self._device, self._instances = rank, device, instances
+        self._num_microbatches, self._device = num_microbatches, device
         self.offload = offload
-        self._bridges: dict[Any, Bridge] = {}
-        self._built: dict[Any, _Prepared] = {}
+        self._bridges = Bridges(plan, transport, rank, instances)
+        is_ordered = transport is not None and transport.is_ordered
+        self._preparation = Preparation(plan, self._bridges, schedule, num_microbatches, rank, is_ordered=is_ordered)
+        self._promises = Promises() if is_ordered else None
         self._first_loss = FirstLoss(plan, runtime, views)
         loss_modality = plan.partition.loss_modality
         self._last = max(views, key=lambda key: (key.modality == loss_modality, key.number))  # of this rank
@@ -136,10 +130,12 @@ class Engine:
         start, waited = time.perf_counter(), self._transport.waited if self._transport else 0.0
         count = max(len(parts) for parts in step.microbatches.values())
         self.count = count
-        prepared = self._prepared(count, trainable, frozenset(step.microbatches), not step.trains)
-        graph, actions, arrivals, split_stages, last_actions = prepared
+        prepared = self._preparation.of(count, trainable, frozenset(step.microbatches), not step.trains)
+        graph, actions, arrivals, receipts, split_stages, last_actions = prepared
         for bridge, number in arrivals.items():
             bridge.expect(number)
+        if self._promises is not None:
+            self._promises.begin(step, trainable)
         flights: _Flights = {}
         due: _Due = {}
         recorder = self.recorder if step.trains and count == self._num_microbatches else None
@@ -147,12 +143,15 @@ class Engine:
             recorder.begin(trainable)
         gathers = self.gathers if step.trains else None
         if gathers is not None:
-            gathers.begin(step, self._schedule_of(count), count, trainable)
+            gathers.begin(step, self._preparation.schedule_of(count), count, trainable)
         discards = len(self._views) > 1 and any(view.is_last for view in self._views.values())
         with kept_random_state(self._device) if step.random_key is not None else nullcontext():
             moves = self.offload.step(graph, actions)
             for number, action in enumerate(actions):
                 self.action = action
+                for bridge, place in receipts[number] if receipts else ():
+                    assert self._promises is not None
+                    bridge.post(self._promises.key(place))
                 moves.before(number)
                 stage, key = action.stage, (action.stage, action.microbatch)
                 gathered = gathers.during(key, forward=action.kind is Kind.F) if gathers else nullcontext()
@@ -187,82 +186,16 @@ class Engine:
         whose = f" of replica {replica}" if self._plan.layout.num_replicas > 1 else ""
         return f"{action.stage}, {_NAMES[action.kind]} of microbatch {index}{whose}"
 
-    def _prepared(
-        self, count: int, trainable: frozenset[str], replicas: frozenset[int], forward_only: bool
-    ) -> _Prepared:
-        key = (count, trainable, replicas, forward_only)
-        if key not in self._built:
-            graph, schedule = self._plan.graphs.schedule(
-                self._schedule_of(count), count, trainable, rank=self._rank, forward_only=forward_only
-            )
-            actions = [
-                action
-                for action in self._plan.topology.actions_of(self._rank, schedule, count)
-                if action.microbatch // count in replicas
-            ]
-            arrivals: Counter[Bridge] = Counter()
-            for action in actions:
-                if action.kind is Kind.W:
-                    continue
-                place = divmod(action.microbatch, count)
-                if action.kind is Kind.F:
-                    others = graph.predecessors(action.stage)
-                    arrivals.update(self._bridge(other, action.stage, place) for other in others)
-                else:
-                    others = graph.successors(action.stage)
-                    arrivals.update(self._bridge(action.stage, other, place, back=True) for other in others)
-            split_stages = frozenset(action.stage for action in actions if action.kind is Kind.I)
-            last = {action.stage: action for action in actions if action.kind is not Kind.F}
-            self._built[key] = _Prepared(graph, actions, arrivals, split_stages, last)
-        return self._built[key]
-
-    def _schedule_of(self, count: int) -> str | Callable[[Graph], Schedule]:
-        return "1f1b" if is_table(self._schedule) and count != self._num_microbatches else self._schedule
-
     def _starts(self) -> None:
         """Note that an action has everything that it waited for."""
         if self.recorder is not None:
             self.recorder.start()
 
-    def _bridge(self, source: StageKey, target: StageKey, place: tuple[int, int], back: bool = False) -> Bridge:
-        """Return the bridge between the instances of two stages that run a microbatch.
-
-        Args:
-            source: key of the stage that sends activations.
-            target: key of the stage that receives them.
-            place: replica and index of the microbatch.
-            back: whether gradients travel, from `target` to `source`.
-        """
-        ends = [self._plan.topology.ranks_at(stage, *place) for stage in (source, target)]
-        key = (source, target, *ends, back)
-        if key not in self._bridges:
-            name = f"{source}->{target}"
-            if back:
-                ends, name = ends[::-1], f"{target}->{source}"
-            group = self._instances.get(ends[1])
-            sender = self._plan.modalities[(target if back else source).modality]
-            self._bridges[key] = Bridge(
-                self._wire,
-                rank=self._rank,
-                direction="gradients" if back else "activations",
-                name=name,
-                sources=ends[0],
-                targets=ends[1],
-                group=None if group is None else group.group,
-                compression=compression_of(sender, "payloads"),
-            )
-        return self._bridges[key]
-
-    @property
-    def _wire(self) -> Transport:
-        assert self._transport is not None, "one stage sends to nobody"
-        return self._transport
-
     def _forward(self, step: Step, graph: Graph, action: Action, moves: Moves, deferred: Deferred | None) -> _Flight:
         stage = action.stage
         view = self._views[stage]
         place = replica, index = divmod(action.microbatch, self.count)
-        bridges = [self._bridge(other, stage, place) for other in graph.predecessors(stage)]
+        bridges = [self._bridges.between(other, stage, place) for other in graph.predecessors(stage)]
         payloads = [_unpacked(*bridge.recv()) for bridge in bridges]
         self._starts()
         part = step.microbatches[replica][index]
@@ -276,22 +209,27 @@ class Engine:
             structure = step.structure(part.batch)
             run = Run(self._runtime, view, payloads, structure, reseed, deferred, trains=step.trains)
             saved = moves.saving(run, action)
-            with saved or nullcontext():
+            with saved or nullcontext(), self._watching(stage, place, payloads) as shapes:
                 result, ended = self._executed(run, step, part, index, stage)
             if view.is_last and ended:
                 loss = step.finish(result, index)
                 if loss is not None:
                     self._first_loss.check(loss, stage)
             passed: list[Tensor] = []  # which its receivers on this rank may hold, too
-            sent = [self._send(run, stage, other, place, step.fails, passed) for other in graph.successors(stage)]
+            sent = [self._send(run, other, place, shapes, step.fails, passed) for other in graph.successors(stage)]
         received = [
-            (self._bridge(other, stage, place, back=True), *_with_grads(payload))
+            (self._bridges.between(other, stage, place, back=True), *_with_grads(payload))
             for other, payload in zip(graph.predecessors(stage), payloads, strict=True)
             if graph.has_backward(other)
         ]
         stays = tensors_in([part.batch, passed, *(payload.tensors for payload in payloads)])
         moves.ran(run, stage, saved, [tensor for _, tensor in stays])
-        return _Flight(run, sent, received, loss)
+        return _Flight(run, sent, received, loss, shapes)
+
+    def _watching(
+        self, stage: StageKey, place: tuple[int, int], received: Sequence[Payload]
+    ) -> AbstractContextManager[Shapes]:
+        return nullcontext(UNKNOWN) if self._promises is None else self._promises.watching(stage, place, received)
 
     def _executed(self, run: Run, step: Step, part: Microbatch, index: int, stage: StageKey) -> tuple[Any, bool]:
         """Return the result of a run, and whether it came to its end.
@@ -311,19 +249,20 @@ class Engine:
             return None, False
 
     def _send(
-        self, run: Run, stage: StageKey, other: StageKey, place: tuple[int, int], fails: bool, passed: list[Tensor]
+        self, run: Run, other: StageKey, place: tuple[int, int], shapes: Shapes, fails: bool, passed: list[Tensor]
     ) -> tuple[Bridge, list[Tensor]]:
+        stage = run.stage.name
         if fails:
             payload = Payload({"boundaries": [], "calls": [], "grads": [], "remote": [], "fails": True})
-            self._bridge(stage, other, place).send(payload.meta, [], payload.local)
-            return self._bridge(stage, other, place, back=True), []
+            self._bridges.between(stage, other, place).send(payload.meta, [], payload.local)
+            return self._bridges.between(stage, other, place, back=True), []
         consumed = self._plan.topology.consumes.get(other, frozenset()) & frozenset(run.stage.cuts)
         modality, target = stage.modality, other.modality
         payload = run.payload(consumed, modality if modality == target else None)
         meta = {**payload.meta, "local": sorted(payload.local)} if payload.local else payload.meta
-        self._bridge(stage, other, place).send(meta, payload.tensors, payload.local)
+        self._bridges.between(stage, other, place).send(marked(meta, shapes), payload.tensors, payload.local, shapes)
         passed += payload.tensors
-        return self._bridge(stage, other, place, back=True), _with_grads(payload)[0]
+        return self._bridges.between(stage, other, place, back=True), _with_grads(payload)[0]
 
     def _run_backward(
         self,
@@ -372,7 +311,8 @@ class Engine:
             present = [index for index, tensor in enumerate(tensors) if tensor.grad is not None]
             own = frozenset(place for place, index in enumerate(present) if index in local)
             # copies: a parameter may have taken the same memory for its gradient, and later microbatches add to that
-            bridge.send(missing, [tensors[index].grad.clone() for index in present], own)  # type: ignore[union-attr]
+            grads = [tensors[index].grad.clone() for index in present]  # type: ignore[union-attr]
+            bridge.send(missing, grads, own, flight.shapes)
         return flight.run.deferred
 
 

@@ -38,11 +38,16 @@ class Groups:
         self._backend = backend
         self._made: dict[tuple[tuple[int, ...], str], dist.ProcessGroup | None] = {}
 
-    def get(self, ranks: Sequence[int], tag: str = "") -> dist.ProcessGroup | None:
+    def get(self, ranks: Sequence[int], tag: str = "", backend: str | None = None) -> dist.ProcessGroup | None:
         """Return the group of ``ranks`` (global, ascending), or None where this rank is not in it.
 
         Every rank of the world calls this in the same order with the same arguments. The same ranks under the
         same ``tag`` give the same group; another tag gives another communicator.
+
+        Args:
+            ranks: of the group.
+            tag: what it is for.
+            backend: None takes that of this registry; one tag has one backend.
 
         Raises:
             RankMismatchError: on all ranks, when they do not agree on what to make.
@@ -51,7 +56,7 @@ class Groups:
         assert key[0] == tuple(sorted(set(key[0]))), f"ranks of group {tag!r} must ascend, got {list(ranks)}"
         if key not in self._made:
             self._agree(f"group {len(self._made)}: ranks {list(ranks)}, tag {tag!r}")
-            group = dist.new_group(list(ranks), self._timeout, self._backend, group_desc=tag or None)
+            group = dist.new_group(list(ranks), self._timeout, backend or self._backend, group_desc=tag or None)
             self._made[key] = group if dist.get_rank() in key[0] else None
         return self._made[key]
 

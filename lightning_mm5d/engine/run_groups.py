@@ -9,13 +9,40 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import product
 
+import torch
 import torch.distributed as dist
 
 from lightning_mm5d.context_parallel.exchange.attention import ContextGroups
+from lightning_mm5d.engine.bridge import pairs_of
 from lightning_mm5d.engine.groups import Groups
+from lightning_mm5d.engine.ordered_transport import OrderedTransport, Wire
+from lightning_mm5d.engine.transport import Transport
 from lightning_mm5d.plan.compressions import compression_of
 from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.plan.topology import Topology
 from lightning_mm5d.sharded.collectives import TensorGroup
+
+
+@dataclass(frozen=True)
+class PayloadGroups:
+    """The groups of a transport.
+
+    Attributes:
+        worlds: groups of the whole world: on gloo one for payloads to higher ranks and one for those to lower ranks,
+            elsewhere one that carries host memory.
+        links: on other backends than gloo the groups of pairs (source, target) that this rank is in.
+    """
+
+    worlds: tuple[dist.ProcessGroup, ...]
+    links: dict[tuple[int, int], dist.ProcessGroup] | None = None
+
+    def transport(self, device: torch.device, rank: int) -> Wire:
+        """Return the transport of a rank that computes on `device`; collective over the ranks of each link."""
+        if self.links is None:
+            return Transport(*self.worlds, device, rank)
+        transport = OrderedTransport(self.links, *self.worlds, device, rank)
+        transport.warm_up()
+        return transport
 
 
 @dataclass(frozen=True)
@@ -23,8 +50,7 @@ class RunGroups:
     """The groups that one rank is in; None, or a missing key, stands for a group that it is not in.
 
     Attributes:
-        ascending: the world, for payloads to higher ranks; None where nothing is sent.
-        descending: the world again, for payloads to lower ranks.
+        payloads: the groups of the transport; None where nothing is sent.
         replicas: the ranks that work for each replica of the loss modality.
         loss: one rank of each replica, where steps end: of those that share a last stage, those of this rank's
             place among them.
@@ -36,8 +62,7 @@ class RunGroups:
         context: the context parallel ranks by modality.
     """
 
-    ascending: dist.ProcessGroup | None = None
-    descending: dist.ProcessGroup | None = None
+    payloads: PayloadGroups | None = None
     replicas: dict[int, dist.ProcessGroup | None] = field(default_factory=dict)
     loss: dist.ProcessGroup | None = None
     gradients: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
@@ -57,6 +82,7 @@ def make_groups(
     gathers: Iterable[tuple[int, ...]] = (),
     trained: Iterable[str],
     is_plain: bool,
+    is_ordered: bool,
 ) -> RunGroups:
     """Make all groups of a run; collective over the world.
 
@@ -68,14 +94,13 @@ def make_groups(
         gathers: the same of those that gather parameters.
         trained: names of the parameters that require a gradient.
         is_plain: whether every rank is a replica of the whole module, which needs no groups for steps.
+        is_ordered: whether operations between ranks run in the order of issue, as NCCL's do.
 
     Raises:
         RankMismatchError: on all ranks, when they plan otherwise.
     """
     layout, topology = plan.layout, plan.topology
-    world = range(layout.size)
-    ascending = groups.get(world, "ascending") if topology.edges else None
-    descending = groups.get(world, "descending") if topology.edges else None
+    payloads = _payload_groups(groups, topology, is_ordered) if topology.edges else None
     replicas = {
         replica: groups.get(layout.replica_ranks(replica), f"replica {replica}")
         for replica in range(layout.num_replicas)
@@ -94,8 +119,7 @@ def make_groups(
     sharded = sorted(plan.division.shards)
     groups.verify(f"stages {plan.partition.stages}, trained {sorted(trained)}, sharded {sharded}")
     return RunGroups(
-        ascending=ascending,
-        descending=descending,
+        payloads=payloads,
         replicas=replicas,
         loss=next(filter(None, loss), None),
         gradients=summed,
@@ -105,6 +129,30 @@ def make_groups(
         tensor=layers.tensor,
         context=layers.context,
     )
+
+
+def _payload_groups(groups: Groups, topology: Topology, is_ordered: bool) -> PayloadGroups:
+    world = range(topology.layout.size)
+    if not is_ordered:
+        found = [groups.get(world, tag) for tag in ("ascending", "descending")]
+        return PayloadGroups(tuple(group for group in found if group is not None))
+    links = {pair: groups.get(sorted(pair), f"from {pair[0]} to {pair[1]}") for pair in _pairs(topology)}
+    host = groups.get(world, "host", backend="gloo")
+    assert host is not None
+    return PayloadGroups((host,), {pair: group for pair, group in links.items() if group is not None})
+
+
+def _pairs(topology: Topology) -> list[tuple[int, int]]:
+    """The pairs (source, target) of ranks between which payloads travel, in one order on all ranks."""
+    layout = topology.layout
+    longest = max(layout.sizes(name).dp for name in layout.modalities)  # after which instances take turns again
+    places = product(range(layout.num_replicas), range(longest))
+    found = set[tuple[int, int]]()
+    for (source, target), place in product(topology.edges, [*places]):
+        ends = topology.ranks_at(source, *place), topology.ranks_at(target, *place)
+        for first, second in (ends, ends[::-1]):
+            found.update((first[i], second[j]) for i, j in pairs_of(first, second) if first[i] != second[j])
+    return sorted(found)
 
 
 class _LayerGroups:

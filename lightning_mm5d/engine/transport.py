@@ -16,10 +16,9 @@ One *link* carries everything from one rank to another, in one order:
 The queues have no bound of their own: a full one would block the payloads of other channels, and so deadlock. The
 schedule bounds the number of microbatches under way.
 
-Links to higher ranks use one group and links to lower ranks another, so that a pair's communicator is never
-used both ways: NCCL would queue a send behind a posted receive that waits for the peer. This has run on gloo
-only; the path for NCCL (side streams, events) was never run, and NCCL wants care when several threads use one
-communicator.
+Links to higher ranks use one group and links to lower ranks another. This is for gloo, where messages of a pair of
+ranks never wait for those of other pairs, and which carries host memory only: what lives elsewhere is staged. For
+backends that run operations in the order of issue there is `OrderedTransport`.
 
 It refuses to go on after the first failure: every later call raises the error that names the lost rank.
 """
@@ -30,10 +29,10 @@ import json
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,8 +41,7 @@ from torch import Tensor
 from lightning_mm5d.config.errors import RankLostError
 from lightning_mm5d.engine import codec
 
-# Each further message costs 0.12 ms on gloo, which takes messages that are shorter than their buffer. On NCCL, where
-# a message is as long as its buffer, the first one holds the control words only.
+# Each further message costs 0.12 ms on gloo, which takes messages that are shorter than their buffer.
 FIRST_BYTES = 256 * 1024
 
 _Body = Callable[[int, SimpleQueue[Any]], None]  # what a thread does: for a peer, with its inbox
@@ -84,6 +82,21 @@ class _Payload:
     ready: torch.cuda.Event | None = None  # set where a side stream of a GPU has yet to fill the tensors
 
 
+class Shapes(NamedTuple):
+    """What both ends know of a payload's shapes.
+
+    Attributes:
+        key: shapes and plain values of its microbatch.
+        promised: whether payloads of this key are described by the same header, each time.
+    """
+
+    key: Hashable
+    promised: bool
+
+
+UNKNOWN = Shapes(None, promised=False)
+
+
 class Transport:
     """The payloads that leave and reach one rank.
 
@@ -99,6 +112,8 @@ class Transport:
         waited: seconds spent blocked in `recv`.
     """
 
+    is_ordered = False
+
     def __init__(
         self, ascending: dist.ProcessGroup, descending: dist.ProcessGroup, device: torch.device, rank: int
     ) -> None:
@@ -107,10 +122,7 @@ class Transport:
         self.waited = 0.0
         self._groups = (ascending, descending)
         self._device = device
-        # gloo moves host memory only; what lives elsewhere is staged
-        is_nccl = dist.get_backend(ascending) == "nccl"
-        self._wire = device if is_nccl else torch.device("cpu")
-        self._room = codec.CONTROL_BYTES if is_nccl else FIRST_BYTES
+        self._wire = torch.device("cpu")
         self._rank = rank
         self._known: defaultdict[int, codec.SentHeaders] = defaultdict(codec.SentHeaders)  # by receiver
         self._inboxes: dict[tuple[str, int], SimpleQueue[Any]] = {}
@@ -121,6 +133,9 @@ class Transport:
         self._arrived: defaultdict[Channel, deque[_Payload]] = defaultdict(deque)
         self._due: defaultdict[int, int] = defaultdict(int)  # per sender: payloads expected, not yet arrived
         self._unsent = 0  # payloads posted, not yet completed
+
+    def post(self, channel: Channel, key: Hashable) -> None:
+        """Do nothing: threads receive ahead what `expect` declares. See `OrderedTransport.post`."""
 
     def expect(self, channel: Channel, count: int) -> None:
         """Declare that ``count`` more payloads will arrive on ``channel``; they are received from now on.
@@ -135,7 +150,7 @@ class Transport:
                 self._due[channel.src_rank] += count
             self._inbox("recv", channel.src_rank, self._receive).put((channel, count))
 
-    def send(self, channel: Channel, meta: Any, tensors: Sequence[Tensor]) -> None:
+    def send(self, channel: Channel, meta: Any, tensors: Sequence[Tensor], shapes: Shapes = UNKNOWN) -> None:
         """Send one payload without waiting for it to leave.
 
         Tensors travel detached and must not be written to until `flush`. Any dtype, shape and strides will
@@ -147,6 +162,7 @@ class Transport:
             meta: what the receiver needs to rebuild the pytree, as JSON (tuples arrive as lists). Each new
                 combination of ``meta``, dtypes and shapes costs one more message, so keep counters out of it.
             tensors: the leaves.
+            shapes: for transports whose receivers need them ahead.
 
         Raises:
             TransportError: when a peer is known to be lost.
@@ -162,7 +178,7 @@ class Transport:
         parts = [codec.bytes_of(leaf.to(self._wire)) for leaf in leaves if leaf.numel()]
         size = sum(part.numel() for part in parts)
         slot, text = self._known[channel.dst_rank].slot(header)
-        messages = codec.messages(slot, text, parts, self._room, self._wire)
+        messages = codec.messages(slot, text, parts, FIRST_BYTES, self._wire)
         group = self._group(channel.src_rank, channel.dst_rank)
         try:
             requests = [dist.isend(message, channel.dst_rank, group) for message in messages]
@@ -265,7 +281,7 @@ class Transport:
     def _receive(self, src: int, inbox: SimpleQueue[Any]) -> None:
         """Body of a receiver thread: as many payloads as were expected, into their channels' queues."""
         headers: dict[int, codec.Header] = {}
-        first = torch.empty(self._room, dtype=torch.uint8, device=self._wire)
+        first = torch.empty(FIRST_BYTES, dtype=torch.uint8, device=self._wire)
         names: dict[str, None] = {}
         while (item := inbox.get()) is not None:
             channel, count = item

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_mm5d.engine.engine import Engine
-from lightning_mm5d.engine.transport import Transport
+from lightning_mm5d.engine.ordered_transport import Wire
 
 _NAMES = ("busy_share", "bubble_share", "bytes_sent", "peak_memory_bytes")
 
@@ -27,7 +27,7 @@ class DeviceFigures:
         device: of this rank.
     """
 
-    def __init__(self, engine: Engine, transport: Transport | None, stages: list[str], device: torch.device) -> None:
+    def __init__(self, engine: Engine, transport: Wire | None, stages: list[str], device: torch.device) -> None:
         self._engine, self._transport, self._stages, self._device = engine, transport, stages, device
         self._before = (0.0, 0.0, 0)
         self._figures: dict[str, float] = {}

@@ -28,6 +28,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_mm5d.checkpoint import rank_reports
 from lightning_mm5d.config.errors import RankLostError, RankMismatchError, WatchdogTimeoutError, private
 from lightning_mm5d.engine.agreement import Agreement
+from lightning_mm5d.engine.ordered_transport import OrderedTransport
 from lightning_mm5d.engine.transport import Transport, TransportError
 from lightning_mm5d.monitor.monitor import Monitor, one_line
 from lightning_mm5d.monitor.stack import failed_in_communication, place_of
@@ -38,6 +39,9 @@ _REPEATED = (RankLostError, RankMismatchError, WatchdogTimeoutError)
 _BLOCKING = {
     Transport.recv.__code__: "recv",
     Transport.flush.__code__: "flush",
+    OrderedTransport.post.__code__: "recv",
+    OrderedTransport.recv.__code__: "recv",
+    OrderedTransport.flush.__code__: "flush",
     Agreement.check.__code__: "check",
     rank_reports.WAITING: "check",
     saves.WAITING: "check",

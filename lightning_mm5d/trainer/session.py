@@ -33,14 +33,13 @@ from lightning_mm5d.engine.offload import Offload, offloads_parameters
 from lightning_mm5d.engine.recorder import Recorder
 from lightning_mm5d.engine.run_groups import RunGroups, make_groups
 from lightning_mm5d.engine.step_gathers import StepGathers, make_gathering
-from lightning_mm5d.engine.transport import Transport
 from lightning_mm5d.gradients.gradients import make_gradients
 from lightning_mm5d.gradients.parameter_hooks import ParameterHooks
 from lightning_mm5d.plan.data_shards import DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.plan.sums import sum_groups
 from lightning_mm5d.schedule import UNSPLIT_SCHEDULES, Graph, Schedule
-from lightning_mm5d.sharded.backends import message_device
+from lightning_mm5d.sharded.backends import backend_of, message_device
 from lightning_mm5d.stage import is_placeholder
 from lightning_mm5d.trainer.cut_module import CutModule
 from lightning_mm5d.trainer.device import DeviceFigures
@@ -129,14 +128,12 @@ class Session:
             gathers=shards.groups(),
             trained=[name for name, parameter in module.named_parameters() if parameter.requires_grad],
             is_plain=self.is_plain,
+            is_ordered=backend_of(options.device) != "gloo",
         )
         splits_backward = options.schedule not in UNSPLIT_SCHEDULES
         rank, device = options.rank, options.device
         self._cut = CutModule(module, plan, groups, rank=rank, device=device, splits_backward=splits_backward)
-        self._transport: Transport | None = None
-        if plan.topology.edges:
-            assert groups.ascending is not None and groups.descending is not None  # noqa: PT018
-            self._transport = Transport(groups.ascending, groups.descending, device, rank)
+        self._transport = None if groups.payloads is None else groups.payloads.transport(device, rank)
         self._engine = Engine(
             plan,
             self._cut.runtime,

@@ -1,0 +1,117 @@
+"""What a rank does in a step, computed once for each kind of step: its actions, and what is issued around them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from lightning_mm5d.engine.bridge import Bridge
+from lightning_mm5d.engine.bridges import Bridges
+from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.schedule import Action, Graph, Kind, Schedule, is_table
+from lightning_mm5d.schedule.issue_order import IssueOrder
+from lightning_mm5d.schedule.stage_key import StageKey
+
+
+class Receipt(NamedTuple):
+    """A payload that arrives: on which bridge, and the replica and index of its microbatch."""
+
+    bridge: Bridge
+    place: tuple[int, int]
+
+
+class Prepared(NamedTuple):
+    """A rank's part of a step.
+
+    Attributes:
+        graph: of the step.
+        actions: of this rank, in order.
+        arrivals: how many payloads come, by their bridges.
+        receipts: for each action, what is received from its begin on at the latest, in the order of issue; empty
+            where threads receive ahead.
+        split_stages: those whose backwards are split.
+        last_actions: of each stage the last one that gives gradients.
+    """
+
+    graph: Graph
+    actions: list[Action]
+    arrivals: Counter[Bridge]
+    receipts: list[list[Receipt]]
+    split_stages: frozenset[StageKey]
+    last_actions: dict[StageKey, Action]
+
+
+class Preparation:
+    """Prepares the steps of one rank.
+
+    Args:
+        plan: all stages.
+        bridges: of this rank.
+        schedule: its name, a table or a function.
+        num_microbatches: M, of which a table has that many.
+        rank: global rank.
+        is_ordered: whether operations between ranks run in the order of issue.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        bridges: Bridges,
+        schedule: str | Callable[[Graph], Schedule],
+        num_microbatches: int,
+        rank: int,
+        *,
+        is_ordered: bool,
+    ) -> None:
+        self._plan, self._bridges, self._rank, self._is_ordered = plan, bridges, rank, is_ordered
+        self._schedule, self._num_microbatches = schedule, num_microbatches
+        self._built: dict[Any, Prepared] = {}
+
+    def schedule_of(self, count: int) -> str | Callable[[Graph], Schedule]:
+        """Return the schedule of a step of `count` microbatches: ``1f1b`` where a table has another number."""
+        return "1f1b" if is_table(self._schedule) and count != self._num_microbatches else self._schedule
+
+    def of(self, count: int, trainable: frozenset[str], replicas: frozenset[int], forward_only: bool) -> Prepared:
+        """Return this rank's part of a step.
+
+        Args:
+            count: microbatches of each replica.
+            trainable: names of the parameters that require a gradient.
+            replicas: that have microbatches.
+            forward_only: whether there are no backwards.
+        """
+        key = (count, trainable, replicas, forward_only)
+        if key not in self._built:
+            self._built[key] = self._prepare(*key)
+        return self._built[key]
+
+    def _prepare(self, count: int, trainable: frozenset[str], replicas: frozenset[int], forward_only: bool) -> Prepared:
+        graph, schedule = self._plan.graphs.schedule(
+            self.schedule_of(count), count, trainable, rank=self._rank, forward_only=forward_only
+        )
+        actions = [
+            action
+            for action in self._plan.topology.actions_of(self._rank, schedule, count)
+            if action.microbatch // count in replicas
+        ]
+        arrivals: Counter[Bridge] = Counter()
+        for action in actions:
+            if action.kind is Kind.W:
+                continue
+            place, between = divmod(action.microbatch, count), self._bridges.between
+            if action.kind is Kind.F:
+                arrivals.update(between(other, action.stage, place) for other in graph.predecessors(action.stage))
+            else:
+                others = graph.successors(action.stage)
+                arrivals.update(between(action.stage, other, place, back=True) for other in others)
+        receipts: list[list[Receipt]] = []
+        for turn in IssueOrder(schedule, graph).turns(actions) if self._is_ordered and arrivals else []:
+            receipts.append([])
+            for message in turn.receives:
+                place, ends = divmod(message.microbatch, count), (message.source, message.target)
+                ends = ends[::-1] if message.gradients else ends
+                receipts[-1].append(Receipt(self._bridges.between(*ends, place, back=message.gradients), place))
+        split_stages = frozenset(action.stage for action in actions if action.kind is Kind.I)
+        last = {action.stage: action for action in actions if action.kind is not Kind.F}
+        return Prepared(graph, actions, arrivals, receipts, split_stages, last)

@@ -1,0 +1,129 @@
+"""What ranks know of shapes before payloads arrive: where a stage can promise that equal batches give equal payloads.
+
+A receiver must have memory before a payload comes. Where the shapes of a payload follow from those of the microbatch,
+both ends know them from the microbatch alone. They do not where a stage makes shapes of values: it counts image tokens,
+takes masked rows, or reads lengths into Python. So the first run of a stage on a microbatch of new shapes is watched,
+and payloads of later runs are promised if nothing of that kind was seen, here and in the stages before.
+
+Reading a bool is not counted, since a branch such as "is any token masked" rarely decides on shapes. Where it does
+after all, the transport raises an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_mm5d.engine.step import Step
+from lightning_mm5d.engine.transport import UNKNOWN, Shapes
+from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.stage import Payload
+
+_MOST = 4096  # microbatch shapes of a stage that can be promised, so that ever new ones do not fill the memory
+_VARIES = "varies"
+_READS = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__})
+
+
+class Promises:
+    """What the stages of one rank promise of their payloads in training steps; evaluation steps promise nothing."""
+
+    def __init__(self) -> None:
+        self._fixed: dict[tuple[StageKey, Hashable], bool] = {}
+        self._keys: dict[tuple[int, int], Hashable] = {}
+
+    def begin(self, step: Step, trainable: frozenset[str]) -> None:
+        """Begin a step, before its microbatches may change.
+
+        Args:
+            step: to be run.
+            trainable: names of the parameters that require a gradient.
+        """
+        self._keys = {
+            (replica, index): _key(part.batch, trainable) if step.trains else None
+            for replica, parts in step.microbatches.items()
+            for index, part in enumerate(parts)
+        }
+
+    def key(self, place: tuple[int, int]) -> Hashable:
+        """Return the key of a microbatch, by its replica and index; None where nothing can be promised."""
+        return self._keys[place]
+
+    @contextmanager
+    def watching(self, stage: StageKey, place: tuple[int, int], received: Sequence[Payload]) -> Iterator[Shapes]:
+        """Enter around a run of a stage; gives what is known of the shapes of its payloads.
+
+        Args:
+            stage: that runs.
+            place: replica and index of the microbatch.
+            received: payloads that it has received.
+        """
+        key = self._keys[place]
+        fixed = self._fixed.get((stage, key))
+        if key is None or fixed is not None or len(self._fixed) >= _MOST:
+            varies = any(payload.meta.get(_VARIES) for payload in received)
+            yield Shapes(key, promised=bool(fixed) and not varies)
+            return
+        reads = _Reads()
+        with reads, _ShapesOfValues() as shapes:
+            yield UNKNOWN._replace(key=key)
+        self._fixed[stage, key] = not (reads.seen or shapes.seen)
+
+
+def marked(meta: dict[str, Any], shapes: Shapes) -> dict[str, Any]:
+    """Return a payload's `meta`, which tells the stages after this one whether they can promise something."""
+    return meta if shapes.promised or shapes.key is None else {**meta, _VARIES: True}
+
+
+def _key(batch: Any, trainable: frozenset[str]) -> Hashable:
+    try:
+        return _described(batch), trainable
+    except TypeError:
+        return None
+
+
+def _described(batch: Any) -> Hashable:
+    """Return shapes and plain values of a batch.
+
+    Raises:
+        TypeError: it holds something else, of which equal shapes say nothing.
+    """
+    if isinstance(batch, Tensor):
+        return tuple(batch.shape), batch.dtype
+    if isinstance(batch, Mapping):
+        return tuple((key, _described(value)) for key, value in batch.items())
+    if isinstance(batch, (list, tuple)):
+        return tuple(map(_described, batch))
+    if batch is None or isinstance(batch, (bool, int, float)):
+        return batch
+    raise TypeError(type(batch))
+
+
+class _ShapesOfValues(TorchDispatchMode):
+    """Notes whether an operation made a shape, or a number for Python, of a tensor's values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        scalar = func is torch.ops.aten._local_scalar_dense.default and args[0].dtype is not torch.bool
+        self.seen = self.seen or scalar or torch.Tag.dynamic_output_shape in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+class _Reads(TorchFunctionMode):
+    """Notes whether all values of a tensor went to Python, which no operation shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen = self.seen or func in _READS
+        return func(*args, **(kwargs or {}))
