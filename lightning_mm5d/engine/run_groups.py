@@ -39,8 +39,10 @@ class PayloadGroups:
     def transport(self, device: torch.device, rank: int) -> Wire:
         """Return the transport of a rank that computes on `device`; collective over the ranks of each link."""
         if self.links is None:
-            return Transport(*self.worlds, device, rank)
-        transport = OrderedTransport(self.links, *self.worlds, device, rank)
+            ascending, descending = self.worlds
+            return Transport(ascending, descending, device, rank)
+        (host,) = self.worlds
+        transport = OrderedTransport(self.links, host, device, rank)
         transport.warm_up()
         return transport
 
