@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,9 +25,10 @@ from torch import Tensor
 from lightning_mm5d.sharded.compressed_collectives import CompressedGather, CompressedScatter, CompressedSum
 from lightning_mm5d.sharded.compression import Compression
 from lightning_mm5d.sharded.remote_value import same_origin
-from lightning_mm5d.sharded.torch_internals import is_view
+from lightning_mm5d.sharded.torch_internals import is_held_once, is_observed, is_view
 
 OfTensor = Callable[[Tensor], Tensor]
+Wait = Callable[[], Tensor]  # waits for a collective, once, and returns its result
 
 
 class TensorGroup:
@@ -56,24 +58,41 @@ class TensorGroup:
         self.moved = 0.0
         self.is_silent = False
 
-    def sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum over ranks; `tensor` stays as it is."""
+    def sum(self, tensor: Tensor, *, in_place: bool = False) -> Tensor:
+        """Return the sum over ranks.
+
+        Args:
+            tensor: the summand.
+            in_place: lets the sum take the memory of `tensor`, which is then of no use; else `tensor` stays as it is.
+        """
+        return self.start_sum(tensor, in_place=in_place)()
+
+    def start_sum(self, tensor: Tensor, *, in_place: bool = False) -> Wait:
+        """Start `sum`; return what waits for it. All ranks wait in the order in which they start."""
         if (compression := self._compresses(tensor)) is not None:
             summed = CompressedSum(tensor.detach().reshape(-1), self.group, compression)
-            total = _owned(summed.wait().view(tensor.shape))
-            self.moved += summed.moved
+
+            def total() -> Tensor:
+                found = _owned(summed.wait().view(tensor.shape))
+                self.moved += summed.moved
+                return found
+
             return total
-        result = tensor.detach().clone(memory_format=torch.contiguous_format)
-        return self._all_reduce(result, dist.ReduceOp.SUM)
+        if in_place and tensor.is_contiguous():
+            result = _owned(tensor.detach())
+        else:
+            result = tensor.detach().clone(memory_format=torch.contiguous_format)
+        if self.is_silent:
+            return lambda: result
+        work = dist.all_reduce(result, group=self.group, async_op=True)
+        self.moved += 2 * result.nbytes * (self.size - 1) / self.size
+        return _after(work, lambda: result)
 
     def max(self, tensor: Tensor) -> Tensor:
         """Return the maximum over ranks."""
         result = tensor.detach().clone(memory_format=torch.contiguous_format)
-        return self._all_reduce(result, dist.ReduceOp.MAX)
-
-    def _all_reduce(self, result: Tensor, operation: Any) -> Tensor:
         if not self.is_silent:
-            dist.all_reduce(result, operation, group=self.group)
+            dist.all_reduce(result, dist.ReduceOp.MAX, group=self.group)
             self.moved += 2 * result.nbytes * (self.size - 1) / self.size
         return result
 
@@ -91,35 +110,53 @@ class TensorGroup:
             lengths: of the shards.
             exact: never compresses.
         """
+        return self.start_gather(local, dim, lengths, exact=exact)()
+
+    def start_gather(self, local: Tensor, dim: int, lengths: Sequence[int], *, exact: bool = False) -> Wait:
+        """Start `gather`; return what waits for it. All ranks wait in the order in which they start."""
         longest, dim = max(lengths), dim % local.dim()
         own = local.detach()
         if not exact and (compression := self._compresses(local)) is not None:
             unit = math.prod(size for place, size in enumerate(own.shape) if place != dim)
             found = CompressedGather(own, [unit * length for length in lengths], self.group, compression)
             self.moved += found.moved
-            rows = zip(found.wait(), lengths, strict=True)
-            return torch.cat([flat.view(_with(own.shape, dim, length)) for flat, length in rows], dim)
+
+            def joined() -> Tensor:
+                rows = zip(found.wait(), lengths, strict=True)
+                return torch.cat([flat.view(_with(own.shape, dim, length)) for flat, length in rows], dim)
+
+            return joined
         if lengths[self.index] < longest:
             shape = [*own.shape]
             shape[dim] = longest - lengths[self.index]
             own = torch.cat([own, own.new_zeros(shape)], dim)
         shards = own.new_empty(self.size, *own.shape)
+        work = None
         if not self.is_silent:
-            dist.all_gather_single(shards.flatten(0, 1), own.contiguous(), group=self.group)
+            own = own.contiguous()
+            work = dist.all_gather_single(shards.flatten(0, 1), own, group=self.group, async_op=True)
             self.moved += shards.nbytes * (self.size - 1) / self.size
-        if any(length != longest for length in lengths):
-            return torch.cat([one.narrow(dim, 0, length) for one, length in zip(shards, lengths, strict=True)], dim)
-        return _owned(shards.movedim(0, dim).flatten(dim, dim + 1))
+
+        def full() -> Tensor:
+            if any(length != longest for length in lengths):
+                return torch.cat([one.narrow(dim, 0, length) for one, length in zip(shards, lengths, strict=True)], dim)
+            return _owned(shards.movedim(0, dim).flatten(dim, dim + 1))
+
+        return _after(work, full, own)
 
     def sum_scattered(self, full: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
         """Return this rank's shard along `dim` of the sum over ranks; the shards are `lengths` long."""
+        return self.start_sum_scattered(full, dim, lengths)()
+
+    def start_sum_scattered(self, full: Tensor, dim: int, lengths: Sequence[int]) -> Wait:
+        """Start `sum_scattered`; return what waits for it. All ranks wait in the order in which they start."""
         longest, dim = max(lengths), dim % full.dim()
         full = full.detach()
         if (compression := self._compresses(full)) is not None:
             pieces = full.split(list(lengths), dim)
             scattered = CompressedScatter([piece.reshape(-1) for piece in pieces], self.group, compression)
             self.moved += scattered.moved
-            return _owned(scattered.wait().view(pieces[self.index].shape))
+            return lambda: _owned(scattered.wait().view(pieces[self.index].shape))
         if any(length != longest for length in lengths):
             shape = [self.size, *full.shape]
             shape[dim + 1] = longest
@@ -129,10 +166,11 @@ class TensorGroup:
         else:
             shards = full.unflatten(dim, (self.size, longest)).movedim(dim, 0).contiguous()
         local = shards.new_empty(shards.shape[1:])
+        work, sent = None, shards.flatten(0, 1)
         if not self.is_silent:
-            dist.reduce_scatter_single(local, shards.flatten(0, 1), group=self.group)
+            work = dist.reduce_scatter_single(local, sent, group=self.group, async_op=True)
             self.moved += shards.nbytes * (self.size - 1) / self.size
-        return _owned(local.narrow(dim, 0, lengths[self.index]).contiguous())
+        return _after(work, lambda: _owned(local.narrow(dim, 0, lengths[self.index]).contiguous()), sent)
 
     def local_of(self, full: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
         """Return this rank's shard of a replicated tensor, a view."""
@@ -175,6 +213,18 @@ class TensorGroup:
 
     def description(self) -> None:
         """What a peer needs to know to find its own group of this kind: nothing."""
+
+
+def _after(work: Any, result: Wait, *sent: Tensor) -> Wait:
+    """Return what waits for `work`, if any, and then returns ``result()``; it keeps what is `sent` until then."""
+
+    def wait() -> Tensor:
+        if work is not None:
+            work.wait()
+        _ = sent
+        return result()
+
+    return wait
 
 
 def _with(shape: Sequence[int], dim: int, length: int) -> list[int]:
@@ -225,25 +275,30 @@ def view(x: Tensor) -> Tensor:
 
 def copy(x: Tensor, group: TensorGroup) -> Tensor:
     """Return the replicated `x` for work on sharded weights; its gradients, which are partial, are summed."""
-    return differentiable(x, view, group.sum)
+    return differentiable(x, view, partial(_summed, group))
 
 
-def reduce(x: Tensor, group: TensorGroup) -> Tensor:
-    """Return the sum of the partial `x`, replicated; the gradient of the sum is that of each rank's summand."""
-    return differentiable(x, group.sum, lambda gradient: gradient)
+def reduce(x: Tensor, group: TensorGroup, *, is_fresh: bool = False) -> Tensor:
+    """Return the sum of the partial `x`, replicated; the gradient of the sum is that of each rank's summand.
+
+    Args:
+        x: the summand.
+        group: the ranks.
+        is_fresh: whether nobody but the caller holds `x`, and nothing that computed it keeps it for its backward; the
+            sum then takes its memory.
+    """
+    in_place = is_fresh and not is_observed()  # a mode may keep `x` for when it is computed again
+    return differentiable(x, lambda x: group.sum(x, in_place=in_place), lambda gradient: gradient)
+
+
+def _summed(group: TensorGroup, gradient: Tensor) -> Tensor:
+    return group.sum(gradient, in_place=is_held_once(gradient))
 
 
 def gather(x: Tensor, dim: int, lengths: Sequence[int], group: TensorGroup) -> Tensor:
     """Return the sharded `x` in full, for work that all ranks repeat; each takes the gradient of its shard."""
     return differentiable(
         x, lambda x: group.gather(x, dim, lengths), lambda gradient: group.local_of(gradient, dim, lengths)
-    )
-
-
-def gather_for_shards(x: Tensor, dim: int, lengths: Sequence[int], group: TensorGroup) -> Tensor:
-    """Return the sharded `x` in full, for work on sharded weights: its gradients, which are partial, are summed."""
-    return differentiable(
-        x, lambda x: group.gather(x, dim, lengths), lambda gradient: group.sum_scattered(gradient, dim, lengths)
     )
 
 

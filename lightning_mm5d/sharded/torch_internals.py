@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
+from torch.utils import _python_dispatch
 
 from lightning_mm5d.config.errors import private
 
@@ -33,3 +34,28 @@ def is_view(x: Tensor) -> bool:
 def assert_on_device(condition: Tensor) -> None:
     """Fail on the device where the 0-dim `condition` is false, without waiting for it here."""
     private(torch, "_assert_async")(condition)
+
+
+def is_held_once(x: Tensor) -> bool:
+    """Whether the Python object `x` alone keeps its memory: no view, no other node of a graph, nothing saved of it.
+
+    Other Python references to the same object do not count, so `x` is one that the caller has just been given.
+    """
+    uses = private(torch._C, "_storage_Use_Count")(private(x.untyped_storage(), "_cdata"))
+    return private(x, "_use_count")() == 1 and uses == 2 and not is_view(x)  # of the tensor, and of its storage here
+
+
+def number_in_backward(x: Tensor) -> int:
+    """The number of the node that made `x`; of the nodes that are ready, a backward runs the one with the largest."""
+    number: int = private(x.grad_fn, "_sequence_nr")()
+    return number
+
+
+def renumber_in_backward(x: Tensor, number: int) -> None:
+    """Give the node that made `x` another number, which changes when it runs and never what it computes."""
+    private(x.grad_fn, "_set_sequence_nr")(number)
+
+
+def is_observed() -> bool:
+    """Whether a mode sees all operations, as selective checkpointing does, which keeps results of some."""
+    return bool(private(_python_dispatch, "_get_current_dispatch_mode_stack")())

@@ -26,7 +26,7 @@ from lightning_mm5d.sharded.collectives import dry_run
 from lightning_mm5d.sharded.remote_value import Origin
 from lightning_mm5d.sharded.tensor import Sharded
 from lightning_mm5d.source.order import used_fields
-from lightning_mm5d.stage.deferred import deferred_linear, defers, is_linear
+from lightning_mm5d.stage.deferred import Deferred, deferred_linear, defers, is_linear
 from lightning_mm5d.stage.layer_results import LayerResults
 from lightning_mm5d.stage.payload import tensors_in
 from lightning_mm5d.stage.remote import ShapeMemory
@@ -74,7 +74,7 @@ class Patches:
     def _patch_linears(self) -> None:
         runtime = self._runtime
         if runtime.tensor is not None:
-            runtime.tensor.linear = self._linear
+            runtime.tensor.linear, runtime.tensor.puts_off = self._linear, self._due
         held, compiled = frozenset().union(*runtime.stages.values()), list[str]()
         for path, module in runtime.root.named_modules():
             if is_compiled(module):
@@ -183,10 +183,13 @@ class Patches:
 
     def _linear(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
         """Compute a linear layer; the active run may put its weight gradient off."""
+        due = self._due(layer, x)
+        return linear(layer, x, bias) if due is None else deferred_linear(layer, x, bias, due)
+
+    def _due(self, layer: nn.Module, x: Tensor) -> Deferred | None:
+        """What takes the weight gradient of a linear layer with input `x`, if the active run may put it off."""
         run = self._runtime.active
-        if run is None or run.deferred is None or not defers(layer, x):
-            return linear(layer, x, bias)
-        return deferred_linear(layer, x, bias, run.deferred)
+        return run.deferred if run is not None and run.deferred is not None and defers(layer, x) else None
 
     def _patch_layer(self, layer: nn.Module, modality: str, index: int) -> None:
         method = IN_PLACE if is_compiled_in_place(layer) else "forward"

@@ -24,6 +24,8 @@ from lightning_mm5d.partition.hidden_state import at, hidden_place, with_state
 from lightning_mm5d.sharded.collectives import TensorGroup, copy, exchange, reduce, scatter
 from lightning_mm5d.sharded.sequence_operations import is_tokens
 from lightning_mm5d.sharded.tensor import Sharded, from_local
+from lightning_mm5d.sharded.torch_internals import is_held_once
+from lightning_mm5d.tensor_parallel.entrance import Entrance, PutsOff, fits
 from lightning_mm5d.tensor_parallel.region import Linear, Region, drops, linear
 from lightning_mm5d.tensor_parallel.resolve import Division, Heads, Kind
 
@@ -41,6 +43,7 @@ class TensorParallel:
     Attributes:
         groups: as they were given.
         linear: computes ``(module, x, bias)``, a linear layer on plain tensors; may be replaced.
+        puts_off: of a linear layer and its input, what takes its weight gradient if that is put off; may be replaced.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class TensorParallel:
         device: torch.device = torch.device("cpu"),  # noqa: B008
     ) -> None:
         self.linear: Linear = linear
+        self.puts_off: PutsOff = lambda module, x: None
         self._root, self._division, self.groups = root, division, groups
         may_drop = drops(root)
         self._regions = {name: Region(group, drops=may_drop, device=device) for name, group in groups.items()}
@@ -168,9 +172,15 @@ class TensorParallel:
 
     def _column(self, region: Region) -> Callable[..., Tensor]:
         def forward(module: Any, input: Tensor) -> Tensor:
-            return self.linear(module, region.enter(input, module.training), module.bias)
+            return self._product(module, region.enter(input, module.training))
 
         return forward
+
+    def _product(self, module: Any, entrance: Entrance) -> Tensor:
+        if not fits(module):
+            return self.linear(module, entrance.entered, module.bias)
+        due = self.puts_off(module, entrance.entered)
+        return entrance.product(module, module.bias, not isinstance(module, nn.Linear), due)
 
     def _row(self, region: Region) -> Callable[..., Tensor]:
         def forward(module: Any, input: Tensor) -> Tensor:
@@ -191,7 +201,7 @@ class TensorParallel:
                 local = tokens.own_tokens(input)
             entered = region.enter(local, training=False)
             region.forget()
-            part = self.linear(module, entered, module.bias)
+            part = self._product(module, entered)
             if isinstance(input, Sharded) and tokens is not None:
                 # of a context parallel rank's tokens, each tensor parallel rank gets some, with all classes
                 tokens = tokens.finer
@@ -265,7 +275,7 @@ def _experts(region: Region) -> Callable[..., Any]:
         args, kwargs = tuple(map(own, args)), {name: own(value) for name, value in kwargs.items()}
         with region.inside() if module.training else nullcontext():
             result = type(module).forward(module, *args, **kwargs)
-        return reduce(result, region.group)
+        return reduce(result, region.group, is_fresh=isinstance(result, Tensor) and is_held_once(result))
 
     return forward
 
@@ -291,6 +301,6 @@ def _embedding(held: tuple[int, int], size: int, group: TensorGroup) -> Callable
         found = found.masked_fill(elsewhere.unsqueeze(-1), 0)
         if ids.device.type != "cpu":  # without waiting for the device: NaN, which the first step reports
             found = found.masked_fill(unknown.unsqueeze(-1), float("nan"))
-        return reduce(found, group)
+        return reduce(found, group, is_fresh=True)
 
     return forward

@@ -19,20 +19,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_mm5d.data.random_state import drawn_seed, seed_torch, set_torch_states, torch_states
-from lightning_mm5d.sharded.collectives import (
-    TensorGroup,
-    copy,
-    gather_for_shards,
-    reduce,
-    reduce_scatter,
-)
+from lightning_mm5d.sharded.collectives import TensorGroup, reduce, reduce_scatter
 from lightning_mm5d.sharded.sequence_operations import is_tokens
 from lightning_mm5d.sharded.tensor import Sharded, from_local
 from lightning_mm5d.source.names import names
 from lightning_mm5d.source.trees import Source, method_of
+from lightning_mm5d.tensor_parallel.entrance import Entrance, Sharding
 
 Linear = Callable[[nn.Module, Tensor, "Tensor | None"], Tensor]
-_Sequence = tuple[int, tuple[int, ...]]  # the sharded dim, and its length on each rank
 _OF_MODULES = ("summary_", "classifier_")  # of heads that a model may not have, and that have modules for it
 
 
@@ -49,30 +43,32 @@ class Region:
         self.group = group
         self._drops, self._device = drops, device
         self._outer: list[Tensor] | None = None
-        self._came: list[tuple[Tensor, Tensor, int]] = []
-        self._sequences: tuple[_Sequence, ...] = ()
-        self._left: tuple[_Sequence, ...] = ()
+        self._came: list[tuple[Tensor, Entrance, int]] = []
+        self._sequences: tuple[Sharding, ...] = ()
+        self._left: tuple[Sharding, ...] = ()
 
-    def enter(self, x: Tensor, training: bool) -> Tensor:
-        """Return `x` for work on sharded weights; the same `x` gives the same result until `leave`."""
+    def enter(self, x: Tensor, training: bool) -> Entrance:
+        """Return the way of `x` to sharded weights; the same `x` gives the same one until `leave`."""
         if training:
             self._switch()
         wants = x.requires_grad and torch.is_grad_enabled()
-        for source, entered, version in self._came:
-            if x is source and version == _version(x) and entered.requires_grad == wants:
-                return entered
+        for source, known, version in self._came:
+            if x is source and version == _version(x) and known.entered.requires_grad == wants:
+                return known
         # code between these layers may ask for the full shape, so tokens of other ranks are gathered
         local = x.full() if isinstance(x, Sharded) and is_tokens(x.group) else x
         if isinstance(local, Sharded):
             self._sequences += ((local.sharded_dim, local.lengths),)
-            entered = gather_for_shards(local.local, local.sharded_dim, local.lengths, self.group)
+            entered = Entrance(local.local, self.group, (local.sharded_dim, local.lengths))
         else:
-            entered = copy(local, self.group) if wants else local
+            entered = Entrance(local, self.group)
         self._came.append((x, entered, _version(x)))
         return entered
 
     def leave(self, y: Tensor) -> Tensor:
         """Return the sum of the partial `y` over ranks: full, or a shard of the sequence where shards came in.
+
+        The sum may take the memory of `y`, a product that nobody else holds.
 
         Where nothing came in, `y` is an adapter's result and becomes full or sharded as that of its layer did.
         """
@@ -82,7 +78,7 @@ class Region:
         for dim, lengths in self._left:
             if y.dim() >= -dim and y.shape[dim] == sum(lengths):
                 return from_local(reduce_scatter(y, dim, lengths, self.group), dim, lengths, self.group)
-        return reduce(y, self.group)
+        return reduce(y, self.group, is_fresh=True)
 
     def forget(self) -> None:
         """Let go of what came in, and draw from the common random stream again."""

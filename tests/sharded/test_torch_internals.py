@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mm5d.sharded.torch_internals import (
     as_plain_tensors,
     assert_on_device,
     backward_frees_graph,
     in_backward,
+    is_held_once,
+    is_observed,
     is_view,
+    number_in_backward,
+    renumber_in_backward,
 )
 
 
@@ -28,6 +35,48 @@ def test_torch_has_the_private_names() -> None:
     assert_on_device(torch.tensor(True))
     with as_plain_tensors():
         assert type(torch.nn.Parameter(x.detach()) * 1) is torch.Tensor
+
+
+def test_memory_is_held_once_where_nothing_else_will_read_it() -> None:
+    x = torch.ones(2, 2, requires_grad=True)
+    product = x @ x
+    assert is_held_once(product)
+    root = product.sqrt()
+    assert not is_held_once(root), "its backward has kept it"
+    alias = product.detach()
+    assert not is_held_once(product)
+    assert not is_held_once(alias)
+    assert not is_held_once(product.view(4))
+
+
+def test_a_backward_runs_ready_nodes_by_their_numbers_the_largest_first() -> None:
+    ran: list[str] = []
+
+    class Noted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, name: str) -> torch.Tensor:
+            ctx.name = name
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+            ran.append(ctx.name)
+            return gradient, None
+
+    x = torch.ones(2, requires_grad=True)
+    before = Noted.apply(x, "before")
+    first, second, third = (Noted.apply(x, name) for name in ("first", "second", "third"))
+    renumber_in_backward(third, number_in_backward(before))
+    (first + second + third).sum().backward()
+    assert ran == ["second", "first", "third"]
+    with _Sees():
+        assert is_observed()
+    assert not is_observed()
+
+
+class _Sees(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
 
 
 def test_a_private_name_that_has_moved_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

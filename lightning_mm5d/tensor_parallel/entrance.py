@@ -1,0 +1,264 @@
+"""The way of one input into column layers and their products with it, cut so that a backward hides its communication.
+
+A backward through the layers that share an input runs in this order. Autograd keeps it by the numbers of its nodes: of
+those that are ready it runs the latest first.
+
+1. `_Product`: the products for the gradient of the input, one for each layer.
+2. `_Start`: the start of the sum of these gradients over ranks.
+3. `_Weights`: the weight gradients, while the sum is under way.
+4. `_End`: the wait for the sum.
+
+Results do not depend on this order. Where a split backward puts weight gradients off, step 3 only notes them.
+
+With sequence shards the sum is scattered, and each rank keeps its shard of the input alone: step 1 starts to gather
+the others again and step 3 waits for them.
+
+Shapes: ``[..., in]`` inputs, ``[..., out]`` results, weights ``[out, in]``, or ``[in, out]`` of a Conv1D.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from lightning_mm5d.sharded.collectives import TensorGroup, Wait, view
+from lightning_mm5d.sharded.remote_value import same_origin
+from lightning_mm5d.sharded.torch_internals import is_held_once, number_in_backward, renumber_in_backward
+
+Sharding = tuple[int, tuple[int, ...]]  # the sharded dim, and its length on each rank
+
+
+class Due(Protocol):
+    """Weight gradients that are put off while it `is_open`."""
+
+    is_open: bool
+
+    def add(self, weight: nn.Parameter, left: Tensor, right: Tensor) -> None:
+        """Note that ``left.T @ right`` is a term of the gradient of `weight`."""
+
+
+PutsOff = Callable[[nn.Module, Tensor], "Due | None"]  # of a layer and its input
+
+
+class Entrance:
+    """One input of column layers, in a forward.
+
+    Args:
+        x: replicated, or this rank's shard of the sequence.
+        group: the tensor parallel ranks.
+        sharding: of `x`; None where it is replicated.
+
+    Attributes:
+        entered: the full input for work on sharded weights; its gradients, which are partial, are summed.
+    """
+
+    def __init__(self, x: Tensor, group: TensorGroup, sharding: Sharding | None = None) -> None:
+        self._traffic = _Traffic(group, sharding)
+        self._shard = None if sharding is None else x.detach()
+        self._number: int | None = None  # of weight gradients in a backward
+        self._own_dtype: Tensor | None = None
+        if x.requires_grad and torch.is_grad_enabled():
+            end = _End.apply(x, self._traffic)
+            self._number = number_in_backward(end)
+            renumber_in_backward(end, max(self._number - 1, 0))
+            entered = _Start.apply(end, self._traffic)
+        else:
+            entered = x if sharding is None else self._traffic.full(x)
+        self.entered = same_origin(entered, x)
+
+    def product(self, module: nn.Module, bias: Tensor | None, is_conv: bool, due: Due | None) -> Tensor:
+        """Return what a linear layer computes of the input.
+
+        Args:
+            module: the layer, whose weight is this rank's.
+            bias: of this rank.
+            is_conv: whether the weight is ``[in, out]``.
+            due: takes the weight gradient while it is open; None where it is never put off.
+        """
+        weight: Any = module.weight
+        plain, weights = self._plain(), None
+        if torch.is_grad_enabled() and (weight.requires_grad or (bias is not None and bias.requires_grad)):
+            out = weight.shape[1 if is_conv else 0]
+            kept = plain if self._shard is None else None
+            weights = _Weights.apply(weight, bias, kept, (*plain.shape[:-1], out), self._traffic, is_conv, due)
+            if self._number is not None:
+                renumber_in_backward(weights, self._number)
+        shard = None if self._shard is None or weights is None else self._shard.to(plain.dtype)
+        made = _Product.apply(self.entered, weights, plain, shard, (weight, bias, is_conv), self._traffic)
+        return same_origin(made, self.entered)
+
+    def _plain(self) -> Tensor:
+        """The input outside of the graph, in the dtype that autocast chooses: cast once for all layers."""
+        x = self.entered.detach()
+        kind = x.device.type
+        if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
+            return x
+        if self._own_dtype is None:
+            self._own_dtype = x.to(torch.get_autocast_dtype(kind))
+        return self._own_dtype
+
+
+class _Traffic:
+    """What is under way for one input; nodes of a graph hold it, so it holds no tensor of a forward."""
+
+    def __init__(self, group: TensorGroup, sharding: Sharding | None) -> None:
+        self._group, self.sharding = group, sharding
+        self._sum: Wait | None = None
+        self._gather: Wait | None = None
+        self._full: Tensor | None = None
+        self._users = 0  # weight gradients to come that need the gathered input
+
+    def full(self, x: Tensor) -> Tensor:
+        """Return `x` in full."""
+        return view(x) if self.sharding is None else self._group.gather(x, *self.sharding)
+
+    def start_gather(self, shard: Tensor) -> None:
+        """Start to gather the input again, for one more weight gradient."""
+        assert self.sharding is not None
+        self._users += 1
+        if self._gather is None and self._full is None:
+            self._gather = self._group.start_gather(shard, *self.sharding)
+
+    def gathered(self) -> Tensor:
+        """Return the input for a weight gradient; the last one lets go of it."""
+        if self._gather is not None:
+            self._full, self._gather = self._gather(), None
+        full = self._full
+        assert full is not None
+        self._users -= 1
+        if not self._users:
+            self._full = None
+        return full
+
+    def start_sum(self, gradient: Tensor) -> Tensor:
+        """Start to sum the gradient of the input over ranks; return a stand-in for the sum."""
+        if self.sharding is None:
+            self._sum = self._group.start_sum(gradient, in_place=is_held_once(gradient))
+            return gradient.new_zeros(()).expand(gradient.shape)
+        dim, lengths = self.sharding
+        self._sum = self._group.start_sum_scattered(gradient, dim, lengths)
+        shape = [*gradient.shape]
+        shape[dim] = lengths[self._group.index]
+        return gradient.new_zeros(()).expand(shape)
+
+    def end_sum(self) -> Tensor:
+        """Return the gradient of the input."""
+        assert self._sum is not None
+        wait, self._sum = self._sum, None
+        return wait()
+
+
+class _End(torch.autograd.Function):
+    """Nothing in a forward; step 4 of a backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, traffic: _Traffic) -> Tensor:
+        ctx.traffic = traffic
+        return view(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        return ctx.traffic.end_sum(), None
+
+
+class _Start(torch.autograd.Function):
+    """The input in full; step 2 of a backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, traffic: _Traffic) -> Tensor:
+        ctx.traffic = traffic
+        return traffic.full(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.traffic.start_sum(gradient), None
+
+
+class _Product(torch.autograd.Function):
+    """A linear layer; step 1 of a backward. What its result gets goes on to `weights`, a stand-in for its weights."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weights: Tensor | None,
+        plain: Tensor,
+        shard: Tensor | None,
+        layer: tuple[Tensor, Tensor | None, bool],
+        traffic: _Traffic,
+    ) -> Tensor:
+        weight, bias, is_conv = layer
+        ctx.save_for_backward(weight if x.requires_grad else None, shard)
+        ctx.is_conv, ctx.traffic = is_conv, traffic
+        return F.linear(plain, weight.t() if is_conv else weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        weight, shard = ctx.saved_tensors
+        if shard is not None:
+            ctx.traffic.start_gather(shard)
+        below = None
+        if ctx.needs_input_grad[0]:
+            weight = weight.to(gradient.dtype)  # autocast ran the forward in the gradient's dtype
+            below = gradient @ (weight.t() if ctx.is_conv else weight)
+        return below, gradient if ctx.needs_input_grad[1] else None, None, None, None, None
+
+
+class _Weights(torch.autograd.Function):
+    """A stand-in for the weights of a layer, ``[..., out]`` without memory; step 3 of a backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weight: nn.Parameter,
+        bias: Tensor | None,
+        x: Tensor | None,
+        shape: tuple[int, ...],
+        traffic: _Traffic,
+        is_conv: bool,
+        due: Due | None,
+    ) -> Tensor:
+        ctx.save_for_backward(x if weight.requires_grad else None)
+        # beside what is saved, which checkpointing replaces by a copy that is no parameter
+        ctx.weight, ctx.bias_dtype = weight, None if bias is None else bias.dtype
+        ctx.traffic, ctx.is_conv, ctx.due = traffic, is_conv, due
+        return torch.zeros((), dtype=_result_dtype(weight), device=weight.device).expand(shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        wants_weight, wants_bias, *_ = ctx.needs_input_grad
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        own = None
+        if ctx.traffic.sharding is not None:
+            x = ctx.traffic.gathered()
+        if wants_weight:
+            x = x.reshape(-1, x.shape[-1])
+            if ctx.due is not None and ctx.due.is_open:
+                # a copy: a bias may have taken the same memory for its gradient, and later microbatches add to that
+                rows_kept = rows.clone()
+                ctx.due.add(ctx.weight, *((x, rows_kept) if ctx.is_conv else (rows_kept, x)))
+            else:
+                own = (x.t() @ rows if ctx.is_conv else rows.t() @ x).to(ctx.weight.dtype)
+        return own, rows.sum(0).to(ctx.bias_dtype) if wants_bias else None, None, None, None, None, None
+
+
+def _result_dtype(weight: Tensor) -> torch.dtype:
+    kind = weight.device.type
+    is_cast = torch.is_autocast_enabled(kind) and weight.dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if is_cast else weight.dtype
+
+
+def fits(module: nn.Module) -> bool:
+    """Whether an `Entrance` computes the layer `module`; torch's own functions compute the others."""
+    weight: Any = module.weight
+    return weight.is_floating_point() and type(weight) in (Tensor, nn.Parameter)
