@@ -2,7 +2,8 @@
 
 A checkpoint is what one process would have written: every parameter in full under the name that the module gives it. So
 any Lightning run can load it, in any layout. To write it, the primary ranks of a parameter send it, or their shards of
-it, to rank 0, and ranks that share it send their rows; to read it, each rank takes what it holds.
+it, to rank 0, and ranks that share it send their rows; to read it, each rank takes what it holds. Tensors are gathered
+one at a time, into host memory: no device needs room for more than one.
 
 It refuses state dicts with missing or unknown keys, as torch does when told to be strict, and other shapes.
 """
@@ -21,12 +22,13 @@ from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.engine.codec import receive_tree, send_tree
 from lightning_mm5d.plan.holdings import Holdings, narrowed
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.sharded.backends import message_device
 from lightning_mm5d.sharded.remote_value import Guard, Origin, Placeholder, make_parameter, make_placeholder
+from lightning_mm5d.stage.payload import map_tensors
 from lightning_mm5d.stage.remote import give_memory, is_placeholder
 from lightning_mm5d.storage.source import StateDictSource
 from lightning_mm5d.weights.load_local import Loaded, check_shape, pieces
 
+HOST = torch.device("cpu")
 _BUCKET_ELEMENTS = 8 * 2**20
 
 
@@ -62,56 +64,67 @@ def equalize(root: nn.Module, device: torch.device) -> None:
 
 
 def collect_module(
-    root: nn.Module, plan: Plan, rank: int, targets: Sequence[int] = (0,), *, buffers: BufferState | None = None
+    root: nn.Module,
+    plan: Plan,
+    rank: int,
+    targets: Sequence[int] = (0,),
+    *,
+    wire: torch.device,
+    buffers: BufferState | None = None,
 ) -> dict[str, Any]:
     """Return the module's state dict: full tensors on the ranks `targets`, on others what they hold; collective.
 
-    A tied tensor is one tensor under all of its names. Tensors are collected one at a time, so that no rank needs more
-    memory than its result. `buffers` says which ranks have the values of buffers that several stages write.
+    A tied tensor is one tensor under all of its names. What a rank holds in full stays where it is, and all else is
+    collected in host memory, one tensor at a time.
+
+    Args:
+        root: the LightningModule, as it is on this rank.
+        plan: all stages.
+        rank: global rank.
+        targets: ranks that get full tensors.
+        wire: where messages of the default group live.
+        buffers: which ranks have the values of buffers that several stages write.
 
     Raises:
         ConfigError: no rank has the value of a buffer.
     """
-    device = wire_device(root)
-    return _collected(root, plan, rank, targets, {} if buffers is None else buffers.sources(device))
+    return _collected(root, plan, rank, targets, {} if buffers is None else buffers.sources(wire), wire)
 
 
 def _collected(
-    root: nn.Module, plan: Plan, rank: int, targets: Sequence[int], sources: Mapping[str, int]
+    root: nn.Module, plan: Plan, rank: int, targets: Sequence[int], sources: Mapping[str, int], wire: torch.device
 ) -> dict[str, Any]:
     state = root.state_dict(keep_vars=True)  # a user's call without it is refused where parameters are sharded
     tensors, holdings = dict(tensors_of(root)), Holdings(plan, root)
-    device = wire_device(root)
     known: dict[int, Tensor] = {}
-    collect_others(root, state, plan, rank, targets)
+    collect_others(root, state, plan, rank, targets, wire=wire)
     for name, value in state.items():
         if isinstance(value, Tensor) and name in tensors:
             source = tensors[name]
             if id(source) not in known:
-                known[id(source)] = _collect(
-                    name, value.detach(), is_placeholder(source), holdings, rank, targets, device, sources.get(name)
-                )
+                known[id(source)] = _collect(name, value.detach(), holdings, rank, targets, wire, sources.get(name))
             state[name] = known[id(source)]
     return state
 
 
 def collect_others(
-    root: nn.Module, state: dict[str, Any], plan: Plan, rank: int, targets: Sequence[int] = (0,)
+    root: nn.Module, state: dict[str, Any], plan: Plan, rank: int, targets: Sequence[int] = (0,), *, wire: torch.device
 ) -> None:
     """Give the ranks `targets` the tensors of a state dict that are no parameters or buffers; collective.
 
-    They are states of metrics: tensors, and lists of them, of which the primary rank has the value.
+    They are states of metrics: tensors, and lists of them, of which the primary rank has the value. Others get them in
+    host memory.
     """
-    own, device = dict(tensors_of(root)), wire_device(root)
+    own = dict(tensors_of(root))
     for name, value in state.items():
         if name in own or not isinstance(value, Tensor | list):
             continue
         keeper = plan.ownership.primary_ranks(name)[0]
         for target in targets:
             if rank == keeper != target:
-                send_tree(value, target, device)
+                send_tree(value, target, wire)
             elif rank == target != keeper:
-                state[name] = receive_tree(keeper, device)
+                state[name] = in_host_memory(receive_tree(keeper, wire))
 
 
 def load_module(root: nn.Module, state: Mapping[str, Any], strict: bool, plan: Plan, rank: int) -> None:
@@ -149,21 +162,41 @@ def load_module(root: nn.Module, state: Mapping[str, Any], strict: bool, plan: P
         Loaded(sorted(remote - state.keys()) + missing, found.unexpected_keys).check(root)
 
 
+def in_host_memory(tree: Any) -> Any:
+    """Return a tree of tensors and plain values with its tensors in host memory."""
+    return map_tensors(tree, lambda tensor: tensor.to(HOST))
+
+
 def restore_full(
-    root: nn.Module, plan: Plan, rank: int, targets: Sequence[int] = (0,), *, buffers: BufferState | None = None
+    root: nn.Module,
+    plan: Plan,
+    rank: int,
+    targets: Sequence[int] = (0,),
+    *,
+    wire: torch.device,
+    buffers: BufferState | None = None,
 ) -> None:
     """Give the module on the ranks `targets` its full tensors, with the values of all ranks; collective.
 
-    On other ranks placeholders (NaN for a buffer) replace the local tensors, so that all tensors have their full shape
-    on all ranks again; other values that they hold stay. Parameters remain the same objects; those whose shape changes,
-    or that had no memory, lose their gradients.
+    All ranks move it to host memory first, where a trainer leaves a module: so a device never holds more than what its
+    rank trained. On other ranks placeholders (NaN for a buffer) replace the local tensors, so that all tensors have
+    their full shape on all ranks again; other values that they hold stay. Parameters remain the same objects; those
+    whose shape changes, or that had no memory, lose their gradients.
+
+    Args:
+        root: the LightningModule, as it is on this rank.
+        plan: all stages.
+        rank: global rank.
+        targets: ranks that get full tensors.
+        wire: where messages of the default group live.
+        buffers: which ranks have the values of buffers that several stages write.
 
     Raises:
         ConfigError: no rank has the value of a buffer; all other tensors are restored before.
     """
-    device = wire_device(root)
-    sources, missing = _sources(buffers, device)
-    state = _collected(root, plan, rank, targets, sources)
+    sources, missing = _sources(buffers, wire)
+    root.cpu()
+    state = _collected(root, plan, rank, targets, sources, wire)
     guard, holdings = Guard(plan.ownership.holders), Holdings(plan, root)
     done: set[int] = set()
     for name, tensor in tensors_of(root):
@@ -173,10 +206,10 @@ def restore_full(
         done.add(id(tensor))
         value = state.get(name)
         if value is None and is_sharded:  # a buffer that is not saved
-            value = _collect(name, tensor.detach(), is_placeholder(tensor), holdings, rank, targets, device)
+            value = _collect(name, tensor.detach(), holdings, rank, targets, wire)
         if rank in targets:
             if value is not None:
-                _set(tensor, value.to(tensor.device))
+                _set(tensor, value)
         elif tensor.shape != shape:
             _make_remote(tensor, torch.Size(shape), Origin(name, guard))
     if rank in targets:
@@ -187,28 +220,27 @@ def restore_full(
         raise missing
 
 
-def share_buffers(root: nn.Module, plan: Plan, *, buffers: BufferState | None = None) -> None:
+def share_buffers(root: nn.Module, plan: Plan, *, wire: torch.device, buffers: BufferState | None = None) -> None:
     """Give all ranks the newest value of every buffer that is not sharded; collective.
 
     Raises:
         ConfigError: no rank has the value of a buffer; all others are shared before.
     """
-    device = wire_device(root)
-    sources, missing = _sources(buffers, device)
+    sources, missing = _sources(buffers, wire)
     settle(root.buffers())
     for name, buffer in root.named_buffers():
         if name not in plan.division.shards:
-            wire = buffer.detach().to(device).contiguous()
-            dist.broadcast(wire, sources.get(name, plan.ownership.primary_ranks(name)[0]))
-            buffer.data.copy_(wire)
+            message = buffer.detach().to(wire).contiguous()
+            dist.broadcast(message, sources.get(name, plan.ownership.primary_ranks(name)[0]))
+            buffer.data.copy_(message)
     if missing is not None:
         raise missing
 
 
-def _sources(buffers: BufferState | None, device: torch.device) -> tuple[Mapping[str, int], ConfigError | None]:
+def _sources(buffers: BufferState | None, wire: torch.device) -> tuple[Mapping[str, int], ConfigError | None]:
     """Return which ranks have the values of buffers, or the error that no rank has one; the same on all ranks."""
     try:
-        return ({} if buffers is None else buffers.sources(device)), None
+        return ({} if buffers is None else buffers.sources(wire)), None
     except ConfigError as error:
         return {}, error
 
@@ -216,16 +248,16 @@ def _sources(buffers: BufferState | None, device: torch.device) -> tuple[Mapping
 def _collect(
     name: str,
     value: Tensor,
-    is_remote: bool,
     holdings: Holdings,
     rank: int,
     targets: Sequence[int],
-    device: torch.device,
+    wire: torch.device,
     source: int | None = None,
 ) -> Tensor:
     """Return the full tensor of `value` on the ranks `targets`, and `value` on others.
 
-    It is sent by the ranks that keep it, each its own rows, or by the rank `source`.
+    It is sent by the ranks that keep it, each its own rows, or by the rank `source`. What arrives, and what is put
+    together of rows, is in host memory.
     """
     result, shape = value, holdings.full_shape(name, value.shape)
     for target in targets:
@@ -237,17 +269,18 @@ def _collect(
             own = shape if holding is None else holding.own
             here = value if holding is None or rank != keeper else holding.own_part(value)
             if keeper != target and rank == keeper:
-                dist.send(here.detach().to(device).contiguous(), target)
+                dist.send(here.detach().to(wire).contiguous(), target)
             elif keeper != target:
-                here = torch.empty(own, dtype=value.dtype, device=device)
+                here = torch.empty(own, dtype=value.dtype, device=wire)
                 dist.recv(here, keeper)
+                here = here.to(HOST)
             if rank != target:
                 continue
             if holding is None or own == shape:
-                full = here if is_remote else here.to(value.device)
+                full = here
                 continue
             if full is None:
-                full = torch.empty(shape, dtype=value.dtype, device=device if is_remote else value.device)
+                full = torch.empty(shape, dtype=value.dtype, device=HOST)
             for held, region in holding.parts(own):
                 narrowed(full, region).copy_(narrowed(here, held))
         if rank == target and full is not None:
@@ -278,8 +311,3 @@ def tensors_of(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """All parameters and buffers, tied ones under each of their names."""
     yield from root.named_parameters(remove_duplicate=False)
     yield from root.named_buffers(remove_duplicate=False)
-
-
-def wire_device(root: nn.Module) -> torch.device:
-    """Return the device of point-to-point messages of the default group."""
-    return message_device(next((p.device for p in root.parameters()), torch.device("cpu")))

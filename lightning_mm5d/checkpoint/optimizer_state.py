@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_mm5d.checkpoint.module_state import HOST, in_host_memory
 from lightning_mm5d.checkpoint.saved_state import SavedOptimizerState
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.engine.codec import receive_tree, send_tree
@@ -40,6 +41,8 @@ def collect_optimizer(
 ) -> dict[str, Any]:
     """Return the state dict that the optimizer would have on one process, on rank 0; collective.
 
+    The states of one parameter at a time are gathered, into host memory.
+
     Args:
         optimizer: of the parameters of `root`, also remote ones. Its state is that of local tensors, also after
             `restore_full`.
@@ -60,7 +63,7 @@ def collect_optimizer(
                 if keeper != 0 and rank == keeper:
                     send_tree(found, 0, device)
                 elif keeper != 0 and rank == 0:
-                    found = receive_tree(keeper, device)
+                    found = in_host_memory(receive_tree(keeper, device))
                 if rank == 0 and found:
                     found_by_rank[keeper] = found
             if found_by_rank:
@@ -168,7 +171,8 @@ def _merged(states: Mapping[int, Mapping[str, Any]], held: Mapping[int, Holding]
         values = {rank: state[key] for rank, state in states.items() if state.get(key) is not None}
         tensors = {rank: value for rank, value in values.items() if isinstance(value, Tensor)}
         if tensors and all(value.shape == held[rank].own for rank, value in tensors.items()):
-            merged[key] = next(iter(tensors.values())).new_zeros(next(iter(held.values())).full)
+            shape = next(iter(held.values())).full
+            merged[key] = next(iter(tensors.values())).new_zeros(shape, device=HOST)
             for rank, value in tensors.items():
                 for own, full in held[rank].parts(held[rank].own):
                     narrowed(merged[key], full).copy_(narrowed(value, own))

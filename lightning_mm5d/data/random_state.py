@@ -77,7 +77,8 @@ def seed_torch(seed: int, device: torch.device = CPU) -> None:
     """
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
-        torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+        index = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.default_generators[index].manual_seed(seed)
 
 
 def torch_states(device: torch.device) -> list[Tensor]:

@@ -229,14 +229,6 @@ class SharedParameters:
                 self._by_id[id(one.parameter)] = one
         self._fetch([one for one in self.all if one.shard.stage < 3 and one.is_apart and one.parameter.requires_grad])
 
-    def end(self) -> None:
-        """Leave all whole and exact; collective where they have no memory or rounded rows."""
-        self.settle()
-        self.show_own()
-        self._fetch([one for one in self.all if one.whole is None or one.traffic.parameters is not None], exact=True)
-        self.show_whole()
-        self._forget()
-
     def leave_step(self) -> None:
         """Show own rows where a step that has failed left parameters without values."""
         for one in self.all:

@@ -11,7 +11,6 @@ Only the receipt of a payload that is needed now waits for a peer. It knows noth
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from lightning_mm5d.engine.offload import Moves, Offload
 from lightning_mm5d.engine.ordered_transport import Wire
 from lightning_mm5d.engine.preparation import Preparation
 from lightning_mm5d.engine.promises import Promises, marked
+from lightning_mm5d.engine.ranges import named
 from lightning_mm5d.engine.recorder import Recorder
 from lightning_mm5d.engine.step import Step
 from lightning_mm5d.engine.step_gathers import StepGathers
@@ -77,8 +77,6 @@ class Engine:
         offload: what this rank keeps in host memory between uses.
 
     Attributes:
-        seconds: spent in steps.
-        waited: of these, spent waiting for peers.
         gathers: those of parameters in training steps; None where ranks share none.
         recorder: notes when actions run; None notes nothing.
         action: that runs, or that failed; None between steps.
@@ -100,8 +98,6 @@ class Engine:
         instances: Mapping[tuple[int, ...], TensorGroup],
         offload: Offload,
     ) -> None:
-        self.seconds = 0.0
-        self.waited = 0.0
         self.gathers: StepGathers | None = None
         self.recorder: Recorder | None = None
         self.action: Action | None = None
@@ -127,7 +123,6 @@ class Engine:
             trainable: names of the parameters that require a gradient; empty for evaluation.
             ending: entered around the last action of each stage that gives gradients.
         """
-        start, waited = time.perf_counter(), self._transport.waited if self._transport else 0.0
         count = max(len(parts) for parts in step.microbatches.values())
         self.count = count
         prepared = self._preparation.of(count, trainable, frozenset(step.microbatches), not step.trains)
@@ -158,14 +153,15 @@ class Engine:
                 if action.kind is Kind.F:
                     deferred = Deferred() if stage in split_stages else None
                     uncounted = discards and not self._views[stage].is_last
-                    with gathered, step.uncounted() if uncounted else nullcontext():
+                    with named(action), gathered, step.uncounted() if uncounted else nullcontext():
                         flight = self._forward(step, graph, action, moves, deferred)
                     if step.trains and graph.has_backward(stage):
                         flights[key] = flight
                     del flight
                 else:
                     ends = ending if last_actions[stage] == action else None
-                    self._run_backward(action, flights, due, gathered, ends)
+                    with named(action):
+                        self._run_backward(action, flights, due, gathered, ends)
                 moves.after(number, due.get(key))
                 if recorder is not None:
                     recorder.end(action)
@@ -173,9 +169,9 @@ class Engine:
             gathers.end()
         if self._transport is not None:
             self._transport.flush()
-            self.waited += self._transport.waited - waited
+        if recorder is not None:
+            recorder.finish()
         self.action = None
-        self.seconds += time.perf_counter() - start
 
     def doing(self) -> str:
         """Return the action that runs or that failed, for messages: ``"language.1, forward of microbatch 3"``."""

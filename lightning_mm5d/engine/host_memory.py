@@ -34,8 +34,9 @@ class HostMemory:
         self.bytes_out = self.bytes_back = self.bytes_held = 0
         self.device = device
         is_cuda = device.type == "cuda"
+        # what comes back is waited for sooner than what leaves
         self._out: Any = torch.cuda.Stream(device) if is_cuda else None
-        self._back: Any = torch.cuda.Stream(device) if is_cuda else None
+        self._back: Any = torch.cuda.Stream(device, priority=-1) if is_cuda else None
 
     def check_room(self, field: str, count: int, what: str) -> None:
         """Refuse to begin what the host has no room for.

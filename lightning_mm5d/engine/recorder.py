@@ -1,8 +1,9 @@
-"""Notes when the actions of a training step run on this rank, for a timeline beside the simulated one.
+"""Notes when the actions of a training step run on this rank: for a timeline, and for shares of busy and idle time.
 
 An action begins when everything that it waited for has arrived, and ends when its results are on their way: waiting
-shows as idle time. On a GPU the times are those of the stream, from events that are read when the timeline is written.
-The clocks of several machines are as equal as their systems keep them. Only the last step is kept.
+shows as idle time. On a GPU moments are events of the stream that computes. Nothing waits for the device while a step
+runs: events are read when somebody asks. The clocks of several machines are as equal as their systems keep them. Only
+the last step is kept.
 """
 
 from __future__ import annotations
@@ -27,17 +28,16 @@ class Recorder:
     def __init__(self, device: torch.device) -> None:
         self.trainable: frozenset[str] | None = None
         self._device = device
-        self._times: dict[Action, tuple[_Time, _Time]] = {}
-        self._origin: tuple[float, torch.cuda.Event | None] = (0.0, None)
-        self._start: _Time = 0.0
+        self._times: dict[Action, tuple[_Moment, _Moment]] = {}
+        self._began: _Moment = 0.0
+        self._ended: _Moment = 0.0
+        self._start: _Moment = 0.0
 
     def begin(self, trainable: frozenset[str]) -> None:
         """Forget the last step and begin a new one."""
         self.trainable = trainable
         self._times = {}
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-            self._origin = time.time(), _event(self._device)
+        self._began = self._ended = self._now()
 
     def start(self) -> None:
         """Note that an action starts to compute."""
@@ -47,26 +47,48 @@ class Recorder:
         """Note that the action that started last has ended."""
         self._times[action] = self._start, self._now()
 
+    def finish(self) -> None:
+        """Note that the step has ended."""
+        self._ended = self._now()
+
     def times(self) -> dict[Action, tuple[float, float]]:
-        """Return start and end of each action of the last step, in seconds since the epoch."""
-        return {action: (self._seconds(start), self._seconds(end)) for action, (start, end) in self._times.items()}
+        """Return start and end of each action of the last step, in seconds since the epoch; waits for the device."""
+        anchor = self._now()
+        _wait(anchor)
+        now = time.time()  # at which the device has nothing left to do, so that both clocks meet
+        return {
+            action: (now - _seconds(start, anchor), now - _seconds(end, anchor))
+            for action, (start, end) in self._times.items()
+        }
 
-    def _now(self) -> _Time:
-        return _event(self._device) if self._device.type == "cuda" else time.time()
+    def shares(self) -> tuple[float, float]:
+        """Return which shares of the last step this rank computed and idled; waits for the device."""
+        _wait(self._ended)
+        whole = _seconds(self._began, self._ended)
+        busy = sum(_seconds(start, end) for start, end in self._times.values())
+        share = min(busy / whole, 1.0) if whole > 0 else 1.0
+        return share, 1.0 - share
 
-    def _seconds(self, moment: _Time) -> float:
-        if isinstance(moment, float):
-            return moment
+    def _now(self) -> _Moment:
+        if self._device.type != "cuda":
+            return time.time()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+
+_Moment = float | torch.cuda.Event
+
+
+def _wait(moment: _Moment) -> None:
+    if not isinstance(moment, float):
         moment.synchronize()
-        began, origin = self._origin
-        assert origin is not None
-        return began + origin.elapsed_time(moment) / 1e3
 
 
-_Time = float | torch.cuda.Event
-
-
-def _event(device: torch.device) -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
-    return event
+def _seconds(start: _Moment, end: _Moment) -> float:
+    """Return the seconds between two moments that have passed."""
+    if isinstance(start, float) or isinstance(end, float):
+        assert isinstance(start, float)
+        assert isinstance(end, float)
+        return end - start
+    return start.elapsed_time(end) / 1e3

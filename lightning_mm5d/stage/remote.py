@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_mm5d.data.random_state import CPU, kept_random_state
 from lightning_mm5d.sharded.remote_value import (
     Guard,
     Origin,
@@ -104,7 +105,8 @@ class ShapeMemory:
     def computed(self, module: nn.Module, original: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Return ``original(*args, **kwargs)`` on placeholders; buffers and random state stay as they are."""
         buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
+        device = next((one.device for one in module.parameters()), CPU)
+        with torch.no_grad(), kept_random_state(device), torch.compiler.set_stance("force_eager"):
             result = original(*args, **kwargs)
             for buffer, before in buffers:
                 buffer.copy_(before)

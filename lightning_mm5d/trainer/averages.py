@@ -69,12 +69,13 @@ class Averages:
             if isinstance(holder, AveragedModel):
                 vars(holder)["update_parameters"] = partial(_update, holder, self._module)
 
-    def end(self, targets: Iterable[int], buffers: BufferState | None, *, failed: bool) -> None:
+    def end(self, targets: Iterable[int], buffers: BufferState | None, wire: torch.device, *, failed: bool) -> None:
         """Leave the copies as the module is left: full on the ranks `targets`, or as they are; collective.
 
         Args:
             targets: ranks that get full copies; without any, all ranks keep their shards.
             buffers: which ranks have the values of buffers.
+            wire: where messages of the default group live.
             failed: whether the run has failed, after which nothing can be gathered.
         """
         chosen = tuple(targets)
@@ -86,7 +87,7 @@ class Averages:
                 continue
             vars(holder).pop("state_dict", None)
             if not failed:
-                restore_full(root, self._plan, self._rank, chosen, buffers=buffers)
+                restore_full(root, self._plan, self._rank, chosen, wire=wire, buffers=buffers)
 
     def _cut(self, root: nn.Module) -> None:
         """Give a full copy the form that the module has."""

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -85,20 +86,25 @@ class CheckpointStrategy(WeightsStrategy, ABC):
         """Let callbacks average what this rank holds of the module; collective."""
         module, plan = self._module("setup"), self._run("setup").plan
         averages = Averages(module, plan, self.global_rank, vars(trainer)["callbacks"])
-        averages.attach(partial(self._state_of_average, averages, plan), message_device(self.root_device))
+        averages.attach(partial(self._state_of_average, averages, plan), self._wire)
         self._averages = averages
 
     def _state_of_average(self, averages: Averages, plan: Plan, name: str) -> Mapping[str, Any]:
         if self.checkpoint == "sharded":
-            return self._checkpoints.state_of_average(averages.roots[name], plan, name)
+            return self._checkpoints.state_of_average(averages.roots[name], plan, name, self._wire)
         buffers = None if self._session is None else self._session.buffers
-        return collect_module(averages.roots[name], plan, self.global_rank, buffers=buffers)
+        return collect_module(averages.roots[name], plan, self.global_rank, wire=self._wire, buffers=buffers)
 
     def _end_averages(self, targets: Iterable[int]) -> None:
         """Leave averages as the module is left; collective unless the run has failed."""
         if self._averages is not None:
             buffers = None if self._session is None else self._session.buffers
-            self._averages.end(targets, buffers, failed=self._failed)
+            self._averages.end(targets, buffers, self._wire, failed=self._failed)
+
+    @property
+    def _wire(self) -> torch.device:
+        """Where messages of the default group live, also after a run has moved the module to host memory."""
+        return message_device(self.root_device)
 
     # --- saving ---
 
@@ -111,7 +117,7 @@ class CheckpointStrategy(WeightsStrategy, ABC):
                 seed=self._seed,
                 layout=self._layout_of_states(),
                 device=self.root_device,
-                wire=message_device(self.root_device),
+                wire=self._wire,
             )
 
     @override
@@ -122,20 +128,20 @@ class CheckpointStrategy(WeightsStrategy, ABC):
         if self._session is not None:
             self._session.leave_step()
         if self.checkpoint == "sharded":
-            return self._checkpoints.state_dict(module, self._shards_plan())
+            return self._checkpoints.state_dict(module, self._shards_plan(), self._wire)
         return self.full_state_dict()
 
     def full_state_dict(self) -> dict[str, Any]:
         """Return the module's state dict, on rank 0 with full tensors; collective, so that all ranks call it.
 
-        On other ranks it has what these hold, and placeholders.
+        Those that rank 0 did not hold are in host memory. On other ranks it has what these hold, and placeholders.
         """
         module, plan = self._module("full_state_dict"), self._shards_plan()
         if plan is None:
             return module.state_dict()
         buffers = None if self._session is None else self._session.buffers
         with self._exact() as rounded:
-            found = collect_module(module, plan, self.global_rank, buffers=buffers)
+            found = collect_module(module, plan, self.global_rank, wire=self._wire, buffers=buffers)
             kept = {id(value): value.clone() for value in found.values() if rounded and _address(value) in rounded}
         return {name: kept.get(id(value), value) for name, value in found.items()}
 
@@ -158,7 +164,7 @@ class CheckpointStrategy(WeightsStrategy, ABC):
         inner = getattr(optimizer, "optimizer", optimizer)
         if self.checkpoint == "sharded":
             return OptimizerPart(inner, next(n for n, one in enumerate(self.optimizers) if one is optimizer))
-        return collect_optimizer(inner, module, plan, self.global_rank, message_device(self.root_device))
+        return collect_optimizer(inner, module, plan, self.global_rank, self._wire)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
@@ -180,6 +186,7 @@ class CheckpointStrategy(WeightsStrategy, ABC):
                 optimizers,
                 self._shards_plan(),
                 buffers=None if session is None else session.buffers,
+                wire=self._wire,
                 fields={**fields, "optimizers": [type(one).__name__ for one in optimizers]},
                 averages={} if self._averages is None else self._averages.roots,
                 in_thread=self.async_checkpoint and session is not None,

@@ -1,7 +1,8 @@
 """Figures of all ranks for `DeviceStatsMonitor`: busy and idle shares, bytes sent, peak memory.
 
 They stand beside the figures of Lightning's stock accelerators. They are gathered from all ranks once a step, because a
-logger writes on one rank, and only with a `DeviceStatsMonitor`.
+logger writes on one rank, and only with a `DeviceStatsMonitor`. Shares of time are those of the last whole training
+step. On a GPU they come from events, which are read after the step: with the monitor the host waits there once a step.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import torch.distributed as dist
 
 from lightning_mm5d.engine.engine import Engine
 from lightning_mm5d.engine.ordered_transport import Wire
+from lightning_mm5d.engine.recorder import Recorder
+from lightning_mm5d.sharded.backends import message_device
 
 _NAMES = ("busy_share", "bubble_share", "bytes_sent", "peak_memory_bytes")
 
@@ -29,12 +32,14 @@ class DeviceFigures:
 
     def __init__(self, engine: Engine, transport: Wire | None, stages: list[str], device: torch.device) -> None:
         self._engine, self._transport, self._stages, self._device = engine, transport, stages, device
-        self._before = (0.0, 0.0, 0)
+        self._wire = message_device(device)
+        self._sent = 0
         self._figures: dict[str, float] = {}
         self._accelerator: Any = None
 
     def attach(self, accelerator: Any) -> None:
         """Add the figures to those of the accelerator, until `detach`."""
+        self._engine.recorder = self._engine.recorder or Recorder(self._device)
         self._accelerator, original = accelerator, accelerator.get_device_stats
         accelerator.get_device_stats = lambda device: {**original(device), **self._figures}
 
@@ -48,11 +53,10 @@ class DeviceFigures:
         """Gather the figures of the last step from all ranks; collective."""
         if self._accelerator is None:
             return
-        now = (self._engine.seconds, self._engine.waited, self._transport.bytes_sent if self._transport else 0)
-        seconds, waited, sent = (new - old for new, old in zip(now, self._before, strict=True))
-        self._before = now
-        bubble = waited / seconds if seconds else 0.0
-        own = torch.tensor([1.0 - bubble, bubble, sent, self._peak()], dtype=torch.float64, device=self._device)
+        before, self._sent = self._sent, self._transport.bytes_sent if self._transport else 0
+        busy, bubble = self._engine.recorder.shares() if self._engine.recorder else (1.0, 0.0)
+        figures = [busy, bubble, self._sent - before, self._peak()]
+        own = torch.tensor(figures, dtype=torch.float64, device=self._wire)
         gathered = [torch.empty_like(own) for _ in self._stages]
         dist.all_gather(gathered, own)
         self._figures = {

@@ -351,17 +351,15 @@ class Session:
             self._shared.keep()
             lose_rows(self._module, self.plan, rank)
             return
-        if targets:
-            self._shared.end()
-        else:
-            self._shared.settle()
-            self._shared.keep()
+        self._shared.settle()
+        self._shared.keep()
+        wire = message_device(self._options.device)
         if self.plan.topology.edges or self.plan.division.shards or has_rows(self._module, self.plan, rank):
             if targets:
-                restore_full(self._module, self.plan, rank, targets, buffers=self.buffers)
+                restore_full(self._module, self.plan, rank, targets, wire=wire, buffers=self.buffers)
             else:
                 keep_shards(self._module, self.plan)
-                share_buffers(self._module, self.plan, buffers=self.buffers)
+                share_buffers(self._module, self.plan, wire=wire, buffers=self.buffers)
         dist.barrier()
         self._write_timeline()
         if self._transport is not None:

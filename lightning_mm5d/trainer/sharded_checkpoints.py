@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mm5d.checkpoint.buffer_state import BufferState
-from lightning_mm5d.checkpoint.module_state import collect_others, wire_device
+from lightning_mm5d.checkpoint.module_state import collect_others
 from lightning_mm5d.checkpoint.own_shards import AVERAGES, OwnShards, labels_of, own_state
 from lightning_mm5d.checkpoint.rank_reports import RankReports
 from lightning_mm5d.checkpoint.sharded_load import ShardedCheckpoint
@@ -50,17 +51,17 @@ class ShardedCheckpoints:
 
     # --- saving ---
 
-    def state_dict(self, module: pl.LightningModule, plan: Plan | None) -> dict[str, Any]:
+    def state_dict(self, module: pl.LightningModule, plan: Plan | None, wire: torch.device) -> dict[str, Any]:
         """Return the state dict of a module with placeholders for what this rank does not hold in full; collective."""
         state = own_state(module, plan, self._stand_ins)
         if plan is not None:
-            collect_others(module, state, plan, dist.get_rank())
+            collect_others(module, state, plan, dist.get_rank(), wire=wire)
         return state
 
-    def state_of_average(self, root: nn.Module, plan: Plan, name: str) -> dict[str, Any]:
+    def state_of_average(self, root: nn.Module, plan: Plan, name: str, wire: torch.device) -> dict[str, Any]:
         """Return the same of the copy of the module that a callback averages into; collective."""
         state = own_state(root, plan, self._stand_ins, f"{AVERAGES}/{name}/")
-        collect_others(root, state, plan, dist.get_rank())
+        collect_others(root, state, plan, dist.get_rank(), wire=wire)
         return state
 
     def save(
@@ -72,6 +73,7 @@ class ShardedCheckpoints:
         plan: Plan | None,
         *,
         buffers: BufferState | None,
+        wire: torch.device,
         fields: Mapping[str, Any],
         in_thread: bool,
         averages: Mapping[str, nn.Module],
@@ -85,13 +87,14 @@ class ShardedCheckpoints:
             optimizers: of the trainer.
             plan: all stages; None where rank 0 has the whole module.
             buffers: which ranks have the values of buffers.
+            wire: where messages of the default group live.
             fields: of the manifest.
             in_thread: whether to return once this rank's shards are copied.
             averages: copies of the module that callbacks average into, by name.
         """
         self.saves.finish()
         reports = self._open_reports("save")
-        sources = {} if buffers is None else buffers.sources(wire_device(module))
+        sources = {} if buffers is None else buffers.sources(wire)
         shards = OwnShards(module, plan, reports.rank, sources, self._stand_ins, averages)
         save = Save(reports, optimizers, fields)
         labels = [labels_of(optimizer, module) for optimizer in optimizers]

@@ -71,7 +71,7 @@ def collected(rank: int, plan: Plan, module: Model, targets: tuple[int, ...]) ->
     connect(rank, plan)
     cut(plan, module, rank)
     held = copied(module.state_dict())
-    state = collect_module(module, plan, rank, targets)
+    state = collect_module(module, plan, rank, targets, wire=CPU)
     is_tied = storage(state["table.weight"]) == storage(state["head.weight"])
     for name, value in module.state_dict().items():
         if not is_remote(value):
@@ -150,7 +150,7 @@ def restored(rank: int, plan: Plan, module: Model, targets: tuple[int, ...]) -> 
         if not is_placeholder(parameter):
             parameter.grad = torch.ones_like(parameter)
     was_placeholder = {name for name, parameter in before.items() if is_placeholder(parameter)}
-    restore_full(module, plan, rank, targets)
+    restore_full(module, plan, rank, targets, wire=CPU)
     after = dict(module.named_parameters())
     return {
         "same": all(after[name] is parameter for name, parameter in before.items()),
@@ -204,7 +204,7 @@ def optimized(rank: int, plan: Plan, module: Model, kind: str, saved: dict[str, 
     load_optimizer(fresh, saved, module, plan, rank)
     again = deepcopy(collect_optimizer(fresh, module, plan, rank, CPU))
     step(module, fresh, 2, plan, rank)
-    restore_full(module, plan, rank)
+    restore_full(module, plan, rank, wire=CPU)
     return state, again, copied(module.state_dict()), collect_optimizer(fresh, module, plan, rank, CPU)
 
 

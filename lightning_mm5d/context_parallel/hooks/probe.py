@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.context_parallel.hooks.arguments import Arguments, item_dim, replaced, token_dim
 from lightning_mm5d.context_parallel.hooks.layer_attention import Attention, Call
+from lightning_mm5d.data.random_state import kept_random_state
 from lightning_mm5d.partition.hidden_state import at, hidden_place
 from lightning_mm5d.sharded.tensor import Sharded
 
@@ -76,7 +77,7 @@ def probe(name: str, layer: nn.Module, given: LayerInput, attention: Attention, 
         ConfigError: tokens mix, or what is given with them does not follow them.
     """
     try:
-        with _in_eval_mode(layer), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with _in_eval_mode(layer), torch.no_grad(), kept_random_state(_device_of(given)):
             for count in range(min(size, _TOKENS), 1, -1):
                 few = torch.arange(count)
                 places = [*range(count)] if count <= 3 else [1, count // 2, count - 2]
@@ -98,6 +99,13 @@ def mixed(name: str, layer: nn.Module, why: str) -> ConfigError:
         f"This layer {why}, beside its attention",
         "Use cp_size=1; tp_size, pp_size and dp_size have no such limit",
     )
+
+
+def _device_of(given: LayerInput) -> torch.device:
+    where = hidden_place(*given.local)
+    assert where is not None
+    device: torch.device = at(where, *given.local).device
+    return device
 
 
 def _run(given: LayerInput, attention: Attention, tokens: Tensor, size: int) -> _Result:
