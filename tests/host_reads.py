@@ -1,8 +1,8 @@
 """Finds where a step makes the host wait for a device: what would do so on a GPU shows on a CPU by its operation.
 
-Counted are reads of values (``item``, ``tolist``, ``bool``, ``nonzero``), copies to the host, and tensors made of Python
-numbers, which a GPU gets by a copy that blocks. Each is named by the line of this package that asks for it; what users'
-code and models ask for themselves is left out.
+Counted are reads of values (``item``, ``tolist``, ``bool``, ``nonzero``), copies to the host, and tensors made of
+numbers of Python, which a GPU gets by a copy that blocks. Each is named by the function of this package that asks for
+it. What users' code and models ask for themselves is left out.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class HostReads:
     """Enter around what must not wait.
 
     Attributes:
-        found: how often each line waits: ``engine/engine.py:12 recv: tolist``.
+        found: how often a function does: ``engine/codec.py messages: tensor``.
     """
 
     def __init__(self) -> None:
@@ -50,8 +50,7 @@ class HostReads:
         while frame is not None:
             name = frame.f_code.co_filename
             if name.startswith(_ROOT):
-                where = f"{Path(name).relative_to(_ROOT)}:{frame.f_lineno} {frame.f_code.co_name}"
-                self.found[f"{where}: {what}"] += 1
+                self.found[f"{Path(name).relative_to(_ROOT)} {frame.f_code.co_name}: {what}"] += 1
                 return
             if name != __file__ and not name.startswith(_TORCH):
                 return
