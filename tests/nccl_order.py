@@ -285,6 +285,13 @@ class Communicator(dist.ProcessGroup):
         self._block: list[_Operation] | None = None
         device.communicators.append(self)
 
+    @property
+    def group_name(self) -> str:  # torch keeps it in a backend, of which this group has none
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
     def __str__(self) -> str:
         named = self.group_desc not in ("", "undefined")
         return f"{self.group_desc if named else 'a group of'} {self.ranks}"
