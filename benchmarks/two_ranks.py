@@ -33,17 +33,17 @@ LAYOUTS: dict[str, tuple[dict[str, Modality], str]] = {
 class Llava(L.LightningModule):
     """The ordinary module around an ordinary Hugging Face model; the same weights in every process."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 256) -> None:
         super().__init__()
         torch.manual_seed(0)
         vision = CLIPVisionConfig(
-            num_hidden_layers=4, hidden_size=256, intermediate_size=1024, num_attention_heads=4, image_size=112
+            num_hidden_layers=4, hidden_size=width, intermediate_size=4 * width, num_attention_heads=4, image_size=112
         )
         vision.patch_size = 14
         text = LlamaConfig(
             num_hidden_layers=4,
-            hidden_size=256,
-            intermediate_size=688,
+            hidden_size=width,
+            intermediate_size=43 * width // 16,
             num_attention_heads=8,
             num_key_value_heads=4,
             vocab_size=VOCABULARY,
@@ -71,8 +71,8 @@ class Llava(L.LightningModule):
 class Accumulated(Llava):
     """The same on one process in microbatches: one batch a step, as for the other side."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, width: int = 256) -> None:
+        super().__init__(width)
         self.automatic_optimization = False
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:

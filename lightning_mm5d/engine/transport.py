@@ -41,8 +41,9 @@ from torch import Tensor
 from lightning_mm5d.config.errors import RankLostError
 from lightning_mm5d.engine import codec
 
-# Each further message costs 0.12 ms on gloo, which takes messages that are shorter than their buffer.
-FIRST_BYTES = 256 * 1024
+# Each further message costs 0.12 ms on gloo, and several where cores are busy: its receipt is posted only after the
+# first one. Gloo takes messages that are shorter than their buffer.
+FIRST_BYTES = 1024 * 1024
 
 _Body = Callable[[int, SimpleQueue[Any]], None]  # what a thread does: for a peer, with its inbox
 
