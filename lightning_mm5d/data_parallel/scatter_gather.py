@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_mm5d.sharded.backends import waits_on_device
 from lightning_mm5d.sharded.compressed_collectives import CompressedGather
 from lightning_mm5d.sharded.compression import Compression
 
@@ -29,29 +30,28 @@ class ScatteredSum:
     """A reduce-scatter that is under way.
 
     Args:
-        chunks: for each rank of `group`, in its order, what this rank adds to that rank's sum: flat tensors of one
-            dtype, of the same length on all ranks.
+        sent: flat; for each rank of `group`, in its order, what this rank adds to that rank's sum. It is kept until it
+            has left.
+        lengths: of what each rank gets, the same on all ranks.
         group: the ranks that share.
     """
 
-    def __init__(self, chunks: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    def __init__(self, sent: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> None:
         # an all-to-all and a sum in this rank's memory: the bytes of a ring, for any lengths, in one fixed order
-        lengths = [chunk.numel() for chunk in chunks]
-        own = lengths[group.rank()]
-        self._sent: Tensor | None = torch.cat([*chunks])
-        self._arrived: Tensor | None = self._sent.new_empty(own * len(chunks))
-        self._count = len(chunks)
+        own, self._count = lengths[group.rank()], len(lengths)
+        self._sent: Tensor | None = sent
+        self._arrived: Tensor | None = sent.new_empty(own * self._count)
         self._total: Tensor | None = None
-        sizes = [own] * len(chunks)
-        self._work: Any = dist.all_to_all_single(self._arrived, self._sent, sizes, lengths, group=group, async_op=True)
+        self._group = group
+        sizes = [own] * self._count
+        self._work: Any = dist.all_to_all_single(self._arrived, sent, sizes, list(lengths), group=group, async_op=True)
 
-    def free(self) -> None:
-        """Sum what has arrived and free its memory, where all of it is there; waits for nobody."""
-        if self._total is None and self._work.is_completed():
-            self.wait()
+    def is_there(self) -> bool:
+        """Whether `wait` does not hold up the host."""
+        return self._arrived is None or waits_on_device(self._arrived.device, self._group) or self._work.is_completed()
 
     def wait(self) -> Tensor:
-        """Return the sum of this rank's chunks over all ranks."""
+        """Return the sum of this rank's chunks over all ranks, and free what was sent and has arrived."""
         if self._total is None:
             self._work.wait()
             assert self._arrived is not None

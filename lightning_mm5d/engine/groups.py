@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_mm5d.config.errors import RankMismatchError
+from lightning_mm5d.sharded.backends import backend_of
 
 _SHOWN_BYTES = 512  # of a text, in an error
 
@@ -59,6 +60,17 @@ class Groups:
             group = dist.new_group(list(ranks), self._timeout, backend or self._backend, group_desc=tag or None)
             self._made[key] = group if dist.get_rank() in key[0] else None
         return self._made[key]
+
+    def host(self, size: int) -> dist.ProcessGroup | None:
+        """Return a group of all `size` ranks with messages in host memory; None where there is one rank.
+
+        Every rank of the world calls this, in the order in which it makes groups.
+        """
+        if size == 1:
+            return None
+        if backend_of(torch.device("cpu")) == "gloo":
+            return dist.group.WORLD
+        return self.get(range(size), "agreement", "gloo")
 
     def verify(self, plan: str = "") -> None:
         """Check, after the last `get`, that no rank makes more groups than another, or for another plan. Collective.

@@ -56,7 +56,9 @@ class RunGroups:
         replicas: the ranks that work for each replica of the loss modality.
         loss: one rank of each replica, where steps end: of those that share a last stage, those of this rank's
             place among them.
+        host: the world, with messages in host memory; None for one rank.
         gradients: by their ranks, those whose gradients are summed.
+        across: by their ranks, those that sum rows of several blocks, for nothing else.
         gathers: by their ranks, those that gather parameters while gradients may be summed.
         instances: by their ranks, those that share layers: of a stage, its tensor and context parallel ranks.
         sharing: the same by modality.
@@ -67,7 +69,9 @@ class RunGroups:
     payloads: PayloadGroups | None = None
     replicas: dict[int, dist.ProcessGroup | None] = field(default_factory=dict)
     loss: dist.ProcessGroup | None = None
+    host: dist.ProcessGroup | None = None
     gradients: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
+    across: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
     gathers: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
     instances: dict[tuple[int, ...], TensorGroup] = field(default_factory=dict)
     sharing: dict[str, TensorGroup] = field(default_factory=dict)
@@ -81,6 +85,7 @@ def make_groups(
     rank: int,
     *,
     gradients: Iterable[tuple[int, ...]],
+    across: Iterable[tuple[int, ...]] = (),
     gathers: Iterable[tuple[int, ...]] = (),
     trained: Iterable[str],
     is_plain: bool,
@@ -93,6 +98,7 @@ def make_groups(
         plan: all stages.
         rank: global rank.
         gradients: the ranks of each group over which gradients are summed, in one order on all ranks.
+        across: the same of those that sum rows of several blocks.
         gathers: the same of those that gather parameters.
         trained: names of the parameters that require a gradient.
         is_plain: whether every rank is a replica of the whole module, which needs no groups for steps.
@@ -103,6 +109,7 @@ def make_groups(
     """
     layout, topology = plan.layout, plan.topology
     payloads = _payload_groups(groups, topology, is_ordered) if topology.edges else None
+    host = groups.host(layout.size)
     replicas = {
         replica: groups.get(layout.replica_ranks(replica), f"replica {replica}")
         for replica in range(layout.num_replicas)
@@ -111,6 +118,7 @@ def make_groups(
     ends = [sorted(ranks) for ranks in zip(*topology.instances(topology.last_stage), strict=True)]
     loss = [groups.get(ranks, "loss") for ranks in ends if len(ranks) > 1]
     summed = {ranks: groups.get(ranks, "gradients") for ranks in gradients}
+    between = {ranks: groups.get(ranks, "across") for ranks in across}
     gathered = {ranks: groups.get(ranks, "gathers") for ranks in gathers}
     layers = _LayerGroups(groups, plan, rank)
     sharing = {
@@ -124,7 +132,9 @@ def make_groups(
         payloads=payloads,
         replicas=replicas,
         loss=next(filter(None, loss), None),
+        host=host,
         gradients=summed,
+        across=between,
         gathers=gathered,
         instances=layers.instances,
         sharing=sharing,

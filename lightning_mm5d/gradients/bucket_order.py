@@ -10,7 +10,7 @@ Buckets with gradients that came again after they had been sent are sent at the 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +18,19 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_mm5d.data_parallel.shared_parameters import SharedParameters
-from lightning_mm5d.gradients.buckets import Bucket, Draw, Piece, ScatteredBucket, SummedBucket, cut_into_buckets
+from lightning_mm5d.gradients.buckets import (
+    Bucket,
+    Draw,
+    Piece,
+    RowsBucket,
+    ScatteredBucket,
+    SummedBucket,
+    cut_into_buckets,
+)
+from lightning_mm5d.gradients.flat import Flat
+from lightning_mm5d.gradients.presence import Presence
 from lightning_mm5d.gradients.reduction import Buckets
+from lightning_mm5d.gradients.side_stream import SideStream
 
 _LAST, _LATE = 1.5, 2.0  # places of gradients that did not come, and of those that came again
 Groups = Mapping[tuple[int, ...], dist.ProcessGroup | None]
@@ -43,9 +54,12 @@ class BucketOrder:
         everything: all parameters of the model, with those of other ranks; which of them are trained tells sums apart.
         shared: the parameters of which this rank owns rows.
         groups: the process group of each tuple of ranks.
+        across: of these, groups for sums over blocks alone.
         bucket_bytes: how much one message carries.
         count: of all parameters of the model.
         draw: gives a seed for the random rounding of some gradients, the same on all ranks.
+        presence: what ranks agree on.
+        side: where messages leave.
     """
 
     def __init__(
@@ -54,17 +68,39 @@ class BucketOrder:
         everything: Sequence[nn.Parameter],
         shared: SharedParameters,
         groups: Groups,
+        across: Groups,
         bucket_bytes: int,
         *,
         count: int,
         draw: Draw,
+        presence: Presence,
+        side: SideStream,
     ) -> None:
-        self._draw = draw
-        self._pieces, self._everything, self._shared, self._groups = pieces, everything, shared, groups
+        self._draw, self._presence = draw, presence
+        self._pieces, self._everything, self._shared = pieces, everything, shared
+        self._groups, self._across = groups, across
         self._bucket_bytes, self._count = bucket_bytes, count
+        self._side = side
         self._trained: tuple[Any, ...] = ()
         self._places: dict[tuple[Any, ...], list[float]] = {}
-        self._built: dict[tuple[Any, ...], Buckets] = {}
+        self._made: dict[tuple[Any, ...], list[tuple[_Key, Bucket]]] = {}
+        self._sorted: dict[tuple[Any, ...], Buckets] = {}
+
+    def flats(self) -> list[Flat]:
+        """Return the memory to which backwards add the gradients of what is trained now."""
+        self._update()
+        return [bucket.flat for _, bucket in self._made[self._trained] if bucket.flat is not None]
+
+    def _update(self) -> None:
+        """Make the buckets of what is trained now, and free the memory of others."""
+        trained = (len(self._shared.all), *[one.requires_grad for one in self._everything])
+        if trained != self._trained:
+            for _, bucket in self._made.get(self._trained, ()):
+                if bucket.flat is not None:
+                    bucket.flat.release()
+            self._trained = trained
+        if trained not in self._made:
+            self._made[trained] = list(self._make())
 
     def buckets(self, *, whole: bool, rows: bool) -> Buckets:
         """Return the buckets of what is trained now.
@@ -73,19 +109,19 @@ class BucketOrder:
             whole: whether those of parameters that are not shared are among them.
             rows: whether those of shared parameters are.
         """
-        self._trained = (len(self._shared.all), *[one.requires_grad for one in self._everything])
+        self._update()
         key = (whole, rows, self._trained)
-        if key not in self._built:
-            self._built[key] = Buckets(self._build(whole, rows))
-        return self._built[key]
+        if key not in self._sorted:
+            made = self._made[self._trained]
+            self._sorted[key] = self._sort([one for one in made if (rows if one[0].across else whole)])
+        return self._sorted[key]
 
-    def learn(self, final: Iterable[int], repeated: Iterable[int], device: torch.device) -> None:
+    def learn(self, final: Iterable[int], repeated: Iterable[int]) -> None:
         """Agree on an order after the first sum of what is trained now; then it is a collective of all ranks.
 
         Args:
             final: identities of parameters in the order in which their gradients were final.
-            repeated: identities of those that got more afterwards.
-            device: where ranks exchange this.
+            repeated: numbers of those that got more afterwards.
         """
         if self._trained in self._places:
             return
@@ -94,19 +130,16 @@ class BucketOrder:
         places = torch.zeros(self._count)
         places[list(numbers.values())] = _LAST
         places[came] = torch.linspace(0.0, 1.0, len(came))
-        places[[numbers[one] for one in repeated]] = _LATE
-        places = places.to(device)
-        if dist.get_world_size() > 1:
-            dist.all_reduce(places, dist.ReduceOp.MAX)
-        self._places[self._trained] = places.tolist()
-        self._built = {key: built for key, built in self._built.items() if key[-1] != self._trained}
+        places[list(repeated)] = _LATE
+        self._places[self._trained] = self._presence.latest(places)
+        self._sorted = {key: found for key, found in self._sorted.items() if key[-1] != self._trained}
 
-    def _build(self, whole: bool, rows: bool) -> list[tuple[Hashable, Bucket]]:
-        places = self._places.get(self._trained)
+    def _make(self) -> Iterator[tuple[_Key, Bucket]]:
+        """Cut what is trained now into buckets: what they hold never changes."""
         found: dict[_Key, list[Piece]] = {}
         for ranks, piece in self._pieces:
             parameter, shared = piece.parameter, self._shared.get(piece.parameter)
-            if not parameter.requires_grad or not (whole if shared is None else rows):
+            if not parameter.requires_grad:
                 continue
             block, across = (ranks, ()) if shared is None else (shared.shard.block, shared.shard.across)
             compression, is_apart = piece.traffic.gradients, piece.traffic.is_apart
@@ -114,32 +147,36 @@ class BucketOrder:
                 block, across, str(parameter.dtype), str(compression or ""), compression is not None and is_apart
             )
             found.setdefault(key, []).append(piece._replace(shared=shared))
-
-        def place(piece: Piece) -> tuple[float, int]:
-            return 0.0 if places is None else places[piece.number], -piece.number
-
-        def is_late(piece: Piece) -> bool:
-            return place(piece)[0] >= _LATE
-
-        buckets: list[tuple[tuple[Any, ...], _Key, Bucket]] = []
         for key, held in found.items():
             held.sort(key=lambda piece: -piece.number)
             late = [piece for piece in held if piece.rows is not None]
             early = [piece for piece in held if piece.rows is None]
             quarter = -(-len(early) // 4)  # messages of small models overlap with their backwards too
-            cuts = [
-                *cut_into_buckets(early, self._bucket_bytes, quarter),
-                *cut_into_buckets(late, self._bucket_bytes, len(late)),
-            ]
-            for number, cut in enumerate(cuts):
-                waits = number == len(cuts) - 1 or cut[0].rows is not None or any(map(is_late, cut))
-                buckets.append(((waits, max(map(place, cut)), key), key, self._bucket(key, cut, is_late=waits)))
-        return [(key, bucket) for _, key, bucket in sorted(buckets, key=lambda one: one[0])]
+            for cut in cut_into_buckets(early, self._bucket_bytes, quarter):
+                yield key, self._bucket(key, cut)
+            for cut in cut_into_buckets(late, self._bucket_bytes, len(late)):
+                yield key, self._bucket(key, cut)
 
-    def _bucket(self, key: _Key, pieces: Sequence[Piece], *, is_late: bool) -> Bucket:
+    def _sort(self, made: Sequence[tuple[_Key, Bucket]]) -> Buckets:
+        places = self._places.get(self._trained)
+
+        def place(piece: Piece) -> tuple[float, int]:
+            return 0.0 if places is None else places[piece.number], -piece.number
+
+        def when(one: tuple[_Key, Bucket]) -> tuple[bool, tuple[float, int], _Key]:
+            key, bucket = one
+            latest = max(map(place, bucket.pieces))
+            return bucket.pieces[0].rows is not None or latest[0] >= _LATE, latest, key
+
+        ordered = sorted(made, key=when)
+        return Buckets([bucket for _, bucket in ordered], sum(not when(one)[0] for one in ordered), self._side)
+
+    def _bucket(self, key: _Key, pieces: Sequence[Piece]) -> Bucket:
         group = self._groups[key.ranks]
         assert group is not None, f"this rank is not in the group of its ranks {key.ranks}"
-        if not key.across:
-            return SummedBucket(pieces, group, is_late=is_late, draw=self._draw)
-        across = self._groups[key.across] if len(key.across) > 1 else None
-        return ScatteredBucket(pieces, group, across, is_late=is_late, draw=self._draw)
+        how: dict[str, Any] = {"side": self._side, "draw": self._draw}
+        if key.across:
+            return ScatteredBucket(pieces, group, self._across[key.across] if len(key.across) > 1 else None, **how)
+        if pieces[0].rows is not None:
+            return RowsBucket(pieces, group, **how)
+        return SummedBucket(pieces, group, **how)

@@ -1,15 +1,13 @@
 """Buckets: gradients that travel in one message, which is summed over its group in one collective.
 
-A flag for each gradient travels with it, so that one that no rank has stays None. The message of a group's last bucket
-also says whether a rank got more of a gradient after it was sent.
-
-`SummedBucket` gives all its ranks the sum. `ScatteredBucket` gives each rank of a block the rows that it owns.
+`SummedBucket` sums gradients in the memory where backwards have added them, and gives all its ranks the sum.
+`RowsBucket` does so with rows of gradients. `ScatteredBucket` gives each rank of a block the rows that it owns.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,6 +16,8 @@ from torch import Tensor, nn
 
 from lightning_mm5d.data_parallel.scatter_gather import ScatteredSum
 from lightning_mm5d.data_parallel.shared_parameters import SharedParameter
+from lightning_mm5d.gradients.flat import Flat
+from lightning_mm5d.gradients.side_stream import SideStream
 from lightning_mm5d.plan.compressions import Traffic
 from lightning_mm5d.plan.sums import Rows
 from lightning_mm5d.sharded.compressed_collectives import CompressedScatter, CompressedSum
@@ -57,13 +57,12 @@ class Piece(NamedTuple):
         numel = self.numel if self.shared is None else torch.Size(self.shared.shape).numel()
         return numel * self.parameter.element_size()
 
-    def read(self, weight: float) -> list[Tensor]:
-        """Return what this rank adds to the sum, times `weight`, as flat tensors of `numel` elements."""
+    def read(self, rows: Rows) -> list[Tensor]:
+        """Return the gradient of `rows` as flat tensors, times the weight."""
         grad = self.parameter.grad
         if grad is None:
             return [self.parameter.new_zeros(self.numel)]
-        found = [grad] if self.rows is None else self.rows.of(grad)
-        return [rows.reshape(-1) if weight == 1.0 else rows.reshape(-1) * weight for rows in found]
+        return [part.reshape(-1) if self.weight == 1.0 else part.reshape(-1) * self.weight for part in rows.of(grad)]
 
     def write(self, rows: Rows, flat: Tensor) -> None:
         """Take the sum as the gradient of `rows`."""
@@ -80,14 +79,18 @@ Draw = Callable[[Sequence[Piece]], int]
 class Sum(Protocol):
     """A message that is under way."""
 
-    def advance(self) -> None:
-        """Free what is needed no longer; waits for nobody."""
+    def advance(self) -> bool:
+        """Start what comes after it and free what is needed no longer, if no rank must be waited for.
+
+        Returns:
+            Whether its second sum, if it has one, is under way.
+        """
 
     def summed(self) -> None:
         """Wait for the first of two sums, and start the second one."""
 
     def wait(self) -> Tensor:
-        """Return the sum as a flat tensor, with the flags at its end."""
+        """Return the sum as a flat tensor."""
 
 
 class Bucket(ABC):
@@ -95,89 +98,102 @@ class Bucket(ABC):
 
     Args:
         pieces: of one dtype and compression, in one order on all ranks.
-        is_late: whether it is sent at the end of all backwards, also where its gradients are there earlier.
+        side: the stream on which messages are packed.
         draw: gives a seed for random rounding, the same on all ranks.
+
+    Attributes:
+        came: numbers of the parameters that had a gradient when it started.
+        flat: the memory to which backwards add; None where that is no part of a message.
     """
 
-    def __init__(self, pieces: Sequence[Piece], *, is_late: bool, draw: Draw) -> None:
-        self.pieces, self.is_late = pieces, is_late
-        self._compression, self._draw = pieces[0].traffic.gradients, draw
-        self._all_there: Tensor | None = None
-
-    @torch.no_grad()
-    def start(self, *, more: bool) -> Sum:
-        """Take the gradients out of their parameters, and start to sum them.
-
-        Args:
-            more: whether this rank got more of a gradient that the group sums already.
-        """
-        present = [piece.parameter.grad is not None for piece in self.pieces]
-        started = self._start(self._flags(present, more=more))
-        for piece in self.pieces:
-            if piece.rows is None:
-                piece.parameter.grad = None
-        return started
+    def __init__(self, pieces: Sequence[Piece], *, side: SideStream, draw: Draw) -> None:
+        self.pieces = pieces
+        self.came: list[int] = []
+        self.flat: Flat | None = None
+        self._compression, self._side, self._draw = pieces[0].traffic.gradients, side, draw
+        self._common = pieces[0].weight if len({piece.weight for piece in pieces}) == 1 else None
 
     @abstractmethod
-    def _start(self, flags: Tensor) -> Sum: ...
+    def start(self) -> Sum:
+        """Take the gradients out of their parameters, and start to sum them."""
+
+    def start_again(self) -> Sum:
+        """Do the same with what backwards have added since `start`."""
+        return self.start()
 
     @abstractmethod
-    def take(self, total: Tensor, flags: Sequence[float], rows: dict[int, Tensor]) -> None:
+    def take(self, total: Tensor, there: Container[int], rows: dict[int, Tensor]) -> None:
         """Set the gradients of the parameters, or put those of owned rows into `rows` by the parameter's identity.
 
         Args:
-            total: the sum, without flags.
-            flags: how many ranks have each gradient, which only has to differ from zero.
+            total: the sum.
+            there: numbers of the parameters that have a gradient on any rank.
             rows: of shared parameters.
         """
 
-    def _flags(self, present: list[bool], *, more: bool) -> Tensor:
-        first = self.pieces[0].parameter
-        if more or not all(present):
-            return torch.tensor([*present, more], dtype=first.dtype, device=first.device)
-        if self._all_there is None or self._all_there.device != first.device:
-            self._all_there = torch.tensor([*present, False], dtype=first.dtype, device=first.device)
-        return self._all_there
-
 
 class SummedBucket(Bucket):
-    """Gradients that are summed in one all-reduce.
+    """Gradients that are summed in one all-reduce, in memory that is kept over steps.
 
     Args:
-        pieces: as for `Bucket`.
+        pieces: as for `Bucket`, of whole parameters.
         group: over which they are summed.
-        is_late: as for `Bucket`.
+        side: as for `Bucket`.
         draw: as for `Bucket`.
     """
 
-    def __init__(self, pieces: Sequence[Piece], group: dist.ProcessGroup, *, is_late: bool, draw: Draw) -> None:
-        super().__init__(pieces, is_late=is_late, draw=draw)
+    def __init__(self, pieces: Sequence[Piece], group: dist.ProcessGroup, *, side: SideStream, draw: Draw) -> None:
+        super().__init__(pieces, side=side, draw=draw)
         self._group = group
-        self._common = pieces[0].weight if len({piece.weight for piece in pieces}) == 1 else None
-        self._numels = [piece.numel for piece in pieces]
+        self.flat = self._flat = Flat([piece.parameter for piece in pieces])
 
-    def _start(self, flags: Tensor) -> Sum:
-        packed: list[Tensor] = []
-        for piece in self.pieces:
-            grad, weight = piece.parameter.grad, 1.0 if self._common is not None else piece.weight
-            if grad is not None and piece.rows is None and weight == 1.0:  # most of them, and there may be thousands
-                packed.append(grad.reshape(-1))
-            else:
-                packed += piece.read(weight)
-        flat = torch.cat([*packed, flags])
+    def start(self) -> Sum:
+        flat, there = self._flat.pack()
+        self.came = [piece.number for piece, is_there in zip(self.pieces, there, strict=True) if is_there]
+        if self._common is None:
+            torch._foreach_mul_(self._flat.views, [piece.weight for piece in self.pieces])
+        return self._sum(flat)
+
+    def start_again(self) -> Sum:
+        flat, views = self._flat.pack_apart()
+        if self._common is None:
+            torch._foreach_mul_(views, [piece.weight for piece in self.pieces])
+        return self._sum(flat)
+
+    def _sum(self, flat: Tensor) -> Sum:
         flat = flat if self._common in (None, 1.0) else flat.mul_(self._common)
-        if self._compression is None:
-            return _AllReduced(flat, self._group)
-        return _Compressed(
-            CompressedSum(flat, self._group, self._compression, exact=flags.numel(), seed=self._draw(self.pieces))
-        )
+        return _summed(flat, self._group, self._compression, self._draw(self.pieces))
 
-    def take(self, total: Tensor, flags: Sequence[float], rows: dict[int, Tensor]) -> None:
-        for piece, flag, part in zip(self.pieces, flags, total.split(self._numels), strict=True):
-            if flag and piece.rows is None:
-                piece.parameter.grad = part.view_as(piece.parameter)  # a view: the bucket is not copied
-            elif flag and piece.rows is not None:
-                piece.write(piece.rows, part)
+    def take(self, total: Tensor, there: Container[int], rows: dict[int, Tensor]) -> None:
+        for piece, view in zip(self.pieces, self._flat.take(), strict=True):
+            piece.parameter.grad = view if piece.number in there else None
+
+
+class RowsBucket(Bucket):
+    """Rows of gradients that are summed in one all-reduce, when all backwards are over.
+
+    Args:
+        pieces: as for `Bucket`, of rows.
+        group: over which they are summed.
+        side: as for `Bucket`.
+        draw: as for `Bucket`.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], group: dist.ProcessGroup, *, side: SideStream, draw: Draw) -> None:
+        super().__init__(pieces, side=side, draw=draw)
+        self._group = group
+        self._rows = [(piece, piece.rows) for piece in pieces if piece.rows is not None]
+
+    def start(self) -> Sum:
+        self.came = [piece.number for piece in self.pieces if piece.parameter.grad is not None]
+        flat = torch.cat([part for piece, rows in self._rows for part in piece.read(rows)])
+        return _summed(flat, self._group, self._compression, self._draw(self.pieces))
+
+    def take(self, total: Tensor, there: Container[int], rows: dict[int, Tensor]) -> None:
+        parts = total.split([piece.numel for piece, _ in self._rows])
+        for (piece, own), part in zip(self._rows, parts, strict=True):
+            if piece.number in there:
+                piece.write(own, part)
 
 
 class ScatteredBucket(Bucket):
@@ -186,8 +202,8 @@ class ScatteredBucket(Bucket):
     Args:
         pieces: as for `Bucket`, shared by the same ranks.
         block: the ranks that share.
-        across: the ranks that own the same rows; None where there is one.
-        is_late: as for `Bucket`.
+        across: the ranks that own the same rows, with no other messages than these sums; None where there is one.
+        side: as for `Bucket`.
         draw: as for `Bucket`.
     """
 
@@ -197,38 +213,47 @@ class ScatteredBucket(Bucket):
         block: dist.ProcessGroup,
         across: dist.ProcessGroup | None,
         *,
-        is_late: bool,
+        side: SideStream,
         draw: Draw,
     ) -> None:
-        super().__init__(pieces, is_late=is_late, draw=draw)
+        super().__init__(pieces, side=side, draw=draw)
         self._block, self._across = block, across
         self._own = [(piece, piece.shared) for piece in pieces if piece.shared is not None]
+        self._numels = [[one.numel_at(place) for _, one in self._own] for place in range(block.size())]
 
-    def _start(self, flags: Tensor) -> Sum:
-        chunks = []
-        for place in range(self._block.size()):
-            for piece, shared in self._own:
-                gradient = piece.parameter.grad
-                if gradient is None:
-                    chunks.append(flags.new_zeros(shared.numel_at(place)))
-                else:
-                    part = shared.shard.rows(gradient, place).reshape(-1)
-                    chunks.append(part if piece.weight == 1.0 else part * piece.weight)
-            chunks.append(flags)
-        lengths = [
-            len(self._own) + 1 + sum(one.numel_at(at) for _, one in self._own) for at in range(self._block.size())
-        ]
-        parts, compression, exact = torch.cat(chunks).split(lengths), self._compression, flags.numel()
+    def start(self) -> Sum:
+        self.came = [piece.number for piece in self.pieces if piece.parameter.grad is not None]
+        sent = self._packed()
+        lengths = [sum(numels) for numels in self._numels]
+        compression = self._compression
         if compression is None:
-            return _Scattered(ScatteredSum(parts, self._block), _summing(self._across))
+            return _Scattered(ScatteredSum(sent, lengths, self._block), _summing(self._across))
         seed = self._draw(self.pieces)
-        scattered = CompressedScatter(parts, self._block, compression, exact=exact, seed=seed)
-        return _Scattered(scattered, _summing(self._across, compression, exact, seed))
+        scattered = CompressedScatter(sent.split(lengths), self._block, compression, seed=seed)
+        return _Scattered(scattered, _summing(self._across, compression, seed))
 
-    def take(self, total: Tensor, flags: Sequence[float], rows: dict[int, Tensor]) -> None:
-        lengths = [shared.numel_at(shared.shard.place) for _, shared in self._own]
-        for (piece, shared), flag, part in zip(self._own, flags, total.split(lengths), strict=True):
-            if flag:
+    def _packed(self) -> Tensor:
+        """What each rank of the block is sent, by rank and parameter; each gradient is freed when it is copied."""
+        first, count = self.pieces[0].parameter, len(self._own)
+        sent = first.new_empty(sum(map(sum, self._numels)))
+        parts = sent.split([numel for numels in self._numels for numel in numels])
+        for index, (piece, shared) in enumerate(self._own):
+            targets, gradient = parts[index::count], piece.parameter.grad
+            piece.parameter.grad = None
+            if gradient is None:
+                torch._foreach_zero_(targets)
+                continue
+            rows = [shared.shard.rows(gradient, place) for place in range(len(targets))]
+            torch._foreach_copy_([target.view(own.shape) for target, own in zip(targets, rows, strict=True)], rows)
+            if self._common is None:
+                torch._foreach_mul_(targets, piece.weight)
+            self._side.reads(gradient)
+        return sent if self._common in (None, 1.0) else sent.mul_(self._common)
+
+    def take(self, total: Tensor, there: Container[int], rows: dict[int, Tensor]) -> None:
+        parts = total.split([shared.numel_at(shared.shard.place) for _, shared in self._own])
+        for (piece, shared), part in zip(self._own, parts, strict=True):
+            if piece.number in there:
                 rows[id(piece.parameter)] = part.view(shared.own.shape)
 
 
@@ -237,8 +262,9 @@ class _AllReduced:
         self._flat = flat
         self._work: Any = dist.all_reduce(flat, group=group, async_op=True)
 
-    def advance(self) -> None:
+    def advance(self) -> bool:
         """There is nothing to free."""
+        return True
 
     def summed(self) -> None:
         """There is one sum."""
@@ -249,28 +275,37 @@ class _AllReduced:
 
 
 class _Compressed:
-    def __init__(self, total: CompressedSum) -> None:
-        self._total = total
+    def __init__(self, flat: Tensor, group: dist.ProcessGroup, compression: Compression, seed: int | None) -> None:
+        self._flat = flat
+        self._total: CompressedSum | None = CompressedSum(flat, group, compression, seed=seed)
 
-    def advance(self) -> None:
+    def advance(self) -> bool:
         """There is nothing to free."""
+        return True
 
     def summed(self) -> None:
-        self._total.gather()
+        if self._total is not None:
+            self._total.gather()
 
     def wait(self) -> Tensor:
-        return self._total.wait()
+        if self._total is not None:
+            self._flat.copy_(self._total.wait())
+            self._total = None
+        return self._flat
+
+
+def _summed(flat: Tensor, group: dist.ProcessGroup, compression: Compression | None, seed: int | None) -> Sum:
+    """Start to sum a flat tensor in place."""
+    if compression is None:
+        return _AllReduced(flat, group)
+    return _Compressed(flat, group, compression, seed)
 
 
 def _summing(
-    group: dist.ProcessGroup | None, compression: Compression | None = None, exact: int = 0, seed: int | None = None
+    group: dist.ProcessGroup | None, compression: Compression | None = None, seed: int | None = None
 ) -> Callable[[Tensor], Sum] | None:
     """How rows are summed over `group`."""
-    if group is None:
-        return None
-    if compression is None:
-        return lambda flat: _AllReduced(flat, group)
-    return lambda flat: _Compressed(CompressedSum(flat, group, compression, exact=exact, seed=seed))
+    return None if group is None else lambda flat: _summed(flat, group, compression, seed)
 
 
 class _Scattered:
@@ -279,16 +314,20 @@ class _Scattered:
         self._flat: Tensor | None = None
         self._work: Sum | None = None
 
-    def advance(self) -> None:
-        self._scattered.free()
+    def advance(self) -> bool:
+        if self._scattered.is_there():
+            self.summed()
+        return self._flat is not None
 
     def summed(self) -> None:
-        self._flat = self._scattered.wait()
-        if self._across is not None:
-            self._work = self._across(self._flat)
+        if self._flat is None:
+            self._flat = self._scattered.wait()
+            if self._across is not None:
+                self._work = self._across(self._flat)
 
     def wait(self) -> Tensor:
-        assert self._flat is not None, "summed within the block first"
+        self.summed()
+        assert self._flat is not None
         return self._flat if self._work is None else self._work.wait()
 
 

@@ -17,7 +17,9 @@ from lightning_mm5d.data.random_state import seed_of
 from lightning_mm5d.data_parallel.shared_parameters import SharedParameters
 from lightning_mm5d.gradients.bucket_order import BucketOrder
 from lightning_mm5d.gradients.buckets import Draw, Piece
+from lightning_mm5d.gradients.presence import Presence
 from lightning_mm5d.gradients.reduction import Reduction
+from lightning_mm5d.gradients.side_stream import SideStream
 from lightning_mm5d.plan.compressions import Traffic, traffic_of
 from lightning_mm5d.plan.data_shards import DataShards
 from lightning_mm5d.plan.plan import Plan
@@ -33,6 +35,7 @@ class Placed(NamedTuple):
         stages: the parameters that each stage of this rank uses.
         traffic: how gradients travel, by name.
         draw: gives a seed for the random rounding of some gradients, the same on all ranks.
+        device: where this rank computes.
     """
 
     numbers: Mapping[str, int]
@@ -40,6 +43,23 @@ class Placed(NamedTuple):
     stages: Mapping[Hashable, Sequence[nn.Parameter]]
     traffic: Mapping[str, Traffic]
     draw: Draw
+    device: torch.device
+
+
+class SumGroups(NamedTuple):
+    """The groups over which gradients are summed.
+
+    Attributes:
+        by_ranks: all of a plan by their ranks; None, of those that this rank is not in.
+        across: by their ranks, for sums over blocks of shared parameters alone.
+        host: all ranks, with messages in host memory; None for one rank.
+        has_rows: whether any rank owns rows of a parameter.
+    """
+
+    by_ranks: Mapping[tuple[int, ...], dist.ProcessGroup | None]
+    across: Mapping[tuple[int, ...], dist.ProcessGroup | None]
+    host: dist.ProcessGroup | None
+    has_rows: bool
 
 
 class Gradients:
@@ -50,7 +70,7 @@ class Gradients:
         placed: where they are.
         sums: by name, what this rank sums with others, in one order on all ranks: one for all of a parameter, or any
             number for different rows of it.
-        groups: the process group of each tuple of ranks.
+        groups: over which they are summed.
         counted: names of the parameters that this rank counts in a norm over all ranks, with their rows or None for
             the whole local tensor.
         shared: the parameters of which this rank owns rows.
@@ -66,7 +86,7 @@ class Gradients:
         parameters: Mapping[str, nn.Parameter],
         placed: Placed,
         sums: Mapping[str, Sequence[Summed]],
-        groups: Mapping[tuple[int, ...], dist.ProcessGroup | None],
+        groups: SumGroups,
         counted: Mapping[str, Rows | None],
         shared: SharedParameters,
         bucket_bytes: int,
@@ -83,10 +103,31 @@ class Gradients:
             for name, parameter in parameters.items()
             for summed in sums.get(name, ())
         ]
-        count = len(placed.numbers)
+        self._device, count = placed.device, len(placed.numbers)
+        self._presence = Presence(count, groups.host)
+        self._has_sums, self._has_rows = bool(groups.by_ranks), groups.has_rows
         self._order = BucketOrder(
-            pieces, placed.everything, shared, groups, bucket_bytes, count=count, draw=placed.draw
+            pieces,
+            placed.everything,
+            shared,
+            groups.by_ranks,
+            groups.across,
+            bucket_bytes,
+            count=count,
+            draw=placed.draw,
+            presence=self._presence,
+            side=SideStream(placed.device),
         )
+
+    def lay(self) -> None:
+        """Give parameters without a gradient the memory in which backwards add to theirs."""
+        for flat in self._order.flats():
+            flat.lay()
+
+    def leave(self) -> None:
+        """Leave None where no backward has added to a gradient since `lay`."""
+        for flat in self._order.flats():
+            flat.leave()
 
     def take(self) -> list[Tensor | None]:
         """Move the gradients out of the parameters."""
@@ -101,12 +142,21 @@ class Gradients:
 
     def add(self, gradients: Sequence[Tensor | None], factor: Tensor | float = 1.0) -> None:
         """Add `gradients` times `factor`; the given tensors may be kept and changed."""
+        new = [gradient for gradient in gradients if gradient is not None]
+        if new and not (isinstance(factor, float) and factor == 1.0):
+            torch._foreach_mul_(new, factor)
+        held: list[Tensor] = []
+        added: list[Tensor] = []
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             if gradient is None:
                 continue
-            if not isinstance(factor, float) or factor != 1.0:
-                gradient.mul_(factor)
-            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                held.append(parameter.grad)
+                added.append(gradient)
+        if held:
+            torch._foreach_add_(held, added)
 
     def reduction(self, *, is_early: bool = True, whole: bool = True, rows: bool = False) -> Reduction:
         """Return a sum over ranks that begins while backwards run; `finish` ends it.
@@ -119,7 +169,8 @@ class Gradients:
             rows: whether it sums those of which this rank owns rows; their parameters show their local tensors.
         """
         buckets = self._order.buckets(whole=whole, rows=rows)
-        return Reduction(buckets, is_early=is_early, stages=self._stages)
+        sums = (whole and self._has_sums) or (rows and self._has_rows)  # the same on all ranks
+        return Reduction(buckets, self._presence if sums else None, is_early=is_early, stages=self._stages)
 
     def finish(self, reduction: Reduction, factor: float = 1.0) -> dict[int, Tensor]:
         """End a sum in whose backwards gradients were watched; a collective of all ranks.
@@ -128,8 +179,7 @@ class Gradients:
             As `Reduction.finish`.
         """
         rows = reduction.finish(factor)
-        device = self.parameters[0].device if self.parameters else torch.device("cpu")
-        self._order.learn(reduction.final, reduction.repeated, device)
+        self._order.learn(reduction.final, reduction.repeated)
         return rows
 
     def reduce(self, factor: float = 1.0) -> None:
@@ -177,10 +227,12 @@ def make_gradients(
     plan: Plan,
     rank: int,
     parameters: Mapping[str, nn.Parameter],
-    groups: Mapping[tuple[int, ...], dist.ProcessGroup | None],
+    groups: SumGroups,
     bucket_bytes: int = 25 * 2**20,
     everything: Sequence[nn.Parameter] = (),
     random_key: Callable[[], tuple[int, ...]] = tuple,
+    *,
+    device: torch.device,
 ) -> Gradients:
     """Return the gradients of the `parameters` (by name, each once) that `rank` holds.
 
@@ -188,10 +240,11 @@ def make_gradients(
         plan: all stages.
         rank: global rank.
         parameters: as they are on this rank, full or local.
-        groups: those of `sum_groups` and `DataShards.groups`.
+        groups: those of `sum_groups` and `DataShards.groups`, and those of `DataShards.across`.
         bucket_bytes: how much one message carries.
         everything: all parameters of the model, with those of other ranks.
         random_key: gives numbers that tell a step from all others, the same on all ranks and when it is repeated.
+        device: where this rank computes.
     """
     shards, sums = DataShards(plan), sums_of(plan, rank)
     owned = shards.owned_by(rank, parameters)
@@ -202,14 +255,14 @@ def make_gradients(
     shapes = {name: shards.local_shape(name, rank) for name in owned}
     summed = [name for name in parameters if name in sums]
     traffic = {name: traffic_of(plan, name, sums[name][0].ranks, parameters[name].dtype) for name in summed}
-    shared = SharedParameters(parameters, owned, shapes, groups, traffic, bucket_bytes=bucket_bytes)
+    shared = SharedParameters(parameters, owned, shapes, groups.by_ranks, traffic, bucket_bytes=bucket_bytes)
     numbers = {name: number for number, name in enumerate(plan.sizes)}
 
     def draw(pieces: Sequence[Piece]) -> int:
         return seed_of(*random_key(), pieces[0].number)
 
     stages = _stages_of(plan, rank, parameters)
-    placed = Placed(numbers, everything or [*parameters.values()], stages, traffic, draw)
+    placed = Placed(numbers, everything or [*parameters.values()], stages, traffic, draw, device)
     return Gradients(parameters, placed, sums, groups, counted, shared, bucket_bytes)
 
 

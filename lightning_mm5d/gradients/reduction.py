@@ -5,13 +5,13 @@ what is left is sent at the end. So ranks may disagree about when a gradient is 
 changes when a message leaves, and never which message.
 
 What is sent is taken out of its parameter. If a backward adds to that parameter again (a layer that is checkpointed
-with reentrance and used twice), the addition stays there. The last message of each group says whether a rank has such
-additions, and all of its ranks then sum them too.
+with reentrance and used twice), the addition stays there. At the end all ranks agree on which gradients there are, and
+on those that any rank has added to after it sent them; these are summed too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
@@ -20,18 +20,27 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from lightning_mm5d.gradients.buckets import Bucket, Sum
+from lightning_mm5d.gradients.presence import Presence
+from lightning_mm5d.gradients.side_stream import SideStream
 
 
 class Buckets:
     """Buckets in the order in which they are sent.
 
     Args:
-        buckets: of each group, with a key of the group; the last one of a group is late.
+        buckets: all of them.
+        early: how many of them may be sent before all backwards are over.
+        side: where they are sent.
+
+    Attributes:
+        all: `buckets`.
+        early: as given.
+        side: as given.
+        of: numbers of the buckets of each parameter, by its identity.
     """
 
-    def __init__(self, buckets: Sequence[tuple[Hashable, Bucket]]) -> None:
-        self.all = [bucket for _, bucket in buckets]
-        self.groups = [group for group, _ in buckets]
+    def __init__(self, buckets: Sequence[Bucket], early: int, side: SideStream) -> None:
+        self.all, self.early, self.side = buckets, early, side
         self.of: dict[int, list[int]] = {}
         for number, bucket in enumerate(self.all):
             for piece in bucket.pieces:
@@ -43,23 +52,28 @@ class Reduction:
 
     Args:
         buckets: what is summed.
+        presence: what ranks agree on; None where no rank has anything to sum.
         is_early: whether buckets are sent before `finish`; the others are not told.
         stages: the parameters of each stage of this rank.
 
     Attributes:
         final: identities of parameters in the order in which their gradients were final.
-        repeated: identities of parameters that got more of a gradient that had been sent.
+        repeated: numbers of parameters that got more of a gradient that had been sent.
     """
 
     def __init__(
-        self, buckets: Buckets, *, is_early: bool, stages: Mapping[Hashable, Sequence[nn.Parameter]] | None = None
+        self,
+        buckets: Buckets,
+        presence: Presence | None,
+        *,
+        is_early: bool,
+        stages: Mapping[Hashable, Sequence[nn.Parameter]] | None = None,
     ) -> None:
         self.final: dict[int, None] = {}
-        self.repeated: list[int] = []
-        self._buckets, self._is_early, self._stages = buckets, is_early, stages or {}
+        self.repeated: frozenset[int] = frozenset()
+        self._buckets, self._presence, self._is_early, self._stages = buckets, presence, is_early, stages or {}
         self._missing = [len(bucket.pieces) for bucket in buckets.all]
         self._started: list[Sum] = []
-        self._early = 0  # buckets that were sent before `finish`
         self._ended: set[Hashable] = set()
 
     @contextmanager
@@ -106,23 +120,39 @@ class Reduction:
         Returns:
             The gradients of the rows that this rank owns, by identity of their parameter.
         """
-        buckets, rows = self._buckets, dict[int, Tensor]()
-        self._early = len(self._started)
-        last = {group: number for number, group in enumerate(buckets.groups)}
-        more = {buckets.groups[number] for number in range(self._early) if self._has_more(buckets.all[number])}
-        for number in range(self._early, len(buckets.all)):
-            group = buckets.groups[number]
-            self._started.append(buckets.all[number].start(more=group in more and last[group] == number))
-        totals = _totals(self._started)
-        flags = self._flags(totals)
-        again = {group for group, number in last.items() if flags[number][-1]}
-        if again:
-            self._add(totals, [number for number, one in enumerate(buckets.groups) if one in again])
-            flags = self._flags(totals)
-        for bucket, total, present in zip(buckets.all, totals, flags, strict=True):
-            values = total[: -len(present)]
-            bucket.take(values if factor == 1.0 else values.mul_(factor), present[:-1], rows)
+        buckets, started, rows = self._buckets.all, self._started, dict[int, Tensor]()
+        self.repeated = frozenset(
+            piece.number
+            for bucket in buckets[: len(started)]
+            for piece in bucket.pieces
+            if piece.parameter.grad is not None
+        )
+        with self._sending():
+            started += [bucket.start() for bucket in buckets[len(started) :]]
+        there: Collection[int] = {number for bucket in buckets for number in bucket.came} | self.repeated
+        again: Collection[int] = self.repeated
+        if self._presence is not None:
+            there, again = self._presence.agree(there, again)
+        with self._sending():
+            _continue(started)
+            more = {
+                number: bucket.start_again()
+                for number, bucket in enumerate(buckets[: self._buckets.early])
+                if any(piece.number in again for piece in bucket.pieces)
+            }
+            _continue(more.values())
+            totals = [one.wait() for one in started]
+            for number, one in more.items():
+                totals[number] += one.wait()
+        self._buckets.side.join(totals)
+        for bucket, total in zip(buckets, totals, strict=True):
+            bucket.take(total if factor == 1.0 else total.mul_(factor), there, rows)
         return rows
+
+    @contextmanager
+    def _sending(self) -> Iterator[None]:
+        with torch.no_grad(), self._buckets.side.beside():
+            yield
 
     def _is_final(self, key: int, *_: object) -> None:
         if key in self.final:
@@ -132,37 +162,15 @@ class Reduction:
             self._missing[number] -= 1
         if not self._is_early:
             return
-        number = len(self._started)
-        while number < len(self._missing) and not self._missing[number] and not self._buckets.all[number].is_late:
-            self._started.append(self._buckets.all[number].start(more=False))
-            number += 1
-            for one in self._started:
-                one.advance()
-
-    def _has_more(self, bucket: Bucket) -> bool:
-        found = [id(piece.parameter) for piece in bucket.pieces if piece.parameter.grad is not None]
-        self.repeated += found
-        return bool(found)
-
-    def _add(self, totals: list[Tensor], numbers: Iterable[int]) -> None:
-        """Sum what came after the buckets `numbers` were sent; late ones had all of it."""
-        found = [number for number in numbers if not self._buckets.all[number].is_late]
-        for number, total in zip(
-            found, _totals([self._buckets.all[number].start(more=False) for number in found]), strict=True
-        ):
-            totals[number] += total
-
-    def _flags(self, totals: Sequence[Tensor]) -> list[list[float]]:
-        """The flags of each bucket, read at once: a device is waited for a single time."""
-        counts = [len(bucket.pieces) + 1 for bucket in self._buckets.all]
-        if not totals:
-            return []
-        flat = torch.cat([total[-count:].double() for count, total in zip(counts, totals, strict=True)])
-        found = iter(flat.tolist())
-        return [[next(found) for _ in range(count)] for count in counts]
+        while (number := len(self._started)) < self._buckets.early and not self._missing[number]:
+            with self._sending():
+                self._started.append(self._buckets.all[number].start())
+                for one in self._started:
+                    if not one.advance():  # others still hold it up, and second sums leave in this order too
+                        break
 
 
-def _totals(started: Sequence[Sum]) -> list[Tensor]:
+def _continue(started: Iterable[Sum]) -> None:
+    """Start what comes after some sums."""
     for one in started:
         one.summed()
-    return [one.wait() for one in started]

@@ -9,7 +9,7 @@ Examples in this file are of a ``[6, 4]`` parameter of one stage with ``dp_size=
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -118,7 +118,16 @@ class DataShards:
 
     def groups(self) -> list[tuple[int, ...]]:
         """Return the ranks of every group that parameters are scattered, gathered or summed over, in one order."""
-        found: dict[tuple[int, ...], None] = {}
+        found = {ranks: None for copies in self._every() for ranks in (copies.block, copies.across)}
+        return [ranks for ranks in found if len(ranks) > 1]
+
+    def across(self) -> list[tuple[int, ...]]:
+        """Return the ranks of every group that rows of several blocks are summed over, in one order."""
+        found = {copies.across: None for copies in self._every()}
+        return [ranks for ranks in found if len(ranks) > 1]
+
+    def _every(self) -> Iterator[_Copies]:
+        """Yield all that occur on any rank, in one order on all ranks."""
         seen = set()
         for name in self._numbers if self.exist else ():
             kind = self._kind(name)
@@ -126,8 +135,7 @@ class DataShards:
                 seen.add(kind)
                 for rank in self._plan.ownership.ranks_holding(name):
                     if copies := self._copies_of(name, rank):
-                        found |= dict.fromkeys((copies.block, copies.across))
-        return [ranks for ranks in found if len(ranks) > 1]
+                        yield copies
 
     def _copies_of(self, name: str, rank: int) -> _Copies | None:
         key = (self._kind(name), rank)

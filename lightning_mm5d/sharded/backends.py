@@ -26,3 +26,15 @@ def message_device(device: torch.device, group: dist.ProcessGroup | None = None)
         group: that this rank is in; None for the default group.
     """
     return torch.device("cpu") if backend_of(device, group) in (None, "gloo") else device
+
+
+def waits_on_device(device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
+    """Return whether a device waits for messages by itself; with gloo the host does, and each group has its threads.
+
+    Where devices wait, ranks must issue the messages of all their groups in one order.
+
+    Args:
+        device: of the tensors.
+        group: as for `backend_of`.
+    """
+    return backend_of(device, group) not in (None, "gloo")

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_mm5d.layout.even_split import even_lengths
+from lightning_mm5d.sharded.backends import waits_on_device
 from lightning_mm5d.sharded.compression import Compression
 
 
@@ -28,7 +29,6 @@ class CompressedScatter:
             dtype, of the same length on all ranks.
         group: the ranks.
         compression: of the chunks.
-        exact: how many of the last numbers of each chunk travel as they are.
         seed: for random rounding, of this sum on all ranks; None rounds to the nearest.
         arriving: lengths of what comes from each rank; unset, those of this rank's own chunk.
 
@@ -42,41 +42,33 @@ class CompressedScatter:
         group: dist.ProcessGroup,
         compression: Compression,
         *,
-        exact: int = 0,
         seed: int | None = None,
         arriving: Sequence[int] | None = None,
     ) -> None:
         own = group.rank()
-        self._dtype, self._exact, self._compression = chunks[0].dtype, exact, compression
+        self._dtype, self._compression = chunks[0].dtype, compression
         self._lengths = list(arriving) if arriving is not None else [chunks[own].numel()] * len(chunks)
         seeds = [None if seed is None else seed + own * len(chunks) + place for place in range(len(chunks))]
-        parts = [self._encoded(chunk, one) for chunk, one in zip(chunks, seeds, strict=True)]
+        parts = [compression.encode(chunk, one) for chunk, one in zip(chunks, seeds, strict=True)]
         data = torch.cat(parts)
         self._sent: Tensor | None = data
-        self._sizes = [self._size(length) for length in self._lengths]
+        self._sizes = [compression.nbytes(length, self._dtype) for length in self._lengths]
         self._arrived = data.new_empty(sum(self._sizes))
         sent = [part.numel() for part in parts]
         self.moved = sum(sent) - sent[own]
+        self._group = group
         self._work: Any = dist.all_to_all_single(self._arrived, data, self._sizes, sent, group=group, async_op=True)
 
-    def free(self) -> None:
-        """Free what has been sent; waits for nobody."""
-        if self._sent is not None and self._work.is_completed():
-            self._sent = None
+    def is_there(self) -> bool:
+        """Whether `wait` does not hold up the host."""
+        return waits_on_device(self._arrived.device, self._group) or self._work.is_completed()
 
     def parts(self) -> list[Tensor]:
         """Wait; return the chunk of each rank, decoded."""
         self._work.wait()
         self._sent = None
-        found = []
-        for data, length in zip(self._arrived.split(self._sizes), self._lengths, strict=True):
-            count = length - self._exact
-            size = self._compression.nbytes(count, self._dtype)
-            part = self._compression.decode(data[:size], count, self._dtype)
-            if self._exact:
-                part = torch.cat([part, data[size:].clone().view(self._dtype).to(part.dtype)])
-            found.append(part)
-        return found
+        pairs = zip(self._arrived.split(self._sizes), self._lengths, strict=True)
+        return [self._compression.decode(data, length, self._dtype) for data, length in pairs]
 
     def total(self) -> Tensor:
         """Wait; return the sum of this rank's chunks over all ranks, in float32 at least."""
@@ -89,16 +81,6 @@ class CompressedScatter:
     def wait(self) -> Tensor:
         """Return the sum of this rank's chunks over all ranks, in their dtype."""
         return self.total().to(self._dtype)
-
-    def _encoded(self, chunk: Tensor, seed: int | None) -> Tensor:
-        if not self._exact:
-            return self._compression.encode(chunk, seed)
-        numbers, rest = chunk.split([chunk.numel() - self._exact, self._exact])
-        return torch.cat([self._compression.encode(numbers, seed), rest.contiguous().view(torch.uint8)])
-
-    def _size(self, length: int) -> int:
-        count = length - self._exact
-        return self._compression.nbytes(count, self._dtype) + self._exact * self._dtype.itemsize
 
 
 class CompressedGather:
@@ -147,8 +129,7 @@ class CompressedSum:
     Args:
         flat: of one dim, of the same length and dtype on all ranks.
         group: the ranks.
-        compression: of the numbers.
-        exact: how many of the last numbers travel as they are, for instance flags.
+        compression: of its numbers.
         seed: for random rounding, the same on all ranks; None rounds to the nearest.
     """
 
@@ -158,17 +139,13 @@ class CompressedSum:
         group: dist.ProcessGroup,
         compression: Compression,
         *,
-        exact: int = 0,
         seed: int | None = None,
     ) -> None:
-        self._group, self._compression, self._exact, self._seed = group, compression, exact, seed
-        numbers, rest = flat.split([flat.numel() - exact, exact])
-        self._lengths, self._dtype = even_lengths(numbers.numel(), group.size()), flat.dtype
-        chunks = [torch.cat([part, rest]) if exact else part for part in numbers.split(self._lengths)]
-        arriving = [self._lengths[group.rank()] + exact] * group.size()
-        self._scatter = CompressedScatter(chunks, group, compression, exact=exact, seed=seed, arriving=arriving)
+        self._group, self._compression, self._seed = group, compression, seed
+        self._lengths, self._dtype = even_lengths(flat.numel(), group.size()), flat.dtype
+        arriving = [self._lengths[group.rank()]] * group.size()
+        self._scatter = CompressedScatter(flat.split(self._lengths), group, compression, seed=seed, arriving=arriving)
         self._gather: CompressedGather | None = None
-        self._rest = rest
 
     @property
     def moved(self) -> int:
@@ -177,8 +154,7 @@ class CompressedSum:
 
     def gather(self) -> None:
         """Wait for the summands and send the sum on; a collective, which `wait` calls where nobody did."""
-        total = self._scatter.total()
-        own, self._rest = total.split([total.numel() - self._exact, self._exact])
+        own = self._scatter.total()
         seed = None if self._seed is None else self._seed + self._group.size() ** 2
         # of the dtype of the summands, whose wire both halves take
         self._gather = CompressedGather(own.to(self._dtype), self._lengths, self._group, self._compression, seed=seed)
@@ -188,4 +164,4 @@ class CompressedSum:
         if self._gather is None:
             self.gather()
         assert self._gather is not None
-        return torch.cat([*self._gather.wait(), self._rest.to(self._dtype)])
+        return torch.cat(self._gather.wait())

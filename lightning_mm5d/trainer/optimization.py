@@ -49,10 +49,15 @@ class Summing(NamedTuple):
 
     Attributes:
         is_early: whether they are summed while the schedule runs; else at the backward that Lightning calls.
+        share: what Lightning multiplies the loss by: the part of an accumulation that a batch is; None where somebody
+            may multiply it by something else.
+        continues: whether gradients add to those of earlier batches that no rank has sent yet.
         check: gets the factor that the backward multiplies sums by.
     """
 
     is_early: bool
+    share: float | None
+    continues: bool
     check: Callable[[Tensor], None]
 
 
@@ -156,16 +161,22 @@ class Optimization:
     def summing(self, precision: Precision) -> Summing:
         """Return when the gradients of the next step are summed, which a schedule runs before its backward.
 
-        Early where the backward will give all of them the same factor on all ranks, and no others wait for a sum.
+        Early where it is known by what the backward will multiply them, and hooks of parameters need no full ones.
         """
         if self._has_own_factor is None:
             # agreed once: callbacks may be those of one rank
             found = torch.tensor(float(not self._is_stock(precision)), device=message_device(self._device))
             dist.all_reduce(found, dist.ReduceOp.MAX)
             self._has_own_factor = bool(found)
-        self._summed = not (self._has_own_factor or self._unsynced or self._hooks.exist()) and self.syncs
+        is_known = not (self._has_own_factor or self._hooks.exist())
+        self._summed = is_known and self.syncs
         shares = any(modality.shared_stage for modality in self._plan.modalities.values())
-        return Summing(self._summed, self._check_factor if self._has_own_factor and shares else _anything)
+        return Summing(
+            self._summed,
+            1.0 / self._module.trainer.accumulate_grad_batches if is_known else None,
+            is_known and self._unsynced,
+            self._check_factor if self._has_own_factor and shares else _anything,
+        )
 
     def _is_stock(self, precision: Precision) -> bool:
         """Whether nobody on this rank can give the loss another factor than Lightning does."""
@@ -200,13 +211,14 @@ class Optimization:
         """
         if not self.syncs and not self._hooks.exist():
             self._unsynced = True
-            yield
+            with self._laid():
+                yield
             return
         summed, self._summed = self._summed, False
         older = None if self._unsynced else self._gradients.take()
         if self._is_plain:
             reduction = self._gradients.reduction(is_early=not self._hooks.exist())
-            with reduction.watched(self._gradients.parameters):
+            with self._laid(), reduction.watched(self._gradients.parameters):
                 yield
             self._gradients.finish(reduction, 1.0 / self._plan.layout.num_replicas)  # each has its own mean
         else:
@@ -220,6 +232,15 @@ class Optimization:
         with nullcontext() if self._is_plain else called(self._gradients.parameters):
             if older is not None:
                 self._gradients.add(older)
+
+    @contextmanager
+    def _laid(self) -> Generator[None, None, None]:
+        """Enter around a backward of plain replicas; a schedule has backwards of its own."""
+        if self._is_plain:
+            self._gradients.lay()
+        yield
+        if self._is_plain:
+            self._gradients.leave()
 
     def note_loss(self, loss: Tensor) -> None:
         """Keep the loss of a backward, as it is before a scaler, for the next step of an optimizer."""
@@ -300,13 +321,12 @@ class Optimization:
         """Let all ranks skip an optimizer's step where any rank has a gradient that is not finite; collective."""
         grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         norms = torch._foreach_norm(grads) if grads else []
-        bad = torch.zeros((), device=message_device(self._device))
-        for norm in norms:
-            bad = torch.maximum(bad, (~norm.isfinite()).to(bad))
+        bad = torch.stack([*norms]).isfinite().logical_not().any().float() if norms else torch.zeros(())
+        bad = bad.to(message_device(self._device))
         dist.all_reduce(bad, dist.ReduceOp.MAX)
         if bool(bad):
-            for grad in grads:
-                grad.fill_(float("inf"))
+            torch._foreach_zero_(grads)
+            torch._foreach_add_(grads, float("inf"))
 
     def norm(self, norm_type: float) -> Tensor:
         """Return the norm of all gradients over all ranks; collective."""

@@ -33,7 +33,7 @@ from lightning_mm5d.engine.offload import Offload, offloads_parameters
 from lightning_mm5d.engine.recorder import Recorder
 from lightning_mm5d.engine.run_groups import RunGroups, make_groups
 from lightning_mm5d.engine.step_gathers import StepGathers, make_gathering
-from lightning_mm5d.gradients.gradients import make_gradients
+from lightning_mm5d.gradients.gradients import SumGroups, make_gradients
 from lightning_mm5d.gradients.parameter_hooks import ParameterHooks
 from lightning_mm5d.plan.data_shards import DataShards
 from lightning_mm5d.plan.plan import Plan
@@ -125,6 +125,7 @@ class Session:
             plan,
             options.rank,
             gradients=dict.fromkeys((*sum_groups(plan), *shards.groups())),
+            across=shards.across(),
             gathers=shards.groups(),
             trained=[name for name, parameter in module.named_parameters() if parameter.requires_grad],
             is_plain=self.is_plain,
@@ -170,10 +171,11 @@ class Session:
             plan,
             rank,
             held,
-            groups.gradients,
+            SumGroups(groups.gradients, groups.across, groups.host, has_rows=DataShards(plan).exist),
             self._options.bucket_bytes,
             [*module.parameters()],
             lambda: (self._options.seed, module.current_epoch, module.trainer.fit_loop.batch_idx, module.global_step),
+            device=device,
         )
         self._shared = gradients.shared
         self._gathering = make_gathering(plan, self._cut.runtime, self._cut.views, self._shared, groups.gathers)

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
 Parts = Mapping[int, list[Microbatch]]
+_ROUNDED = 0.01  # how much a factor may differ from 1 by the dtype of a loss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,16 +146,22 @@ class Steps:
         """
         batch, *arguments = arguments
         parts = self._split(batch, arguments)
+        share = summing.share or 1.0
+
+        def scaled(loss: Tensor) -> Tensor:
+            return scale(loss) if share == 1.0 else scale(loss) * share
+
         step = TrainingStep(
             self._module,
             "training_step",
             arguments,
             parts,
             self._weights(parts),
-            scale=scale,
+            scale=scaled,
             **self._options(context, arguments),
         )
-        older = self._gradients.take()
+        older = None if summing.continues else self._gradients.take()
+        self._gradients.lay()
         reduction = self._gradients.reduction(whole=summing.is_early, rows=True)
         rows: dict[int, Tensor] = {}
         try:
@@ -162,11 +169,13 @@ class Steps:
                 self._run(step, self.trainable(), reduction.ending)
             rows = self._gradients.finish(reduction)
         finally:
+            self._gradients.leave()
             fresh = [
                 rows.get(id(p), gradient)
                 for p, gradient in zip(self._gradients.parameters, self._gradients.take(), strict=True)
             ]
-            self._gradients.put(older)
+            if older is not None:
+                self._gradients.put(older)
         merged = None
         if self._own is not None:
             loss, has_graph = self._mean_loss(step)
@@ -180,12 +189,12 @@ class Steps:
                 "No microbatch's loss has a gradient, so that nothing would be trained",
                 "Return a loss that depends on a trainable parameter; frozen ones, `detach` and `no_grad` cut it off",
             )
-        factor = 1.0 / scale(torch.ones((), device=self._device))
+        factor = 1.0 / scaled(torch.ones((), device=self._device))
 
         def publish(gradient: Tensor) -> None:
             value = gradient * factor
             summing.check(value)
-            self._gradients.add(fresh, 1.0 if value.is_cpu and float(value) == 1.0 else value)
+            self._gradients.add(fresh, _factor(value, summing))
             fresh[:] = [None] * len(fresh)
 
         loss = published(result.loss.to(self._device), publish)
@@ -343,3 +352,28 @@ class Steps:
         # only now: with sync_dist a log is collective over all ranks, and others wait for the next replica's result
         replay(self._module, found[shown].logs)
         return found[shown]
+
+
+def _factor(value: Tensor, summing: Summing) -> Tensor | float:
+    """Return what gradients are multiplied by at the backward.
+
+    Args:
+        value: what the backward gives, without what losses were multiplied by in the schedule.
+        summing: says whether that should be all.
+
+    Raises:
+        ConfigError: it is not all, and gradients of earlier batches cannot be told apart any more.
+    """
+    if not value.is_cpu:  # a device is not waited for: what is not all shows as NaN
+        other = torch.full_like(value, float("nan")) if summing.continues else value
+        return value if summing.share is None else torch.where((value - 1.0).abs() < _ROUNDED, 1.0, other)
+    if float(value) == 1.0 or (summing.share is not None and abs(float(value) - 1.0) < _ROUNDED):
+        return 1.0
+    if not summing.continues:
+        return value
+    raise ConfigError(
+        "backward",
+        f"a factor of the loss of {float(value)}",
+        "Batches of one accumulation add their gradients in one place, so that Lightning's is the only factor",
+        "Scale the loss in training_step",
+    )
