@@ -276,8 +276,8 @@ class Engine:
         else:
             flight = flights.pop(key)
             ends = ending(stage, None) if ending and flight.run.deferred is None else nullcontext()
-            with gathered, ends:
-                deferred = self._backward(flight)
+            with gathered:
+                deferred = self._backward(flight, ends)
             del flight
             if deferred is not None and action.kind is Kind.I:
                 due[key] = deferred
@@ -286,8 +286,12 @@ class Engine:
             with ending(stage, deferred.weights) if ending else nullcontext():
                 deferred.compute()
 
-    def _backward(self, flight: _Flight) -> Deferred | None:
-        """Run a backward; return the weight gradients that it put off, None without a split."""
+    def _backward(self, flight: _Flight, ends: AbstractContextManager[None]) -> Deferred | None:
+        """Run a backward; return the weight gradients that it put off, None without a split.
+
+        It runs inside of `ends`, so that sums of gradients leave after what this rank receives and before what it sends
+        on all ranks, whatever their batches are: else devices with one order for messages could wait in a circle.
+        """
         outputs: dict[int, Tensor] = {}
         gradients: dict[int, Tensor] = {}
         if flight.loss is not None and flight.loss.requires_grad:
@@ -300,8 +304,9 @@ class Engine:
                 key = id(tensor)
                 gradients[key] = gradients[key] + gradient if key in gradients else gradient
                 outputs[key] = tensor
-        if outputs:
-            flight.run.backward(list(outputs.values()), list(gradients.values()))
+        with ends:
+            if outputs:
+                flight.run.backward(list(outputs.values()), list(gradients.values()))
         for bridge, tensors, local in flight.received:
             missing = [index for index, tensor in enumerate(tensors) if tensor.grad is None]
             present = [index for index, tensor in enumerate(tensors) if tensor.grad is not None]

@@ -235,7 +235,7 @@ class ScatteredBucket(Bucket):
     def _packed(self) -> Tensor:
         """What each rank of the block is sent, by rank and parameter; each gradient is freed when it is copied."""
         first, count = self.pieces[0].parameter, len(self._own)
-        sent = first.new_empty(sum(map(sum, self._numels)))
+        sent = torch.empty(sum(map(sum, self._numels)), dtype=first.dtype, device=first.device)
         parts = sent.split([numel for numels in self._numels for numel in numels])
         for index, (piece, shared) in enumerate(self._own):
             targets, gradient = parts[index::count], piece.parameter.grad
