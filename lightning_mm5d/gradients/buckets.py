@@ -79,6 +79,10 @@ Draw = Callable[[Sequence[Piece]], int]
 class Sum(Protocol):
     """A message that is under way."""
 
+    @property
+    def copies(self) -> bool:
+        """Whether it holds copies of gradients, as until its first sum is there."""
+
     def advance(self) -> bool:
         """Start what comes after it and free what is needed no longer, if no rank must be waited for.
 
@@ -258,6 +262,8 @@ class ScatteredBucket(Bucket):
 
 
 class _AllReduced:
+    copies = False
+
     def __init__(self, flat: Tensor, group: dist.ProcessGroup) -> None:
         self._flat = flat
         self._work: Any = dist.all_reduce(flat, group=group, async_op=True)
@@ -275,6 +281,8 @@ class _AllReduced:
 
 
 class _Compressed:
+    copies = False
+
     def __init__(self, flat: Tensor, group: dist.ProcessGroup, compression: Compression, seed: int | None) -> None:
         self._flat = flat
         self._total: CompressedSum | None = CompressedSum(flat, group, compression, seed=seed)
@@ -313,6 +321,10 @@ class _Scattered:
         self._scattered, self._across = scattered, across
         self._flat: Tensor | None = None
         self._work: Sum | None = None
+
+    @property
+    def copies(self) -> bool:
+        return self._flat is None
 
     def advance(self) -> bool:
         if self._scattered.is_there():

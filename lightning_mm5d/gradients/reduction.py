@@ -4,6 +4,9 @@ Buckets are sent in one order on all ranks, each as soon as its gradients are fi
 what is left is sent at the end. So ranks may disagree about when a gradient is final, or whether it comes at all: that
 changes when a message leaves, and never which message.
 
+Messages that are copies of gradients (rows of parameters) wait for the one before the last: until then their gradients
+stay where they are. A backward never waits for other ranks.
+
 What is sent is taken out of its parameter. If a backward adds to that parameter again (a layer that is checkpointed
 with reentrance and used twice), the addition stays there. At the end all ranks agree on which gradients there are, and
 on those that any rank has added to after it sent them; these are summed too.
@@ -22,6 +25,8 @@ from torch.autograd.graph import get_gradient_edge
 from lightning_mm5d.gradients.buckets import Bucket, Sum
 from lightning_mm5d.gradients.presence import Presence
 from lightning_mm5d.gradients.side_stream import SideStream
+
+_UNDER_WAY = 2  # messages that are copies of gradients
 
 
 class Buckets:
@@ -128,7 +133,9 @@ class Reduction:
             if piece.parameter.grad is not None
         )
         with self._sending():
-            started += [bucket.start() for bucket in buckets[len(started) :]]
+            for bucket in buckets[len(started) :]:
+                _continue(self._under_way()[: 1 - _UNDER_WAY])
+                started.append(bucket.start())
         there: Collection[int] = {number for bucket in buckets for number in bucket.came} | self.repeated
         again: Collection[int] = self.repeated
         if self._presence is not None:
@@ -162,12 +169,18 @@ class Reduction:
             self._missing[number] -= 1
         if not self._is_early:
             return
-        while (number := len(self._started)) < self._buckets.early and not self._missing[number]:
-            with self._sending():
+        with self._sending():
+            while (number := len(self._started)) < self._buckets.early and not self._missing[number]:
+                if len(self._under_way()) >= _UNDER_WAY:
+                    return
                 self._started.append(self._buckets.all[number].start())
-                for one in self._started:
-                    if not one.advance():  # others still hold it up, and second sums leave in this order too
-                        break
+
+    def _under_way(self) -> list[Sum]:
+        """Start second sums, in one order; return messages that hold copies of gradients and whose first sum lacks."""
+        for place, one in enumerate(self._started):
+            if not one.advance():  # others hold it up
+                return [later for later in self._started[place:] if later.copies]
+        return []
 
 
 def _continue(started: Iterable[Sum]) -> None:
