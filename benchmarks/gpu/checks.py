@@ -62,6 +62,12 @@ CHECKS = (
         limit_s=300,
     ),
     Check(
+        name="speed.one",
+        title="One process, a model of the shape of Qwen2-VL 2B",
+        function="one_process:run",
+        limit_s=240,
+    ),
+    Check(
         name="kernels.128",
         title="Attention by tiles: head width 128",
         function="kernel_times:width_128",

@@ -98,21 +98,23 @@ class Machine:
         for _ in range(2):
             call()
         self.synchronize()
-        marks = [self._mark()]
+        marks = [self.mark()]
         for _ in range(self.pick(calls, 1)):
             call()
-            marks.append(self._mark())
+            marks.append(self.mark())
         self.synchronize()
-        return statistics.median(self._between(*pair) for pair in pairwise(marks))
+        return statistics.median(self.between(*pair) for pair in pairwise(marks))
 
-    def _mark(self) -> Any:
+    def mark(self) -> Any:
+        """Return a moment on the device, which is reached when all work before it is done."""
         if self.is_dry:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def _between(self, start: Any, end: Any) -> float:
+    def between(self, start: Any, end: Any) -> float:
+        """Return the seconds between two moments that were reached."""
         return end - start if self.is_dry else start.elapsed_time(end) / 1e3
 
     @contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,9 @@ TESTS = str(Path(__file__).parents[2] / "tests")
 if TESTS not in sys.path:
     sys.path.append(TESTS)
 
-from ranks import POOL, run_ranks  # noqa: E402
-from tensor_parallel.layouts import Compared, check_all  # noqa: E402
+from compare import tolerance  # noqa: E402
+from ranks import POOL, call_ranks, run_ranks  # noqa: E402
+from tensor_parallel.layouts import Compared, check_all, reference, train  # noqa: E402
 
 RANK_BYTES = 800 * 2**20
 """of a GPU that a rank takes: the context, libraries and a tiny model"""
@@ -38,7 +39,6 @@ WAIT = "synchronizing CUDA operation"
 """torch's words for it."""
 
 LAYOUTS: list[tuple[int, str, Compared]] = [
-    (2, "dp 2, zero 3", Compared(name="gpt2", fields={"language": {"zero_stage": 3}}, replicas=2)),
     (
         2,
         "tp 2, sequence_parallel",
@@ -96,11 +96,13 @@ LAYOUTS: list[tuple[int, str, Compared]] = [
             name="llava",
             fields={"vision": {"dp_size": 4, "tp_size": 2}, "language": {"dp_size": 4, "pp_size": 3, "tp_size": 2}},
             replicas=4,
-            options={"num_microbatches": 2},
+            options={"num_microbatches": 2, "in_order": True},
         ),
     ),
 ]
 """Ranks, what the report says, and the run."""
+SHARED = Compared(name="gpt2", fields={"language": {"zero_stage": 3}}, replicas=2)
+"""Its gradients are rows that a rank owns, so that only parameters are compared."""
 DRY = ("vision | language pp 2",)
 
 
@@ -115,13 +117,27 @@ def parity(machine: Machine) -> Iterator[Row]:
             yield Row(name=title, status="skipped", note=f"{world} contexts do not fit into the GPU's memory")
             continue
         yield compared(title, world, replace(run, accelerator=machine.shared))
+    yield _compared_parameters("2 ranks, gpt2: dp 2, zero 3: differences of parameters", machine)
     POOL.close()
 
 
 def compared(title: str, world: int, run: Compared) -> Row:
     """Run a layout; return the row of it."""
+    return _without_difference(title, lambda: check_all(world, run, limit=LIMIT_S))
+
+
+def _compared_parameters(title: str, machine: Machine) -> Row:
+    def check() -> None:
+        parameters = reference(SHARED.name, SHARED.variant, None, SHARED.steps, ())[1]
+        (found,) = call_ranks(2, train, [replace(SHARED, accelerator=machine.shared)], 2, limit=LIMIT_S)[0]
+        torch.testing.assert_close(found[2], parameters, **tolerance(SHARED.exact))
+
+    return _without_difference(title, check)
+
+
+def _without_difference(title: str, check: Callable[[], None]) -> Row:
     try:
-        check_all(world, run, limit=LIMIT_S)
+        check()
     except (AssertionError, RuntimeError) as error:
         return Row(name=title, status="failed", note=str(error).strip()[-2000:])
     return Row(name=title, value=0, at_most=0)
