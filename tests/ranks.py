@@ -70,7 +70,10 @@ class Call:
 
 
 def _plain(leaf: Any) -> Any:
-    return torch.full_like(leaf, float("nan") if leaf.is_floating_point() else 0) if is_remote(leaf) else leaf
+    if is_remote(leaf):
+        leaf = torch.full_like(leaf, float("nan") if leaf.is_floating_point() else 0)
+    # the calling process forks ranks, and may not touch a GPU
+    return leaf.cpu() if isinstance(leaf, torch.Tensor) and leaf.is_cuda else leaf
 
 
 def run_ranks(

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_mm5d.sharded.backends import message_device
 from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.sharded.token_split import TokenSplit
 
@@ -159,12 +160,14 @@ class Hop:
     """
 
     def __init__(self, group: TensorGroup, sent: Tensor, length: int) -> None:
-        self._sent, self._received = sent, sent.new_empty(length)
+        self._device, wire = sent.device, message_device(sent.device, group.group)
+        self._sent = sent.to(wire)  # gloo moves host memory only between two ranks
+        self._received = self._sent.new_empty(length)
         following, previous = (group.index + 1) % group.size, (group.index - 1) % group.size
         # one batch, or NCCL would wait for one direction before it starts the other
         self._works = dist.batch_isend_irecv(
             [
-                dist.P2POp(dist.isend, sent, group=group.group, group_peer=following),
+                dist.P2POp(dist.isend, self._sent, group=group.group, group_peer=following),
                 dist.P2POp(dist.irecv, self._received, group=group.group, group_peer=previous),
             ]
         )
@@ -174,4 +177,4 @@ class Hop:
         """Return what came; what was sent may be written to from now on."""
         for work in self._works:
             work.wait()
-        return self._received
+        return self._received.to(self._device)
