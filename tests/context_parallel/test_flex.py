@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +22,7 @@ by_definition = pytest.mark.filterwarnings("ignore:flex_attention called without
 
 @pytest.fixture
 def definition(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let torch run its definition of FlexAttention's backward on CPU, which it refuses there."""
+    """Let torch run its definition of FlexAttention's public backward on CPU, which it refuses there."""
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
 
 
@@ -70,11 +71,15 @@ CASES = [
 ]
 
 
+def without_graph(given: Given) -> Given:
+    return replace(given, **{name: getattr(given, name).detach() for name in ("q", "k", "v")})
+
+
 @by_definition
 @pytest.mark.usefixtures("definition")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_parts_of_the_keys_have_exact_gradients(case: Case) -> None:
-    given = give(case)
+    given = without_graph(give(case))
     parts = [slice(0, 100), slice(100, case.k_length)]
     outs, gradients = [], []
     with torch.no_grad():
@@ -90,6 +95,45 @@ def test_parts_of_the_keys_have_exact_gradients(case: Case) -> None:
     joined = [torch.cat(both, 2) for both in zip(first, second, strict=True)]
     for actual, expected in zip((dq + other_dq, *joined), given.gradients, strict=True):
         assert_close(actual, expected)
+
+
+@by_definition
+def test_backwards_run_no_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = without_graph(give(Case()))
+    monkeypatch.setattr(flex, "flex_attention", lambda *_, **__: pytest.fail("a forward runs"))
+    arguments = (given.d_out, given.q, given.k, given.v, given.out, given.lse, given.tiles())
+    for actual, expected in zip(flex.attend_backward(*arguments, **given.options), given.gradients, strict=True):
+        assert_close(actual, expected)
+
+
+def test_torch_has_the_backward_of_flex_attention_alone() -> None:
+    operation = torch.ops.higher_order.flex_attention_backward
+    names = [*inspect.signature(operation.__call__).parameters]
+    assert names == [
+        *("query", "key", "value", "out", "logsumexp", "grad_out", "grad_logsumexp", "fw_graph", "joint_graph"),
+        *("block_mask", "scale", "kernel_options", "score_mod_other_buffers", "mask_mod_other_buffers"),
+    ], "it has moved: flex.py calls it"
+
+
+def test_few_kernels_serve_all_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(flex.flex_gradients, fullgraph=True, backend=counter)
+    monkeypatch.setattr(flex, "flex_gradients", compiled)
+
+    def kernels(case: Case) -> int:
+        given = without_graph(give(case))
+        arguments = (given.d_out, given.q, given.k, given.v, given.out, given.lse, given.tiles())
+        with torch.no_grad():
+            found = flex.attend_backward(*arguments, **given.options)
+        for actual, expected in zip(found, given.gradients, strict=True):
+            assert_close(actual, expected)
+        return counter.frame_count
+
+    base = Case(rows=2, q_length=300, k_length=400)
+    assert kernels(base) == 1
+    assert kernels(replace(base, density=0.7, q_length=310)) == 1, "another mask, and a length padded to the same"
+    seen = kernels(replace(base, q_length=700, k_length=900))
+    assert kernels(replace(base, q_length=1300, k_length=400)) <= seen + 1, "lengths become arguments"
 
 
 def test_masks_without_an_allowed_pair_run_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

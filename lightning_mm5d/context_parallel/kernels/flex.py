@@ -3,15 +3,20 @@
 A compiled kernel is the only way to run FlexAttention without holding all scores. When torch gives up compiling (too
 many shapes) that is an error here, never a large and slow fallback.
 
-The backward with keys that are only a part of what queries see. With ``out_p, lse_p`` of this part, the whole row is
-``out = sum_p w_p out_p`` with ``w_p = exp(lse_p - lse)``, and ``lse = logsumexp_p lse_p``, so ::
+Backwards take the output and log-sum-exp of whole rows, also where keys are only a part of what queries see: with
+``P = exp(scores - lse)`` of the whole row, gradients of a part need nothing else but ``rowsum(d_out * out)``. So no
+forward runs again. FlexAttention's public function gives no such backward; the operation that its own backward calls
+does (`torch.ops.higher_order.flex_attention_backward`). It counts log-sum-exps in powers of two.
+
+That operation cannot be given a function of scores, so soft-capped scores are the exception: their forward runs again.
+With ``out_p, lse_p`` of a part, the whole row is ``out = sum_p w_p out_p`` with ``w_p = exp(lse_p - lse)``, and
+``lse = logsumexp_p lse_p``, so ::
 
     d loss / d out_p = w_p d_out
     d loss / d lse_p = w_p d_out . (out_p - out)
 
-which are the two gradients that FlexAttention's own backward of this part takes. An attention sink is one more part,
-and changes nothing for the others. Flash attention's backward takes the output and log-sum-exp of the whole row
-instead, as the kernel on CPU does.
+which are the two gradients that FlexAttention's public backward of this part takes. An attention sink is one more part,
+and changes nothing for the others.
 
 `takes` says which inputs these kernels know; kernel.py computes the others.
 
@@ -20,14 +25,17 @@ Shapes: as in kernel.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.nn.functional import pad
 
+from lightning_mm5d.config.errors import private
 from lightning_mm5d.context_parallel.kernels.flex_blocks import Blocks, blocks_of
 
 if TYPE_CHECKING:
@@ -37,6 +45,8 @@ NARROWEST = 16  # heads that FlexAttention's kernels have
 SHAPES = 256  # compiled kernels before torch gives up
 _flash = torch.ops.aten._scaled_dot_product_flash_attention
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+_flex_backward = private(torch.ops.higher_order, "flex_attention_backward")
+_OPTIONS = {"BACKEND": "AUTO", "PRESCALE_QK": False}  # FlexAttention's own, where none are given
 
 
 def takes(q: Tensor, v: Tensor) -> bool:
@@ -80,6 +90,8 @@ def attend_backward(
     with torch.autocast(q.device.type, enabled=False):
         if _is_for_flash(q, v, blocks, softcap):
             return _flash_gradients(d_out.to(q.dtype), q, k, v, out.to(q.dtype), lse, scale)
+        if softcap is None:
+            return _flex_gradients(d_out, q, k, v, out, lse, blocks, tiles, scale)
         with torch.enable_grad():
             # padded here: what is given to a compiled function should be a leaf
             inputs = (_leaf(q, blocks.q_length), _leaf(k, blocks.k_length), _leaf(v, blocks.k_length))
@@ -108,16 +120,12 @@ def _flex(
     q: Tensor, k: Tensor, v: Tensor, blocks: Blocks, tiles: Tiles, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     """Return output and log-sum-exp; recorded by autograd where that records."""
-    q_length, functions = q.shape[2], tiles.caches.functions
-    cap = None if softcap is None else functions.get(("cap", softcap), lambda: _capped(softcap))
-    run: Callable[..., Any] = flex_attention
-    if q.is_cuda:
-        run = functions.get("flex_attention", lambda: torch.compile(flex_attention, fullgraph=True))
+    q_length, cap = q.shape[2], None
+    if softcap is not None:
+        cap = tiles.caches.functions.get(("cap", softcap), lambda: _capped(softcap))
+    run = _compiled("flex_attention", flex_attention, q, tiles)
     q, k, v = _padded(q, blocks.q_length), _padded(k, blocks.k_length), _padded(v, blocks.k_length)
-    # scale and softcap are constants of a kernel: as arguments, which torch makes of a second value, they fail
-    with torch._dynamo.config.patch(
-        specialize_float=True, recompile_limit=SHAPES, accumulated_recompile_limit=4 * SHAPES
-    ):
+    with _constants():
         out, aux = run(
             q,
             k,
@@ -129,6 +137,67 @@ def _flex(
             return_aux=AuxRequest(lse=True),
         )
     return out[:, :, :q_length], aux.lse[:, :, :q_length]
+
+
+def _flex_gradients(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    blocks: Blocks,
+    tiles: Tiles,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    q_length, k_length = q.shape[2], k.shape[2]
+    run = _compiled("flex_gradients", flex_gradients, q, tiles)
+    # padded queries have no gradient of their output, so they add nothing to any other
+    rows = [_padded(x.to(q.dtype), blocks.q_length) for x in (d_out, out)]
+    q, k, v = _padded(q, blocks.q_length), _padded(k, blocks.k_length), _padded(v, blocks.k_length)
+    inputs = [x.detach() for x in (*rows, q, k, v, pad(lse, (0, blocks.q_length - q_length)))]
+    with _constants():
+        dq, dk, dv = run(*inputs, blocks.mask(tiles), scale)
+    return dq[:, :, :q_length], dk[:, :, :k_length], dv[:, :, :k_length]
+
+
+def flex_gradients(
+    d_out: Tensor,
+    out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    block_mask: BlockMask,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return FlexAttention's gradients of `q`, `k` and `v`, of the output and log-sum-exp of whole rows."""
+    if torch.compiler.is_dynamo_compiling():  # as FlexAttention does: heads and widths are constants of a kernel
+        for x in (q, k, v):
+            torch._dynamo.mark_static(x, -3)
+            torch._dynamo.mark_static(x, -1)
+    mask = block_mask.as_tuple()
+    arguments = (q, k, v, out, lse / math.log(2), d_out, None, _plain, None, mask, scale, dict(_OPTIONS), (), ())
+    dq, dk, dv, _ = _flex_backward(*arguments)
+    return dq, dk, dv
+
+
+def _compiled(name: str, function: Callable[..., Any], q: Tensor, tiles: Tiles) -> Callable[..., Any]:
+    """Return `function` as it runs on the device of `q`: on CPU as it is, for tests."""
+    if not q.is_cuda:
+        return function
+    return tiles.caches.functions.get(name, lambda: torch.compile(function, fullgraph=True))
+
+
+def _constants() -> AbstractContextManager[None]:
+    # scale and softcap are constants of a kernel: as arguments, which torch makes of a second value, they fail
+    return torch._dynamo.config.patch(
+        specialize_float=True, recompile_limit=SHAPES, accumulated_recompile_limit=4 * SHAPES
+    )
+
+
+def _plain(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return score
 
 
 def _capped(softcap: float) -> Callable[..., Tensor]:
