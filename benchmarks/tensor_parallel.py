@@ -217,10 +217,12 @@ class Processor(Callback):
         self.seconds = process_time() - self._since
 
 
-def train(turns: Turns, module: Llama, strategy: Any, size: Size) -> tuple[list[float], float]:
+def train(
+    turns: Turns, module: Llama, strategy: Any, size: Size, accelerator: Any = "cpu"
+) -> tuple[list[float], float]:
     """Returns this rank's losses and processor time."""
     processor = Processor()
-    fit(module, loader(STEPS, size), strategy, RANKS, turns, processor)
+    fit(module, loader(STEPS, size), strategy, RANKS, turns, processor, accelerator=accelerator)
     return module.losses, processor.seconds
 
 

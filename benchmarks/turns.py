@@ -39,12 +39,14 @@ class Turns(Callback):
         self._pipe = pipe
 
     def __call__(self) -> None:
-        """Say that the step before is done; return when the next one may begin."""
-        self._pipe.send(None)
+        """Say that the step before is done, on a GPU too; return when the next one may begin."""
+        self.end()
         self._pipe.recv()
 
     def end(self) -> None:
         """Say that the last step is done."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
         self._pipe.send(None)
 
     def on_train_batch_start(self, *_: Any) -> None:
@@ -128,14 +130,21 @@ def run(side: Side) -> list[Any]:
             process.kill()
 
 
-def fit(module: L.LightningModule, loader: DataLoader, strategy: Any, world: int, *callbacks: Callback) -> None:
+def fit(
+    module: L.LightningModule,
+    loader: DataLoader,
+    strategy: Any,
+    world: int,
+    *callbacks: Callback,
+    accelerator: Any = "cpu",
+) -> None:
     """Train `module` for one epoch with nothing else switched on."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = L.Trainer(
-            accelerator="cpu",
+            accelerator=accelerator,
             devices=world,
             strategy=strategy,
             max_epochs=1,

@@ -56,6 +56,30 @@ CHECKS = (
         limit_s=420,
     ),
     Check(
+        name="several.parity",
+        title="Ranks with a GPU each equal one process",
+        function="several_gpus:parity",
+        limit_s=240,
+    ),
+    Check(
+        name="several.pipeline",
+        title="1F1B beside torch.distributed.pipelining",
+        function="several_gpus:one_f_one_b",
+        limit_s=150,
+    ),
+    Check(
+        name="several.tensor",
+        title="Tensor parallelism beside torch's DTensor plan",
+        function="several_gpus:tensor",
+        limit_s=150,
+    ),
+    Check(
+        name="several.bubbles",
+        title="Idle shares beside simulated ones",
+        function="several_gpus:bubbles",
+        limit_s=120,
+    ),
+    Check(
         name="flex.tests",
         title="Tests that need a GPU: FlexAttention and flash attention of tiles",
         function="gpu_tests:run",

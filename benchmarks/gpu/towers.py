@@ -124,6 +124,16 @@ def batches(size: Size, steps: int, samples: int) -> list[dict[str, Tensor]]:
     ]
 
 
+QUIET = {
+    "max_epochs": 1,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "use_distributed_sampler": False,
+}
+
+
 class Losses(Callback):
     """Keeps the loss of every step, on the device until the end."""
 
@@ -152,7 +162,7 @@ def fit(
         accelerator: of the trainer.
         callbacks: of the trainer.
         devices: of the trainer.
-        options: more of the trainer.
+        options: more of the trainer, instead of `QUIET`.
     """
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -163,14 +173,8 @@ def fit(
             accelerator=accelerator,
             devices=devices,
             strategy=strategy,
-            max_epochs=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            use_distributed_sampler=False,
             callbacks=[losses, *callbacks],
-            **options,
+            **{**QUIET, **options},
         )
         trainer.fit(module, DataLoader(data, batch_size=None))  # type: ignore[arg-type]
     return [float(value) for value in losses.values]
