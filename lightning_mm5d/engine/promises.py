@@ -28,6 +28,7 @@ from lightning_mm5d.stage import Payload
 _MOST = 4096  # microbatch shapes of a stage that can be promised, so that ever new ones do not fill the memory
 _VARIES = "varies"
 _READS = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__})
+_TEXTS = frozenset({Tensor.__format__, Tensor.__repr__})
 
 
 class Promises:
@@ -69,8 +70,9 @@ class Promises:
             varies = any(payload.meta.get(_VARIES) for payload in received)
             yield Shapes(key, promised=bool(fixed) and not varies)
             return
-        reads = _Reads()
-        with reads, _ShapesOfValues() as shapes:
+        shapes = _ShapesOfValues()
+        reads = _Reads(shapes)
+        with reads, shapes:
             yield UNKNOWN._replace(key=key)
         self._fixed[stage, key] = not (reads.seen or shapes.seen)
 
@@ -105,25 +107,50 @@ def _described(batch: Any) -> Hashable:
 
 
 class _ShapesOfValues(TorchDispatchMode):
-    """Notes whether an operation made a shape, or a number for Python, of a tensor's values."""
+    """Notes whether a number for Python, or a tensor whose shape depends on values, was made and used.
+
+    Counting masked elements by ``x[mask].numel()``, as checks do, is no use of the tensor.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.seen = False
+        self.ignores = False
+        self._made: dict[int, Tensor] = {}  # which stay alive, or another tensor would get the id
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        taken = (*args, *(kwargs or {}).values())
+        result = func(*args, **(kwargs or {}))
+        if self.ignores:
+            return result
         scalar = func is torch.ops.aten._local_scalar_dense.default and args[0].dtype is not torch.bool
-        self.seen = self.seen or scalar or torch.Tag.dynamic_output_shape in func.tags
-        return func(*args, **(kwargs or {}))
+        self.seen = self.seen or scalar or any(id(one) in self._made for one in taken)
+        if torch.Tag.dynamic_output_shape in func.tags and _is_masked(func, args) and isinstance(result, Tensor):
+            self._made[id(result)] = result
+        return result
+
+
+def _is_masked(func: Any, args: Sequence[Any]) -> bool:
+    """Whether an operation of a shape that may depend on values has one that does; indices may be positions."""
+    if func is not torch.ops.aten.index.Tensor:
+        return True
+    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
 
 
 class _Reads(TorchFunctionMode):
-    """Notes whether all values of a tensor went to Python, which no operation shows."""
+    """Notes whether all values of a tensor went to Python, which no operation shows; texts do not count."""
 
-    def __init__(self) -> None:
+    def __init__(self, shapes: _ShapesOfValues) -> None:
         super().__init__()
         self.seen = False
+        self._shapes = shapes
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen = self.seen or func in _READS
+        if func in _TEXTS:
+            before, self._shapes.ignores = self._shapes.ignores, True
+            try:
+                return func(*args, **(kwargs or {}))
+            finally:
+                self._shapes.ignores = before
+        self.seen = self.seen or (func in _READS and not self._shapes.ignores)
         return func(*args, **(kwargs or {}))

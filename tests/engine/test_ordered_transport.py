@@ -1,0 +1,175 @@
+"""Payloads on a backend that runs operations in the order of issue: what travels, and what is promised."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import nccl_order
+from lightning_mm5d import Modality
+from lightning_mm5d.engine.groups import Groups
+from lightning_mm5d.engine.ordered_transport import OrderedTransport
+from lightning_mm5d.engine.promises import Promises
+from lightning_mm5d.engine.transport import UNKNOWN, Channel, Shapes
+from parity.harness import fit, strategy
+from ranks import call_ranks, run_ranks
+from zoo import CASES
+
+forth = partial(Channel, "activations", name="vision.0->language.0")  # of (source rank, receiving rank)
+back = partial(Channel, "gradients", name="language.0->vision.0")
+LIMIT_S = 60.0
+
+
+def on_ranks(world: int, body: Any, folder: Path) -> list[Any]:
+    return run_ranks(world, _on_rank, world, body, str(folder / "store"), limit=LIMIT_S)
+
+
+def _on_rank(rank: int, world: int, body: Any, store: str) -> Any:
+    nccl_order.register()
+    timeout = timedelta(seconds=LIMIT_S / 2)
+    dist.init_process_group("nccl_order_serial", f"file://{store}", timeout, world, rank)
+    groups = Groups(timeout)
+    pairs = [(src, dst) for src in range(world) for dst in range(world) if src != dst]
+    links = {pair: groups.get(sorted(pair), f"from {pair[0]} to {pair[1]}") for pair in pairs}
+    host = groups.get(range(world), "host", backend="gloo")
+    found = {pair: group for pair, group in links.items() if group is not None}
+    transport = OrderedTransport(found, host, torch.device("cpu"), rank)
+    transport.warm_up()
+    result = body(rank, transport)
+    transport.close()
+    groups.destroy()
+    dist.destroy_process_group()
+    return result
+
+
+def _exchange(rank: int, transport: OrderedTransport) -> Any:
+    """Rank 0 sends payloads of two keys, and gets gradients of each in between."""
+    tensors = [torch.arange(6.0).view(2, 3), torch.ones(40_000), torch.empty(0, 2), torch.tensor([3, 4])]
+    got, sent = [], []
+    for shapes in (Shapes("a", True), Shapes("a", True), Shapes("b", False), Shapes("b", False), UNKNOWN):
+        if rank == 0:
+            transport.send(forth(0, 1), {"x": [1, None]}, tensors, shapes)
+            transport.post(back(1, 0), shapes.key)
+            got.append(transport.recv(back(1, 0)))
+        else:
+            transport.post(forth(0, 1), shapes.key)
+            got.append(transport.recv(forth(0, 1)))
+            transport.send(back(1, 0), [], [got[-1][1][0] * 2], shapes)
+        transport.flush()
+        sent.append(transport.bytes_sent - transport.bytes_required)
+    return got, sent, transport.due, transport.unsent
+
+
+def test_payloads_arrive_whole_and_promised_ones_without_a_header(tmp_path: Path) -> None:
+    (given, first, *counts), (taken, second, *_) = on_ranks(2, _exchange, tmp_path)
+    expected = [torch.arange(6.0).view(2, 3), torch.ones(40_000), torch.empty(0, 2), torch.tensor([3, 4])]
+    for meta, tensors in taken:
+        assert meta == {"x": [1, None]}
+        assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(tensors, expected, strict=True))
+    assert all(torch.equal(tensors[0], expected[0] * 2) for _, tensors in given)
+    for headers in (first, second):
+        assert headers[0] == headers[1] < headers[2] < headers[3] < headers[4]
+    assert counts[1] == 0
+
+
+def _local(rank: int, transport: OrderedTransport) -> bool:
+    channel, tensor = forth(rank, rank), torch.ones(3)
+    transport.post(channel, None)
+    transport.send(channel, ["x"], [tensor])
+    meta, (same,) = transport.recv(channel)
+    return meta == ["x"] and same.data_ptr() == tensor.data_ptr()
+
+
+def test_what_stays_on_a_rank_is_the_same_memory(tmp_path: Path) -> None:
+    assert on_ranks(2, _local, tmp_path) == [True, True]
+
+
+def _broken(rank: int, transport: OrderedTransport) -> str:
+    shapes, channel = Shapes("key", True), forth(0, 1)
+    if rank == 1:
+        transport.post(channel, "key")
+        transport.recv(channel)
+        return ""
+    transport.send(channel, [], [torch.ones(2)], shapes)
+    with pytest.raises(
+        RuntimeError, match=r"same shapes and plain values sent float32 .2. before, and sends float32 .3."
+    ):
+        transport.send(channel, [], [torch.ones(3)], shapes)
+    return "refused"
+
+
+def test_a_payload_that_breaks_its_promise_is_refused_where_it_is_sent(tmp_path: Path) -> None:
+    assert on_ranks(2, _broken, tmp_path)[0] == "refused"
+
+
+class _OneStep:
+    trains = True
+
+    def __init__(self, batch: Any) -> None:
+        self.microbatches = {0: [type("Part", (), {"batch": batch})]}
+
+
+def promised(body: Any, batch: Any = None) -> bool:
+    """Whether the second run of `body` promises its payload."""
+    promises, batch = Promises(), torch.ones(2, 3) if batch is None else batch
+    for _ in range(2):
+        promises.begin(_OneStep(batch), frozenset())  # type: ignore[arg-type]
+        with promises.watching("language.0", (0, 0), []) as shapes:  # type: ignore[arg-type]
+            body(torch.ones(2, 3))
+    return shapes.promised
+
+
+def test_stages_that_make_shapes_of_values_promise_nothing() -> None:
+    def masked(x: Tensor) -> Tensor:
+        return x[x > 0] + 1
+
+    for body in (masked, lambda x: x.sum().item(), lambda x: x.tolist(), lambda x: x.nonzero() + 1,
+                 lambda x: int(x[0, 0]), lambda x: torch.masked_select(x, x > 0) * 2):  # fmt: skip
+        assert not promised(body)
+    assert not promised(lambda x: x, batch=[object()])
+
+
+def test_checks_texts_and_branches_do_not_keep_a_stage_from_promising() -> None:
+    def checked(x: Tensor) -> Tensor:
+        assert x[x > 0].numel() == 6, f"{x.sum()}"
+        assert (x > 0).all()
+        f"{x.sum()}"
+        return x[torch.tensor([0, 1])] @ x.T
+
+    assert promised(checked)
+    assert promised(checked, batch={"a": [torch.ones(2), 1, 2.0, None, True]})
+
+
+def _headers(rank: int, name: str) -> list[int]:
+    """How many headers a rank has sent after each of three steps."""
+    nccl_order.register()
+    case, sent, counts, send = CASES[name], list[str](), list[int](), OrderedTransport._send_header
+
+    def spy(self: OrderedTransport, channel: Channel, header: str) -> None:
+        sent.append(header)
+        send(self, channel, header)
+
+    module = case.build()
+    module.on_train_batch_end = lambda *_: counts.append(len(sent))  # type: ignore[method-assign]
+    *encoders, language = case.modalities
+    fields = {**dict.fromkeys(encoders, Modality()), language: Modality(pp_size=2)}
+    OrderedTransport._send_header = spy  # type: ignore[method-assign]
+    try:
+        chosen = strategy(fields, num_microbatches=4, process_group_backend="nccl_order")
+        fit(module, [case.batch(8, seed=step) for step in range(3)], chosen, 3)
+    finally:
+        OrderedTransport._send_header = send  # type: ignore[method-assign]
+    return counts
+
+
+def test_headers_travel_for_new_shapes_only_unless_shapes_depend_on_values() -> None:
+    for counts in call_ranks(3, _headers, "llava"):
+        assert counts[0] == counts[1] == counts[2]
+    assert all(counts[0] < counts[1] < counts[2] for counts in call_ranks(3, _headers, "qwen2_vl"))
