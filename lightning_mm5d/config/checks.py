@@ -52,6 +52,7 @@ def check(
         _check_cost(f"modalities.{name}.cost", modality)
         _check_context(f"modalities.{name}", modality, is_loss_modality=name == loss_modality)
         check_memory(f"modalities.{name}", modality)
+        _check_head(f"modalities.{name}.fused_linear_cross_entropy", modality, is_loss_modality=name == loss_modality)
     _check_owners(modalities)
     for name in modalities:
         _check_feeds(name, modalities, loss_modality)
@@ -141,6 +142,15 @@ def _check_context(field: str, modality: Modality, *, is_loss_modality: bool) ->
     if inner not in proper or isinstance(inner, bool):
         rule = f"It divides cp_size={size} into several groups of several ranks"
         raise ConfigError(f"{field}.ulysses_size", inner, rule, f"Use {one_of(proper)}")
+
+
+def _check_head(field: str, modality: Modality, *, is_loss_modality: bool) -> None:
+    said = modality.fused_linear_cross_entropy
+    if not isinstance(said, bool):
+        raise ConfigError(field, said, "It is true or false", f"Use {bool(said)}")
+    if said and not is_loss_modality:
+        rule = "It fuses the head with the loss, which another modality computes"
+        raise ConfigError(field, said, rule, "Leave it unset here")
 
 
 def _check_template(field: str, template: object) -> None:

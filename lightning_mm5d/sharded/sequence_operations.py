@@ -104,17 +104,31 @@ def cross_entropy_of_tokens(logits: Sharded, target: Tensor, options: Mapping[st
     if target.dim() == 1:  # all of them, or one rank would fail while the others wait for it
         check_targets(target, target != ignored, logits.shape[1])
     losses = F.cross_entropy(logits.local, rows, weight=weight, reduction="none", **options)
+    if weight is not None and reduction == "mean" and target.dim() == 1:
+        counts = target != ignored
+        return group.total(losses.sum()) / weight[torch.where(counts, target, 0)].mul(counts).sum()
+    return reduced_losses(losses, target, group, reduction, ignored)
+
+
+def reduced_losses(losses: Tensor, target: Tensor, group: Tokens | None, reduction: str, ignore_index: int) -> Tensor:
+    """Reduce the losses of rows as ``torch.nn.functional.cross_entropy`` does without class weights.
+
+    Args:
+        losses: of this rank's rows, 0 where they do not count.
+        target: classes ``[N]`` or probabilities ``[N, C]`` of all rows.
+        group: holds the rows; None where this rank has all.
+        reduction: ``"mean"`` over the rows that count, ``"sum"``, or ``"none"``.
+        ignore_index: class of rows that do not count.
+
+    Returns:
+        A replicated scalar, or for ``"none"`` the losses, sharded over `group`.
+    """
     if reduction == "none":
-        return as_sharded(losses, _sharding(-1, group))
-    total = group.total(losses.sum())
+        return losses if group is None else as_sharded(losses, _sharding(-1, group))
+    total = losses.sum() if group is None else group.total(losses.sum())
     if reduction == "sum":
         return total
-    if target.dim() == 2:
-        return total / target.shape[0]
-    counts = target != ignored
-    if weight is None:
-        return total / counts.sum()
-    return total / weight[torch.where(counts, target, 0)].mul(counts).sum()
+    return total / (target.shape[0] if target.dim() == 2 else (target != ignore_index).sum())
 
 
 def _sharding(dim: int, group: Tokens) -> Sharding:

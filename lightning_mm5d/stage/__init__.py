@@ -1,6 +1,7 @@
 """One stage on one rank: local and remote modules, placeholders, what is received and where the step stops."""
 
 from lightning_mm5d.stage.deferred import Deferred
+from lightning_mm5d.stage.fused_heads import FusedHeads
 from lightning_mm5d.stage.patches import Patches
 from lightning_mm5d.stage.payload import Payload
 from lightning_mm5d.stage.recompute import Recompute
@@ -12,6 +13,7 @@ from lightning_mm5d.stage.view import StageError, StageView, views
 
 __all__ = [
     "Deferred",
+    "FusedHeads",
     "Patches",
     "Payload",
     "Recompute",

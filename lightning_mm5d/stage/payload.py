@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_mm5d.sharded.lazy_logits import LazyLogits
 from lightning_mm5d.sharded.tensor import Group, Sharded, from_local
 
 Path = tuple[str | int, ...]
@@ -154,11 +155,16 @@ def map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
 
 def unsharded(tree: Any) -> Any:
     """Return `tree` with the full tensors of the sharded ones in it; the very same object where there are none."""
-    if isinstance(tree, Sharded):
-        return tree.full()
-    if not any(isinstance(tensor, Sharded) for _, tensor in tensors_in(tree)):
+    if isinstance(tree, Tensor):
+        return _unsharded(tree)
+    if not any(isinstance(tensor, Sharded | LazyLogits) for _, tensor in tensors_in(tree)):
         return tree
-    return map_tensors(tree, lambda tensor: tensor.full() if isinstance(tensor, Sharded) else tensor)
+    return map_tensors(tree, _unsharded)
+
+
+def _unsharded(tensor: Tensor) -> Tensor:
+    tensor = tensor.computed() if isinstance(tensor, LazyLogits) else tensor
+    return tensor.full() if isinstance(tensor, Sharded) else tensor
 
 
 def tensors_in(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:

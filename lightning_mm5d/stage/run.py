@@ -138,6 +138,8 @@ class Run:
         with self, traced() if self.is_traced else nullcontext():
             try:
                 self.result = step()
+                for end in self._runtime.ends:
+                    end()
                 for one in self._passes.values():
                     one.end()
             except Stop:

@@ -56,6 +56,7 @@ class Runtime:
 
     Attributes:
         active: the run that patched callables obey; None outside of runs.
+        ends: called at the end of each step that a run executes.
         in_lock_step: whether all ranks of a replica run the same code at the moment, with remote modules answered.
         skip_inputs: the inputs of later layers that travel beside the hidden state, by structure of the batch.
         groups: all groups of ranks that share layers or sequences with this one.
@@ -75,6 +76,7 @@ class Runtime:
         context: Mapping[str, ContextParallel] | None = None,
     ) -> None:
         self.active: ActiveRun | None = None
+        self.ends: list[Callable[[], None]] = []
         self.in_lock_step = False
         self.guard = guard
         self.skip_inputs: dict[Any, frozenset[SkipInput]] = {}

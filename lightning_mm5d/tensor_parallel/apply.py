@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from lightning_mm5d.layout.even_split import even_lengths
 from lightning_mm5d.partition.hidden_state import at, hidden_place, with_state
+from lightning_mm5d.sharded.chunked_cross_entropy import Columns
 from lightning_mm5d.sharded.collectives import TensorGroup, copy, exchange, reduce, scatter
 from lightning_mm5d.sharded.sequence_operations import is_tokens
 from lightning_mm5d.sharded.tensor import Sharded, from_local
@@ -44,6 +45,8 @@ class TensorParallel:
         groups: as they were given.
         linear: computes ``(module, x, bias)``, a linear layer on plain tensors; may be replaced.
         puts_off: of a linear layer and its input, what takes its weight gradient if that is put off; may be replaced.
+        fused: given ``(module, hidden, columns)``, returns the logits of a sharded head where these are not computed at
+            once, else None; may be replaced.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class TensorParallel:
     ) -> None:
         self.linear: Linear = linear
         self.puts_off: PutsOff = lambda module, x: None
+        self.fused: Callable[[nn.Module, Tensor, Columns], Tensor | None] | None = None
         self._root, self._division, self.groups = root, division, groups
         may_drop = drops(root)
         self._regions = {name: Region(group, drops=may_drop, device=device) for name, group in groups.items()}
@@ -194,6 +198,8 @@ class TensorParallel:
         return forward
 
     def _head(self, lengths: tuple[int, ...], region: Region) -> Callable[..., Tensor]:
+        columns = Columns(lengths, region.group)
+
         def forward(module: Any, input: Tensor) -> Tensor:
             local, tokens = input, None
             if isinstance(input, Sharded) and is_tokens(input.group):
@@ -201,6 +207,10 @@ class TensorParallel:
                 local = tokens.own_tokens(input)
             entered = region.enter(local, training=False)
             region.forget()
+            if self.fused is not None:
+                hidden = entered if tokens is None else tokens.coarser.wrapped(entered, input.sharded_dim)  # type: ignore[attr-defined]
+                if (logits := self.fused(module, hidden, columns)) is not None:
+                    return logits
             part = self._product(module, entered)
             if isinstance(input, Sharded) and tokens is not None:
                 # of a context parallel rank's tokens, each tensor parallel rank gets some, with all classes

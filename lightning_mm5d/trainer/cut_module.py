@@ -14,7 +14,7 @@ from lightning_mm5d.engine.run_groups import RunGroups
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.sharded.remote_value import Guard
-from lightning_mm5d.stage import Patches, Recompute, Runtime, StageView, drop_parameters, views
+from lightning_mm5d.stage import FusedHeads, Patches, Recompute, Runtime, StageView, drop_parameters, views
 from lightning_mm5d.tensor_parallel.apply import TensorParallel
 
 
@@ -73,6 +73,9 @@ class CutModule:
             sharing=groups.sharing,
             context=self._context,
         )
+        self._heads: FusedHeads | None = None
+        if any(modality.fused_linear_cross_entropy for modality in plan.modalities.values()):
+            self._heads = FusedHeads(self.runtime)
         self._recompute = Recompute(self.runtime)
         self._patches: Patches | None = None
         if plan.topology.edges or groups.sharing:
@@ -86,6 +89,8 @@ class CutModule:
         if self._patches is not None:
             self._patches.remove()
         self._recompute.remove()
+        if self._heads is not None:
+            self._heads.remove()
         for shared in self._context.values():
             shared.remove()
         if self._interface is not None:

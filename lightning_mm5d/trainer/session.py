@@ -111,6 +111,7 @@ class Session:
         shards = DataShards(plan)
         self.is_plain = is_replicated and not (weighs and plan.layout.num_replicas > 1) and not shards.exist
         self.is_plain &= not offloads_parameters(plan.modalities)
+        self.is_plain &= not any(modality.fused_linear_cross_entropy for modality in plan.modalities.values())
         self.plan = plan
         self._module, self._options = module, options
         self._groups = Groups(options.timeout, device=message_device(options.device))

@@ -1,0 +1,86 @@
+"""Heads whose logits are computed with their loss, in chunks, with `fused_linear_cross_entropy`.
+
+A head returns `LazyLogits` while a run of a step is under way. At the end of the step logits that somebody still holds
+are computed, because weights may change after it. Outside of runs, and in evaluations that all ranks run in lock step,
+heads compute what they always did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import MethodType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_mm5d.partition.heads import heads
+from lightning_mm5d.sharded.chunked_cross_entropy import Columns
+from lightning_mm5d.sharded.lazy_logits import Head, lazy_logits, settle
+from lightning_mm5d.sharded.sequence_operations import is_tokens
+from lightning_mm5d.sharded.tensor import Sharded
+from lightning_mm5d.stage.runtime import Runtime
+
+
+class FusedHeads:
+    """The heads of one rank, from the making of this object to `remove`.
+
+    Args:
+        runtime: the module and its stages.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._settle: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], object]] = []
+        self._heads: set[nn.Module] = set()
+        held = frozenset().union(*runtime.stages.values())
+        for path, head in heads(runtime.root).items():
+            if f"{path}.weight" in held:
+                self._heads.add(head)
+                if "forward" not in vars(head):  # else it is sharded over tensor parallel ranks
+                    vars(head)["forward"] = MethodType(self._whole(), head)
+                    self._undo.append(partial(delattr, head, "forward"))
+        if runtime.tensor is not None:
+            runtime.tensor.fused = self._lazy
+        runtime.ends.append(self.settle)
+
+    def settle(self) -> None:
+        """End a step: compute logits that somebody still holds."""
+        for each in self._settle:
+            each()
+        self._settle.clear()
+
+    def remove(self) -> None:
+        """Leave the heads as they were."""
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+        if self._runtime.tensor is not None:
+            self._runtime.tensor.fused = None
+
+    def _whole(self) -> Callable[..., Tensor]:
+        def forward(head: nn.Module, input: Tensor) -> Tensor:
+            lazy = self._lazy(head, input, None)
+            return nn.Linear.forward(head, input) if lazy is None else lazy  # type: ignore[arg-type]
+
+        return forward
+
+    def _lazy(self, head: Any, hidden: Tensor, columns: Columns | None) -> Tensor | None:
+        """Return the logits of plain hidden states, or of this rank's tokens; None where they are computed at once."""
+        if head not in self._heads or self._runtime.active is None or hidden.dim() < 2:
+            return None
+        if isinstance(hidden, Sharded):
+            if not is_tokens(hidden.group) or hidden.sharded_dim != -2:
+                return None
+        elif type(hidden) is not Tensor:
+            return None
+        # of no rows: tells the dtype, and lets parameters that are not here yet arrive
+        local = hidden.local if isinstance(hidden, Sharded) else hidden
+        example = F.linear(local.detach().narrow(-2, 0, 0), head.weight, head.bias)
+        if type(example) is not Tensor or not example.is_floating_point() or example.is_meta:
+            return None
+        found = lazy_logits(Head(module=head, dtype=example.dtype, columns=columns), hidden)
+        self._settle.append(settle(found))
+        return found
