@@ -52,6 +52,7 @@ def check(
         _check_cost(f"modalities.{name}.cost", modality)
         _check_context(f"modalities.{name}", modality, is_loss_modality=name == loss_modality)
         check_memory(f"modalities.{name}", modality)
+        _check_compile(f"modalities.{name}.compile", modality)
         _check_head(f"modalities.{name}.fused_linear_cross_entropy", modality, is_loss_modality=name == loss_modality)
     _check_owners(modalities)
     for name in modalities:
@@ -142,6 +143,18 @@ def _check_context(field: str, modality: Modality, *, is_loss_modality: bool) ->
     if inner not in proper or isinstance(inner, bool):
         rule = f"It divides cp_size={size} into several groups of several ranks"
         raise ConfigError(f"{field}.ulysses_size", inner, rule, f"Use {one_of(proper)}")
+
+
+def _check_compile(field: str, modality: Modality) -> None:
+    said = modality.compile
+    if not isinstance(said, bool | str) or not (isinstance(said, bool) or said.strip()):
+        rule = "It is true, false or the name of a backend of torch.compile"
+        raise ConfigError(field, said, rule, f"Use {bool(said)}")
+    if said and modality.sequence_parallel:
+        rule = (
+            "With sequence_parallel layers take hidden states that stand for shards of other ranks, and run uncompiled"
+        )
+        raise ConfigError(field, said, rule, "Leave out compile, or sequence_parallel")
 
 
 def _check_head(field: str, modality: Modality, *, is_loss_modality: bool) -> None:

@@ -79,6 +79,8 @@ class Modality:
             ``none``, ``full`` or ``selective``; or one of ``{fraction: 0.5}``, ``{every: 2}``, ``{layers: [0, 1]}``,
             ``{selective: [...]}`` with the operations whose results are kept, and ``{per_stage: [...]}`` with one of
             these for each pipeline stage.
+        compile: Whether ``torch.compile`` compiles each layer, or the name of the backend that does it (``true``:
+            ``inductor``). Equal layers share the compiled code.
         fused_linear_cross_entropy: Whether the head of a transformers model computes its logits together with their
             loss, a chunk of tokens at a time, and again in the backward. For the modality that computes the loss.
         offload: What is in host memory between its uses, one of these or a list: ``activations`` of microbatches in
@@ -111,6 +113,7 @@ class Modality:
     pipeline_template: PipelineTemplate | None = None
     pp_chunks: int = 1
     activation_checkpointing: str | dict[str, Any] = "none"
+    compile: bool | str = False
     fused_linear_cross_entropy: bool = False
     offload: str | list[str] | None = None
     communication_dtype: str | dict[str, str | bool | None] | None = None

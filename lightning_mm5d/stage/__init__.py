@@ -1,5 +1,6 @@
 """One stage on one rank: local and remote modules, placeholders, what is received and where the step stops."""
 
+from lightning_mm5d.stage.compiled_layers import CompiledLayers
 from lightning_mm5d.stage.deferred import Deferred
 from lightning_mm5d.stage.fused_heads import FusedHeads
 from lightning_mm5d.stage.patches import Patches
@@ -12,6 +13,7 @@ from lightning_mm5d.stage.shared_buffers import SharedBuffers
 from lightning_mm5d.stage.view import StageError, StageView, views
 
 __all__ = [
+    "CompiledLayers",
     "Deferred",
     "FusedHeads",
     "Patches",

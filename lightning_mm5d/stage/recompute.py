@@ -74,9 +74,10 @@ class Recompute:
             inner = partial(type(module).forward, module) if own is None else own
             if watch.found or not self._applies(module, modality, index, args, kwargs):
                 return inner(*args, **kwargs)
-            if watch.found is None:
+            is_watched = watch.found is None
+            if is_watched:
                 inner = watch.watched(inner)
-            return self._run(module, inner, args, kwargs, operations, buffers)
+            return self._run(module, inner, args, kwargs, operations, buffers, is_eager=is_watched)
 
         # bound, so that a copy of the module computes with its own weights
         vars(layer)[method] = MethodType(forward, layer)
@@ -112,12 +113,14 @@ class Recompute:
         kwargs: dict[str, Any],
         operations: frozenset[str],
         buffers: _Buffers,
+        *,
+        is_eager: bool,
     ) -> Any:
         call = _Call(inner, *_without_caches(layer, args, kwargs))
         before = buffers.before(layer)
         keeps, takes = kept_results(operations) if operations else (nullcontext(), nullcontext())
         run = self._runtime.active
-        replay = _Replay(takes, is_traced=run is not None and run.is_traced)
+        replay = _Replay(takes, is_eager=is_eager or (run is not None and run.is_traced))
         result = checkpoint(
             call, *call.tensors(args, kwargs), use_reentrant=False, context_fn=lambda: (keeps, replay), debug=False
         )
@@ -179,7 +182,8 @@ class _Watch:
 
             handles = [module.register_forward_pre_hook(note) for module in self._modules]
             try:
-                return inner(*args, **kwargs)
+                with torch.compiler.set_stance("force_eager"):  # hooks are not to be compiled
+                    return inner(*args, **kwargs)
             finally:
                 self.found = bool(seen) and all(seen)
                 for handle in handles:
@@ -255,12 +259,12 @@ class _Replay:
 
     Args:
         takes: gives it results of operations.
-        is_traced: whether compiled code ran uncompiled in the forward.
+        is_eager: whether compiled code ran uncompiled in the forward.
     """
 
-    def __init__(self, takes: AbstractContextManager[Any], *, is_traced: bool) -> None:
+    def __init__(self, takes: AbstractContextManager[Any], *, is_eager: bool) -> None:
         self.buffers: list[tuple[nn.Module, str, Tensor]] = []
-        self._takes, self._is_traced = takes, is_traced
+        self._takes, self._is_eager = takes, is_eager
         self._states = random.getstate(), np.random.get_state()
         self._stack = ExitStack()
 
@@ -273,7 +277,7 @@ class _Replay:
             for module, name, value in self.buffers:
                 stack.callback(module._buffers.__setitem__, name, module._buffers[name])
                 module._buffers[name] = value.clone()
-            if self._is_traced:
+            if self._is_eager:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(self._takes)
             self._stack = stack.pop_all()

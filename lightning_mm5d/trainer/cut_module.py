@@ -14,7 +14,16 @@ from lightning_mm5d.engine.run_groups import RunGroups
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.sharded.remote_value import Guard
-from lightning_mm5d.stage import FusedHeads, Patches, Recompute, Runtime, StageView, drop_parameters, views
+from lightning_mm5d.stage import (
+    CompiledLayers,
+    FusedHeads,
+    Patches,
+    Recompute,
+    Runtime,
+    StageView,
+    drop_parameters,
+    views,
+)
 from lightning_mm5d.tensor_parallel.apply import TensorParallel
 
 
@@ -22,8 +31,9 @@ class CutModule:
     """Cuts a module down to the stages of one rank, until `remove`.
 
     Phases: (1) parameters that this rank does not hold become placeholders; (2) layers are sharded over tensor parallel
-    ranks; (3) sequences are sharded over context parallel ranks; (4) layers that are computed again in the backward
-    and other callables are patched; (5) the hidden states between layers are sharded, with ``sequence_parallel``.
+    ranks; (3) layers are compiled; (4) sequences are sharded over context parallel ranks; (5) layers that are computed
+    again in the backward and other callables are patched; (6) the hidden states between layers are sharded, with
+    ``sequence_parallel``.
 
     Args:
         module: full or as this rank holds it, and equal on all ranks.
@@ -60,10 +70,11 @@ class CutModule:
             sharded = [name for name, group in plan.division.groups.items() if group in groups.tensor]
             self._guard_shards(guard, [name for name in sharded if name in held and name in plan.division.shards])
             self._tensor = TensorParallel(module, plan.division, groups.tensor, holds=held.__contains__, device=device)
-        self._interface = Interface() if groups.context else None
-        self._context = {name: self._share_sequences(name, held) for name in groups.context}
         every = views(plan.partition, plan.topology.members, plan.topology.consumes)
         self.views: dict[StageKey, StageView] = {key: every[key] for key in stages}
+        self._compiled = CompiledLayers(module, self._own_layers(), plan.modalities, lambda: self.runtime.in_lock_step)
+        self._interface = Interface() if groups.context else None
+        self._context = {name: self._share_sequences(name, held) for name in groups.context}
         self.runtime = Runtime(
             module,
             plan.partition,
@@ -83,7 +94,7 @@ class CutModule:
         self._shard_hidden_states()
 
     def remove(self) -> None:
-        """Undo phases 2 to 5; placeholders stay."""
+        """Undo phases 2 to 6; placeholders stay."""
         for unguard in self._unguard:
             unguard()
         if self._patches is not None:
@@ -95,8 +106,17 @@ class CutModule:
             shared.remove()
         if self._interface is not None:
             self._interface.remove()
+        self._compiled.remove()
         if self._tensor is not None:
             self._tensor.remove()
+
+    def _own_layers(self) -> dict[str, list[str]]:
+        """The paths of this rank's layers, by modality."""
+        parts, found = self._plan.partition.parts, dict[str, list[str]]()
+        for view in self.views.values():
+            for name, cut in view.cuts.items():
+                found.setdefault(name, []).extend(parts[name].paths[cut.first : cut.last])
+        return found
 
     def _guard_shards(self, guard: Guard, names: list[str]) -> None:
         """Refuse state dicts of modules with sharded parameters: they would hold the shards of this rank alone."""

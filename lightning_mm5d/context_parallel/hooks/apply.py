@@ -227,7 +227,7 @@ class ContextParallel:
         found: tuple[bool, ...] = ()
         failed = None
         try:
-            with nothing(), unseen():
+            with nothing(), unseen(), torch.compiler.set_stance("force_eager"):
                 found = probe(self._name, layer, given, self._attention, lengths[self._group.index])
         except ConfigError as error:
             failed = error

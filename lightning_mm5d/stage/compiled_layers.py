@@ -1,0 +1,134 @@
+"""Layers that ``torch.compile`` compiles, each once, with ``compile`` on a modality.
+
+What is compiled is a layer's own forward. Its hooks, the recomputation, the gathers of `zero_stage` 3, the swap of
+hidden states at cuts and the end of a stage stay around it. Inside of it these stay outside of the compiled code, which
+ends before them and goes on after them: linear layers, embeddings and experts of which tensor parallel ranks hold
+shards; linear layers whose weight gradients a split backward puts off; the attention over sequences that ranks share.
+
+Layers of one class share a compiled function, so that layers of equal structure share code: parameters are its inputs.
+A function of its own for each modality lets neither see the other's recompilations. Random numbers are those of the
+same layer without compilation.
+
+A call runs uncompiled where it has a cache of keys or a tensor subclass among its arguments, in the first microbatch of
+each structure over stages (`taint`), and in evaluations that all ranks run in lock step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mm5d.config.modality import Modality
+from lightning_mm5d.partition.compiled import is_compiled
+from lightning_mm5d.stage.payload import tensors_in
+
+RECOMPILATIONS = 64
+"""for a class of layers: training and evaluation, frozen and trained layers, shapes"""
+_OUTSIDE = "_mm5d_outside"
+
+
+class CompiledLayers:
+    """The compiled layers of one rank, from the making of this object to `remove`.
+
+    Made after layers are sharded over tensor parallel ranks, and before anything else is put in front of them.
+
+    Args:
+        root: the LightningModule.
+        layers: the paths of this rank's layers, by modality.
+        modalities: the configuration.
+        is_eager: whether compiled layers run uncompiled at the moment.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        layers: Mapping[str, list[str]],
+        modalities: Mapping[str, Modality],
+        is_eager: Callable[[], bool],
+    ) -> None:
+        self._is_eager = is_eager
+        self._undo: list[Callable[[], object]] = []
+        for name, paths in layers.items():
+            modality, functions = modalities[name], dict[Any, Callable[..., Any]]()
+            for path in dict.fromkeys(paths):
+                layer = root.get_submodule(path)
+                if modality.compile and not any(map(is_compiled, layer.modules())):
+                    self._keep_outside(layer)
+                    self._patch(layer, functions, modality)
+
+    def remove(self) -> None:
+        """Leave the layers as they were."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+
+    def _keep_outside(self, layer: nn.Module) -> None:
+        """Let compiled code end before the forwards that tensor parallelism has replaced."""
+        for module in layer.modules():
+            own = vars(module).get("forward")
+            if own is not None:
+                self._put(module, _OUTSIDE, own)
+                self._put(module, "forward", MethodType(_outside, module))
+
+    def _patch(self, layer: nn.Module, functions: dict[Any, Callable[..., Any]], modality: Modality) -> None:
+        own, cls = vars(layer).get("forward"), type(layer)
+        if own is not None:  # the layer itself is what tensor parallelism has replaced
+            return
+        if cls not in functions:
+            functions[cls] = _compiled(cls.forward, modality)
+        compiled = functions[cls]
+
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self._is_eager() or not _is_plain((*args, *kwargs.values())):
+                return cls.forward(module, *args, **kwargs)
+            return compiled(module, *args, **kwargs)
+
+        # bound, so that a copy of the module computes with its own weights
+        self._put(layer, "forward", MethodType(forward, layer))
+
+    def _put(self, module: nn.Module, name: str, value: Any) -> None:
+        own = vars(module).get(name)
+        vars(module)[name] = value
+        self._undo.append(partial(_restore, module, name, own))
+
+
+def _compiled(function: Callable[..., Any], modality: Modality) -> Callable[..., Any]:
+    backend = modality.compile if isinstance(modality.compile, str) else "inductor"
+    recomputes = modality.activation_checkpointing != "none"
+    return torch.compile(  # type: ignore[call-overload]
+        function,
+        backend=backend,
+        # code for other sizes than the forward's, compiled in between, must not run when a layer runs again
+        dynamic=True if recomputes else None,
+        options={"fallback_random": True} if backend == "inductor" else None,
+        recompile_limit=RECOMPILATIONS,
+        isolate_recompiles=True,
+    )
+
+
+# one function for all modules, because compiled code is bound to the functions that it calls
+@torch.compiler.disable
+def _outside(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return vars(module)[_OUTSIDE](*args, **kwargs)
+
+
+def _restore(module: nn.Module, name: str, own: Any) -> None:
+    if own is None:
+        vars(module).pop(name, None)
+    else:
+        vars(module)[name] = own
+
+
+def _is_plain(values: tuple[Any, ...]) -> bool:
+    """Whether a layer's arguments are what compiled code takes: plain tensors, and no cache of keys."""
+    if any(hasattr(value, "get_seq_length") for value in values):
+        return False
+    return all(
+        type(tensor) in (Tensor, nn.Parameter) or type(tensor).__name__ == "ContextMask"
+        for _, tensor in tensors_in(values)
+    )
