@@ -24,12 +24,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mm5d.config.modality import Modality
+from lightning_mm5d.context_parallel.hooks.context_mask import ContextMask
 from lightning_mm5d.partition.compiled import is_compiled
 from lightning_mm5d.stage.payload import tensors_in
 
 RECOMPILATIONS = 64
 """for a class of layers: training and evaluation, frozen and trained layers, shapes"""
 _OUTSIDE = "_mm5d_outside"
+_TAKES = (Tensor, nn.Parameter, ContextMask)  # a mask goes through to the attention
 
 
 class CompiledLayers:
@@ -128,7 +130,4 @@ def _is_plain(values: tuple[Any, ...]) -> bool:
     """Whether a layer's arguments are what compiled code takes: plain tensors, and no cache of keys."""
     if any(hasattr(value, "get_seq_length") for value in values):
         return False
-    return all(
-        type(tensor) in (Tensor, nn.Parameter) or type(tensor).__name__ == "ContextMask"
-        for _, tensor in tensors_in(values)
-    )
+    return all(type(tensor) in _TAKES for _, tensor in tensors_in(values))

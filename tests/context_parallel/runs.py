@@ -28,7 +28,8 @@ PIPE = shared(4, cp_mode="ring", pp_size=2)
 def steps(run: Run, module: Any, batches: Any, **options: Any) -> Any:
     """Train on batches given whole; losses, gradients of each step and the weights at the end."""
     recorder = Recorder()
-    trainer = run.trainer(callbacks=[recorder], use_distributed_sampler=False, **options)
+    callbacks = [recorder, *options.pop("callbacks", ())]
+    trainer = run.trainer(callbacks=callbacks, use_distributed_sampler=False, **options)
     data = batches if isinstance(batches, IterableDataset) else Batches(batches)
     trainer.fit(module, DataLoader(data, batch_size=None))
     return {"losses": recorder.losses, "gradients": recorder.gradients, "weights": weights(module)}
