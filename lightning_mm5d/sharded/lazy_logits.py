@@ -132,12 +132,7 @@ class LazyLogits(Tensor):
 
     def _is_lazy(self) -> bool:
         # without gradients it may be in the forward of an autograd function, whose backward must not be passed by
-        return not self.is_computed and (torch.is_grad_enabled() or not _requires_grad(self))
-
-    @property
-    def is_computed(self) -> bool:
-        """Whether the logits exist."""
-        return self._found is not None
+        return self._found is None and (torch.is_grad_enabled() or not _requires_grad(self))
 
     @classmethod
     def __torch_function__(

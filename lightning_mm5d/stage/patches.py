@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_mm5d.config.errors import ConfigError, private
@@ -76,11 +77,13 @@ class Patches:
         if runtime.tensor is not None:
             runtime.tensor.linear, runtime.tensor.puts_off = self._linear, self._due
         held, compiled = frozenset().union(*runtime.stages.values()), list[str]()
+        found = list[nn.Module]()
         for path, module in runtime.root.named_modules():
             if is_compiled(module):
                 compiled.append(path)
             if is_linear(module) and f"{path}.weight" in held and not any(is_in(path, one) for one in compiled):
-                self._patch_linear(module)
+                found.append(module)
+        self._patch_linears_of(found)
 
     def _patch_boundaries(self) -> None:
         runtime = self._runtime
@@ -166,14 +169,17 @@ class Patches:
 
         self._replace(module, "forward", forward)
 
-    def _patch_linear(self, module: nn.Module) -> None:
+    def _patch_linears_of(self, modules: list[nn.Module]) -> None:
+        # one function for all, outside of compiled layers, which are bound to the functions that they call
+        @torch.compiler.disable
         def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
             if self._puts_off(layer, args, kwargs):
                 return self._linear(layer, args[0], layer.bias)  # type: ignore[arg-type]
             return type(layer).forward(layer, *args, **kwargs)
 
-        # bound, so that a copy of the module computes with its own weights
-        self._replace(module, "forward", MethodType(forward, module))
+        for module in modules:
+            # bound, so that a copy of the module computes with its own weights
+            self._replace(module, "forward", MethodType(forward, module))
 
     def _puts_off(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
         run = self._runtime.active

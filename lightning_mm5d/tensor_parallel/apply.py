@@ -208,7 +208,9 @@ class TensorParallel:
             entered = region.enter(local, training=False)
             region.forget()
             if self.fused is not None:
-                hidden = entered if tokens is None else tokens.coarser.wrapped(entered, input.sharded_dim)  # type: ignore[attr-defined]
+                hidden = entered.entered
+                if isinstance(input, Sharded) and tokens is not None:
+                    hidden = tokens.coarser.wrapped(hidden, input.sharded_dim)
                 if (logits := self.fused(module, hidden, columns)) is not None:
                     return logits
             part = self._product(module, entered)
