@@ -86,6 +86,24 @@ CHECKS = (
         limit_s=300,
     ),
     Check(
+        name="memory.sums",
+        title="Peak memory: sums of gradients",
+        function="peak_memory:sums",
+        limit_s=90,
+    ),
+    Check(
+        name="memory.casts",
+        title="Peak memory: precision",
+        function="peak_memory:casts",
+        limit_s=120,
+    ),
+    Check(
+        name="memory.ends",
+        title="Peak memory: checkpoints and the end of a run",
+        function="peak_memory:ends",
+        limit_s=90,
+    ),
+    Check(
         name="speed.one",
         title="One process, a model of the shape of Qwen2-VL 2B",
         function="one_process:run",

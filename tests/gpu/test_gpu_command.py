@@ -38,7 +38,7 @@ def test_checks_run_dry(each: Check, tmp_path: Path) -> None:
     if each.name == "flex.tests":  # pytest itself, in another process: what it would start is collected elsewhere
         assert checks.load(each.function)
         return
-    assert run_ranks(1, lambda rank: supervisor.serve(each.function, MACHINE, path)) == [0]
+    assert run_ranks(1, lambda rank: supervisor.serve(each.function, MACHINE, path))[0] in (0, supervisor.SKIPPED)
     rows = [Row(**json.loads(line)) for line in path.read_text().splitlines()]
     assert rows
     assert [row for row in rows if row.status == "failed"] == []
