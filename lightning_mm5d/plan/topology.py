@@ -98,9 +98,17 @@ class Topology:
         Ranks of one instance share its layers and run the same actions. Tensor parallel ranks run fastest among them,
         then context parallel ranks.
         """
-        pp = self.pp_of(stage.modality, stage.number)
-        replicas = range(self.layout.sizes(stage.modality).dp)
-        return tuple(self.layout.ranks_of(stage.modality, pp=pp, dp=dp) for dp in replicas)
+        return self._instances[stage]
+
+    @cached_property
+    def _instances(self) -> dict[StageKey, tuple[tuple[int, ...], ...]]:
+        return {
+            stage: tuple(
+                self.layout.ranks_of(stage.modality, pp=self.pp_of(stage.modality, stage.number), dp=dp)
+                for dp in range(self.layout.sizes(stage.modality).dp)
+            )
+            for stage in self.members
+        }
 
     @cached_property
     def lead_of_rank(self) -> dict[int, int]:
@@ -150,23 +158,26 @@ class Topology:
         return ["+".join(self.stages_of(rank)) for rank in range(self.layout.size)]
 
     def connected_replicas(self, rank: int) -> tuple[int, ...]:
-        """Return the replicas that `rank` depends on, directly or through encoders that serve several, ascending.
+        """Return the replicas that `rank` depends on, directly or through others, ascending.
 
-        With two replicas of the language model and one encoder for both, it is ``(0, 1)`` for every rank.
+        Replicas depend on each other through ranks that work for both, and through ranks that share layers with those:
+        with two replicas of the language model and one encoder for both, it is ``(0, 1)`` for every rank.
         """
-        found = set(self.layout.replicas_of_rank(rank))
-        while True:
-            more = {
-                share.replica
-                for name in self.layout.modalities
-                for dp in range(self.layout.sizes(name).dp)
-                for served in [self.layout.serves(name, dp)]
-                if found.intersection(share.replica for share in served)
-                for share in served
-            }
-            if more <= found:
-                return tuple(sorted(found))
-            found |= more
+        return next(replicas for leads, replicas in self._connected if self.lead_of_rank[rank] in leads)
+
+    @cached_property
+    def _connected(self) -> list[tuple[frozenset[int], tuple[int, ...]]]:
+        """Leads of ranks that depend on each other, with the replicas that they serve."""
+        served: dict[int, set[int]] = {}
+        for rank, lead in self.lead_of_rank.items():
+            served.setdefault(lead, set()).update(self.layout.replicas_of_rank(rank))
+        found: list[tuple[frozenset[int], set[int]]] = []
+        for lead, replicas in served.items():
+            joined = [one for one in found if not replicas.isdisjoint(one[1])]
+            found = [one for one in found if replicas.isdisjoint(one[1])]
+            leads = frozenset({lead}).union(*(others for others, _ in joined))
+            found.append((leads, replicas.union(*(others for _, others in joined))))
+        return [(leads, tuple(sorted(replicas))) for leads, replicas in found]
 
     def actions_of(self, rank: int, schedule: Schedule, count: int) -> list[Action]:
         """Return the actions that `rank` itself runs, of those that a schedule lists for its lead.

@@ -34,6 +34,13 @@ def sketch(
         frozen: names of modalities in which nothing is trained; all others are trained completely.
         v_shaped: as in `Plan`.
     """
+    plan = sketched_plan(layout, modalities, v_shaped=v_shaped)
+    trained = frozenset(name for name in plan.sizes if name.rpartition(".")[0] not in frozen)
+    return plan.graphs.graph(range(layout.num_replicas), num_microbatches, trained)
+
+
+def sketched_plan(layout: Layout, modalities: Mapping[str, Modality], *, v_shaped: bool = False) -> Plan:
+    """Return the plan of a run without a model; arguments as of `sketch`. A stage's parameter has its name."""
     stages = {
         name: tuple(StageCut(name, index, index, index + 1) for index in range(modality.num_cuts))
         for name, modality in modalities.items()
@@ -54,6 +61,4 @@ def sketch(
         name: modality if modality.cost is not None else replace(modality, cost=1.0)
         for name, modality in modalities.items()
     }
-    plan = Plan(layout, partition, costed, dict.fromkeys(partition.owners, 1), v_shaped=v_shaped)
-    trained = frozenset(cut.name for cut in cuts if cut.modality not in frozen)
-    return plan.graphs.graph(range(layout.num_replicas), num_microbatches, trained)
+    return Plan(layout, partition, costed, dict.fromkeys(partition.owners, 1), v_shaped=v_shaped)

@@ -100,7 +100,7 @@ class IssueOrder:
                 microbatch on other ranks.
         """
         found = list(actions)
-        due = deque(sorted(message for action in found for message in self._needed(action)))
+        due = deque(sorted(message for action in found for message in self.needed(action)))
         turns = []
         for action in found:
             receives = []
@@ -110,8 +110,8 @@ class IssueOrder:
         assert not due, f"no action receives {due[0]}"
         return turns
 
-    def _needed(self, action: Action) -> list[Message]:
-        """The messages without which an action can not run, and which no earlier action of its rank needed."""
+    def needed(self, action: Action) -> list[Message]:
+        """Return the messages that an action takes, in their order; no other action takes them."""
         if action.kind is Kind.W:
             return []
         return self._arriving.get((action.stage, action.microbatch, action.kind is not Kind.F), [])

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.plan.data_shards import DataShards
+from lightning_mm5d.plan.issued import check_messages
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Graph, Schedule, build, is_table
 from lightning_mm5d.trainer.averages import check_averages
@@ -52,6 +53,8 @@ def check_module(
     """
     if callable(schedule) or is_table(schedule):
         build(schedule, plan.graphs.full_graph(schedule, num_microbatches, module))
+        named = module.named_parameters(remove_duplicate=False)
+        check_messages(plan, schedule, num_microbatches, frozenset(name for name, p in named if p.requires_grad))
     if not module.automatic_optimization and (not plan.topology.is_replicated or num_microbatches > 1):
         raise ConfigError(
             "automatic_optimization",

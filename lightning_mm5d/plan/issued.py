@@ -1,0 +1,132 @@
+"""What every rank issues to others in one step, from the plan alone, and the proof that all of it ends.
+
+A message of the schedule becomes one message for each pair of ranks whose shares of a payload overlap. What stays on
+one rank is not issued. Where several ranks of a target share one payload, they gather it before the action. Ranks that
+share the layers of a stage meet in its actions. Gradients are summed over ranks that hold the same parameter, after the
+last message of a rank: earlier sums could wait for ranks whose messages wait in the same device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.plan.sums import sums_of
+from lightning_mm5d.schedule import AnySchedule, IssueOrder, Message, Schedule
+from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.schedule.streams import Operation, Step, check_streams
+
+
+def check_messages(
+    plan: Plan, schedule: AnySchedule, count: int, trainable: frozenset[str], *, forward_only: bool = False
+) -> None:
+    """Refuse a schedule whose messages, gathers and sums of gradients would not end.
+
+    Args:
+        plan: all stages.
+        schedule: as `build` takes it.
+        count: microbatches per replica, M.
+        trainable: names of the parameters that require a gradient.
+        forward_only: leave out backwards.
+
+    Raises:
+        ScheduleError: the ranks would wait for each other under a model of `streams`.
+    """
+    issued = Issued(plan, schedule, count, trainable, forward_only=forward_only)
+    check_streams({rank: [issued.steps(rank)] for rank in range(plan.layout.size)})
+
+
+def pairs_between(sources: Sequence[int], targets: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the pairs of sender and receiver of a payload, in the order in which both issue them.
+
+    Source i of a covers the share from i / a to (i + 1) / a of a payload, target j of b that from j / b to (j + 1) / b.
+    Those that overlap make a pair, also where sender and receiver are one rank. Nothing is sent where every target is a
+    source. From ranks 0 and 1 to ranks 2, 3 and 4: ``[(0, 2), (0, 3), (1, 3), (1, 4)]``.
+    """
+    if set(targets) <= set(sources):
+        return [(target, target) for target in targets]
+    a, b = len(sources), len(targets)
+    return [
+        (source, target)
+        for i, source in enumerate(sources)
+        for j, target in enumerate(targets)
+        if i * b < (j + 1) * a and j * a < (i + 1) * b
+    ]
+
+
+class Issued:
+    """What the ranks of a plan issue in one step of a schedule; arguments as of `check_messages`."""
+
+    def __init__(
+        self, plan: Plan, schedule: AnySchedule, count: int, trainable: frozenset[str], *, forward_only: bool = False
+    ) -> None:
+        self._plan, self._count, self._trainable = plan, count, trainable
+        self._schedule, self._forward_only = schedule, forward_only
+        self._built: dict[Any, tuple[Schedule, IssueOrder]] = {}
+        self._known: dict[Message, list[Operation]] = {}
+
+    def steps(self, rank: int) -> list[Step]:
+        """Return what `rank` issues and waits for, in order."""
+        schedule, order = self._order(rank)
+        actions = self._plan.topology.actions_of(rank, schedule, self._count)
+        left: list[Operation] = []  # issued, and waited for at the end of the step
+        found: list[Step] = []
+        for action, receives, sends in order.turns(actions):
+            found += [Step(one) for message in receives for one in self._received(message, rank)]
+            for message in order.needed(action):
+                found += [Step(one, waits=True) for one in self._received(message, rank)]
+                found += self._gather(message, rank)
+            found += self._meeting(("collectives", action), action.stage, action.microbatch, rank)
+            left += (one for message in sends for one in self._sent(message, rank))
+            found += (Step(one) for message in sends for one in self._sent(message, rank))
+        sums = [] if self._forward_only else self._sums(rank)
+        return [*found, *map(Step, sums), *(Step(one, waits=True) for one in (*left, *sums))]
+
+    def _order(self, rank: int) -> tuple[Schedule, IssueOrder]:
+        key = self._plan.topology.connected_replicas(rank)
+        if key not in self._built:
+            graph, schedule = self._plan.graphs.schedule(
+                self._schedule, self._count, self._trainable, rank=rank, forward_only=self._forward_only
+            )
+            self._built[key] = schedule, IssueOrder(schedule, graph)
+        return self._built[key]
+
+    def _ranks_at(self, stage: StageKey, microbatch: int) -> tuple[int, ...]:
+        return self._plan.topology.ranks_at(stage, *divmod(microbatch, self._count))
+
+    def _operations(self, message: Message) -> list[Operation]:
+        """One operation for each pair of ranks that a message passes between."""
+        if message not in self._known:
+            sources, targets = (self._ranks_at(stage, message.microbatch) for stage in (message.source, message.target))
+            self._known[message] = [
+                Operation((message, f"from rank {pair[0]} to rank {pair[1]}"), pair, ("messages", min(pair), max(pair)))
+                for pair in pairs_between(sources, targets)
+                if pair[0] != pair[1]
+            ]
+        return self._known[message]
+
+    def _received(self, message: Message, rank: int) -> list[Operation]:
+        return [one for one in self._operations(message) if one.ranks[1] == rank]
+
+    def _sent(self, message: Message, rank: int) -> list[Operation]:
+        return [one for one in self._operations(message) if one.ranks[0] == rank]
+
+    def _gather(self, message: Message, rank: int) -> list[Step]:
+        sources, targets = (self._ranks_at(stage, message.microbatch) for stage in (message.source, message.target))
+        if len(targets) == 1 or set(targets) <= set(sources):
+            return []
+        return self._meeting(("gather", message), message.target, message.microbatch, rank)
+
+    def _meeting(self, what: tuple[str, Any], stage: StageKey, microbatch: int, rank: int) -> list[Step]:
+        """A collective of the ranks of an instance, which all of them wait for."""
+        ranks = self._ranks_at(stage, microbatch)
+        operation = Operation(what, ranks, ("layers", *ranks))
+        return [Step(operation), Step(operation, waits=True)] if len(ranks) > 1 else []
+
+    def _sums(self, rank: int) -> list[Operation]:
+        """The sums of gradients, in one order on all ranks; ranks that ran no microbatch join them."""
+        ranks = {
+            one.ranks for name, sums in sums_of(self._plan, rank).items() if name in self._trainable for one in sums
+        }
+        return [Operation(("gradients", one), one, ("gradients", *one)) for one in sorted(ranks)]
