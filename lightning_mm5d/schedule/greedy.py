@@ -25,6 +25,8 @@ from lightning_mm5d.schedule.stage_key import StageKey
 
 _SAME_TIME = 1e-9
 """Ends closer than this share of the time count as simultaneous, or rounding would decide the order."""
+_INSTANT = 1e-3
+"""How long a forward lasts beside a backward where only their number counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,8 @@ class Rules:
         lazy: full backwards that pass no gradient on run where nothing else is ready, since no stage waits for them.
         stretch: factors on the durations of input and weight gradients while playing; they change the order, which
             may suit the true durations better.
+        by_count: while playing, all backwards last equally long and forwards next to nothing, so that the order
+            follows from the graph alone, whatever actions cost.
     """
 
     in_flight: Mapping[StageKey, float] = field(default_factory=dict)
@@ -55,6 +59,7 @@ class Rules:
     patience: float = 0.0
     lazy: bool = False
     stretch: tuple[float, float] = (1.0, 1.0)
+    by_count: bool = False
 
     def __post_init__(self) -> None:
         assert not (self.flush and (self.in_flight or self.held)), (
@@ -163,7 +168,10 @@ class _Run:
             if self.front != front or self.rules.patience:
                 woken |= free
         self._assert_complete()
-        if self.waived or self.rules.stretch != (1.0, 1.0):  # ranks that follow the list do not wait for these
+        rules = self.rules
+        if (
+            self.waived or rules.stretch != (1.0, 1.0) or rules.by_count
+        ):  # ranks that follow the list do not wait for these
             now = simulate(schedule, pipeline.graph).makespan
         return Played(schedule, now, self.peak)
 
@@ -250,11 +258,13 @@ class _Run:
             self.forwards_left[node.rank] -= 1
             self.held[node.rank] += self.pipeline.backward[self.pipeline.stage_of[index]]
             self.peak[node.rank] = max(self.peak[node.rank], self.held[node.rank])
-            return node.forward_cost
+            return _INSTANT if self.rules.by_count else node.forward_cost
         if kind is Kind.W:
             self.pending[index].popleft()
             return self.pipeline.weights[index] * self.rules.stretch[1]
         self.backwards[index] += 1
+        if self.rules.by_count:
+            return 1.0
         duration = node.backward_cost - (self.pipeline.weights[index] if kind is Kind.I else 0.0)
         return duration * self.rules.stretch[0]
 

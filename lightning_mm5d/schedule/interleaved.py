@@ -16,7 +16,7 @@ from collections import Counter
 
 from lightning_mm5d.schedule.graph import Graph
 from lightning_mm5d.schedule.greedy import Rules
-from lightning_mm5d.schedule.plain import in_flight_limits, per_instance
+from lightning_mm5d.schedule.plain import in_flight_limits, one_f_one_b, per_instance
 from lightning_mm5d.schedule.stage_key import StageKey
 
 
@@ -26,7 +26,7 @@ def interleaved(graph: Graph) -> list[Rules]:
     chunked = {stage for rank in graph.ranks for mine in chunks(graph, rank) if len(mine) > 1 for stage in mine}
     in_flight = {stage: limit for stage, limit in limits.items() if stage not in chunked}
     if not chunked:
-        return [Rules(in_flight=limits)]
+        return one_f_one_b(graph)
     held = {rank: warm_up(graph, rank) for rank in graph.ranks}
     return [Rules(in_flight=in_flight, held=held, eager=True, groups=groups) for groups in (turns(graph), {})]
 

@@ -3,10 +3,13 @@
 ``gpipe`` runs backwards after the rank's last forward (Huang et al. 2019, arXiv:1811.06965). Its order is the simplest,
 and a rank holds the activations of all microbatches at once.
 
-``1f1b`` runs backwards first. A stage starts no forward while as many of its microbatches are in flight as there are
-stages from it to the end (PipeDream-Flush, Narayanan et al. 2021, arXiv:2006.09503). In a graph the longest path to the
-end counts, so that encoders side by side fill the language model's pipeline together, as in Cornstarch (Jang et al.
-2025, arXiv:2503.11367).
+``1f1b`` alternates. A stage starts no forward while as many of its microbatches are in flight as there are stages from
+it to the end (PipeDream-Flush, Narayanan et al. 2021, arXiv:2006.09503). In a graph the longest path to the end counts,
+so that encoders side by side fill the language model's pipeline together, as in Cornstarch (Jang et al. 2025,
+arXiv:2503.11367).
+
+Within this limit forwards come first. A rank that ran all backwards that have arrived would hold back the next forward,
+for which all later ranks wait.
 """
 
 from __future__ import annotations
@@ -24,8 +27,13 @@ def gpipe(graph: Graph) -> list[Rules]:
 
 
 def one_f_one_b(graph: Graph) -> list[Rules]:
-    """One forward, one backward, within `in_flight_limits`."""
-    return [Rules(in_flight=in_flight_limits(graph))]
+    """One forward, one backward, within `in_flight_limits`.
+
+    The order by count does not depend on estimated costs. The other one may be shorter where stages on one rank, or
+    instances that serve several replicas, compete for it.
+    """
+    limits = in_flight_limits(graph)
+    return [Rules(in_flight=limits, eager=True, by_count=by_count) for by_count in (True, False)]
 
 
 def in_flight_limits(graph: Graph) -> dict[StageKey, int]:

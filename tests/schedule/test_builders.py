@@ -59,6 +59,20 @@ def test_after_the_warm_up_forwards_and_backwards_alternate() -> None:
     assert kinds == "FF" + "BF" * 3 + "BB"
 
 
+def test_ranks_alternate_where_a_slow_encoder_finds_several_gradients_waiting() -> None:
+    """vision: rank 0, as slow as both language stages together; language: ranks 1-2. Each waits for rank 0's next."""
+    costs = {"vision.0": 3.4, "language.0": 1.5, "language.1": 2.0}
+    nodes = tuple(
+        Node(stage=stage, rank=rank, microbatches=tuple(range(8)), forward_cost=cost, backward_cost=2 * cost)
+        for rank, (stage, cost) in enumerate(costs.items())
+    )
+    graph = Graph(nodes, (("vision.0", "language.0"), ("language.0", "language.1")))
+    schedule = build("1f1b", graph)
+    kinds = ["".join(action.kind.value for action in schedule[rank]) for rank in range(3)]
+    assert kinds == ["FFF" + "BF" * 5 + "BBB", "FF" + "BF" * 6 + "BB", "FB" * 8]
+    assert simulate(schedule, graph).makespan < 1.05 * simulate(schedule, graph).busy[0]
+
+
 def test_gpipe_runs_all_forwards_of_a_rank_first() -> None:
     colocated = Graph(
         tuple(Node(stage=f"language.{i}", rank=i % 2, microbatches=(0, 1, 2)) for i in range(4)),
