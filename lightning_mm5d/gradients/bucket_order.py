@@ -60,6 +60,7 @@ class BucketOrder:
         draw: gives a seed for the random rounding of some gradients, the same on all ranks.
         presence: what ranks agree on.
         side: where messages leave.
+        late: numbers of the parameters whose gradients wait for the end of all backwards.
     """
 
     def __init__(
@@ -75,12 +76,13 @@ class BucketOrder:
         draw: Draw,
         presence: Presence,
         side: SideStream,
+        late: frozenset[int] = frozenset(),
     ) -> None:
         self._draw, self._presence = draw, presence
         self._pieces, self._everything, self._shared = pieces, everything, shared
         self._groups, self._across = groups, across
         self._bucket_bytes, self._count = bucket_bytes, count
-        self._side = side
+        self._side, self._late = side, late
         self._trained: tuple[Any, ...] = ()
         self._places: dict[tuple[Any, ...], list[float]] = {}
         self._made: dict[tuple[Any, ...], list[tuple[_Key, Bucket]]] = {}
@@ -149,13 +151,17 @@ class BucketOrder:
             found.setdefault(key, []).append(piece._replace(shared=shared))
         for key, held in found.items():
             held.sort(key=lambda piece: -piece.number)
-            late = [piece for piece in held if piece.rows is not None]
-            early = [piece for piece in held if piece.rows is None]
+            late = [piece for piece in held if self._waits(piece)]
+            early = [piece for piece in held if not self._waits(piece)]
             quarter = -(-len(early) // 4)  # messages of small models overlap with their backwards too
             for cut in cut_into_buckets(early, self._bucket_bytes, quarter):
                 yield key, self._bucket(key, cut)
-            for cut in cut_into_buckets(late, self._bucket_bytes, len(late)):
-                yield key, self._bucket(key, cut)
+            for parts in ([one for one in late if one.rows is None], [one for one in late if one.rows is not None]):
+                for cut in cut_into_buckets(parts, self._bucket_bytes, len(parts)):
+                    yield key, self._bucket(key, cut)
+
+    def _waits(self, piece: Piece) -> bool:
+        return piece.rows is not None or piece.number in self._late
 
     def _sort(self, made: Sequence[tuple[_Key, Bucket]]) -> Buckets:
         places = self._places.get(self._trained)
@@ -166,7 +172,7 @@ class BucketOrder:
         def when(one: tuple[_Key, Bucket]) -> tuple[bool, tuple[float, int], _Key]:
             key, bucket = one
             latest = max(map(place, bucket.pieces))
-            return bucket.pieces[0].rows is not None or latest[0] >= _LATE, latest, key
+            return self._waits(bucket.pieces[0]) or latest[0] >= _LATE, latest, key
 
         ordered = sorted(made, key=when)
         return Buckets([bucket for _, bucket in ordered], sum(not when(one)[0] for one in ordered), self._side)

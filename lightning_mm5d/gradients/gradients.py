@@ -24,6 +24,7 @@ from lightning_mm5d.plan.compressions import Traffic, traffic_of
 from lightning_mm5d.plan.data_shards import DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.plan.sums import Rows, Summed, counted_of, sums_of
+from lightning_mm5d.sharded.backends import waits_on_device
 
 
 class Placed(NamedTuple):
@@ -36,6 +37,7 @@ class Placed(NamedTuple):
         traffic: how gradients travel, by name.
         draw: gives a seed for the random rounding of some gradients, the same on all ranks.
         device: where this rank computes.
+        timing: when sums may leave.
     """
 
     numbers: Mapping[str, int]
@@ -44,6 +46,24 @@ class Placed(NamedTuple):
     traffic: Mapping[str, Traffic]
     draw: Draw
     device: torch.device
+    timing: Timing
+
+
+class Timing(NamedTuple):
+    """When sums may leave while a schedule runs.
+
+    With gloo they may at any time. Devices that have one order for all messages must not wait in a circle, whatever the
+    batches of replicas are: so a sum has the same place among the messages of the schedule on all of its ranks.
+
+    Attributes:
+        early: whether a sum leaves in the last action of its stage; else after all actions.
+        inside: whether it leaves within that action; else at its end, after messages of layers.
+        late: numbers of the parameters that wait for the end of all actions, because other stages have them too.
+    """
+
+    early: bool = True
+    inside: bool = True
+    late: frozenset[int] = frozenset()
 
 
 class SumGroups(NamedTuple):
@@ -103,7 +123,7 @@ class Gradients:
             for name, parameter in parameters.items()
             for summed in sums.get(name, ())
         ]
-        self._device, count = placed.device, len(placed.numbers)
+        self._timing, count = placed.timing, len(placed.numbers)
         self._presence = Presence(count, groups.host)
         self._has_sums, self._has_rows = bool(groups.by_ranks), groups.has_rows
         self._order = BucketOrder(
@@ -116,6 +136,7 @@ class Gradients:
             count=count,
             draw=placed.draw,
             presence=self._presence,
+            late=placed.timing.late,
             side=SideStream(placed.device),
         )
 
@@ -170,7 +191,13 @@ class Gradients:
         """
         buckets = self._order.buckets(whole=whole, rows=rows)
         sums = (whole and self._has_sums) or (rows and self._has_rows)  # the same on all ranks
-        return Reduction(buckets, self._presence if sums else None, is_early=is_early, stages=self._stages)
+        return Reduction(
+            buckets,
+            self._presence if sums else None,
+            is_early=is_early and self._timing.early,
+            inside=self._timing.inside,
+            stages=self._stages,
+        )
 
     def finish(self, reduction: Reduction, factor: float = 1.0) -> dict[int, Tensor]:
         """End a sum in whose backwards gradients were watched; a collective of all ranks.
@@ -262,8 +289,29 @@ def make_gradients(
         return seed_of(*random_key(), pieces[0].number)
 
     stages = _stages_of(plan, rank, parameters)
-    placed = Placed(numbers, everything or [*parameters.values()], stages, traffic, draw, device)
+    placed = Placed(
+        numbers, everything or [*parameters.values()], stages, traffic, draw, device, timing_of(plan, device)
+    )
     return Gradients(parameters, placed, sums, groups, counted, shared, bucket_bytes)
+
+
+def timing_of(plan: Plan, device: torch.device) -> Timing:
+    """Return when sums may leave on this device's backend; the same on all ranks."""
+    if not (dist.is_initialized() and waits_on_device(device)):
+        return Timing()
+    topology, owners = plan.topology, plan.partition.owners
+    # replicas that share ranks end their stages at different places among the messages of these ranks
+    alone = all(len(topology.connected_replicas(rank)) == 1 for rank in range(plan.layout.size))
+    gathers = any(one.shared_stage == 3 and one.reshard_after_forward for one in plan.modalities.values())
+    shared = [
+        number for number, name in enumerate(plan.sizes) if len({topology.stage_of[key] for key in owners[name]}) > 1
+    ]
+    return Timing(
+        early=not gathers and (alone or not topology.edges),
+        # context parallel ranks have other tokens, and so other gradients at a time
+        inside=all(plan.layout.sizes(name).cp == 1 for name in plan.layout.modalities),
+        late=frozenset(shared),
+    )
 
 
 def _stages_of(plan: Plan, rank: int, parameters: Mapping[str, nn.Parameter]) -> dict[Hashable, Sequence[nn.Parameter]]:

@@ -59,6 +59,7 @@ class Reduction:
         buckets: what is summed.
         presence: what ranks agree on; None where no rank has anything to sum.
         is_early: whether buckets are sent before `finish`; the others are not told.
+        inside: whether they are sent inside of the last action of a stage too, and not only at its end.
         stages: the parameters of each stage of this rank.
 
     Attributes:
@@ -72,11 +73,13 @@ class Reduction:
         presence: Presence | None,
         *,
         is_early: bool,
+        inside: bool = True,
         stages: Mapping[Hashable, Sequence[nn.Parameter]] | None = None,
     ) -> None:
         self.final: dict[int, None] = {}
         self.repeated: frozenset[int] = frozenset()
         self._buckets, self._presence, self._is_early, self._stages = buckets, presence, is_early, stages or {}
+        self._inside = inside
         self._missing = [len(bucket.pieces) for bucket in buckets.all]
         self._started: list[Sum] = []
         self._ended: set[Hashable] = set()
@@ -110,11 +113,15 @@ class Reduction:
             wanted = [parameter for parameter in own if id(parameter) in due]
             for parameter in own:
                 if id(parameter) not in due:
-                    self._is_final(id(parameter))
+                    self._note_final(id(parameter))
+        is_early, self._is_early = self._is_early, self._is_early and self._inside
+        self._send_final()
         with self.watched(wanted):
             yield
+        self._is_early = is_early
         for parameter in own:
-            self._is_final(id(parameter))
+            self._note_final(id(parameter))
+        self._send_final()
 
     def finish(self, factor: float = 1.0) -> dict[int, Tensor]:
         """Send what is left, and set the gradients of all parameters but the shared ones; collective.
@@ -162,11 +169,16 @@ class Reduction:
             yield
 
     def _is_final(self, key: int, *_: object) -> None:
-        if key in self.final:
-            return
-        self.final[key] = None
-        for number in self._buckets.of.get(key, ()):
-            self._missing[number] -= 1
+        self._note_final(key)
+        self._send_final()
+
+    def _note_final(self, key: int) -> None:
+        if key not in self.final:
+            self.final[key] = None
+            for number in self._buckets.of.get(key, ()):
+                self._missing[number] -= 1
+
+    def _send_final(self) -> None:
         if not self._is_early:
             return
         with self._sending():
