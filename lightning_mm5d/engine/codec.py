@@ -84,16 +84,26 @@ class TreeChannel:
     Args:
         move: sends one message ``[bytes]`` of uint8, or receives it into the tensor.
         device: where messages live.
+        host: the same as `move` for messages in host memory. With it only tensors of `device` go by `move`, so that
+            no end waits for the device to know what comes; None sends everything by `move`.
     """
 
-    def __init__(self, move: Callable[[Tensor], Any], device: torch.device) -> None:
-        self._move, self._device = move, device
+    def __init__(
+        self, move: Callable[[Tensor], Any], device: torch.device, host: Callable[[Tensor], Any] | None = None
+    ) -> None:
+        self._move, self._device, self._host = move, device, host
         self._sent, self._received = SentHeaders(), dict[int, Header]()
 
     @classmethod
-    def within(cls, group: dist.ProcessGroup | None, src: int, device: torch.device) -> TreeChannel:
-        """Return a channel from the global rank `src` to all ranks of its `group`."""
-        return cls(lambda message: dist.broadcast(message, src, group=group), device)
+    def within(
+        cls, group: dist.ProcessGroup | None, src: int, device: torch.device, host: dist.ProcessGroup | None = None
+    ) -> TreeChannel:
+        """Return a channel from the global rank `src` to all ranks of its `group`, and of `host` where it is given."""
+
+        def sends(way: dist.ProcessGroup | None) -> Callable[[Tensor], Any]:
+            return lambda message: dist.broadcast(message, src, group=way)
+
+        return cls(sends(group), device, None if host is None else sends(host))
 
     def send(self, tree: Any) -> None:
         """Send `tree`: tensors, paths and plain values in containers.
@@ -103,29 +113,42 @@ class TreeChannel:
         """
         packer = Packer()
         try:
-            description = [None, packer.describe(tree)]
-            leaves = [tensor.detach().to(self._device) for tensor in packer.tensors]
+            packed_tree = packer.describe(tree)
+            tensors = [tensor.detach() for tensor in packer.tensors]
+            apart = [index for index, one in enumerate(tensors) if self._goes_apart(one)]
+            description = [None, packed_tree, json.loads(describe(apart, [tensors[index] for index in apart]))]
+            leaves = [tensor.to(self._near) for index, tensor in enumerate(tensors) if index not in apart]
             parts = [bytes_of(leaf) for leaf in leaves if leaf.numel()]
             header = describe(description, leaves)
         except (ValueError, RuntimeError, TypeError) as error:  # also of tensors without memory, while others wait
             refused = (
                 str(error) if isinstance(error, ValueError) else f"a tensor cannot be sent to other ranks: {error}"
             )
-            self._send(describe([refused, None], []), [])
+            self._send(describe([refused, None, None], []), [])
             if isinstance(error, RemoteParameterError):
                 raise
             raise ValueError(refused) from error
         self._send(header, parts)
+        for index in apart:
+            if tensors[index].numel():
+                self._move(bytes_of(tensors[index]))
+
+    @property
+    def _near(self) -> torch.device:
+        return self._device if self._host is None else torch.device("cpu")
+
+    def _goes_apart(self, tensor: Tensor) -> bool:
+        return self._host is not None and tensor.device == self._device
 
     def _send(self, header: str, parts: list[Tensor]) -> None:
-        first, *others = messages(*self._sent.slot(header), parts, _TREE_ROOM, self._device)
+        first, *others = messages(*self._sent.slot(header), parts, _TREE_ROOM, self._near)
         padded = first.new_zeros(_TREE_ROOM)  # a broadcast has one length on all ranks
         padded[: len(first)] = first
         for message in (padded, *others):
-            self._move(message)
+            (self._host or self._move)(message)
 
     def receive(self) -> Any:
-        """Return the next tree; its tensors are on the channel's device.
+        """Return the next tree; its tensors are where messages live, those of the host in host memory.
 
         Raises:
             ValueError: the sender refused its tree.
@@ -133,14 +156,20 @@ class TreeChannel:
 
         def fill(*buffers: Tensor) -> None:
             for buffer in buffers:
-                self._move(buffer)
+                (self._host or self._move)(buffer)
 
-        first = torch.empty(_TREE_ROOM, dtype=torch.uint8, device=self._device)
-        header, tensors = receive(fill, first, self._received)
-        refused, description = header.meta
+        first = torch.empty(_TREE_ROOM, dtype=torch.uint8, device=self._near)
+        header, near = receive(fill, first, self._received)
+        refused, description, far = header.meta
         if refused is not None:
             raise ValueError(refused)
-        return rebuild(description, tensors)
+        apart = Header.parse(json.dumps(far))
+        filled = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in apart.sizes]
+        for buffer in filled:
+            self._move(buffer)
+        found = dict(zip(apart.meta, leaves_of(apart, filled, self._device), strict=True))
+        rest = iter(near)
+        return rebuild(description, [found[i] if i in found else next(rest) for i in range(len(found) + len(near))])
 
 
 def broadcast_tree(tree: Any, src: int, device: torch.device, group: dist.ProcessGroup | None = None) -> Any:

@@ -54,6 +54,7 @@ class RunGroups:
     Attributes:
         payloads: the groups of the transport; None where nothing is sent.
         replicas: the ranks that work for each replica of the loss modality.
+        hosts: the same, for what is in host memory; none where all groups carry that.
         loss: one rank of each replica, where steps end: of those that share a last stage, those of this rank's
             place among them.
         host: the world, with messages in host memory; None for one rank.
@@ -68,6 +69,7 @@ class RunGroups:
 
     payloads: PayloadGroups | None = None
     replicas: dict[int, dist.ProcessGroup | None] = field(default_factory=dict)
+    hosts: dict[int, dist.ProcessGroup | None] = field(default_factory=dict)
     loss: dist.ProcessGroup | None = None
     host: dist.ProcessGroup | None = None
     gradients: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
@@ -115,6 +117,11 @@ def make_groups(
         for replica in range(layout.num_replicas)
         if not is_plain
     }
+    hosts = {
+        replica: groups.get(layout.replica_ranks(replica), f"host of replica {replica}", backend="gloo")
+        for replica in replicas
+        if is_ordered
+    }
     ends = [sorted(ranks) for ranks in zip(*topology.instances(topology.last_stage), strict=True)]
     loss = [groups.get(ranks, "loss") for ranks in ends if len(ranks) > 1]
     summed = {ranks: groups.get(ranks, "gradients") for ranks in gradients}
@@ -131,6 +138,7 @@ def make_groups(
     return RunGroups(
         payloads=payloads,
         replicas=replicas,
+        hosts=hosts,
         loss=next(filter(None, loss), None),
         host=host,
         gradients=summed,

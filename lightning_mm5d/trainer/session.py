@@ -154,11 +154,11 @@ class Session:
             self._engine.recorder = Recorder(device)
         self._connect(groups)
         world = range(plan.layout.size)
-        together = self._groups.get(world, "turns") if len(world) > 1 else None
+        together = self._groups.get(world, "turns", backend="gloo") if len(world) > 1 else None
         self.turns = Turns(
             module.trainer,
             together,
-            message_device(device),
+            torch.device("cpu"),
             steps_together=not self.is_plain,
             predicts_together=not self.is_plain and plan.layout.num_replicas == 1,
             saves=options.saves,
@@ -191,7 +191,10 @@ class Session:
                 src=last[number][0],
                 ends_here=rank in last[number],
                 results=ResultChannel(
-                    src=last[number][0], group=groups.replicas[number], device=message_device(device)
+                    src=last[number][0],
+                    group=groups.replicas[number],
+                    device=message_device(device),
+                    host=groups.hosts.get(number),
                 ),
             )
             for number in plan.layout.replicas_of_rank(rank)

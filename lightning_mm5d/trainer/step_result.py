@@ -92,11 +92,19 @@ class ResultChannel:
         src: global rank where the step ends.
         group: the replica's ranks; None without other ranks.
         device: where messages live.
+        host: the same ranks, for what is in host memory; None where `device` is that.
     """
 
-    def __init__(self, *, src: int, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    def __init__(
+        self,
+        *,
+        src: int,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        host: dist.ProcessGroup | None = None,
+    ) -> None:
         self._is_alone = group is None or dist.get_world_size(group) == 1
-        self._channel = None if self._is_alone else TreeChannel.within(group, src, device)
+        self._channel = None if self._is_alone else TreeChannel.within(group, src, device, host)
         self._sends = self._is_alone or dist.get_rank() == src
 
     def share(self, result: StepResult | None) -> StepResult:

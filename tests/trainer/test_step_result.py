@@ -92,3 +92,31 @@ def test_an_object_of_a_users_own_is_refused() -> None:
 def test_sparse_tensors_are_refused_with_what_would_work() -> None:
     with pytest.raises(ValueError, match=r"sparse_coo .* to_dense"):
         Packer().describe({"hits": torch.eye(2).to_sparse()})
+
+
+def with_host(rank: int) -> list[Any]:
+    """A result that rank 0 shares, with two groups, and what each group carried."""
+    dist.init_process_group("gloo")
+    host, carried = dist.new_group(), {"host": list[int](), "device": list[int]()}
+    broadcast = dist.broadcast
+
+    def spy(x: torch.Tensor, *a: Any, group: Any = None, **k: Any) -> Any:
+        carried["host" if group is host else "device"].append(x.numel())
+        return broadcast(x, *a, group=group, **k)
+
+    outputs = {"a": torch.arange(6.0).view(2, 3), "none": None, "empty": torch.zeros(0, 3), "b": torch.ones(2).bool()}
+    with patch.object(dist, "broadcast", spy):
+        channel = ResultChannel(src=0, group=dist.group.WORLD, device=torch.device("cpu"), host=host)
+        found = [channel.share(StepResult(torch.tensor(0.5), outputs) if rank == 0 else None) for _ in range(2)]
+    dist.barrier()
+    return [found, carried]
+
+
+def test_tensors_of_the_device_go_by_themselves_and_what_describes_them_by_the_host() -> None:
+    for found, carried in run_ranks(2, with_host):
+        for result in found:
+            assert float(result.loss) == 0.5
+            assert torch.equal(result.outputs["a"], torch.arange(6.0).view(2, 3))
+            assert result.outputs["b"].tolist() == [True, True]
+            assert result.outputs["empty"].shape == (0, 3)
+        assert carried == {"host": [4096, 4096], "device": [4, 8, 24, 2] * 2}
