@@ -1,11 +1,9 @@
-"""Which GPU each rank of a trainer computes on."""
+"""Which GPU each rank of a trainer computes on, where several share one."""
 
 from __future__ import annotations
 
 import torch
-from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
-
-__all__ = ["CPUAccelerator", "CUDAAccelerator", "SharedGPU"]
+from lightning.pytorch.accelerators import CUDAAccelerator
 
 
 class SharedGPU(CUDAAccelerator):

@@ -15,12 +15,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from lightning.pytorch.accelerators import Accelerator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,18 +52,18 @@ class Machine:
         return "gloo" if self.is_dry else "nccl"
 
     @property
-    def shared(self) -> Accelerator:
+    def shared(self) -> Any:
         """Return the accelerator of ranks that share the first GPU."""
-        from benchmarks.gpu import accelerators  # imports Lightning
+        if self.is_dry:
+            return "cpu"
+        from benchmarks.gpu.accelerators import SharedGPU  # imports Lightning
 
-        return accelerators.CPUAccelerator() if self.is_dry else accelerators.SharedGPU()
+        return SharedGPU()
 
     @property
-    def own(self) -> Accelerator:
+    def own(self) -> str:
         """Return the accelerator of ranks that have a GPU each."""
-        from benchmarks.gpu import accelerators
-
-        return accelerators.CPUAccelerator() if self.is_dry else accelerators.CUDAAccelerator()
+        return self.pick("gpu", "cpu")
 
     def pick(self, gpu: Any, dry: Any) -> Any:
         """Return a size for GPUs, or the small one of the dry mode."""

@@ -1,8 +1,10 @@
-"""Ranks that share one GPU, over gloo: any layout gives the losses, gradients and parameters of one process on the CPU.
+"""Ranks that share one GPU, over gloo: any layout gives the losses, gradients and parameters of one process on it.
 
 NCCL refuses two ranks on one GPU; gloo takes their tensors through host memory. The models are those of the parity
-tests, in float64, and so are the comparison and its tolerances. The same under torch's debug mode for synchronisation
-counts how often a schedule makes the host wait for the GPU.
+tests, in float64, and so are the comparison and its tolerances. This process never trains: Lightning saves the random
+state of GPUs when it begins, which would initialise CUDA before ranks are forked.
+
+The same under torch's debug mode for synchronisation counts how often a schedule makes the host wait for the GPU.
 """
 
 from __future__ import annotations
@@ -26,9 +28,11 @@ TESTS = str(Path(__file__).parents[2] / "tests")
 if TESTS not in sys.path:
     sys.path.append(TESTS)
 
-from compare import tolerance  # noqa: E402
+from compare import State, tolerance  # noqa: E402
+from parity.harness import Recorder  # noqa: E402
+from parity.harness import fit as fit_recorded  # noqa: E402
 from ranks import POOL, call_ranks, run_ranks  # noqa: E402
-from tensor_parallel.layouts import Compared, check_all, reference, train  # noqa: E402
+from tensor_parallel.layouts import OF_STRATEGY, Compared, batches_of, check_all, train  # noqa: E402
 
 RANK_BYTES = 800 * 2**20
 """of a GPU that a rank takes: the context, libraries and a tiny model"""
@@ -123,13 +127,28 @@ def parity(machine: Machine) -> Iterator[Row]:
 
 def compared(title: str, world: int, run: Compared) -> Row:
     """Run a layout; return the row of it."""
-    return _without_difference(title, lambda: check_all(world, run, limit=LIMIT_S))
+    return _without_difference(title, lambda: check_all(world, run, limit=LIMIT_S, one_process=_one_process))
+
+
+def _one_process(run: Compared) -> tuple[Recorder, State]:
+    """Return what one process records of a run on the first GPU, and its parameters at the end."""
+    recorder = Recorder()
+    recorder.losses, recorder.gradients, state = call_ranks(1, _alone, run, limit=LIMIT_S)[0]
+    return recorder, state
+
+
+def _alone(rank: int, run: Compared) -> tuple[list[float], list[State], State]:
+    options = {key: value for key, value in run.options.items() if key not in OF_STRATEGY}
+    module = run.build()
+    recorder = fit_recorded(module, batches_of(run.name, run.steps), accelerator=run.accelerator, **options)
+    return recorder.losses, recorder.gradients, module.state_dict()
 
 
 def _compared_parameters(title: str, machine: Machine) -> Row:
     def check() -> None:
-        parameters = reference(SHARED.name, SHARED.variant, None, SHARED.steps, ())[1]
-        (found,) = call_ranks(2, train, [replace(SHARED, accelerator=machine.shared)], 2, limit=LIMIT_S)[0]
+        run = replace(SHARED, accelerator=machine.shared)
+        parameters = _one_process(run)[1]
+        (found,) = call_ranks(2, train, [run], 2, limit=LIMIT_S)[0]
         torch.testing.assert_close(found[2], parameters, **tolerance(SHARED.exact))
 
     return _without_difference(title, check)

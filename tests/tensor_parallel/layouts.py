@@ -36,7 +36,7 @@ class Compared:
         exact: whether the model computes in float64 throughout.
         off: absolute tolerance where it does not; gradients are of the order of 0.1.
         options: of the trainer, and `num_microbatches` and `schedule`.
-        accelerator: of the ranks; the one process computes on the CPU.
+        accelerator: of the ranks; the one process of `alone` computes on the CPU.
     """
 
     name: str
@@ -112,12 +112,20 @@ def check(name: str, fields: Fields, world: int, **options: Any) -> None:
     check_all(world, Compared(name=name, fields=fields, options=options, **known))
 
 
-def check_all(world: int, *runs: Compared, limit: float = 120) -> None:
-    """The same of several runs, one after the other in the same processes."""
-    expected = []
-    for run in runs:
-        alone = tuple(sorted((key, value) for key, value in run.options.items() if key not in OF_STRATEGY))
-        expected.append(reference(run.name, run.variant, run.prepare, run.steps, alone))
+def alone(run: Compared) -> tuple[Recorder, State]:
+    """Return what one process records of a run, and its parameters at the end."""
+    options = tuple(sorted((key, value) for key, value in run.options.items() if key not in OF_STRATEGY))
+    return reference(run.name, run.variant, run.prepare, run.steps, options)
+
+
+def check_all(
+    world: int,
+    *runs: Compared,
+    limit: float = 120,
+    one_process: Callable[[Compared], tuple[Recorder, State]] = alone,
+) -> None:
+    """The same of several runs, one after the other in the same processes; `one_process` gives what to compare with."""
+    expected = [one_process(run) for run in runs]
     ranks = call_ranks(world, train, list(runs), world, limit=limit)
     for index, (run, (recorder, parameters)) in enumerate(zip(runs, expected, strict=True)):
         _compare(run, recorder, parameters, [results[index] for results in ranks])
