@@ -7,6 +7,7 @@ runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -313,7 +314,8 @@ class MultimodalStrategy(GradientStrategy):
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         move = partial(super().batch_to_device, device=device, dataloader_idx=dataloader_idx)
-        return per_replica(move)(batch)
+        with self._session.host_copies() if self._session is not None else nullcontext():
+            return per_replica(move)(batch)
 
     # --- steps ---
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -11,6 +13,7 @@ from lightning_mm5d.context_parallel.hooks.apply import ContextParallel
 from lightning_mm5d.context_parallel.hooks.assignment import Ranks
 from lightning_mm5d.context_parallel.hooks.interface import Interface
 from lightning_mm5d.engine.run_groups import RunGroups
+from lightning_mm5d.partition.compiled import is_compiled, is_compiled_in_place
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.sharded.remote_value import Guard
@@ -73,6 +76,9 @@ class CutModule:
         every = views(plan.partition, plan.topology.members, plan.topology.consumes)
         self.views: dict[StageKey, StageView] = {key: every[key] for key in stages}
         self._compiled = CompiledLayers(module, self._own_layers(), plan.modalities, lambda: self.runtime.in_lock_step)
+        # compiled code would be compiled again for what watches functions around it
+        compiles = any(modality.compile for modality in plan.modalities.values())
+        self._is_compiled = compiles or any(is_compiled(one) or is_compiled_in_place(one) for one in module.modules())
         self._interface = Interface() if groups.context else None
         self._context = {name: self._share_sequences(name, held) for name in groups.context}
         self.runtime = Runtime(
@@ -92,6 +98,12 @@ class CutModule:
         if plan.topology.edges or groups.sharing:
             self._patches = Patches(self.runtime, defers=splits_backward)
         self._shard_hidden_states()
+
+    def host_copies(self) -> AbstractContextManager[Any]:
+        """Enter where a batch moves to the device and steps compute masks of it, so that the host knows them."""
+        if self._interface is None or self._device.type == "cpu" or self._is_compiled:
+            return nullcontext()
+        return self._interface.caches.host
 
     def remove(self) -> None:
         """Undo phases 2 to 6; placeholders stay."""

@@ -98,6 +98,7 @@ class Session:
 
     Attributes:
         is_plain: whether every rank is a replica of the full model and steps need no schedule.
+        host_copies: entered where a batch moves to the device; see `CutModule.host_copies`.
         steps: runs the steps of the module.
         optimization: gradients and optimizers between Lightning's hooks.
         collectives: over the replicas of the loss modality.
@@ -135,6 +136,7 @@ class Session:
         splits_backward = options.schedule not in UNSPLIT_SCHEDULES
         rank, device = options.rank, options.device
         self._cut = CutModule(module, plan, groups, rank=rank, device=device, splits_backward=splits_backward)
+        self.host_copies = self._cut.host_copies
         self._transport = None if groups.payloads is None else groups.payloads.transport(device, rank)
         self._engine = Engine(
             plan,
@@ -286,7 +288,8 @@ class Session:
         scaler = getattr(precision, "scaler", None)
         scale: Callable[[Tensor], Tensor] = scaler.scale if scaler is not None else lambda loss: loss
         summing = self.optimization.summing(precision)
-        output = self.steps.train(arguments, precision.train_step_context, scale, summing)
+        with self.host_copies():
+            output = self.steps.train(arguments, precision.train_step_context, scale, summing)
         self._shared.show_own()
         self._figures.update()
         return output
@@ -303,7 +306,8 @@ class Session:
         if not self._predicts:
             self._shared.settle()
             self._shared.show_whole()
-        output = self.steps.evaluate(name, arguments, context)
+        with self.host_copies():
+            output = self.steps.evaluate(name, arguments, context)
         if not self._predicts:
             self._shared.rest()
         return output

@@ -88,7 +88,7 @@ class ContextParallel:
         self._attention.takes_products = takes_products(members)
         self.replaying = self._attention.replaying
         work = self._attention.masks.work
-        self._assignment = Assignment(modality, ranks, averages, work, interface.caches.tokens)
+        self._assignment = Assignment(modality, ranks, averages, work, interface.caches)
         parent = root.get_submodule(path.rpartition(".")[0])
         holders = [module for module in (*members, parent) if hasattr(getattr(module, "config", None), "model_type")]
         packed = any("cu_seqlens" in names_of(module.forward) for module in members)

@@ -22,7 +22,7 @@ from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.context_parallel.balance.distributions import by_items, distribute
 from lightning_mm5d.context_parallel.exchange.attention import ContextGroups
 from lightning_mm5d.context_parallel.hooks.layer_attention import Call
-from lightning_mm5d.context_parallel.masks.caches import Cache
+from lightning_mm5d.context_parallel.masks.caches import Cache, Caches
 from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.sharded.sequence import Holders, ShardedSequence
 from lightning_mm5d.sharded.sequence_operations import is_tokens
@@ -74,7 +74,7 @@ class Assignment:
         ranks: that share its layers.
         averages: whether the gradient of a leaf belongs to a parameter whose mean over ranks is taken in the end.
         work: what the queries of each block cost, of the number of tokens and the size of a block.
-        splits: the session's splits.
+        caches: of the session, which keep its splits.
     """
 
     def __init__(
@@ -83,10 +83,10 @@ class Assignment:
         ranks: Ranks,
         averages: Callable[[Tensor], bool],
         work: Callable[[int, int], Tensor],
-        splits: Cache,
+        caches: Caches,
     ) -> None:
         self._by_items, self._distribution = modality.cp_mode == "items", modality.cp_distribution
-        self._work, self._splits = work, splits
+        self._work, self._splits, self._host = work, caches.tokens, caches.host
         self._degree = ranks.context.whole.size
         self._holders = Holders(ranks.context.whole, self._degree, averages)
         if ranks.tensor is not None:
@@ -138,7 +138,7 @@ class Assignment:
             return None
         work = partial(self._work, size)
         if bounds is not None:
-            lengths: list[int] = self._recent.get("lengths", lambda: bounds.diff().tolist(), (bounds,))
+            lengths: list[int] = self._recent.get("lengths", lambda: self._host.of(bounds).diff().tolist(), (bounds,))
             work = partial(_work_of_segments, lengths)
             if self._by_items and len(lengths) >= degree:
                 items = by_items(lengths, [length * (length + state.shape[-1]) for length in lengths], degree)

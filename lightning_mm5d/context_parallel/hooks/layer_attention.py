@@ -93,7 +93,7 @@ class Attention:
     ) -> None:
         self._name, self._mode, self._groups = name, mode, groups
         self.takes_products = False
-        self.masks = StepMasks(self._refusal, caches)
+        self.masks, self._host = StepMasks(self._refusal, caches), caches.host
         self._members = {id(module): module for module in members}  # kept, so that no other takes an id
         self._replays = False
         self._call: Call | None = None
@@ -243,7 +243,7 @@ class Attention:
         """Whether each rank has whole segments of a packed sequence, so that no token attends to another rank's."""
         if bounds is None:
             return False
-        known: bool = self._recent.get(split, lambda: _whole_segments(split, bounds), (bounds,))
+        known: bool = self._recent.get(split, lambda: _whole_segments(split, self._host.of(bounds)), (bounds,))
         return known
 
     def _check_lengths(self, query: Tensor, key: Tensor, mask: Mask, split: TokenSplit, crosses: bool) -> None:

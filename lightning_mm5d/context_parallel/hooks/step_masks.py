@@ -107,12 +107,21 @@ class StepMasks:
             if given is not None:
                 return self._dense(given, shape)
             if bounds is not None:
-                return Mask(packed_sequence_mask_function(_segments(bounds)), **shape)
+                return Mask(packed_sequence_mask_function(self._segments(bounds)), **shape)
             function: Any = causal_mask_function if is_causal else None
             return Mask(function, **shape)
 
         found: Mask = self._recent.get((is_causal, *shape.values()), make, (source,))
         return found
+
+    def _segments(self, bounds: Tensor) -> Tensor:
+        """The number of its segment for each token, ``[1, S]``, of boundaries ``[n + 1]``."""
+        host = self._caches.host
+        lengths = host.of(bounds).diff()
+        known = torch.repeat_interleave(torch.arange(len(lengths), device="cpu"), lengths).unsqueeze(0)
+        segments = known.to(bounds.device, non_blocking=True)
+        host.note(segments, known)
+        return segments
 
     def _dense(self, given: Tensor, shape: Mapping[str, Any]) -> Mask:
         """The mask of a dense one, bool or added to scores."""
@@ -121,15 +130,11 @@ class StepMasks:
         allowed = given
         if given.dtype != torch.bool:
             allowed = given == 0
-            if given.requires_grad or bool(((given > _LOW) & ~allowed).any()):
+            self._caches.host.note(allowed, self._caches.host.of(given) == 0)
+            known = self._caches.host.of(given)
+            if given.requires_grad or bool(((known > _LOW) & (known != 0)).any()):
                 raise self._refusal("attention_mask", list(given.shape), "It adds a bias to scores")
         lengths = {name: given.shape[dim] for name, dim in (("q_length", 2), ("k_length", 3)) if given.shape[dim] > 1}
         rows, _, queries, keys = (int(size > 1) for size in given.shape)  # a dim of size 1 has one entry for all
         function: MaskFunction = lambda b, h, q, k: allowed[b * rows, 0, q * queries, k * keys]  # noqa: E731
         return Mask(function, **{**shape, **lengths})
-
-
-def _segments(bounds: Tensor) -> Tensor:
-    """The number of its segment for each token, ``[1, S]``, of boundaries ``[n + 1]``."""
-    lengths = bounds.diff()
-    return torch.repeat_interleave(torch.arange(len(lengths), device=bounds.device), lengths).unsqueeze(0)

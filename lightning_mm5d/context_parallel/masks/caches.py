@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from lightning_mm5d.sharded.host_copies import HostCopies
 from lightning_mm5d.sharded.kept_results import unseen
 
 T = TypeVar("T")
@@ -84,6 +85,7 @@ class Caches:
         biases: additive masks of rectangles of tiles.
         tokens: splits of sequences, and indices of their first tokens.
         functions: compiled functions, and those that are compiled into them.
+        host: what the host knows of tensors of the device, from which masks are read.
     """
 
     def __init__(self) -> None:
@@ -91,8 +93,10 @@ class Caches:
         self.biases = Cache(nbytes=128 << 20)
         self.tokens = Cache(128)
         self.functions = Cache(16)
+        self.host = HostCopies()
 
     def clear(self) -> None:
         """Drop all results."""
         for cache in (self.masks, self.biases, self.tokens, self.functions):
             cache.clear()
+        self.host.clear()

@@ -2,7 +2,8 @@
 
 Masks are closures, as transformers makes them: valid for any queries and keys, so that a rank can ask for its own. Long
 sequences are judged in blocks (tiles.py), never by S x S elements. The session's caches keep results by content: a mask
-that comes back in the next step costs a digest.
+that comes back in the next step costs a digest. Both are computed on the host, from what it knows of the mask's tables
+(sharded/host_copies.py), so neither waits for the device where a batch decides about the mask.
 
 A function that cannot be traced (trace.py) is slow: all its pairs are evaluated, again for each new mask.
 """
@@ -96,10 +97,12 @@ class Mask:
         """
 
         def make() -> Tiles:
-            return Tiles(self._condition, q.cpu(), k.cpu(), device=self.device, caches=self.caches)
+            own_q, own_k = self.caches.host.of(q), self.caches.host.of(k)
+            return Tiles(self._condition, own_q, own_k, device=self.device, caches=self.caches)
 
         def found() -> Tiles:
-            return self._remembered(("tiles", str(self.device), _digest(q), _digest(k)), make)
+            digests = (_digest(self.caches.host.of(one)) for one in (q, k))
+            return self._remembered(("tiles", str(self.device), *digests), make)
 
         return self._shards.get("tiles", found, (q, k))  # by identity first: every layer asks for the same shards
 
@@ -127,7 +130,7 @@ class Mask:
         if self.function is None:
             return Every()
         try:
-            return trace(self.function, self.batch, self.q_length, self.k_length, self.device)
+            return trace(self.function, self.batch, self.q_length, self.k_length, self.device, self.caches.host)
         except Untraceable:
             return Function(lambda row, q, k: self._evaluate(row, q, k).cpu(), self.batch)
 
@@ -144,4 +147,4 @@ class Mask:
 
 
 def _digest(index: Tensor) -> bytes:
-    return blake2b(index.cpu().to(torch.int64).contiguous().numpy().data, digest_size=16).digest()
+    return blake2b(index.to(torch.int64).contiguous().numpy().data, digest_size=16).digest()

@@ -12,6 +12,7 @@ looks at a value or a shape. The mask is then evaluated pair by pair: slow for l
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, cast
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from lightning_mm5d.context_parallel.masks.algebra import combine, condition_of, dtype_of
 from lightning_mm5d.context_parallel.masks.nodes import Call, Condition, Constant, Leaf, Value, truth
+from lightning_mm5d.sharded.host_copies import HostCopies
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 TABLE = 1 << 20  # elements of the largest table that is indexed by queries and keys at once and still kept in the tree
@@ -28,18 +30,34 @@ class Untraceable(Exception):  # noqa: N818  a signal to the caller, not a fault
     """A mask function does something that the trace cannot follow."""
 
 
-def trace(function: MaskFunction, batch: int, q_length: int, k_length: int, device: torch.device) -> Condition:
+def trace(
+    function: MaskFunction,
+    batch: int,
+    q_length: int,
+    k_length: int,
+    device: torch.device,
+    host: HostCopies | None = None,
+) -> Condition:
     """Return the condition on all pairs that `function` computes.
+
+    It is traced on the host, with what is known there of the function's tables; on `device` where that fails.
 
     Args:
         function: takes indices [B, 1, 1, 1], [1, 1, 1, 1], [1, 1, Sq, 1], [1, 1, 1, Sk].
         batch, q_length, k_length: B, Sq, Sk.
         device: where the function's own tables are.
+        host: what is known of them on the host; None knows nothing.
 
     Raises:
         Untraceable: the trace cannot follow the function, or the function raises.
     """
-    tracer = _Tracer(batch, q_length, k_length, device)
+    if device.type != "cpu" and host is not None:
+        with suppress(Untraceable):
+            return _traced(function, _Tracer(batch, q_length, k_length, torch.device("cpu"), host))
+    return _traced(function, _Tracer(batch, q_length, k_length, device))
+
+
+def _traced(function: MaskFunction, tracer: _Tracer) -> Condition:
     try:
         with torch.no_grad():
             return tracer.condition(function(*tracer.indices()))
@@ -77,9 +95,11 @@ class _Marked(Tensor):
 class _Tracer:
     """Follows one call of a mask function."""
 
-    def __init__(self, batch: int, q_length: int, k_length: int, device: torch.device) -> None:
+    def __init__(
+        self, batch: int, q_length: int, k_length: int, device: torch.device, host: HostCopies | None = None
+    ) -> None:
         self._lengths = {"": 1, "q": q_length, "k": k_length}
-        self._batch, self._device = batch, device
+        self._batch, self._device, self._host = batch, device, host
 
     def indices(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The arguments of the mask function."""
@@ -176,7 +196,11 @@ class _Tracer:
             return marked.value
         if isinstance(marked, (tuple, list)):
             return tuple(self._read(one) for one in marked)
-        return {key: self._read(one) for key, one in marked.items()} if isinstance(marked, dict) else marked
+        if isinstance(marked, dict):
+            return {key: self._read(one) for key, one in marked.items()}
+        if isinstance(marked, Tensor) and self._host is not None:
+            return self._host.of(marked)
+        return marked
 
     def _mark(self, value: _Side | Value) -> Tensor:
         if isinstance(value, _Side):

@@ -1,0 +1,150 @@
+"""What small tensors of a device hold, known in host memory without a wait for the device.
+
+`HostCopies` is entered where a batch moves to the device, where it is split, and around a user's step. It sees which
+tensors are made of integers and bools whose values the host knows, and can compute them a second time on the host when
+somebody asks. So masks are digested without a wait, and so are a model's own questions (``.tolist()``, ``bool(x)``).
+
+Only functions without random numbers are followed (`_FOLLOWED`). A tensor that was written to in place is not known any
+more, neither is what was made of it before it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
+
+
+class _Known(NamedTuple):
+    version: int  # of the tensor of the device
+    value: Callable[[], Tensor | None]  # on the host; None where it can no longer be told
+
+
+class HostCopies(TorchFunctionMode):
+    """What the host knows of tensors of a device.
+
+    Attributes:
+        waits: how often the host had to wait for the device, because it did not know a tensor.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits = 0
+        self._known = WeakTensorKeyDictionary()
+
+    def clear(self) -> None:
+        """Forget all tensors."""
+        self._known = WeakTensorKeyDictionary()
+
+    def of(self, x: Tensor) -> Tensor:
+        """Return what `x` holds, on the host; not to be written to. Waits for the device where that is not known."""
+        found = self.find(x)
+        if found is None:
+            self.waits += 1
+            found = x.detach().cpu()
+            self.note(x, found)
+        return found
+
+    def find(self, x: Tensor) -> Tensor | None:
+        """Return what `x` holds, on the host, if that is known."""
+        if x.device.type == "cpu":
+            return x
+        known: _Known | None = self._known.get(x)
+        return known.value() if known is not None and known.version == _version(x) else None
+
+    def note(self, x: Tensor, copy: Tensor) -> None:
+        """Let the values of `x` be those of `copy`, which is on the host."""
+        version = _version(copy)
+        self._known[x] = _Known(_version(x), lambda: copy if _version(copy) == version else None)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in _QUESTIONS and len(args) == 1 and isinstance(args[0], Tensor) and args[0].device.type != "cpu":
+            known = self.find(args[0])
+            return func(args[0] if known is None else known)
+        result = func(*args, **kwargs)
+        if name in _FOLLOWED:
+            results = result if isinstance(result, tuple) else (result,)
+            if any(isinstance(one, Tensor) and one.device.type != "cpu" and _is_small(one) for one in results):
+                self._follow(name, func, args, kwargs, results)
+        return result
+
+    def _follow(
+        self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: tuple[Any, ...]
+    ) -> None:
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if not given or any(x is one for x in given for one in results):
+            return
+        sources = {id(x): self._source(x) for x in given}
+        if any(source is None for source in sources.values()):
+            return
+        dtype, made = results[0].dtype, list[Any]()
+
+        # leaves of the arguments are tensors of the device no longer, which would be kept alive
+        tree = tree_map(lambda x: _Place(id(x)) if isinstance(x, Tensor) else x, (args, kwargs))
+
+        def compute(place: int) -> Tensor | None:
+            if not made:
+                values = {key: source() if source is not None else None for key, source in sources.items()}
+                if any(value is None for value in values.values()):
+                    return None
+                new_args, new_kwargs = tree_map(lambda x: values[x.key] if isinstance(x, _Place) else x, tree)
+                if name in _MOVES:
+                    made.append(new_args[0].to(dtype))
+                else:
+                    new_kwargs.pop("device", None)
+                    made.append(func(*new_args, **new_kwargs))
+                sources.clear()
+            found: Tensor = made[0][place] if isinstance(made[0], tuple) else made[0]
+            return found
+
+        for place, one in enumerate(results):
+            self._known[one] = _Known(_version(one), partial(compute, place))
+
+    def _source(self, x: Tensor) -> Callable[[], Tensor | None] | None:
+        """What computes `x` on the host, now or later; None where nothing does."""
+        version = _version(x)
+        if x.device.type == "cpu":
+            return lambda: x if _version(x) == version else None
+        known: _Known | None = self._known.get(x)
+        return known.value if known is not None and known.version == version else None
+
+
+class _Place:
+    """A tensor among arguments."""
+
+    def __init__(self, key: int) -> None:
+        self.key = key
+
+
+def _is_small(x: Tensor) -> bool:
+    """Whether `x` may decide about a mask: integers, bools, and masks that are added to scores ``[B, 1, Sq, Sk]``."""
+    return not x.is_floating_point() or (x.dim() == 4 and x.shape[1] == 1)
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
+
+
+_NAMES = {  # of functions and methods: questions about values, moves to another dtype or device, and the rest
+    "asked": "__bool__ __index__ __int__ item tolist",
+    "moved": "bfloat16 bool byte cuda double float half int long short to type type_as",
+    "followed": """
+__add__ __and__ __eq__ __floordiv__ __ge__ __getitem__ __gt__ __invert__ __le__ __lt__ __mod__ __mul__ __ne__
+__neg__ __or__ __radd__ __rand__ __rmul__ __ror__ __rsub__ __sub__ __xor__ abs add all amax amin any argmax
+argmin bitwise_and bitwise_not bitwise_or bitwise_xor bucketize cat chunk clamp clone contiguous cumsum detach
+diff eq expand expand_as flatten flip floor_divide full_like gather ge gt index_select isin le logical_and
+logical_not logical_or logical_xor lt masked_fill max maximum min minimum movedim mul narrow ne neg new_full
+new_ones new_zeros ones_like pad permute prod remainder repeat_interleave reshape roll searchsorted select split
+squeeze stack sub sum t tensor_split transpose tril triu unbind unflatten unsqueeze view where zeros_like""",
+}
+_QUESTIONS, _MOVES, _OTHERS = (frozenset(names.split()) for names in _NAMES.values())
+_FOLLOWED = _MOVES | _OTHERS

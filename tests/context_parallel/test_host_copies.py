@@ -1,0 +1,132 @@
+"""The host knows what decides about masks, and never waits for the device to learn it.
+
+The device is torch's "meta", on which every read of a value fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.masking_utils import create_causal_mask
+
+from lightning_mm5d.context_parallel.hooks.context_mask import ContextMask
+from lightning_mm5d.context_parallel.hooks.interface import Interface
+from lightning_mm5d.context_parallel.hooks.private_names import name_attention
+from lightning_mm5d.context_parallel.hooks.step_masks import StepMasks
+from lightning_mm5d.context_parallel.masks.mask import Mask
+from lightning_mm5d.sharded.host_copies import HostCopies
+from lightning_mm5d.sharded.token_split import TokenSplit
+
+META, TOKENS = torch.device("meta"), 300
+LENGTHS = ((300, 0), (200, 100), (120, 180), (299, 1))  # tokens and padding, or two documents, of four samples
+
+
+@pytest.fixture
+def interface() -> Iterator[Interface]:
+    made = Interface()
+    yield made
+    made.remove()
+
+
+def padding() -> Tensor:
+    return torch.stack([torch.cat([torch.ones(a), torch.zeros(b)]) for a, b in LENGTHS]).long()
+
+
+def positions() -> Tensor:
+    return torch.stack([torch.cat([torch.arange(a), torch.arange(b)]) for a, b in LENGTHS])
+
+
+def causal(config: LlamaConfig, attention_mask: Tensor | None, position_ids: Tensor, device: torch.device) -> Mask:
+    """The mask that transformers makes of the second microbatch of two."""
+    attention_mask = None if attention_mask is None else attention_mask.chunk(2)[1]
+    embeds = torch.empty(2, TOKENS, 8, device=device)
+    found: Any = create_causal_mask(
+        config, inputs_embeds=embeds, attention_mask=attention_mask, past_key_values=None, position_ids=position_ids[2:]
+    )
+    assert isinstance(found, ContextMask)
+    return found.mask
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_masks_of_a_batch_are_digested_without_a_wait(interface: Interface, is_packed: bool) -> None:
+    config, host = LlamaConfig(), interface.caches.host
+    name_attention(config, "mm5d_context")
+    given = None if is_packed else padding()
+    expected = causal(config, given, positions(), torch.device("cpu"))
+    split = TokenSplit.of([[(0, 100), (200, 300)], [(100, 200)]], TOKENS)
+    tokens = split.indices(0), torch.arange(TOKENS)
+    tiles = expected.tiles(*tokens)
+    work = expected.work().clone()
+    for _ in range(2):
+        with host:
+            moved = None if given is None else given.to(META, non_blocking=True)
+            mask = causal(config, moved, positions().to(META), META)
+            own = [one.to(META) for one in tokens]
+        assert mask.key == expected.key
+        assert torch.equal(mask.work(), work)
+        mask.device = torch.device("cpu")  # of the masks of tiles
+        assert mask.tiles(own[0], own[1]).kinds.equal(tiles.kinds)
+        assert host.waits == 0
+
+
+def test_packed_boundaries_and_dense_masks_are_read_on_the_host(interface: Interface) -> None:
+    masks = StepMasks(lambda *_: pytest.fail("refused"), interface.caches)  # type: ignore[arg-type, return-value]
+    shape: dict[str, Any] = {"is_causal": False, "batch": 1, "q_length": 7, "k_length": 7}
+    bounds = torch.tensor([0, 3, 7])
+    dense = torch.zeros(1, 1, 7, 7).masked_fill(torch.ones(7, 7, dtype=torch.bool).triu(1), -1e9)
+    for given in ((None, bounds), (dense, None)):
+        expected = masks.of(*given, device=torch.device("cpu"), **shape).key
+        with interface.caches.host:
+            moved = [None if one is None else one.to(META) for one in given]
+            assert masks.of(*moved, device=META, **shape).key == expected
+    assert interface.caches.host.waits == 0
+
+
+def test_questions_are_answered_by_the_host() -> None:
+    with HostCopies() as host:
+        grid = torch.tensor([[1, 2, 3], [1, 4, 5]]).to(META)
+        areas = torch.repeat_interleave(grid[:, 1] * grid[:, 2], grid[:, 0], output_size=2)
+        assert areas.tolist() == [6, 20]
+        assert (areas == 6).any()
+        assert int(areas.sum()) == 26
+        assert host.waits == 0
+
+
+def test_what_was_written_to_or_drawn_is_not_known() -> None:
+    with HostCopies() as host:
+        x = torch.arange(4).to(META)
+        before = x + 1
+        x += 1
+        later = x + 1
+        drawn = torch.randint_like(x, 5)
+        x_of_float = torch.ones(2).to(META)
+    assert host.find(x) is None
+    assert host.find(later) is None
+    assert host.find(drawn) is None
+    assert host.find(x_of_float) is None, "no mask is made of it"
+    found = host.find(before)
+    assert found is not None
+    assert found.tolist() == [1, 2, 3, 4]
+
+
+def test_a_batch_that_was_written_to_on_the_host_is_not_known() -> None:
+    with HostCopies() as host:
+        batch = torch.arange(4)
+        x = batch.to(META)
+        batch += 1
+        assert host.find(x) is None
+        assert host.find(x + 1) is None
+
+
+def test_what_is_unknown_is_read_once() -> None:
+    host, x = HostCopies(), torch.arange(3)
+    assert host.of(x) is x
+    assert host.waits == 0
+    with pytest.raises(NotImplementedError, match="meta"):
+        host.of(x.to(META))
+    assert host.waits == 1
