@@ -34,6 +34,7 @@ from lightning_mm5d.trainer.configured import configured, is_configured, try_con
 from lightning_mm5d.trainer.gradient_strategy import GradientStrategy
 from lightning_mm5d.trainer.kept_shards import kept_plan, refuse_other_processes
 from lightning_mm5d.trainer.launch import ProcessLauncher
+from lightning_mm5d.trainer.main_precision import check_main_params
 from lightning_mm5d.trainer.offload_checks import check_offload
 from lightning_mm5d.trainer.session import RunOptions, Session
 from lightning_mm5d.trainer.statements import layout_fields, loader, optimizers, structure
@@ -68,6 +69,8 @@ class MultimodalStrategy(GradientStrategy):
         on_nonfinite: what a loss or gradient that is not finite does: ``"propagate"`` as in Lightning, ``"raise"`` on
             all ranks, or ``"skip"`` the optimizer's step on all; the last two change no parameter.
         bucket_bytes: how much of gradients and shared parameters one message between ranks carries.
+        main_params: precision of the parameters that optimizers step on and of gradients, ``"float32"`` for layers that
+            compute in ``bf16-true`` or ``16-true``; or ``"float64"``. Unset: the precision of the layers.
         checkpoint: what is saved: one ``"full"`` file, as Lightning saves it, gathered on rank 0; or a ``"sharded"``
             directory, which each rank writes its own shards to.
         async_checkpoint: whether training goes on while a sharded checkpoint is written.
@@ -93,6 +96,7 @@ class MultimodalStrategy(GradientStrategy):
         timeline: str | None = None,
         on_nonfinite: Literal["propagate", "raise", "skip"] = "propagate",
         bucket_bytes: int = 25 * 2**20,
+        main_params: Literal["float32", "float64"] | None = None,
         checkpoint: Literal["full", "sharded"] = "full",
         async_checkpoint: bool = False,
         on_corrupt_checkpoint: Literal["raise", "previous"] = "raise",
@@ -123,6 +127,7 @@ class MultimodalStrategy(GradientStrategy):
         self.loss_weight = loss_weight
         self.on_nonfinite = on_nonfinite
         self.bucket_bytes = bucket_bytes
+        self.main_params = main_params
         self._placement, self._timeline = placement, timeline
         check_fields(fields, {*BACKENDS, *dist.Backend.backend_list})
         modalities = {"model": Modality()} if modalities is None else modalities
@@ -186,9 +191,10 @@ class MultimodalStrategy(GradientStrategy):
     def _checked(self, module: pl.LightningModule) -> Plan:
         """Return the plan of a module whose `configure_model` has run; raise ConfigError where it cannot run."""
         plan = self._plan(module)
+        check_main_params(self.main_params, module, self.precision_plugin)
         check_module(module, plan, self.num_microbatches, self.schedule)
         check_offload(module, plan)
-        if plan.topology.is_replicated and self.num_microbatches == 1:
+        if plan.topology.is_replicated and self.num_microbatches == 1 and self.main_params is None:
             check_drawn(self._timeline)
         return plan
 
@@ -202,8 +208,9 @@ class MultimodalStrategy(GradientStrategy):
 
     def _plan(self, module: pl.LightningModule) -> Plan:
         v_shaped = self.schedule == "zbv"
-        kept = kept_plan(module, self.layout, self.modalities, v_shaped=v_shaped)
-        return kept or Plan.of(module, self.layout, self.modalities, v_shaped=v_shaped)
+        said: Any = {"v_shaped": v_shaped, "main_params": self.main_params}
+        kept = kept_plan(module, self.layout, self.modalities, **said)
+        return kept or Plan.of(module, self.layout, self.modalities, **said)
 
     def simulate(self, module: pl.LightningModule | None = None) -> Simulation:
         """Return the ideal timeline of one training step of all replicas.
@@ -229,8 +236,7 @@ class MultimodalStrategy(GradientStrategy):
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         self._end_recording()
-        module = self.precision_plugin.convert_module(self.lightning_module)
-        assert isinstance(module, pl.LightningModule)
+        module = self._converted(self.lightning_module)
         self.model = module
         plan = self._checked(module)  # `setup` and `configure_model` may have changed it
         check_callbacks(vars(trainer)["callbacks"], plan)

@@ -25,6 +25,8 @@ CHOICES = {
     "on_corrupt_checkpoint": ("raise", "previous"),
 }
 """Options that are one of a few words."""
+MAIN_PARAMS = ("float32", "float64")
+"""Precisions of main parameters."""
 BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
 """Backends of torch.distributed that need no package of a user's own."""
 LONGEST = timedelta(days=365)
@@ -53,8 +55,15 @@ def check_options(options: Mapping[str, Any], backends: Collection[str] = BACKEN
         if name in options:
             _check_duration(name, options[name], usual)
     check_timeline(options.get("timeline"))
+    _check_main_params(options.get("main_params"))
     check_count("bucket_bytes", options.get("bucket_bytes", 1), most=2**40)
     _check_async(options.get("async_checkpoint", False), options.get("checkpoint", "full"))
+
+
+def _check_main_params(got: object) -> None:
+    if got is not None and (not isinstance(got, str) or got not in MAIN_PARAMS):
+        rule = f"It is one of {', '.join(MAIN_PARAMS)}"
+        raise ConfigError("main_params", got, rule, did_you_mean(got, MAIN_PARAMS))
 
 
 def _check_async(wanted: object, kind: str) -> None:

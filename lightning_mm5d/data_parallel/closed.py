@@ -44,11 +44,11 @@ class Closed(nn.Parameter):
             return func(*args, **kwargs)
 
 
-def make_closed(parameter: nn.Parameter, shape: Sequence[int], opens: Callable[[], None]) -> None:
-    """Show NaN of `shape`; `opens` is called before a torch function uses values, and must call `make_open`."""
+def make_closed(parameter: nn.Parameter, shape: Sequence[int], dtype: torch.dtype, opens: Callable[[], None]) -> None:
+    """Show NaN of a shape and dtype; `opens` is called before a function uses values, and must call `make_open`."""
     make_open(parameter)
     filler = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
-    parameter.data = torch.full((), filler, dtype=parameter.dtype, device=parameter.device).expand(shape)
+    parameter.data = torch.full((), filler, dtype=dtype, device=parameter.device).expand(shape)
     kind = type(parameter)
     parameter.__class__ = Closed
     vars(parameter).update(opens=opens, opened=kind)

@@ -172,6 +172,7 @@ class Gathering:
 
     def attach(self) -> None:
         """Find the units, and watch their layers until `detach`; after the parameters are shared."""
+        self.detach()
         paths = [(path, module) for stage in self._layers.values() for path, module in stage]
         inside: dict[int, set[str]] = {}
         for name, parameter in self._names:
@@ -179,9 +180,10 @@ class Gathering:
             inside.setdefault(id(parameter), set()).add(path)
         held: dict[str, list[SharedParameter]] = {}
         for one in self._shared.all:
-            if one.shard.stage == 3:
+            if one.rests_own:
                 places = inside[id(one.parameter)]
                 held.setdefault(places.pop() if len(places) == 1 else "", []).append(one)
+        self._units = {}
         units = {path: Unit(path, found, self._begin, self._touch) for path, found in held.items()}
         self._rest = [units[""]] if "" in units else []
         for stage, layers in self._layers.items():
@@ -201,7 +203,7 @@ class Gathering:
     def prepare(self) -> None:
         """Let all parameters show the shape of their local tensors; those of stage 3 are closed."""
         for one in self._shared.all:
-            if one.shard.stage < 3:
+            if not one.rests_own:
                 one.show_whole()
         for unit in self._every():
             unit.close()

@@ -8,6 +8,9 @@ step.
 Between batches a parameter of stage 1 or 2 is whole, and one of stage 3 is own; the whole tensors of stage 3 have
 memory while a step runs.
 
+With a main parameter (`main_parameters`), own rows have its precision, and it is own between batches whatever its
+stage; whole, it is rounded to the precision that layers compute in.
+
 Where the gather is compressed, whole tensors have rounded rows, equal on all ranks, and the rows that a rank owns stay
 exact, in memory of their own.
 """
@@ -39,34 +42,60 @@ class SharedParameter:
         shard: what this rank owns of it.
         shape: of the local tensor when it is whole.
         traffic: how its rows and gradients travel.
+        computes: dtype of the local tensor that layers compute with; None for that of `parameter`.
 
     Attributes:
+        dtype: of the local tensor.
         own: this rank's rows.
         whole: the local tensor; None while it has no memory.
         gradient: of the rows, while the parameter shows its whole face.
     """
 
-    def __init__(self, parameter: nn.Parameter, shard: DataShard, shape: Sequence[int], traffic: Traffic) -> None:
+    def __init__(
+        self,
+        parameter: nn.Parameter,
+        shard: DataShard,
+        shape: Sequence[int],
+        traffic: Traffic,
+        computes: torch.dtype | None = None,
+    ) -> None:
         self.parameter, self.shard, self.shape, self.traffic = parameter, shard, tuple(shape), traffic
+        self.dtype = computes or parameter.dtype
         self._gathered: Tensor | None = None  # own rows of the whole tensor, where these are rounded
         self.gradient: Tensor | None = None
         self.whole: Tensor | None = parameter.data if parameter.shape == self.shape else None
         self.is_whole = self.whole is not None
         self.own = parameter.data if self.whole is None else shard.rows(self.whole)
-        if shard.stage == 3 and self.whole is not None:
+        if self.rests_own and self.whole is not None:
             self.own = self.own.clone(memory_format=torch.contiguous_format)
             self.show_own()
-        elif shard.stage < 3 and self.whole is None:
+        elif not self.rests_own and self.whole is None:
             self.whole = self.own.new_empty(self.shape)
             shard.rows(self.whole).copy_(self.own)
             self.own = shard.rows(self.whole)
-        if shard.stage < 3 and traffic.parameters is not None:
+        if not self.rests_own and traffic.parameters is not None:
             self.own = self.own.clone(memory_format=torch.contiguous_format)
+
+    @property
+    def rests_own(self) -> bool:
+        """Whether it shows own rows between batches, when the whole tensor has no memory."""
+        return self.shard.stage == 3 or self.dtype != self.own.dtype
 
     @property
     def is_apart(self) -> bool:
         """Whether own rows have memory of their own, beside those of the whole tensor."""
-        return self.shard.stage == 3 or self.traffic.parameters is not None
+        return self.rests_own or self.traffic.parameters is not None
+
+    def widen(self, dtype: torch.dtype) -> None:
+        """Give it a main parameter of `dtype`, between batches."""
+        assert self.gradient is None
+        was_own = not self.is_whole
+        self.own = self.own.to(dtype)
+        if was_own:
+            self.parameter.grad = None
+            self.parameter.data = self.own
+        else:
+            self.show_own()
 
     def show_own(self) -> None:
         """Show the rows that this rank owns, and their gradient."""
@@ -77,8 +106,10 @@ class SharedParameter:
             self.parameter.data = self.own.contiguous()  # as optimizers take for granted
             self.parameter.grad, self.gradient = self.gradient, None
             self.is_whole = False
-        if self.shard.stage == 3:
+        if self.rests_own:
             self.whole = None
+        if self.dtype != self.own.dtype:
+            self.parameter.grad_dtype = None
 
     def show_whole(self) -> None:
         """Show the local tensor, without a gradient."""
@@ -97,7 +128,7 @@ class SharedParameter:
             self._leave_own()
         if self.whole is not None:
             self.whole.untyped_storage().resize_(0)
-        make_closed(self.parameter, self.shape, opens)
+        make_closed(self.parameter, self.shape, self.dtype, opens)
 
     def reopen(self) -> None:
         """Show the local tensor in place of NaN."""
@@ -109,6 +140,8 @@ class SharedParameter:
         self.keep_own()
         self.gradient, self.parameter.grad = self.parameter.grad, None
         self.is_whole = True
+        if self.dtype != self.own.dtype:
+            self.parameter.grad_dtype = self.own.dtype
 
     def keep_own(self) -> None:
         """Take the rows from the parameter, whose data an optimizer may have replaced by a new tensor."""
@@ -118,13 +151,13 @@ class SharedParameter:
 
     def note_gathered(self) -> None:
         """Remember this rank's rows of the whole tensor as they were gathered."""
-        if self.is_apart and self.shard.stage < 3:
+        if self.is_apart and not self.rests_own:
             assert self.whole is not None
             self._gathered = self.shard.rows(self.whole).clone()
 
     def adopt_changes(self) -> None:
         """Take over what was written to this rank's rows of a whole tensor that has others, as a callback may."""
-        if self.is_whole and self.is_apart and self.shard.stage < 3:
+        if self.is_whole and self.is_apart and not self.rests_own:
             assert self.whole is not None
             rows, before = self.shard.rows(self.whole), self._gathered
             self.own.copy_(rows if before is None else torch.where(rows == before, self.own, rows))
@@ -132,7 +165,7 @@ class SharedParameter:
     def give_memory(self) -> None:
         """Let the local tensor have memory, in the storage that it had before."""
         if self.whole is None:
-            self.whole = self.own.new_empty(self.shape)
+            self.whole = self.own.new_empty(self.shape, dtype=self.dtype)
         elif self.whole.untyped_storage().size() == 0:  # others may share memory that was never freed
             self.whole.untyped_storage().resize_(self.whole.numel() * self.whole.element_size())
 
@@ -160,7 +193,7 @@ class Fetch:
 
     def __init__(self, held: Sequence[SharedParameter], group: dist.ProcessGroup, *, exact: bool) -> None:
         self._held = held
-        own = torch.cat([one.own.reshape(-1) for one in held])
+        own = torch.cat([one.own.reshape(-1).to(one.dtype) for one in held])
         self._sizes = [[one.numel_at(place) for one in held] for place in range(len(held[0].shard.block))]
         compression = None if exact else held[0].traffic.parameters
         self._gathered = gather(own, [sum(sizes) for sizes in self._sizes], group, compression)
@@ -216,18 +249,20 @@ class SharedParameters:
         self.all: list[SharedParameter] = []
         self._by_id: dict[int, SharedParameter] = {}
 
-    def begin(self, *, trains: bool) -> None:
+    def begin(self, computes: Mapping[str, torch.dtype], *, trains: bool) -> None:
         """Share the parameters as they are now, on the device where ranks compute; collective.
 
         Args:
-            trains: whether there are optimizers; without any, stage 3 alone has something to share.
+            computes: what layers compute in, by name of each parameter that has a main parameter.
+            trains: whether there are optimizers; without any, what rests as own rows alone has something to share.
         """
         for name, shard in self._shards.items():
-            if trains or shard.stage == 3:
-                one = SharedParameter(self._parameters[name], shard, self._shapes[name], self._traffic[name])
+            parameter = self._parameters[name]
+            if trains or shard.stage == 3 or name in computes:
+                one = SharedParameter(parameter, shard, self._shapes[name], self._traffic[name], computes.get(name))
                 self.all.append(one)
                 self._by_id[id(one.parameter)] = one
-        self._fetch([one for one in self.all if one.shard.stage < 3 and one.is_apart and one.parameter.requires_grad])
+        self._fetch([one for one in self.all if not one.rests_own and one.is_apart and one.parameter.requires_grad])
 
     def leave_step(self) -> None:
         """Show own rows where a step that has failed left parameters without values."""
@@ -261,7 +296,7 @@ class SharedParameters:
 
     def _make_exact(self) -> list[SharedParameter]:
         """Let local tensors that have rounded rows have exact ones; return their parameters."""
-        rounded = [one for one in self.all if one.shard.stage < 3 and one.is_apart and one.parameter.requires_grad]
+        rounded = [one for one in self.all if not one.rests_own and one.is_apart and one.parameter.requires_grad]
         for one in rounded:
             one.adopt_changes()
         self._fetch(rounded, exact=True)
@@ -283,12 +318,12 @@ class SharedParameters:
             one.show_whole()
 
     def rest(self) -> None:
-        """Show what is shown between batches, and free whole tensors of stage 3."""
+        """Show what is shown between batches, and free the whole tensors of what rests as own rows."""
         for one in self.all:
-            if one.shard.stage < 3:
-                one.show_whole()
-            else:
+            if one.rests_own:
                 one.show_own()
+            else:
+                one.show_whole()
 
     def settle(self) -> None:
         """Exchange rows that an optimizer may have changed outside of the trainer's step; collective.
@@ -296,7 +331,7 @@ class SharedParameters:
         Call between batches: what still shows own rows there was in a step that only called the closure, or that
         stepped on the inner optimizer.
         """
-        self.stepped([one.parameter for one in self.all if one.shard.stage < 3 and not one.is_whole])
+        self.stepped([one.parameter for one in self.all if not one.rests_own and not one.is_whole])
         self.rest()
 
     def stepped(self, parameters: Iterable[Tensor]) -> None:
@@ -304,7 +339,7 @@ class SharedParameters:
         found = [self._by_id[id(p)] for p in parameters if id(p) in self._by_id]
         for one in found:
             one.keep_own()
-        self._fetch([one for one in found if one.shard.stage < 3 and one.parameter.requires_grad])
+        self._fetch([one for one in found if not one.rests_own and one.parameter.requires_grad])
 
     def _fetch(self, wanted: Sequence[SharedParameter], *, exact: bool = False) -> None:
         """Write the rows of all ranks to the local tensors of `wanted`, which get memory; collective."""
@@ -337,10 +372,10 @@ class SharedParameters:
         sizes: dict[Any, int] = {}
         for item in items:
             one = parameter(item)
-            key = one.shard.block, one.shard.across, str(one.parameter.dtype), one.traffic.key
+            key = one.shard.block, one.shard.across, f"{one.dtype} of {one.own.dtype}", one.traffic.key
             if key not in found or sizes[key] >= self._bucket_bytes:
                 found.setdefault(key, []).append([])
                 sizes[key] = 0
             found[key][-1].append(item)
-            sizes[key] += one.own.element_size() * one.own.numel() * len(one.shard.block)
+            sizes[key] += one.dtype.itemsize * one.own.numel() * len(one.shard.block)
         return [bucket for key in sorted(found) for bucket in found[key]]

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_mm5d.data_parallel.main_parameters import gradient_dtype
 from lightning_mm5d.data_parallel.shared_parameters import SharedParameters
 from lightning_mm5d.gradients.buckets import (
     Bucket,
@@ -146,7 +147,11 @@ class BucketOrder:
             block, across = (ranks, ()) if shared is None else (shared.shard.block, shared.shard.across)
             compression, is_apart = piece.traffic.gradients, piece.traffic.is_apart
             key = _Key(
-                block, across, str(parameter.dtype), str(compression or ""), compression is not None and is_apart
+                block,
+                across,
+                str(gradient_dtype(parameter)),
+                str(compression or ""),
+                compression is not None and is_apart,
             )
             found.setdefault(key, []).append(piece._replace(shared=shared))
         for key, held in found.items():

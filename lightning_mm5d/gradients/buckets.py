@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_mm5d.data_parallel.main_parameters import gradient_dtype
 from lightning_mm5d.data_parallel.scatter_gather import ScatteredSum
 from lightning_mm5d.data_parallel.shared_parameters import SharedParameter
 from lightning_mm5d.gradients.flat import Flat
@@ -55,19 +56,19 @@ class Piece(NamedTuple):
     def size(self) -> int:
         """Bytes of its gradient."""
         numel = self.numel if self.shared is None else torch.Size(self.shared.shape).numel()
-        return numel * self.parameter.element_size()
+        return numel * gradient_dtype(self.parameter).itemsize
 
     def read(self, rows: Rows) -> list[Tensor]:
         """Return the gradient of `rows` as flat tensors, times the weight."""
         grad = self.parameter.grad
         if grad is None:
-            return [self.parameter.new_zeros(self.numel)]
+            return [self.parameter.new_zeros(self.numel, dtype=gradient_dtype(self.parameter))]
         return [part.reshape(-1) if self.weight == 1.0 else part.reshape(-1) * self.weight for part in rows.of(grad)]
 
     def write(self, rows: Rows, flat: Tensor) -> None:
         """Take the sum as the gradient of `rows`."""
         if self.parameter.grad is None:
-            self.parameter.grad = torch.zeros_like(self.parameter)
+            self.parameter.grad = torch.zeros_like(self.parameter, dtype=gradient_dtype(self.parameter))
         found = rows.of(self.parameter.grad)
         for own, total in zip(found, flat.split([own.numel() for own in found]), strict=True):
             own.copy_(total.view_as(own))
@@ -239,7 +240,7 @@ class ScatteredBucket(Bucket):
     def _packed(self) -> Tensor:
         """What each rank of the block is sent, by rank and parameter; each gradient is freed when it is copied."""
         first, count = self.pieces[0].parameter, len(self._own)
-        sent = torch.empty(sum(map(sum, self._numels)), dtype=first.dtype, device=first.device)
+        sent = torch.empty(sum(map(sum, self._numels)), dtype=gradient_dtype(first), device=first.device)
         parts = sent.split([numel for numels in self._numels for numel in numels])
         for index, (piece, shared) in enumerate(self._own):
             targets, gradient = parts[index::count], piece.parameter.grad

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mm5d.config.errors import private
+from lightning_mm5d.data_parallel.main_parameters import gradient_dtype
 
 _ALIGNED = 16  # bytes; kernels over many tensors are slow where one begins elsewhere
 _holders = private(torch._C, "_storage_Use_Count")
@@ -29,7 +30,7 @@ class Flat:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
-        unit = max(_ALIGNED // parameters[0].element_size(), 1)
+        unit = max(_ALIGNED // gradient_dtype(parameters[0]).itemsize, 1)
         self._starts = [0]
         for parameter in parameters:
             self._starts.append(self._starts[-1] + -(-parameter.numel() // unit) * unit)
@@ -104,7 +105,7 @@ class Flat:
             self._memory.zero_()
         else:
             self._memory = None  # before there is another one
-            self._memory = torch.zeros(self._starts[-1], dtype=first.dtype, device=first.device)
+            self._memory = torch.zeros(self._starts[-1], dtype=gradient_dtype(first), device=first.device)
         self._views = self._cut(self._memory)
 
     def _cut(self, memory: Tensor) -> list[Tensor]:

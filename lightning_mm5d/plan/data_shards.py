@@ -88,7 +88,8 @@ class DataShards:
         if not self.exist or name not in self._numbers:
             return None
         copies = self._copies_of(name, rank)
-        cut = copies and _cut(self.local_shape(name, rank), copies, self._numbers[name])
+        rests = copies and (copies.stage == 3 or self._plan.main_params is not None)
+        cut = copies and _cut(self.local_shape(name, rank), copies, self._numbers[name], rests_own=bool(rests))
         if not copies or not cut:
             return None
         return DataShard(copies.stage, cut[0], cut[1], copies.block, copies.across, copies.block.index(rank))
@@ -176,15 +177,18 @@ class DataShards:
         return self._blocks[key]
 
 
-def _cut(shape: Sequence[int], copies: _Copies, number: int) -> tuple[int, tuple[Range, ...]] | None:
+def _cut(
+    shape: Sequence[int], copies: _Copies, number: int, *, rests_own: bool
+) -> tuple[int, tuple[Range, ...]] | None:
     """Return the dim along which a block shares a tensor, and the rows of each rank; None where no dim is long enough.
 
     Rows are contiguous in memory along the first dim, so it is taken where its shares are about even. Which ranks get a
-    row more depends on the parameter's `number`, so that no rank gets all of them. With stage 3 a rank owns two rows at
-    least: a single one would broadcast where a callback adds it to a copy of the whole, without an error.
+    row more depends on the parameter's `number`, so that no rank gets all of them. Where rows are all that a rank has
+    between batches, it owns two at least: a single one would broadcast where a callback adds it to a copy of the whole,
+    without an error.
     """
     size = len(copies.block)
-    least = 2 * size if copies.stage == 3 else size
+    least = 2 * size if rests_own else size
     fits = [dim for dim, length in enumerate(shape) if length >= least]
     if not fits:
         return None

@@ -35,6 +35,7 @@ class Plan:
         v_shaped: whether chunks lie in a V over the pipeline ranks (``zbv``), 0 1 1 0, instead of in turn, 0 1 0 1.
         division: which parameters tensor parallelism shards, and how.
         shapes: of every full parameter by name.
+        main_params: dtype of main parameters; None where optimizers step on what layers compute with.
     """
 
     layout: Layout
@@ -44,10 +45,17 @@ class Plan:
     v_shaped: bool = False
     division: Division = field(default_factory=Division)
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    main_params: str | None = None
 
     @classmethod
     def of(
-        cls, module: nn.Module, layout: Layout, modalities: Mapping[str, Modality], *, v_shaped: bool = False
+        cls,
+        module: nn.Module,
+        layout: Layout,
+        modalities: Mapping[str, Modality],
+        *,
+        v_shaped: bool = False,
+        main_params: str | None = None,
     ) -> Plan:
         """Cut `module` and return which rank runs which stage of it.
 
@@ -63,7 +71,7 @@ class Plan:
         cut = partition(module, modalities)
         check_layers(modalities, module, cut.layers)
         shapes = {name: tuple(p.shape) for name, p in parameters.items()}
-        plan = cls(layout, cut, modalities, sizes, v_shaped=v_shaped, shapes=shapes)
+        plan = cls(layout, cut, modalities, sizes, v_shaped=v_shaped, shapes=shapes, main_params=main_params)
         check_compiled(module, cut, modalities, is_split=bool(plan.topology.edges))
         check_heads(module, modalities)
         return replace(plan, division=divide(module, cut, modalities))

@@ -25,6 +25,7 @@ from lightning_mm5d.checkpoint.buffer_state import BufferState
 from lightning_mm5d.checkpoint.module_state import equalize, restore_full, tensors_of
 from lightning_mm5d.config.errors import ConfigError, private
 from lightning_mm5d.data.random_state import CPU, kept_random_state
+from lightning_mm5d.data_parallel.main_parameters import computing_dtypes
 from lightning_mm5d.plan.data_shards import DataShards
 from lightning_mm5d.plan.holdings import Holdings, narrowed
 from lightning_mm5d.plan.plan import Plan
@@ -99,6 +100,8 @@ class Averages:
         for name, tensor in tensors_of(root):
             if name not in own or is_remote(tensor) or is_remote(own[name]):
                 continue
+            if name in computing_dtypes(self._module):
+                tensor.data = tensor.data.to(own[name].dtype)
             if tensor.is_meta:
                 _set(root, name, own[name].detach().clone())
             elif tensor.shape != own[name].shape:

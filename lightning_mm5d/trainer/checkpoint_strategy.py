@@ -256,6 +256,8 @@ class CheckpointStrategy(WeightsStrategy, ABC):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True, **kwargs: Any) -> None:
         module, state = self._module("load_model_state_dict"), checkpoint["state_dict"]
+        if self._session is None and self.main_params is not None:
+            self._converted(module)  # or what is loaded now would be rounded in `setup`
         if isinstance(state, SavedWeights):
             check_weights(module, state, strict, self._shards_plan())
             if self._session is None and reads_weights_early(module) and not self.must_load_in_setup(module):

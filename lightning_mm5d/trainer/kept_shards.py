@@ -136,7 +136,14 @@ def refuse_other_processes(module: nn.Module, *, starts_processes: bool) -> None
         raise ConfigError("module", "a module whose weights the last run left in other processes", rule, _FIX)
 
 
-def kept_plan(module: nn.Module, layout: Layout, modalities: Mapping[str, Modality], *, v_shaped: bool) -> Plan | None:
+def kept_plan(
+    module: nn.Module,
+    layout: Layout,
+    modalities: Mapping[str, Modality],
+    *,
+    v_shaped: bool,
+    main_params: str | None = None,
+) -> Plan | None:
     """Return the plan whose shards `module` keeps; None where it keeps none.
 
     Raises:
@@ -150,6 +157,9 @@ def kept_plan(module: nn.Module, layout: Layout, modalities: Mapping[str, Modali
     if (kept.plan.layout, kept.plan.modalities, kept.plan.v_shaped) != (layout, modalities, v_shaped):
         rule = 'With checkpoint="sharded" each rank keeps the shards of its layout after a run, and this is another one'
         raise ConfigError("modalities", _named(modalities), rule, f"Use {_named(kept.plan.modalities)}. {_FIX}")
+    if kept.plan.main_params != main_params:
+        rule = 'With checkpoint="sharded" each rank keeps the shards of its run, and this one has other main parameters'
+        raise ConfigError("main_params", main_params, rule, f"Use {kept.plan.main_params!r}. {_FIX}")
     return kept.plan
 
 

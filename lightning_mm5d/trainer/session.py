@@ -25,6 +25,7 @@ from torchmetrics import Metric
 from lightning_mm5d.checkpoint.buffer_state import BufferState
 from lightning_mm5d.checkpoint.module_state import restore_full, share_buffers
 from lightning_mm5d.data.batches import per_replica
+from lightning_mm5d.data_parallel.main_parameters import MainParameters, computing_dtypes
 from lightning_mm5d.engine.engine import Engine
 from lightning_mm5d.engine.groups import Groups
 from lightning_mm5d.engine.host_memory import HostMemory
@@ -44,6 +45,7 @@ from lightning_mm5d.stage import is_placeholder
 from lightning_mm5d.trainer.cut_module import CutModule
 from lightning_mm5d.trainer.device import DeviceFigures
 from lightning_mm5d.trainer.kept_shards import has_rows, keep_shards, lose_rows
+from lightning_mm5d.trainer.main_precision import main_dtype
 from lightning_mm5d.trainer.measured_timeline import write_timeline
 from lightning_mm5d.trainer.metrics import MetricSync
 from lightning_mm5d.trainer.offloaded_states import OffloadedStates
@@ -111,7 +113,7 @@ class Session:
         is_replicated = plan.topology.is_replicated and options.num_microbatches == 1
         shards = DataShards(plan)
         self.is_plain = is_replicated and not (weighs and plan.layout.num_replicas > 1) and not shards.exist
-        self.is_plain &= not offloads_parameters(plan.modalities)
+        self.is_plain &= not offloads_parameters(plan.modalities) and plan.main_params is None
         self.is_plain &= not any(modality.fused_linear_cross_entropy for modality in plan.modalities.values())
         self.plan = plan
         self._module, self._options = module, options
@@ -181,6 +183,7 @@ class Session:
             device=device,
         )
         self._shared = gradients.shared
+        self._mains = MainParameters(module, main_dtype(plan.main_params), self._shared)
         self._gathering = make_gathering(plan, self._cut.runtime, self._cut.views, self._shared, groups.gathers)
         last = plan.topology.instances(plan.topology.last_stage)
         is_last = any(rank in ranks for ranks in last)
@@ -251,13 +254,15 @@ class Session:
 
     def share(self, optimizers: Sequence[Optimizer]) -> None:
         """Leave this rank the rows that it owns, and free what `optimizers` keep for other ranks."""
-        self._shared.begin(trains=bool(optimizers))
+        self._shared.begin(computing_dtypes(self._module), trains=bool(optimizers))
+        self._mains.adopt()
         if self._shared.all:
             self._guards = SharingGuards(self._module, self._shared, self._cut.runtime.guard)
             self._gathering.attach()
             self._engine.gathers = StepGathers(self.plan, self._gathering, message_device(self._options.device))
-            if self._predicts:
-                self._shared.show_whole()
+        if self._predicts:
+            self._shared.show_whole()
+            self._mains.show_computing()
         self.optimization.adopt(optimizers)
         self._engine.offload.rest()
 
@@ -282,13 +287,15 @@ class Session:
             arguments: of the step: the batch, and what Lightning passes after it.
         """
         self._shared.settle()
+        if self._mains.adopt():  # what was unfrozen since the last step
+            self._gathering.attach()
         self._shared.show_own()
         self.optimization.drop_old_gradients(optimizers)
         self._gathering.prepare()
         scaler = getattr(precision, "scaler", None)
         scale: Callable[[Tensor], Tensor] = scaler.scale if scaler is not None else lambda loss: loss
         summing = self.optimization.summing(precision)
-        with self.host_copies():
+        with self.host_copies(), self._mains.computing():
             output = self.steps.train(arguments, precision.train_step_context, scale, summing)
         self._shared.show_own()
         self._figures.update()
@@ -306,7 +313,7 @@ class Session:
         if not self._predicts:
             self._shared.settle()
             self._shared.show_whole()
-        with self.host_copies():
+        with self.host_copies(), self._mains.computing():
             output = self.steps.evaluate(name, arguments, context)
         if not self._predicts:
             self._shared.rest()
@@ -353,6 +360,7 @@ class Session:
         for owner in self._hooked:
             vars(owner).pop("on_before_batch_transfer", None)
         self._gathering.detach()
+        self._mains.show_main()
         if self._guards is not None:
             self._guards.remove()
         rank = self._options.rank

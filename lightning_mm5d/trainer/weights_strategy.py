@@ -6,6 +6,7 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,11 +14,13 @@ from typing_extensions import override
 
 from lightning_mm5d.checkpoint.module_state import is_partial
 from lightning_mm5d.data.random_state import kept_random_state
+from lightning_mm5d.data_parallel.main_parameters import convert, give_main
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.backends import message_device
 from lightning_mm5d.storage.source import TensorSource
 from lightning_mm5d.trainer.configured import is_configured
 from lightning_mm5d.trainer.kept_shards import has_kept_shards, release_shards
+from lightning_mm5d.trainer.main_precision import main_dtype
 from lightning_mm5d.trainer.module_weights import ModuleWeights, has_memory, make_in_full, with_unrecorded
 from lightning_mm5d.trainer.process_strategy import ProcessStrategy
 from lightning_mm5d.trainer.validation import lost_weights
@@ -41,6 +44,7 @@ class WeightsStrategy(ProcessStrategy, ABC):
         self._is_recording = False
         self._builds = False  # between `setup_environment` and `setup`
         self._loads: list[tuple[TensorSource, bool]] = []
+        self.main_params: str | None = None
 
     @override
     def setup_environment(self) -> None:
@@ -83,6 +87,11 @@ class WeightsStrategy(ProcessStrategy, ABC):
                     module.configure_model()
             make_in_full(module, self._deferred(module))
 
+    def _converted(self, module: pl.LightningModule) -> pl.LightningModule:
+        """Convert `module` to the trainer's precision, and what is trained beside it to that of main parameters."""
+        convert(module, partial(self.precision_plugin.convert_module, module), main_dtype(self.main_params))
+        return module
+
     def _end_recording(self) -> None:
         """Note what was recorded of the module, before anything converts it."""
         module = self.lightning_module
@@ -103,6 +112,8 @@ class WeightsStrategy(ProcessStrategy, ABC):
             weights.drop_remote()
             for record in recorded:
                 weights.make(record)
+            if (dtype := main_dtype(self.main_params)) is not None:
+                give_main(module, dtype)
         for source, strict in self._loads:
             weights.load(source, strict=strict)
         self._forget()
