@@ -27,6 +27,7 @@ from jsonargparse import ArgumentParser, Namespace
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.plugins import HalfPrecision
 from lightning.pytorch.strategies import Strategy
 
 from lightning_mm5d.cli.configuration import Source, devices
@@ -166,6 +167,8 @@ def _parsed(parser: Any, command: list[str], arguments: list[str], with_model: b
         return Job(strategy, None, modalities)
     precision, accumulates = str(settings.precision), (settings.accumulate_grad_batches or 1) != 1
     dtype = _DTYPES.get(precision)
+    if precision in ("bf16-true", "16-true"):
+        strategy.precision_plugin = HalfPrecision(precision)  # type: ignore[arg-type]
     for key in list(vars(settings)):
         del settings[key]  # callbacks and loggers need not be made
 

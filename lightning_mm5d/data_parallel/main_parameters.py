@@ -60,7 +60,7 @@ def give_main(root: nn.Module, dtype: torch.dtype) -> None:
     for name, parameter in root.named_parameters():
         if parameter.requires_grad and not parameter.is_meta and _is_narrower(parameter, dtype):
             computing_dtypes(root)[name] = parameter.dtype
-            _widen(parameter, dtype)
+            widen(parameter, dtype)
 
 
 class _Faces:
@@ -99,7 +99,7 @@ class MainParameters:
             elif shared is None:
                 if name not in computes:
                     computes[name] = parameter.dtype
-                    _widen(parameter, self._dtype)
+                    widen(parameter, self._dtype)
                 self._faces.append(_Faces(parameter, computes[name]))
             elif name not in computes:
                 computes[name] = parameter.dtype
@@ -162,8 +162,10 @@ def _is_narrower(parameter: Tensor, dtype: torch.dtype) -> bool:
     return parameter.is_floating_point() and parameter.element_size() < dtype.itemsize
 
 
-def _widen(parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    """Give a parameter and its gradient another dtype."""
+def widen(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    """Give a parameter and its gradient another dtype; one of another rank stays without memory."""
+    if parameter.dtype == dtype:
+        return
     with torch.no_grad():
         gradient, parameter.grad = parameter.grad, None
         parameter.data = parameter.to(dtype)

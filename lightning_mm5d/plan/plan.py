@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_mm5d.config.errors import ConfigError
@@ -75,6 +76,12 @@ class Plan:
         check_compiled(module, cut, modalities, is_split=bool(plan.topology.edges))
         check_heads(module, modalities)
         return replace(plan, division=divide(module, cut, modalities))
+
+    def held_dtype(self, parameter: Tensor) -> torch.dtype:
+        """Return the dtype of a parameter between steps, and of its gradient, given it as layers compute with it."""
+        main = parameter.dtype if self.main_params is None else getattr(torch, self.main_params)
+        is_main = parameter.requires_grad and parameter.is_floating_point() and main.itemsize > parameter.element_size()
+        return main if is_main else parameter.dtype
 
     @cached_property
     def topology(self) -> Topology:

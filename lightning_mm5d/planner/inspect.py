@@ -27,7 +27,7 @@ class Holding(NamedTuple):
         cuts: its stages; several where a rank has several chunks of its modality.
         layers: full names of the layers in them.
         parameters: elements of the parameters that it uses, tied ones once, and of sharded ones its shard.
-        bytes: memory of these parameters, without gradients and optimizer state.
+        bytes: memory of these parameters between steps, without gradients and optimizer state.
     """
 
     place: Place
@@ -45,7 +45,7 @@ def holdings(plan: Plan, module: nn.Module) -> list[Holding]:
         held = _parameters(module, plan, [cut.name for cut in cuts])
         layers = tuple(layer for cut in cuts for layer in _layers(plan, cut))
         counts = {name: _elements(plan, name, p, place.tp) for name, p in held.items()}
-        size = sum(counts[name] * p.element_size() for name, p in held.items())
+        size = sum(counts[name] * plan.held_dtype(p).itemsize for name, p in held.items())
         found.append(Holding(place, cuts, layers, sum(counts.values()), size))
     return found
 

@@ -8,6 +8,9 @@ A step has three phases, and a rank's peak is the largest of theirs:
    activations that are left;
 3. the *update*: parameters, gradients, states of optimizers, and what the optimizer needs for a moment.
 
+With main parameters, parameters and gradients have their precision, and what layers compute with is there beside them
+in the first two phases.
+
 States of optimizers are there in all three. What is offloaded is on the device only while it is used, and on the host
 else. Left out are the libraries themselves, batches that the dataloader prepares, and buffers of gloo or NCCL.
 """
@@ -111,6 +114,7 @@ class _Held(NamedTuple):
         shard: who owns which rows; None where it is not shared.
         trained: whether it has a gradient.
         states: of optimizers.
+        computes: of the local tensor that layers compute with, where it is another one than `whole`; else 0.
         offloads: what leaves for the host, of the modalities that use it.
     """
 
@@ -120,7 +124,14 @@ class _Held(NamedTuple):
     shard: DataShard | None
     trained: bool
     states: StateBytes | None
+    computes: int
     offloads: frozenset[str]
+
+    @property
+    def rest(self) -> int:
+        """Of what is there between steps."""
+        rows = self.shard is not None and (self.shard.stage == 3 or self.computes)
+        return self.own if rows else self.whole
 
 
 def memory_of(plan: Plan, step: Step) -> list[RankMemory]:
@@ -166,10 +177,11 @@ class _Estimate:
         parameter, shape = step.parameters[name], self._shards.local_shape(name, rank)
         shard = self._shards.of(name, rank) if self._shards.exist else None
         own_shape = shape if shard is None else shard.own_shape(shape)
-        size = parameter.element_size()
+        dtype = plan.held_dtype(parameter)
+        size, low = dtype.itemsize, parameter.element_size()
         states: StateBytes | None = StateBytes(0, 0, False)
         if name in step.trained:
-            states = None if step.states is None else step.states.of(name, own_shape, parameter.dtype)
+            states = None if step.states is None else step.states.of(name, own_shape, dtype)
         users = {key.modality for key in plan.partition.owners[name]}
         offloads = frozenset(kind for user in users for kind in plan.modalities[user].offloads)
         if len(users) > 1 or parameter.requires_grad:
@@ -181,6 +193,7 @@ class _Estimate:
             shard,
             name in step.trained,
             states,
+            torch.Size(shape).numel() * low if low != size else 0,
             offloads,
         )
 
@@ -191,7 +204,7 @@ class _Estimate:
         trained = [one for one in held if one.trained]
         rests = [one for one in held if "parameters" not in one.offloads]
         away = sum(one.whole for one in held if "parameters" in one.offloads)
-        parameters = sum(_at_rest(one) for one in rests)
+        parameters = sum(one.rest for one in rests)
         gathered = self._gathered(rests)
         own = sum(one.own for one in trained)
         states = sum(one.states.kept for one in trained if one.states)
@@ -219,16 +232,16 @@ class _Estimate:
         )
 
     def _gathered(self, rests: Sequence[_Held]) -> int:
-        """Local tensors of parameters that are rows between steps; with `reshard_after_forward`, of two layers."""
-        shared = [one for one in rests if _at_rest(one) != one.whole]
+        """Local tensors that are there in a step only; with `reshard_after_forward`, of two layers."""
+        shared = [one for one in rests if one.rest != one.whole or one.computes]
         layers: dict[tuple[str, int], int] = {}
         other = 0
         for one in shared:
             place = self._layer(one.name)
-            if place is None:
-                other += one.whole
+            if place is None or one.shard is None:
+                other += one.computes or one.whole
             else:
-                layers[place] = layers.get(place, 0) + one.whole
+                layers[place] = layers.get(place, 0) + (one.computes or one.whole)
         return other + sum(sorted(layers.values())[-2:])
 
     def _layer(self, name: str) -> tuple[str, int] | None:
@@ -259,7 +272,7 @@ class _Estimate:
 
     def _exchange(self, trained: Iterable[_Held]) -> int:
         """The buckets in which rows of parameters that stay whole are exchanged after the update, two at a time."""
-        found = [one for one in trained if one.shard is not None and one.shard.stage < 3]
+        found = [one for one in trained if one.shard is not None and one.shard.stage < 3 and not one.computes]
         return _two_buckets([(one.whole, one.whole + one.own) for one in found], self._step.bucket_bytes)
 
     # --- activations ---
@@ -311,7 +324,8 @@ class _Estimate:
         found = {key: name for key, name in every.items() if key not in counted}
         counted.update(found)
         return sum(
-            torch.Size(self._shards.local_shape(name, rank)).numel() * self._step.parameters[name].element_size()
+            torch.Size(self._shards.local_shape(name, rank)).numel()
+            * self._plan.held_dtype(self._step.parameters[name]).itemsize
             for name in found.values()
         )
 
@@ -332,10 +346,6 @@ class _Estimate:
         for name in plan.topology.consumes.get(key, ()):
             found |= trace.exits[name]
         return found
-
-
-def _at_rest(one: _Held) -> int:
-    return one.own if one.shard is not None and one.shard.stage == 3 else one.whole
 
 
 def _two_buckets(moved: Iterable[tuple[int, int]], most_bytes: int) -> int:

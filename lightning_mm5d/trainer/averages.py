@@ -25,7 +25,7 @@ from lightning_mm5d.checkpoint.buffer_state import BufferState
 from lightning_mm5d.checkpoint.module_state import equalize, restore_full, tensors_of
 from lightning_mm5d.config.errors import ConfigError, private
 from lightning_mm5d.data.random_state import CPU, kept_random_state
-from lightning_mm5d.data_parallel.main_parameters import computing_dtypes
+from lightning_mm5d.data_parallel.main_parameters import computing_dtypes, widen
 from lightning_mm5d.plan.data_shards import DataShards
 from lightning_mm5d.plan.holdings import Holdings, narrowed
 from lightning_mm5d.plan.plan import Plan
@@ -92,16 +92,16 @@ class Averages:
 
     def _cut(self, root: nn.Module) -> None:
         """Give a full copy the form that the module has."""
-        own = dict(tensors_of(self._module))
+        own, mains = dict(tensors_of(self._module)), computing_dtypes(self._module)
         remote = [name for name, tensor in own.items() if is_placeholder(tensor)]
         holdings = Holdings(self._plan, self._module)
         device = next((one.device for one in root.parameters()), torch.device("cpu"))
         drop_parameters(root, remote, device, Guard(self._plan.ownership.holders))
         for name, tensor in tensors_of(root):
+            if name in mains and isinstance(tensor, nn.Parameter):
+                widen(tensor, own[name].dtype)
             if name not in own or is_remote(tensor) or is_remote(own[name]):
                 continue
-            if name in computing_dtypes(self._module):
-                tensor.data = tensor.data.to(own[name].dtype)
             if tensor.is_meta:
                 _set(root, name, own[name].detach().clone())
             elif tensor.shape != own[name].shape:
