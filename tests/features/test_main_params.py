@@ -120,7 +120,7 @@ def alternating(batch: Any) -> list[Any]:
 
 
 def fit(run: Run, kind: dict[str, str], module: Trained | None = None, **options: Any) -> dict[str, Any]:
-    """Train; return the weights, and what this rank holds."""
+    """Train; return the weights and the last validation's loss."""
     module = Trained() if module is None else module
     path = options.pop("ckpt_path", None)
     run = Run(run.layout, {**run.options, "main_params": kind["main_params"]}, run.folder)
@@ -129,7 +129,6 @@ def fit(run: Run, kind: dict[str, str], module: Trained | None = None, **options
     return {
         "weights": {key: value.clone() for key, value in trainer.strategy.full_state_dict().items()},
         "losses": float(trainer.callback_metrics["val_loss"]),
-        "dtypes": module.dtypes,
     }
 
 
@@ -150,9 +149,13 @@ def test_bf16_layers_train_float32_parameters_bit_for_bit(name: str) -> None:
     """Each layout as in its own docstring."""
     layout, options, parts = HAND[name]
     expected = by_hand(Trained("encoder.patch"), torch.bfloat16, torch.float32, parts, 1)
-    found = run_ranks(
-        layout.world, lambda rank: fit(Run(layout, options), BRAIN, Trained("encoder.patch"), gradient_clip_val=None)
-    )
+
+    def ours(rank: int) -> Any:
+        module = Trained("encoder.patch")
+        found = fit(Run(layout, options), BRAIN, module, gradient_clip_val=None)
+        return {**found, "dtypes": module.dtypes}
+
+    found = run_ranks(layout.world, ours)
     got = found[0]["weights"]
     assert {dtype for one in found for dtype in one["dtypes"]} <= {torch.bfloat16}
     assert got["encoder.patch.weight"].dtype == torch.bfloat16
@@ -295,7 +298,9 @@ def test_a_rank_holds_the_bytes_of_its_own_main_parameters(tmp_path: Path) -> No
     ],
 )
 def test_main_parameters_that_are_no_wider_are_refused(said: str, precision: str, field: str, rule: str) -> None:
+    def refused() -> None:
+        Run(ONE, {"main_params": said}).trainer(precision=precision).fit(Trained(), Run(ONE).training(Singles()))
+
     with pytest.raises(ConfigError, match=rule) as caught:
-        trainer = Run(ONE, {"main_params": said}).trainer(precision=precision)
-        trainer.fit(Trained(), Run(ONE).training(Singles()))
+        refused()
     assert caught.value.field == field

@@ -58,25 +58,30 @@ LAYOUTS = {
 }
 
 
-def counted(rank: int, layout: Layout) -> dict[str, int]:
+def counted(rank: int, layout: Layout, main_params: str | None) -> dict[str, int]:
     warnings.simplefilter("ignore")
-    counts = Counted()
-    Run(layout).trainer(max_epochs=1, callbacks=[counts]).fit(Adam(), Run(layout).training())
+    counts, run = Counted(), Run(layout, {"main_params": main_params})
+    precision: Any = "64-true" if main_params is None else "bf16-true"
+    run.trainer(max_epochs=1, callbacks=[counts], precision=precision).fit(Adam(), run.training())
     return counts.found
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_estimates_are_the_bytes_of_the_tensors_after_a_step(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "main_params"), [*((name, None) for name in LAYOUTS), ("stages", "float32"), ("zero_stage 1", "float32")]
+)
+def test_estimates_are_the_bytes_of_the_tensors_after_a_step(name: str, main_params: Any) -> None:
     layout, module = LAYOUTS[name], Adam()
-    planned = strategy(layout.modalities, num_microbatches=2)
+    planned = strategy(layout.modalities, num_microbatches=2, main_params=main_params)
     planned.parallel_devices = [torch.device("cpu")] * layout.world
     planned.cluster_environment = LightningEnvironment()
     planned.cluster_environment.set_world_size(layout.world)
     plan = planned.plan(module)
     samples = Samples(4)
+    if main_params is not None:
+        module, samples.images = module.bfloat16(), samples.images.bfloat16()
     batch = {"images": samples.images, "tokens": samples.tokens, "label": samples.labels}
     found = trace(module, batch, plan.partition, plan.modalities, plan.division)
     memory = memory_of(plan, Step(module, "1f1b", 2, OptimizerStates(module, remade), found))
-    measured = run_ranks(layout.world, counted, layout)
+    measured = run_ranks(layout.world, counted, layout, main_params)
     for estimate, real in zip(memory, measured, strict=True):
         assert {key: getattr(estimate, key) for key in real} == real
