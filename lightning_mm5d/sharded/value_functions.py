@@ -30,8 +30,8 @@ TELLING = _methods(
     *("_is_view", "can_cast", "result_type", "promote_types", "_has_compatible_shallow_copy_type", "is_coalesced"),
     *("__len__", "__hash__", "__dir__", "requires_grad_", "register_hook", "retain_grad", "share_memory_"),
     *("register_post_accumulate_grad_hook", "rename_", "detach_", "unsqueeze_", "squeeze_", "t_", "transpose_"),
-    *("swapaxes_", "swapdims_", "as_subclass", "grad_dtype"),
-) | {Tensor.requires_grad.__set__, Tensor.grad_dtype.__set__}  # type: ignore[attr-defined,union-attr]
+    *("swapaxes_", "swapdims_", "as_subclass"),
+) | {Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
 # They take the shape, dtype and device of all their tensors alone.
 LIKE = _methods(
     *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like"),
