@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from lightning_mm5d.config.errors import private
+from lightning_mm5d.sharded.remote_value import plain
 
 _KINDS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
@@ -30,7 +31,8 @@ class ParameterHooks:
 
     def exist(self) -> bool:
         """Return whether any parameter has hooks, also one of other ranks: the same on all ranks."""
-        return self._from_start or any(_found(parameter) for parameter in self._module.parameters())
+        with plain():
+            return self._from_start or any(_found(parameter) for parameter in self._module.parameters())
 
 
 @contextmanager

@@ -53,7 +53,7 @@ class Guard:
 
     def keeps(self, tensor: Tensor) -> bool:
         """Whether `tensor` has the memory of a parameter, as ``parameter.data`` and ``parameter.detach()`` have."""
-        with _plain():
+        with plain():
             memory = tensor.untyped_storage().data_ptr()
             return any(memory == one.untyped_storage().data_ptr() for one in self._parameters() if not is_remote(one))
 
@@ -96,8 +96,11 @@ class RemoteValue(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(kind not in _KINDS for kind in types):
+        if not _KINDS.issuperset(types):
             return NotImplemented  # another subclass knows better
+        if func in _VALUELESS:
+            with plain():
+                return func(*args, **(kwargs or {}))
         return _call(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -135,7 +138,7 @@ class Placeholder(nn.Parameter):
         return memo[id(self)]
 
 
-_KINDS = (Tensor, nn.Parameter, RemoteValue, Placeholder)
+_KINDS = frozenset((Tensor, nn.Parameter, RemoteValue, Placeholder))
 
 
 def is_remote(value: Any) -> TypeGuard[RemoteValue | Placeholder]:
@@ -209,7 +212,7 @@ def settled(value: Any, use: str) -> Any:
     """
     if not is_remote(value) or value.origin.guard.ends_here is False:
         return value
-    with _plain():
+    with plain():
         if value.exact and not bool(value.isnan().any()):
             return value.as_subclass(Tensor)
     raise value.origin.guard.error(value.origin.name, use)
@@ -239,18 +242,17 @@ def _marked(tensor: Any, origin: Origin, *, exact: bool, mixed: bool) -> Any:
 
 # --- torch functions of remote values ---
 
-_plain = private(torch._C, "DisableTorchFunctionSubclass")
+plain = private(torch._C, "DisableTorchFunctionSubclass")
+"""Enter to read attributes of many placeholders as fast as those of other parameters."""
+_VALUELESS = TELLING | LIKE
 
 
 def _call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    if func in TELLING or func in LIKE:
-        with _plain():
-            return func(*args, **kwargs)
     name = getattr(func, "__name__", "")
-    used = [*_tensors(args[:1] if func in AS else (args, kwargs))]
+    used = _tensors(args[:1] if func in AS else (args, kwargs))
     remote = [one for one in used if is_remote(one)]
     if not remote:  # another tensor is shown in the shape of a remote one
-        with _plain():
+        with plain():
             return func(*args, **kwargs)
     if name == "equal" and all(isinstance(one, nn.Parameter) for one in used):
         return used[0] is used[-1]  # Lightning asks so whether an optimizer has a parameter
@@ -262,7 +264,7 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return _write(func, name, args, kwargs, origin)
     if name in CASTING and isinstance(args[0], Placeholder):
         return _cast(func, args, kwargs)
-    with _plain():
+    with plain():
         result = func(*args, **kwargs)
     exact = all(one.exact for one in remote) and (name in MOVING or name in CUTTING or name in JOINING)
     if name == "__get__":
@@ -277,7 +279,7 @@ def _result(result: Any, name: str, used: Sequence[Tensor], origin: Origin, *, e
         if is_remote(result) or any(result is one for one in used):
             return result
         floats = result.is_floating_point()
-        with torch.no_grad(), _plain():
+        with torch.no_grad(), plain():
             if exact and mixed and floats and name in CUTTING and not bool(result.isnan().any()):
                 return result
             if floats and not exact and not result.requires_grad and result._base is None:
@@ -302,18 +304,18 @@ def _write(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any
     if is_remote(targets):
         if name == "__set__":  # of `data`, when the module moves, and of `grad`
             if is_remote(value) or value is None:
-                with _plain():
+                with plain():
                     func(*args)
         elif not (isinstance(targets, Placeholder) or _has_no_memory(targets)):
             _write_remote(func, name, args, kwargs, targets)
         return targets
     guard = origin.guard
     if guard.is_dry:
-        with _plain():
+        with plain():
             return func(*args, **kwargs)
     if name == "__set__" or isinstance(targets, nn.Parameter) or guard.ends_here is None or guard.keeps(targets):
         raise guard.error(origin.name, f"{name}() on another tensor")
-    with _plain():
+    with plain():
         func(*args, **kwargs)
         base = targets._base
     others = [one for one in _tensors((args[1:], kwargs)) if is_remote(one)]
@@ -327,7 +329,7 @@ def _write(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 def _write_remote(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> None:
     others = [one for one in _tensors((args[1:], kwargs)) if is_remote(one)]
-    with _plain():
+    with plain():
         func(*args, **kwargs)
     target.exact = target.exact and name in JOINING and all(one.exact for one in others)
     target.mixed = True
@@ -349,7 +351,7 @@ def _write_each(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str
         guard = remote[0].origin.guard if remote else None
         if guard is not None and not is_remote(target) and not guard.is_dry:
             raise guard.error(remote[0].origin.name, f"{name}() on another tensor")
-        with _plain():
+        with plain():
             func(*one, **options)
     return targets
 
@@ -357,7 +359,7 @@ def _write_each(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str
 def _cast(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Move a placeholder, or change its dtype, without giving it memory."""
     parameter = args[0]
-    with torch.no_grad(), _plain():
+    with torch.no_grad(), plain():
         one = parameter.as_strided((), ())
         moved = func(one, *args[1:], **{key: value for key, value in kwargs.items() if key != "memory_format"})
         if not isinstance(moved, Tensor):  # the name of its type
@@ -371,12 +373,11 @@ def _has_no_memory(tensor: Tensor) -> bool:
     return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _tensors(tree: Any) -> Iterator[Tensor]:
+def _tensors(tree: Any) -> list[Tensor]:
     if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (tuple, list)):
-        for value in tree:
-            yield from _tensors(value)
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            yield from _tensors(value)
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, (tuple, list)):
+        return []
+    return [tensor for value in tree for tensor in _tensors(value)]

@@ -24,7 +24,7 @@ from lightning_mm5d.config.errors import ConfigError, private
 from lightning_mm5d.partition.compiled import IN_PLACE, is_compiled, is_compiled_in_place
 from lightning_mm5d.partition.parts import is_in
 from lightning_mm5d.sharded.collectives import dry_run
-from lightning_mm5d.sharded.remote_value import Origin
+from lightning_mm5d.sharded.remote_value import Origin, is_remote
 from lightning_mm5d.sharded.tensor import Sharded
 from lightning_mm5d.source.order import used_fields
 from lightning_mm5d.stage.deferred import Deferred, deferred_linear, defers, is_linear
@@ -245,4 +245,4 @@ def _shown(value: Any, sent: Any) -> Any:
         return value
     if value is sent and not isinstance(value, Sharded):
         return value.clone()
-    return value.view_as(value) if value.requires_grad else value
+    return value.view_as(value) if value.requires_grad and not is_remote(value) else value

@@ -19,6 +19,7 @@ from lightning_mm5d.sharded.remote_value import (
     make_parameter,
     make_placeholder,
     placeholder,
+    plain,
     remote_value,
 )
 from lightning_mm5d.stage.payload import Packer, rebuild, tensors_in
@@ -79,10 +80,11 @@ class ShapeMemory:
         Not zero-stride: models write features into embeddings in place.
         It carries a gradient where the result would, because hooks may be registered on it; they are never called.
         """
-        grad = torch.is_grad_enabled() and (
-            any(parameter.requires_grad for parameter in module.parameters())
-            or any(tensor.requires_grad for _, tensor in tensors_in((args, kwargs)))
-        )
+        with plain():
+            grad = torch.is_grad_enabled() and (
+                any(parameter.requires_grad for parameter in module.parameters())
+                or any(tensor.requires_grad for _, tensor in tensors_in((args, kwargs)))
+            )
         if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and args:
             device = args[0].device
             enabled = torch.is_autocast_enabled(device.type)

@@ -32,6 +32,7 @@ from lightning_mm5d.gradients.gradients import Gradients
 from lightning_mm5d.gradients.parameter_hooks import set_aside
 from lightning_mm5d.gradients.publish import published
 from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.sharded.remote_value import plain
 from lightning_mm5d.trainer.logs import LogCapture, replay
 from lightning_mm5d.trainer.metrics import MetricSync
 from lightning_mm5d.trainer.optimization import Summing
@@ -127,7 +128,8 @@ class Steps:
 
     def trainable(self) -> frozenset[str]:
         """Return the names of the parameters that require a gradient now."""
-        flags = tuple(parameter.requires_grad for _, parameter in self._named)
+        with plain():
+            flags = tuple(parameter.requires_grad for _, parameter in self._named)
         if flags != self._trainable[0]:
             names = (name for (name, _), flag in zip(self._named, flags, strict=True) if flag)
             self._trainable = flags, frozenset(names)
