@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -123,6 +124,13 @@ class _Place:
 
     def __init__(self, key: int) -> None:
         self.key = key
+
+
+def on_device(x: Tensor, device: torch.device | str) -> Tensor:
+    """Return a copy of the host's `x` on `device`, which the host does not wait for."""
+    if torch.device(device).type == "cuda":
+        return x.pin_memory().to(device, non_blocking=True)  # torch keeps pinned memory until it is read
+    return x.to(device, copy=True)
 
 
 def _is_small(x: Tensor) -> bool:

@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from lightning_mm5d.sharded.host_copies import on_device
+
 Range = tuple[int, int]
 T = TypeVar("T")
 
@@ -62,7 +64,7 @@ class TokenSplit:
 
     def indices(self, rank: int, device: torch.device | str = "cpu") -> Tensor:
         """int64 ``[S_rank]``: the tokens of a rank, ascending. Kept per device: do not write to it."""
-        return self.kept(("indices", rank, torch.device(device)), lambda: _tokens(self.ranges[rank]).to(device))
+        return self.kept(("indices", rank, torch.device(device)), lambda: on_device(_tokens(self.ranges[rank]), device))
 
     def order(self, device: torch.device | str = "cpu") -> Tensor:
         """int64 ``[S]``: where each token is when the tokens of all ranks stand in a row, so that
@@ -70,7 +72,8 @@ class TokenSplit:
 
         def inverse() -> Tensor:
             row = torch.cat([_tokens(held) for held in self.ranges])
-            return torch.empty_like(row).scatter_(0, row, torch.arange(self.size, device="cpu")).to(device)
+            order = torch.empty_like(row).scatter_(0, row, torch.arange(self.size, device="cpu"))
+            return on_device(order, device)
 
         return self.kept(("order", torch.device(device)), inverse)
 

@@ -66,7 +66,7 @@ def test_masks_of_a_batch_are_digested_without_a_wait(interface: Interface, is_p
         with host:
             moved = None if given is None else given.to(META, non_blocking=True)
             mask = causal(config, moved, positions().to(META), META)
-            own = [one.to(META) for one in tokens]
+            own = [split.indices(0, META), tokens[1].to(META)]
         assert mask.key == expected.key
         assert torch.equal(mask.work(), work)
         mask.device = torch.device("cpu")  # of the masks of tiles

@@ -17,6 +17,7 @@ from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.context_parallel.hooks.context_mask import ContextMask
 from lightning_mm5d.context_parallel.masks.caches import Cache, Caches
 from lightning_mm5d.context_parallel.masks.mask import Mask, MaskFunction
+from lightning_mm5d.sharded.host_copies import on_device
 
 _LOW = -1e3  # added to the score of a key that a query does not see, masks hold less
 Refusal = Callable[[str, Any, str], ConfigError]
@@ -119,7 +120,7 @@ class StepMasks:
         host = self._caches.host
         lengths = host.of(bounds).diff()
         known = torch.repeat_interleave(torch.arange(len(lengths), device="cpu"), lengths).unsqueeze(0)
-        segments = known.to(bounds.device, non_blocking=True)
+        segments = on_device(known, bounds.device)
         host.note(segments, known)
         return segments
 

@@ -21,6 +21,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import pad
 
 from lightning_mm5d.context_parallel.masks.tiles import EMPTY, FULL, PARTIAL, TILE
+from lightning_mm5d.sharded.host_copies import on_device
 
 if TYPE_CHECKING:
     from lightning_mm5d.context_parallel.masks.tiles import Tiles
@@ -60,7 +61,7 @@ class Blocks:
             last = kinds[:, :, tiles.k_length // TILE]
             last[last == FULL] = PARTIAL
         bits, index = _bits(tiles, kinds, self._device)
-        kinds = kinds.to(self._device).unsqueeze(1)
+        kinds = on_device(kinds, self._device).unsqueeze(1)
         return BlockMask.from_kv_blocks(
             *_listed(kinds == PARTIAL),
             *_listed(kinds == FULL),
@@ -105,7 +106,7 @@ def _bits(tiles: Tiles, kinds: Tensor, device: torch.device) -> tuple[Tensor, Te
         allowed = torch.stack([_allowed(tiles, *where) for where in at[start : start + AT_ONCE].tolist()]).to(device)
         words = (allowed.to(torch.int64).unflatten(2, (-1, WORD)) << place).sum(-1).to(torch.int32)
         bits[FIRST + start : FIRST + start + len(words)] = words
-    return bits, index.to(device)
+    return bits, on_device(index, device)
 
 
 def _allowed(tiles: Tiles, row: int, i: int, j: int) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor
 from lightning_mm5d.context_parallel.masks.blocks import Judge, Where, judge
 from lightning_mm5d.context_parallel.masks.caches import Caches
 from lightning_mm5d.context_parallel.masks.nodes import Condition
+from lightning_mm5d.sharded.host_copies import on_device
 
 TILE = 128
 EMPTY, PARTIAL, FULL = 0, 1, 2
@@ -106,7 +107,7 @@ class Tiles:
         place = int(np.searchsorted(self._partial[row], i * self.kinds.shape[2] + j))
         if self._which[row][place] < 0:
             if len(self._masks) * TILE * TILE >= KEPT:
-                return self._judges[row].exact(torch.tensor([i]), torch.tensor([j]))[0].to(self._device)
+                return self._judges[row].exact(torch.tensor([i]), torch.tensor([j]))[0].to(self._device)  # of too many
             self._keep(row, place)
         return self._masks[self._which[row][place]]
 
@@ -120,7 +121,7 @@ class Tiles:
         for place, (mask, bits) in enumerate(zip(masks, packed, strict=True), first):
             which = self._found.setdefault(bits.tobytes(), len(self._masks))
             if which == len(self._masks):
-                self._masks.append(mask.to(self._device, copy=True))
+                self._masks.append(on_device(mask, self._device))
             self._which[row][place] = which
 
 
