@@ -218,11 +218,11 @@ class Processor(Callback):
 
 
 def train(
-    turns: Turns, module: Llama, strategy: Any, size: Size, accelerator: Any = "cpu"
+    turns: Turns, module: Llama, strategy: Any, size: Size, accelerator: Any = "cpu", steps: int = STEPS
 ) -> tuple[list[float], float]:
     """Returns this rank's losses and processor time."""
     processor = Processor()
-    fit(module, loader(STEPS, size), strategy, RANKS, turns, processor, accelerator=accelerator)
+    fit(module, loader(steps, size), strategy, RANKS, turns, processor, accelerator=accelerator)
     return module.losses, processor.seconds
 
 

@@ -41,6 +41,10 @@ LLAMA = tensor_parallel.Size(width=4096, hidden=11008, layers=4, vocabulary=3200
 SMALL_LLAMA = tensor_parallel.Size(width=64, hidden=128, layers=2, vocabulary=128, batch=1, tokens=16)
 
 
+def _steps(machine: Machine) -> int:
+    return turns.WARMUP + machine.pick(16, 1)
+
+
 def _two(machine: Machine) -> None:
     if machine.gpus < 2:
         raise LackingError("needs two GPUs or more")
@@ -65,7 +69,7 @@ def parity(machine: Machine) -> Iterator[Row]:
 def one_f_one_b(machine: Machine) -> Iterator[Row]:
     """Yield the time of a step over that of the same stages by hand."""
     _two(machine)
-    size, steps = machine.pick(LARGE, towers.SMALL), turns.WARMUP + machine.pick(16, 2)
+    size, steps = machine.pick(LARGE, towers.SMALL), _steps(machine)
     data = towers.batches(size, steps, MICROBATCHES)
     ours, theirs = turns.race(
         turns.Side(2, lambda each, rank: _by_strategy(machine, each, size, data)),
@@ -124,7 +128,7 @@ def tensor(machine: Machine) -> Iterator[Row]:
         mine, theirs = turns.race(
             turns.Side(2, lambda each, rank, d=divided: _tensor(machine, each, size, d, by_hand=False)),
             turns.Side(2, lambda each, rank, d=divided: _tensor(machine, each, size, d, by_hand=True)),
-            tensor_parallel.STEPS,
+            _steps(machine),
         )
         name = f"tp 2, Llama of width {size.width}{', sequence_parallel' * divided}"
         note = f"{turns.milliseconds(mine)} / {turns.milliseconds(theirs)}"
@@ -141,7 +145,7 @@ def _tensor(
     torch.set_float32_matmul_precision("high")
     module = tensor_parallel.ByHand(size, divided) if by_hand else tensor_parallel.Llama(size)
     strategy = tensor_parallel.by_hand() if by_hand else tensor_parallel.ours(divided)
-    return tensor_parallel.train(each, module, strategy, size, machine.own)[0]
+    return tensor_parallel.train(each, module, strategy, size, machine.own, _steps(machine))[0]
 
 
 # --- bubbles ---
