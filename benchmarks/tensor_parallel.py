@@ -9,8 +9,9 @@ storages, against half of what one process holds.
 
 Bytes: what a rank sends, counted where torch.distributed is called, against what must be sent by the shapes; two depths
 tell a layer from the rest. A layer has two all-reduces of a hidden state [B, S, D] in the forward and two in the
-backward. With sequence parallelism these are all-gathers and reduce-scatters, of half the bytes and twice as many, and
-the gradients of its two norms are summed, which saw a part of the sequence. The rest is as much as one all-reduce for
+backward. With sequence parallelism these are all-gathers and reduce-scatters, of half the bytes and twice as many; the
+backward gathers the two inputs again, which were not kept; and the gradients of its two norms are summed, which saw a
+part of the sequence. The rest is as much as one all-reduce for
 the embedding and one for the head, three numbers a row for the cross entropy, and one norm.
 
 Shapes: B batch, S sequence, D width.
@@ -23,6 +24,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from time import process_time
 from typing import Any
+from unittest.mock import patch
 
 import lightning as L
 import torch
@@ -45,6 +47,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from turns import WARMUP, Side, Turns, fit, median_ratio, milliseconds, race, row, run
 
 from lightning_mm5d import Modality, MultimodalStrategy
+from lightning_mm5d.tensor_parallel import entrance
 
 STEPS, RANKS, FLOAT_BYTES = 20 + WARMUP, 2, 4
 
@@ -243,6 +246,23 @@ def times() -> None:
         row(f"{name}: the same in processor time", a / b, "", f"{a * each:.1f} ms / {b * each:.1f} ms")
 
 
+def train_in_order(turns: Turns, module: Llama, strategy: Any, size: Size) -> tuple[list[float], float]:
+    """The same, with weight gradients before the sum of input gradients starts."""
+    with patch.object(entrance, "renumber_in_backward", lambda *_: None):
+        return train(turns, module, strategy, size)
+
+
+def overlap() -> None:
+    for size, divided in ((WIDE, False), (WIDE, True)):
+        beside, before = race(
+            Side(RANKS, lambda turns, rank, s=size, d=divided: train(turns, Llama(s), ours(d), s)),
+            Side(RANKS, lambda turns, rank, s=size, d=divided: train_in_order(turns, Llama(s), ours(d), s)),
+            STEPS,
+        )
+        what = f"{_name(size, divided)}: time of a step, weight gradients beside the sum / before it"
+        row(what, median_ratio(beside, before), "", f"{milliseconds(beside)} / {milliseconds(before)}")
+
+
 # --- memory ---
 
 
@@ -305,10 +325,11 @@ class Counter(Callback):
     def _count(self, name: str, cost: Callable[..., int]) -> None:
         original = getattr(dist, name)
 
-        def counted(*args: Any, group: Any = None, **kwargs: Any) -> Any:
-            ranks = dist.get_world_size(group)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            given = (one for one in (*args, *kwargs.values()) if isinstance(one, dist.ProcessGroup))
+            ranks = dist.get_world_size(next(given, None))
             self.sent += cost(*args) * (ranks - 1) / ranks
-            return original(*args, group=group, **kwargs)
+            return original(*args, **kwargs)
 
         setattr(dist, name, counted)  # for good: the process ends with the training
 
@@ -332,8 +353,13 @@ def traffic() -> None:
         norm = size.width * FLOAT_BYTES * divided
         rows = 3 * size.batch * size.tokens * FLOAT_BYTES  # greatest logit, sum of exponentials, logit of the target
         for what, sent, needed, aim in (
-            ("a layer", layer, share * (4 * size.state_bytes + 2 * norm), "1.00"),
-            ("the rest", shallow - 2 * layer, share * (2 * size.state_bytes + norm + RANKS * rows / 2), ""),
+            ("a layer", layer, share * ((4 + divided) * size.state_bytes + 2 * norm), "1.00"),
+            (
+                "the rest",
+                shallow - 2 * layer,
+                share * ((2 + divided / 2) * size.state_bytes + norm + RANKS * rows / 2),
+                "",
+            ),
         ):
             measured = f"{sent / 2**20:.4f} MiB / {needed / 2**20:.4f} MiB"
             row(f"{_name(size, divided)}: bytes that {what} sends / needed", sent / needed, aim, measured)
@@ -344,6 +370,6 @@ def _name(size: Size, divided: bool) -> str:
 
 
 if __name__ == "__main__":
-    figures = {"time": times, "memory": memory, "bytes": traffic}
+    figures = {"time": times, "overlap": overlap, "memory": memory, "bytes": traffic}
     for name in sys.argv[1:] or figures:
         figures[name]()
