@@ -23,6 +23,7 @@ from lightning_mm5d.gradients.side_stream import SideStream
 from lightning_mm5d.plan.compressions import Traffic, traffic_of
 from lightning_mm5d.plan.data_shards import DataShards
 from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.plan.sum_timing import SumTiming, ordered_timing
 from lightning_mm5d.plan.sums import Rows, Summed, counted_of, sums_of
 from lightning_mm5d.sharded.backends import waits_on_device
 
@@ -46,24 +47,7 @@ class Placed(NamedTuple):
     traffic: Mapping[str, Traffic]
     draw: Draw
     device: torch.device
-    timing: Timing
-
-
-class Timing(NamedTuple):
-    """When sums may leave while a schedule runs.
-
-    With gloo they may at any time. Devices that have one order for all messages must not wait in a circle, whatever the
-    batches of replicas are: so a sum has the same place among the messages of the schedule on all of its ranks.
-
-    Attributes:
-        early: whether a sum leaves in the last action of its stage; else after all actions.
-        inside: whether it leaves within that action; else at its end, after messages of layers.
-        late: numbers of the parameters that wait for the end of all actions, because other stages have them too.
-    """
-
-    early: bool = True
-    inside: bool = True
-    late: frozenset[int] = frozenset()
+    timing: SumTiming
 
 
 class SumGroups(NamedTuple):
@@ -136,7 +120,7 @@ class Gradients:
             count=count,
             draw=placed.draw,
             presence=self._presence,
-            late=placed.timing.late,
+            late=frozenset(placed.numbers[name] for name in placed.timing.late),
             side=SideStream(placed.device),
         )
 
@@ -289,29 +273,10 @@ def make_gradients(
         return seed_of(*random_key(), pieces[0].number)
 
     stages = _stages_of(plan, rank, parameters)
-    placed = Placed(
-        numbers, everything or [*parameters.values()], stages, traffic, draw, device, timing_of(plan, device)
-    )
+    is_ordered = dist.is_initialized() and waits_on_device(device)
+    timing = ordered_timing(plan) if is_ordered else SumTiming()
+    placed = Placed(numbers, everything or [*parameters.values()], stages, traffic, draw, device, timing)
     return Gradients(parameters, placed, sums, groups, counted, shared, bucket_bytes)
-
-
-def timing_of(plan: Plan, device: torch.device) -> Timing:
-    """Return when sums may leave on this device's backend; the same on all ranks."""
-    if not (dist.is_initialized() and waits_on_device(device)):
-        return Timing()
-    topology, owners = plan.topology, plan.partition.owners
-    # replicas that share ranks end their stages at different places among the messages of these ranks
-    alone = all(len(topology.connected_replicas(rank)) == 1 for rank in range(plan.layout.size))
-    gathers = any(one.shared_stage == 3 and one.reshard_after_forward for one in plan.modalities.values())
-    shared = [
-        number for number, name in enumerate(plan.sizes) if len({topology.stage_of[key] for key in owners[name]}) > 1
-    ]
-    return Timing(
-        early=not gathers and (alone or not topology.edges),
-        # context parallel ranks have other tokens, and so other gradients at a time
-        inside=all(plan.layout.sizes(name).cp == 1 for name in plan.layout.modalities),
-        late=frozenset(shared),
-    )
 
 
 def _stages_of(plan: Plan, rank: int, parameters: Mapping[str, nn.Parameter]) -> dict[Hashable, Sequence[nn.Parameter]]:

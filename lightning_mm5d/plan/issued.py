@@ -2,8 +2,9 @@
 
 A message of the schedule becomes one message for each pair of ranks whose shares of a payload overlap. What stays on
 one rank is not issued. Where several ranks of a target share one payload, they gather it before the action. Ranks that
-share the layers of a stage meet in its actions. Gradients are summed over ranks that hold the same parameter, after the
-last message of a rank: earlier sums could wait for ranks whose messages wait in the same device.
+share the layers of a stage meet in its actions. Gradients are summed over ranks that hold the same parameter: in the
+last action of their stage, between what it receives and what it sends, or where `sum_timing` says so after the last
+message of a rank, because earlier sums could wait for ranks whose messages wait in the same device.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.plan.sum_timing import ordered_timing
 from lightning_mm5d.plan.sums import sums_of
-from lightning_mm5d.schedule import AnySchedule, IssueOrder, Message, Schedule
+from lightning_mm5d.schedule import AnySchedule, IssueOrder, Kind, Message, Schedule
 from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.schedule.streams import Operation, Step, check_streams
 
@@ -65,12 +67,15 @@ class Issued:
         self._schedule, self._forward_only = schedule, forward_only
         self._built: dict[Any, tuple[Schedule, IssueOrder]] = {}
         self._known: dict[Message, list[Operation]] = {}
+        self._timing = ordered_timing(plan)
 
     def steps(self, rank: int) -> list[Step]:
         """Return what `rank` issues and waits for, in order."""
         schedule, order = self._order(rank)
         actions = self._plan.topology.actions_of(rank, schedule, self._count)
         left: list[Operation] = []  # issued, and waited for at the end of the step
+        sums = {} if self._forward_only else self._sums(rank)
+        last = {action.stage: action for action in actions if action.kind is not Kind.F}
         found: list[Step] = []
         for action, receives, sends in order.turns(actions):
             found += [Step(one) for message in receives for one in self._received(message, rank)]
@@ -78,10 +83,13 @@ class Issued:
                 found += [Step(one, waits=True) for one in self._received(message, rank)]
                 found += self._gather(message, rank)
             found += self._meeting(("collectives", action), action.stage, action.microbatch, rank)
+            early = sums.pop(action.stage, []) if last.get(action.stage) == action else []
+            left += early
+            found += map(Step, early)
             left += (one for message in sends for one in self._sent(message, rank))
             found += (Step(one) for message in sends for one in self._sent(message, rank))
-        sums = [] if self._forward_only else self._sums(rank)
-        return [*found, *map(Step, sums), *(Step(one, waits=True) for one in (*left, *sums))]
+        late = [one for stage in sorted(sums, key=str) for one in sums[stage]]
+        return [*found, *map(Step, late), *(Step(one, waits=True) for one in (*left, *late))]
 
     def _order(self, rank: int) -> tuple[Schedule, IssueOrder]:
         key = self._plan.topology.connected_replicas(rank)
@@ -124,9 +132,21 @@ class Issued:
         operation = Operation(what, ranks, ("layers", *ranks))
         return [Step(operation), Step(operation, waits=True)] if len(ranks) > 1 else []
 
-    def _sums(self, rank: int) -> list[Operation]:
-        """The sums of gradients, in one order on all ranks; ranks that ran no microbatch join them."""
-        ranks = {
-            one.ranks for name, sums in sums_of(self._plan, rank).items() if name in self._trainable for one in sums
+    def _sums(self, rank: int) -> dict[StageKey | None, list[Operation]]:
+        """The sums of gradients by the stage in whose last action they leave, or None, in one order on all ranks.
+
+        Ranks that ran no microbatch join them.
+        """
+        found: dict[StageKey | None, set[tuple[int, ...]]] = {}
+        for name, sums in sums_of(self._plan, rank).items():
+            if name in self._trainable:
+                found.setdefault(self._ending_stage(name), set()).update(one.ranks for one in sums)
+        return {
+            stage: [Operation(("gradients", stage, one), one, ("gradients", *one)) for one in sorted(groups)]
+            for stage, groups in found.items()
         }
-        return [Operation(("gradients", one), one, ("gradients", *one)) for one in sorted(ranks)]
+
+    def _ending_stage(self, name: str) -> StageKey | None:
+        if not self._timing.early or name in self._timing.late:
+            return None
+        return self._plan.topology.stage_of[next(iter(self._plan.partition.owners[name]))]
