@@ -148,8 +148,8 @@ def _ending(stage: StageFlight) -> list[tuple[int, int]]:
 def reduced(gradients: Sequence[Reduced], bucket_bytes: int, ending: Sequence[tuple[int, int]]) -> int:
     """Return what the reduction of gradients takes at most, with the activations of the last backward.
 
-    A bucket that is summed is a copy of its gradients, which are freed when it is sent. One whose rows are scattered
-    has three copies when it is sent: packed by row, sent, and arrived. The last two live until the next one is sent.
+    A bucket that is summed is the memory of its gradients. One whose rows are scattered is packed into a copy, and its
+    gradients are freed; that copy and what arrives live until the next one is sent.
 
     Args:
         gradients: of one rank, in the order of their parameters.
@@ -160,19 +160,19 @@ def reduced(gradients: Sequence[Reduced], bucket_bytes: int, ending: Sequence[tu
     whole = [number for number, one in enumerate(gradients) if one.own is None]
     buckets = [*_buckets(gradients, shared, bucket_bytes), *_buckets(gradients, whole, bucket_bytes)]
     now = peak = sum(one.whole for one in gradients)
-    came = arrived = 0
+    came = carried = rows = 0
     for bucket in sorted(buckets, key=min, reverse=True):
         size = sum(gradients[number].whole for number in bucket)
-        own = gradients[bucket[0]].own
         came += size
         left = next((activations for gradient, activations in ending if gradient >= came), 0)
-        peak = max(peak, now + (size if own is None else 3 * size) + left)
-        now += arrived  # the sum of the bucket before
-        arrived = 0
-        if own is not None:
-            now -= size
-            arrived = sum(gradients[number].own or 0 for number in bucket)
-    return max(peak, now + arrived)
+        if gradients[bucket[0]].own is None:
+            peak = max(peak, now + carried + max(gradients[number].whole for number in bucket) + left)
+            continue
+        peak = max(peak, now + carried + size + left)
+        now += rows - size  # the sum of the bucket before is there
+        carried, rows = 2 * size, sum(gradients[number].own or 0 for number in bucket)
+        peak = max(peak, now + carried + left)
+    return max(peak, now + rows)
 
 
 def _buckets(gradients: Sequence[Reduced], numbers: Sequence[int], most_bytes: int) -> list[list[int]]:
