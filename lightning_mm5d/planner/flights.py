@@ -1,7 +1,8 @@
 """How many bytes the microbatches in flight take on one rank, action by action.
 
 A forward keeps what its units save. A backward goes through the units from the last to the first: it frees what each
-has kept, and in a stage's first backward gradients take memory as they come.
+has kept, and in a stage's first backward gradients take memory as they come. Gradients that ranks sum whole have memory
+from the start.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class StageFlight:
         away: whether what it keeps leaves for the host.
         passed: what the stage receives and sends.
         has_backward: whether anything is kept at all.
+        laid: bytes of gradients that have memory from the start; without any entry none have.
     """
 
     kept: Sequence[Storages]
@@ -66,6 +68,12 @@ class StageFlight:
     away: Sequence[bool]
     passed: Storages
     has_backward: bool
+    laid: Sequence[int] = ()
+
+    @cached_property
+    def coming(self) -> list[int]:
+        """Bytes of the gradients of each unit that take memory as they come."""
+        return [size - laid for size, laid in zip(self.gradients, self.laid or [0] * len(self.gradients), strict=True)]
 
     @cached_property
     def remaining(self) -> list[int]:
@@ -98,7 +106,8 @@ def flown(actions: Sequence[Action], stages: Mapping[StageKey, StageFlight]) -> 
     backs = {(one.stage, one.microbatch): number for number, one in enumerate(actions) if one.passes_gradients}
     held: dict[tuple[StageKey, int], int] = {}
     host: dict[tuple[StageKey, int], int] = {}
-    most = peak = gradients = most_host = 0
+    most = peak = most_host = 0
+    gradients = sum(sum(stage.laid) for stage in stages.values())
     begun: set[StageKey] = set()
     for number, action in enumerate(actions):
         stage, key = stages[action.stage], (action.stage, action.microbatch)
@@ -132,7 +141,7 @@ def _back(stage: StageFlight, others: int, gradients: int, *, is_first: bool) ->
     for number in reversed(range(len(stage.kept))):
         peak = max(peak, others + stage.remaining[number + 1] + gradients + stage.working[number])
         if is_first:
-            gradients += stage.gradients[number]
+            gradients += stage.coming[number]
             peak = max(peak, others + stage.remaining[number] + gradients)
     return peak, gradients
 

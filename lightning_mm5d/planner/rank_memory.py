@@ -31,6 +31,7 @@ from lightning_mm5d.partition import StageCut
 from lightning_mm5d.partition.recomputed_layers import kept_of
 from lightning_mm5d.plan.data_shards import DataShard, DataShards
 from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.plan.sums import summed_by
 from lightning_mm5d.planner.activation_trace import Storages, Trace, UnitUse
 from lightning_mm5d.planner.flights import Flight, Reduced, StageFlight, flown, reduced
 from lightning_mm5d.planner.optimizer_states import OptimizerStates, StateBytes
@@ -300,6 +301,7 @@ class _Estimate:
         members = plan.topology.members[key]
         order = sorted(members, key=lambda member: member.modality == plan.partition.loss_modality)
         gradients: list[int] = []
+        laid: list[int] = []
         kept: list[Storages] = []
         working: list[int] = []
         away: list[bool] = []
@@ -314,20 +316,28 @@ class _Estimate:
                 kept.append(_storages(use, operations))
                 again = 0 if operations is None else sum(use.saved.values())
                 working.append(use.working + again)
-                gradients.append(self._gradients(unit.costs, rank, counted))
+                sizes = self._gradients(unit.costs, rank, counted)
+                gradients.append(sum(sizes.values()))
+                laid.append(sum(size for name, size in sizes.items() if self._is_laid(name, rank)))
                 away.append("activations" in plan.modalities[member.modality].offloads)
-        return StageFlight(kept, working, gradients, away, self._passed(key, members, cuts), has_backward)
+        return StageFlight(kept, working, gradients, away, self._passed(key, members, cuts), has_backward, laid)
 
-    def _gradients(self, names: Iterable[str], rank: int, counted: set[int]) -> int:
+    def _is_laid(self, name: str, rank: int) -> bool:
+        """Whether a gradient has memory from the start of a step: ranks sum all of it."""
+        if self._shards.exist and self._shards.of(name, rank) is not None:
+            return False
+        return any(len(one.ranks) > 1 and one.rows is None for one in summed_by(self._plan, name, rank))
+
+    def _gradients(self, names: Iterable[str], rank: int, counted: set[int]) -> dict[str, int]:
         """Bytes of the gradients of parameters that are not counted yet."""
         every = {id(self._step.parameters[name]): name for name in names if name in self._step.trained}
         found = {key: name for key, name in every.items() if key not in counted}
         counted.update(found)
-        return sum(
-            torch.Size(self._shards.local_shape(name, rank)).numel()
+        return {
+            name: torch.Size(self._shards.local_shape(name, rank)).numel()
             * self._plan.held_dtype(self._step.parameters[name]).itemsize
             for name in found.values()
-        )
+        }
 
     def _passed(self, key: StageKey, members: Sequence[StageKey], cuts: Mapping[StageKey, StageCut]) -> Storages:
         """What a stage receives and sends: hidden states between layers, and results of encoders."""
