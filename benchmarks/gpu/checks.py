@@ -110,6 +110,18 @@ CHECKS = (
         limit_s=240,
     ),
     Check(
+        name="compile.layers",
+        title="Compiled layers",
+        function="compiled_layers:compiled",
+        limit_s=120,
+    ),
+    Check(
+        name="compile.head",
+        title="A head that is fused with its loss",
+        function="compiled_layers:fused_head",
+        limit_s=90,
+    ),
+    Check(
         name="kernels.128",
         title="Attention by tiles: head width 128",
         function="kernel_times:width_128",

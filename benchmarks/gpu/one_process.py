@@ -142,7 +142,7 @@ def run(machine: Machine) -> Iterator[Row]:
     peaks: dict[bool, int] = {}
     for with_strategy in (False, True, True, False):
         times = Times(machine)
-        _free(machine)
+        free(machine)
         losses[with_strategy] = fit(
             Qwen(machine),
             data,
@@ -177,7 +177,8 @@ def _flop(machine: Machine, first: dict[str, Tensor]) -> float:
     return float(counter.get_total_flops())
 
 
-def _free(machine: Machine) -> None:
+def free(machine: Machine) -> None:
+    """Return cached memory to the GPU, and begin a new peak."""
     gc.collect()
     if not machine.is_dry:
         torch.cuda.empty_cache()
