@@ -7,7 +7,6 @@ runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from datetime import timedelta
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -320,7 +319,11 @@ class MultimodalStrategy(GradientStrategy):
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         move = partial(super().batch_to_device, device=device, dataloader_idx=dataloader_idx)
-        with self._session.host_copies() if self._session is not None else nullcontext():
+        if self._session is None:
+            return per_replica(move)(batch)
+        if self._module("batch_to_device").trainer.training:
+            batch = per_replica(self._session.unread.hold)(batch)
+        with self._session.host_copies():
             return per_replica(move)(batch)
 
     # --- steps ---

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -137,6 +137,19 @@ def merge(outputs: Sequence[Any], samples: Sequence[int]) -> Any:
             return outputs
         return _rebuild(first, [merge([other[step] for other in fields], samples) for step in fields[0]])
     return first if all(output == first for output in outputs) else outputs
+
+
+def with_tensors(batch: Any, function: Callable[[Path, torch.Tensor], torch.Tensor], path: Path = ()) -> Any:
+    """Returns ``batch`` with what ``function`` returns of its tensors and their paths; itself where nothing changes."""
+    if isinstance(batch, torch.Tensor):
+        return function(path, batch)
+    children = _children(batch)
+    if not children:
+        return batch
+    values = [with_tensors(child, function, (*path, step)) for step, child in children]
+    if all(value is child for value, (_, child) in zip(values, children, strict=True)):
+        return batch
+    return _rebuild(batch, values)
 
 
 def _merge_tensors(outputs: list[torch.Tensor], samples: list[int]) -> Any:

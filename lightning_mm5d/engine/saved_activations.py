@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from lightning_mm5d.data.waiting import Waiting
 from lightning_mm5d.engine.host_memory import HostMemory, Stored
 
 SMALLEST = 1024
@@ -138,7 +139,7 @@ def _storage(saved: Saved) -> Any:
 
 def _address(tensor: Tensor) -> int | None:
     """Address of a tensor's storage; None where it has none that can be read."""
-    if tensor.layout is not torch.strided or tensor.is_meta:
+    if isinstance(tensor, Waiting) or tensor.layout is not torch.strided or tensor.is_meta:
         return None
     try:
         return tensor.untyped_storage().data_ptr()

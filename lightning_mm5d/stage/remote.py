@@ -16,6 +16,7 @@ from lightning_mm5d.sharded.remote_value import (
     Guard,
     Origin,
     Placeholder,
+    in_memory,
     make_parameter,
     make_placeholder,
     placeholder,
@@ -105,10 +106,11 @@ class ShapeMemory:
         return rebuild(description, [_filled(*spec, grad, origin) for spec in specs])
 
     def computed(self, module: nn.Module, original: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Return ``original(*args, **kwargs)`` on placeholders; buffers and random state stay as they are."""
+        """Return ``original(*args, **kwargs)``, computed of NaN; buffers and random state stay as they are."""
         buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
         device = next((one.device for one in module.parameters()), CPU)
-        with torch.no_grad(), kept_random_state(device), torch.compiler.set_stance("force_eager"):
+        eager = torch.compiler.set_stance("force_eager")
+        with torch.no_grad(), in_memory(module.parameters()), kept_random_state(device), eager:
             result = original(*args, **kwargs)
             for buffer, before in buffers:
                 buffer.copy_(before)

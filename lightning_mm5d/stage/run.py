@@ -203,6 +203,8 @@ class Run:
         """Stand in for a call of the boundary `name`."""
         if self._inside is not None:
             return original(*args, **kwargs)
+        if self.trains and modality not in self.stage.cuts:
+            self._runtime.handed |= {id(tensor) for _, tensor in tensors_in((args, kwargs))}
         if modality in self.stage.consumes:
             index = self._consumed.get(name, 0)
             self._consumed[name] = index + 1

@@ -62,6 +62,7 @@ class Runtime:
         groups: all groups of ranks that share layers or sequences with this one.
         lists: the layers of each modality, or the parts that stand for them.
         wanted: for each boundary, the fields of its result that callers read; None for all.
+        handed: ids of the tensors that this rank gave to boundaries which other ranks compute, in a training step.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Runtime:
             cut.name: name for name, encoder in partition.encoders.items() for cut in encoder.boundaries
         }
         self.wanted: dict[str, frozenset[str] | None] = {}
+        self.handed: set[int] = set()
         self.lists: dict[str, list[nn.Module]] = {
             name: [root.get_submodule(path) for path in parts.paths] for name, parts in partition.parts.items()
         }

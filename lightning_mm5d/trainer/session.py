@@ -56,6 +56,7 @@ from lightning_mm5d.trainer.sharing_guards import SharingGuards
 from lightning_mm5d.trainer.step_result import ResultChannel
 from lightning_mm5d.trainer.steps import Replica, Steps
 from lightning_mm5d.trainer.turns import Turns
+from lightning_mm5d.trainer.unread import UnreadTensors
 from lightning_mm5d.trainer.user_step import Context
 
 
@@ -106,6 +107,7 @@ class Session:
         collectives: over the replicas of the loss modality.
         turns: what ranks agree on at the start of a batch.
         buffers: which ranks have the values of buffers; None until `attach`.
+        unread: tensors of batches that this rank does not read.
     """
 
     def __init__(self, module: pl.LightningModule, plan: Plan, options: RunOptions) -> None:
@@ -156,6 +158,7 @@ class Session:
         )
         if options.timeline is not None:
             self._engine.recorder = Recorder(device)
+        self.unread = UnreadTensors(self._cut.runtime.handed, device)
         self._connect(groups)
         world = range(plan.layout.size)
         together = self._groups.get(world, "turns", backend="gloo") if len(world) > 1 else None
@@ -231,6 +234,7 @@ class Session:
             num_microbatches=self._options.num_microbatches,
             loss_weight=self._options.loss_weight,
             seed=None if alone else self._options.seed,
+            unread=self.unread,
         )
         self.optimization = Optimization(
             module,

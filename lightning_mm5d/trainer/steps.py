@@ -38,6 +38,7 @@ from lightning_mm5d.trainer.metrics import MetricSync
 from lightning_mm5d.trainer.optimization import Summing
 from lightning_mm5d.trainer.several_passes import Attempt, passes_several_times
 from lightning_mm5d.trainer.step_result import ResultChannel, StepResult, Weights
+from lightning_mm5d.trainer.unread import UnreadTensors
 from lightning_mm5d.trainer.user_step import Context, TrainingStep, UserStep
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ class Steps:
         num_microbatches: M.
         loss_weight: whether microbatches weigh as many samples or as many label tokens as they hold.
         seed: for random state, the same on all ranks; None leaves it alone.
+        unread: learns which tensors of batches this rank does not read.
     """
 
     def __init__(
@@ -114,11 +116,12 @@ class Steps:
         num_microbatches: int,
         loss_weight: Literal["samples", "tokens"],
         seed: int | None,
+        unread: UnreadTensors,
     ) -> None:
         self._module, self._plan, self._engine, self._gradients = module, plan, engine, gradients
         self._replicas, self._metrics, self._rank, self._device = replicas, metrics, rank, device
         self._loss_group, self._num_microbatches = loss_group, num_microbatches
-        self._loss_weight, self._seed = loss_weight, seed
+        self._loss_weight, self._seed, self._unread = loss_weight, seed, unread
         self._lock_step, self._several = lock_step, dict[str, set[int]]()
         self._capture = LogCapture(module)
         self._packed = describe(module)
@@ -170,6 +173,7 @@ class Steps:
             with set_aside(self._gradients.parameters):
                 self._run(step, self.trainable(), reduction.ending)
             rows = self._gradients.finish(reduction)
+            self._unread.learn(part for found in parts.values() for part in found)
         finally:
             self._gradients.leave()
             fresh = [

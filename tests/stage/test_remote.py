@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lightning_mm5d.sharded.remote_value import Guard
-from lightning_mm5d.stage import drop_parameters
+from lightning_mm5d.sharded.remote_value import Guard, Origin
+from lightning_mm5d.stage import drop_parameters, is_placeholder
+from lightning_mm5d.stage.remote import ShapeMemory
 
 
 class _Twice(nn.Module):
@@ -28,3 +29,30 @@ def test_a_module_under_several_paths_has_one_placeholder_for_each_parameter() -
     assert {name: p.shape for name, p in root.named_parameters(remove_duplicate=False)} == shapes
     assert len(list(root.parameters())) == 20
     assert root.tied.weight is root.one.weight
+
+
+class _Kernel(nn.Module):
+    """Takes for granted that its weight is contiguous, as kernels of other libraries do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 3))
+        self.seen: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            self.seen.append(self.weight.untyped_storage().nbytes())
+            assert self.weight.is_contiguous()
+            return x @ self.weight.detach().as_subclass(torch.Tensor)
+
+
+def test_no_kernel_gets_a_placeholder_without_memory() -> None:
+    module, guard = _Kernel(), Guard(lambda path: "rank 1")
+    drop_parameters(module, ["weight"], torch.device("cpu"), guard)
+    with guard.dry_run():
+        result = ShapeMemory().placeholder(module, Origin("kernel", guard), module.forward, (torch.ones(2, 4),), {})
+    assert result.shape == (2, 3)
+    assert module.seen == [4 * 3 * 4]
+    assert is_placeholder(module.weight)
+    with torch._C.DisableTorchFunctionSubclass():
+        assert module.weight.untyped_storage().nbytes() == 4

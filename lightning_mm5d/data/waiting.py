@@ -1,0 +1,94 @@
+"""Tensors of a batch that stay in host memory until something reads them.
+
+A rank that runs no encoder hands its pixel values to a call that another rank computes, and never reads them. There
+such a tensor is a `Waiting`. It tells shape, dtype and the device of the rank, and gives slices that wait, too. It moves
+to the device when any other function takes it. So a wrong guess costs a copy, and no number is wrong. A slice moves the
+whole tensor and is a view of it, so that writes are seen as in any other tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_TELLING = {
+    *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.__len__),
+    *(Tensor.is_floating_point, Tensor.is_complex, Tensor.get_device, Tensor.__hash__, Tensor.is_contiguous),
+    *(
+        getattr(Tensor, name).__get__
+        for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "is_cpu", "is_meta", "layout")
+    ),
+    *(getattr(Tensor, name).__get__ for name in ("is_leaf", "grad_fn", "is_sparse", "is_quantized", "itemsize")),
+}
+
+
+class Waiting(Tensor):
+    """Stands for a tensor that is still in host memory.
+
+    Args:
+        host: the tensor.
+        device: where its values move when they are read.
+        move: moves them, and returns the tensor on the device.
+    """
+
+    _host: Tensor
+    _moved: Tensor | None
+    _move: Callable[[], Tensor]
+
+    @staticmethod
+    def __new__(cls, host: Tensor, device: torch.device, move: Callable[[], Tensor]) -> Waiting:
+        made: Waiting = Tensor._make_wrapper_subclass(
+            cls, host.shape, strides=host.stride(), dtype=host.dtype, device=device
+        )
+        made._host, made._moved, made._move = host, None, move
+        return made
+
+    def moved(self) -> Tensor:
+        """Return the values on the device; the same tensor each time."""
+        if self._moved is None:
+            self._moved = self._move()
+        return self._moved
+
+    def _part(self, index: Any) -> Waiting:
+        return Waiting(self._host[index], self.device, lambda: self.moved()[index])
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, Waiting) and first._moved is None:
+            if func in _TELLING:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
+            if func is Tensor.__getitem__ and _is_plain(args[1]):
+                return first._part(args[1])
+            if func is Tensor.to and not kwargs.keys() - {"non_blocking"} and args[1:] in ((first.device,), ()):
+                return first
+        return func(*_moved(args), **_moved(kwargs))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return func(*_moved(args), **_moved(kwargs or {}))
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+
+def _is_plain(index: Any) -> bool:
+    """Whether an index makes a view, and needs no values."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(part is None or part is Ellipsis or type(part) is int or isinstance(part, slice) for part in parts)
+
+
+def _moved(tree: Any) -> Any:
+    if isinstance(tree, Waiting):
+        return tree.moved()
+    if isinstance(tree, (tuple, list)):
+        values = [_moved(value) for value in tree]
+        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
+    if isinstance(tree, dict):
+        return {key: _moved(value) for key, value in tree.items()}
+    return tree
