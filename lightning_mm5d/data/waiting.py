@@ -1,8 +1,8 @@
 """Tensors of a batch that stay in host memory until something reads them.
 
 A rank that runs no encoder hands its pixel values to a call that another rank computes, and never reads them. There
-such a tensor is a `Waiting`. It tells shape, dtype and the device of the rank, and gives slices that wait, too. It moves
-to the device when any other function takes it. So a wrong guess costs a copy, and no number is wrong. A slice moves the
+such a tensor is a `Waiting`. It tells shape, dtype and the device of the rank, and its slices wait, too. It moves to
+the device when any other function takes it. So a wrong guess costs a copy, and no number is wrong. A slice moves the
 whole tensor and is a view of it, so that writes are seen as in any other tensor.
 """
 

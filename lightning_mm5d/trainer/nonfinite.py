@@ -85,8 +85,10 @@ class NonFinite:
         """Return whether a loss or gradient of this rank is not finite."""
         grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         norms = torch._foreach_norm(grads) if grads and not is_scaled else []
-        values = [value.to(self._device) for value in (*self._losses, *norms)]
-        if not values or all(torch.stack([value.isfinite().all() for value in values]).tolist()):
+        kinds = {(norm.dtype, norm.device) for norm in norms}
+        stacked = [torch.stack([norm for norm in norms if (norm.dtype, norm.device) == kind]) for kind in kinds]
+        flags = [value.isfinite().all().to(self._device) for value in (*self._losses, *stacked)]
+        if not flags or all(torch.stack(flags).tolist()):
             return False
         # a norm may overflow where no element does, and is many times as fast
         exact = grads if norms else []

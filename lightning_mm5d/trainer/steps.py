@@ -266,7 +266,8 @@ class Steps:
         if callable(override):
             own = tuple(float(override(part.batch)) for part in parts[self._own])
         elif self._loss_weight == "tokens":
-            own = tuple(float(self._label_tokens(part.batch)) for part in parts[self._own])
+            counts = [self._label_tokens(part.batch) for part in parts[self._own]]
+            own = tuple(map(float, torch.stack(counts).tolist()))  # one read of the device
         else:
             own = tuple(float(part.samples) for part in parts[self._own])
             if not callable(override):
@@ -276,7 +277,7 @@ class Steps:
             dist.all_reduce(total, group=self._loss_group)
         return Weights(own, float(total))
 
-    def _label_tokens(self, batch: Any) -> int:
+    def _label_tokens(self, batch: Any) -> Tensor:
         labels = batch.get("labels") if isinstance(batch, Mapping) else None
         if not isinstance(labels, Tensor):
             raise ConfigError(
@@ -287,7 +288,7 @@ class Steps:
             )
         configs = (getattr(module, "config", None) for module in self._module.modules())
         shifts = not any(getattr(config, "is_encoder_decoder", False) for config in configs)
-        return int((labels[..., 1:] if shifts and labels.dim() > 1 else labels).ne(-100).sum())
+        return (labels[..., 1:] if shifts and labels.dim() > 1 else labels).ne(-100).sum()
 
     # --- phase 2 ---
 
