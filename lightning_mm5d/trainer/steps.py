@@ -267,7 +267,7 @@ class Steps:
             own = tuple(float(override(part.batch)) for part in parts[self._own])
         elif self._loss_weight == "tokens":
             counts = [self._label_tokens(part.batch) for part in parts[self._own]]
-            own = tuple(map(float, torch.stack(counts).tolist()))  # one read of the device
+            own = tuple(map(float, torch.stack(counts).tolist())) if counts else ()  # one read of the device
         else:
             own = tuple(float(part.samples) for part in parts[self._own])
             if not callable(override):
