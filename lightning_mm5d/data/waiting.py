@@ -65,7 +65,7 @@ class Waiting(Tensor):
                     return func(*args, **kwargs)
             if func is Tensor.__getitem__ and _is_plain(args[1]):
                 return first._part(args[1])
-            if func is Tensor.to and not kwargs.keys() - {"non_blocking"} and args[1:] in ((first.device,), ()):
+            if func is Tensor.to and _moves_to(first.device, *args[1:], **kwargs):
                 return first
         return func(*_moved(args), **_moved(kwargs))
 
@@ -75,6 +75,12 @@ class Waiting(Tensor):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+
+def _moves_to(place: torch.device, device: Any = None, *others: Any, **options: Any) -> bool:
+    """Whether `to` with these arguments moves a tensor to a place, and does nothing else."""
+    named = isinstance(device, (str, torch.device))
+    return named and torch.device(device) == place and not others and not options.keys() - {"non_blocking"}
 
 
 def _is_plain(index: Any) -> bool:

@@ -81,7 +81,8 @@ class OrderedTransport:
         self.bytes_sent = 0
         self.waited = 0.0
         self._links, self._host, self._device, self._rank = links, host, device, rank
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # what other ranks wait for goes before what this one computes
+        self._side = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._error: TransportError | None = None
         self._promised: defaultdict[Channel, dict[Hashable, str]] = defaultdict(dict)
         self._headers: defaultdict[Channel, dict[Hashable, codec.Header]] = defaultdict(dict)

@@ -282,12 +282,12 @@ def _merge_calls(options: LogOptions, calls: list[LogCall]) -> MergedLog:
     if reduction == "mean":
         # a microbatch of weight 0 may well be NaN; if all are, no weight is better than another
         valued = [(value, weight) for value, weight in valued if weight] or [(value, 1) for value, _ in valued]
-    values = torch.stack([value.to(device, torch.float64) for value, _ in valued])
-    if reduction == "mean":
-        weights = torch.tensor([weight for _, weight in valued], dtype=torch.float64, device=device)
-        merged = (values * weights).sum() / weights.sum()
+    values = [value.to(device, torch.float64) for value, _ in valued]
+    if reduction == "mean":  # weights stay numbers of Python: a copy of them would wait for the device
+        weights = [float(weight) for _, weight in valued]
+        merged = torch.stack(torch._foreach_mul(values, weights)).sum() / sum(weights)
     else:
-        merged = getattr(values, reduction)()
+        merged = getattr(torch.stack(values), reduction)()
     dtype = torch.float64 if any(call.dtype == torch.float64 for call in calls) else torch.float32
     is_computed = all(call.is_computed for call in calls)
     return MergedLog(options=options, value=merged.to(dtype), batch_size=batch_size, is_computed=is_computed)

@@ -318,11 +318,12 @@ class Steps:
         """
         losses, weights = [step.losses[index] for index in sorted(step.losses)], step.weights
         own, weight = weights.weighted_sum(losses), sum(weights.own)
-        everywhere = torch.stack([own, own.new_tensor(step.has_graph)])
+        everywhere = torch.stack([own, own.new_full((), float(step.has_graph))])
         if self._loss_group is not None:
             dist.all_reduce(everywhere, group=self._loss_group)
         total, with_graph = everywhere
-        return (own / weight if weight else total / weights.total).to(losses[0].dtype), bool(with_graph)
+        has_graph = step.has_graph or bool(with_graph)  # a device is asked only where the answer is not known
+        return (own / weight if weight else total / weights.total).to(losses[0].dtype), has_graph
 
     def _merged(self, step: UserStep, loss: Tensor | None) -> StepResult:
         """Merge this replica's results and logs over its microbatches."""
