@@ -17,11 +17,15 @@ from torch import Tensor
 _TELLING = {
     *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.__len__),
     *(Tensor.is_floating_point, Tensor.is_complex, Tensor.get_device, Tensor.__hash__, Tensor.is_contiguous),
+    Tensor.is_inference,
     *(
         getattr(Tensor, name).__get__
         for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "is_cpu", "is_meta", "layout")
     ),
-    *(getattr(Tensor, name).__get__ for name in ("is_leaf", "grad_fn", "is_sparse", "is_quantized", "itemsize")),
+    *(
+        getattr(Tensor, name).__get__
+        for name in ("is_leaf", "grad_fn", "is_sparse", "is_quantized", "itemsize", "_version")
+    ),
 }
 
 

@@ -43,6 +43,7 @@ class Doubled(torch.autograd.Function):
 ASKING: dict[str, Callable[[Any], Any]] = {
     "form": lambda x: (x.shape, x.dtype, x.device, x.ndim, x.dim(), len(x), x.size(0), x.numel(), x.requires_grad),
     "none": lambda x: x is None,
+    "versions": lambda x: (x._version, x.is_inference()),
     "where it is": lambda x: x.to("cpu") is x and x.to(CPU, non_blocking=True) is x and x.to(device=CPU) is x,
     "slices": lambda x: x[1:3][:, None, 2:4].shape,
     "microbatches": lambda x: [part.batch["x"].shape for part in split({"x": x, "labels": torch.ones(4)}, 2)],
