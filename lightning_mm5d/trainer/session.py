@@ -383,21 +383,11 @@ class Session:
                 keep_shards(self._module, self.plan)
                 share_buffers(self._module, self.plan, wire=wire, buffers=self.buffers)
         dist.barrier()
-        self._write_timeline()
+        options, recorder = self._options, self._engine.recorder
+        if options.timeline is not None and recorder is not None:
+            actions = options.schedule, options.num_microbatches
+            write_timeline(options.timeline, recorder, self.plan, *actions, rank=rank, wire=wire)
         if self._transport is not None:
             self._transport.close()
         dist.barrier()
         self._groups.destroy()
-
-    def _write_timeline(self) -> None:
-        options = self._options
-        if options.timeline is not None and self._engine.recorder is not None:
-            write_timeline(
-                options.timeline,
-                self._engine.recorder,
-                self.plan,
-                options.schedule,
-                options.num_microbatches,
-                rank=options.rank,
-                wire=message_device(options.device),
-            )
