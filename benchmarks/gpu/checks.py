@@ -80,12 +80,6 @@ CHECKS = (
         limit_s=120,
     ),
     Check(
-        name="memory.gathered",
-        title="Checkpoints and the end of a run gather nothing on a GPU",
-        function="gathered_states:run",
-        limit_s=150,
-    ),
-    Check(
         name="flex.tests",
         title="Tests that need a GPU: FlexAttention and flash attention of tiles",
         function="gpu_tests:run",

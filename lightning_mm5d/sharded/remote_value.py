@@ -173,14 +173,14 @@ def make_parameter(parameter: Placeholder, value: Tensor) -> None:
 @contextmanager
 def in_memory(parameters: Iterable[Tensor]) -> Iterator[None]:
     """Give placeholders NaN in memory of their own meanwhile: kernels may read weights without regard to strides."""
-    with _plain():
+    with plain():
         before = [(one, one.data) for one in parameters if isinstance(one, Placeholder)]
         for one, data in before:
             one.data = data.contiguous()
     try:
         yield
     finally:
-        with _plain():
+        with plain():
             for one, data in before:
                 one.data = data
 
