@@ -50,7 +50,8 @@ class Timed(VisionLanguage):
 def _by_kind(self: Optimization) -> Iterator[None]:
     kind = self._module.kind
     if kind == "none":
-        yield
+        with self._laid():
+            yield
         dist.barrier()
         start = time.perf_counter()
         self._gradients.reduce(0.5)
