@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -27,6 +29,7 @@ from lightning_mm5d.data.batches import LoaderBatches, split_replicas
 from lightning_mm5d.data.microbatch import Microbatch, batch_samples, merge, split
 from lightning_mm5d.data.packed_images import PackedTokens, describe
 from lightning_mm5d.engine.engine import Ending, Engine
+from lightning_mm5d.engine.kept_casts import casting_once, kept_casts
 from lightning_mm5d.engine.lock_step import LockStep
 from lightning_mm5d.gradients.gradients import Gradients
 from lightning_mm5d.gradients.parameter_hooks import set_aside
@@ -149,6 +152,10 @@ class Steps:
             scale: multiplies a loss as the precision plugin does before backward.
             summing: when gradients are summed over ranks.
         """
+        # parameters that are gathered in a step may be NaN where only shapes are asked for
+        is_gathered = any(one.rests_own for one in self._gradients.shared.all)
+        if not is_gathered:
+            context = partial(casting_once, context, self._device)
         batch, *arguments = arguments
         parts = self._split(batch, arguments)
         share = summing.share or 1.0
@@ -170,7 +177,8 @@ class Steps:
         reduction = self._gradients.reduction(whole=summing.is_early, rows=True)
         rows: dict[int, Tensor] = {}
         try:
-            with set_aside(self._gradients.parameters):
+            keeps = nullcontext() if is_gathered else kept_casts(self._device)
+            with set_aside(self._gradients.parameters), keeps:
                 self._run(step, self.trainable(), reduction.ending)
             rows = self._gradients.finish(reduction)
             self._unread.learn(part for found in parts.values() for part in found)
