@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from datetime import timedelta
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader, DistributedSampler
 
+import nccl_order
 from lightning_mm5d import MultimodalStrategy
 
 
@@ -78,4 +80,8 @@ def fit(
 
 
 def strategy(modalities: Any, **options: Any) -> MultimodalStrategy:
+    """The strategy of a test; the environment variable ``TEST_BACKEND`` names one of `nccl_order`."""
+    if backend := os.environ.get("TEST_BACKEND"):
+        nccl_order.register()
+        options.setdefault("process_group_backend", backend)
     return MultimodalStrategy(modalities=modalities, timeout=timedelta(seconds=60), **options)
