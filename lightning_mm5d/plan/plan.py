@@ -15,7 +15,7 @@ from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.context_parallel.hooks.support import check_layers
 from lightning_mm5d.layout import Layout
 from lightning_mm5d.partition import Partition, partition
-from lightning_mm5d.partition.compiled import check_compiled
+from lightning_mm5d.partition.compiled import check_backends, check_compiled
 from lightning_mm5d.partition.heads import check_heads
 from lightning_mm5d.plan.ownership import Ownership
 from lightning_mm5d.plan.stage_graph import StageGraphs
@@ -74,6 +74,7 @@ class Plan:
         shapes = {name: tuple(p.shape) for name, p in parameters.items()}
         plan = cls(layout, cut, modalities, sizes, v_shaped=v_shaped, shapes=shapes, main_params=main_params)
         check_compiled(module, cut, modalities, is_split=bool(plan.topology.edges))
+        check_backends(modalities)
         check_heads(module, modalities)
         return replace(plan, division=divide(module, cut, modalities))
 

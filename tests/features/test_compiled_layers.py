@@ -20,6 +20,8 @@ from features.toys import LANGUAGE, VISION, Layout, Run, Toy, assert_same, outco
 from lightning_mm5d import ConfigError, Modality
 from lightning_mm5d.config.checks import check
 from lightning_mm5d.config.errors import private
+from lightning_mm5d.layout import Layout as Ranks
+from lightning_mm5d.plan.plan import Plan
 from zoo import CASES
 from zoo.case import Batch, TinyModule
 
@@ -84,16 +86,29 @@ def language(world: int, backend: str = "eager", **fields: Any) -> Layout:
 
 LAYOUTS: dict[str, tuple[Layout, dict[str, Any], int]] = {
     # with the most graphs: for training, evaluation, and one more without gradients in the step
-    "one process": (language(1, "aot_eager"), {}, 1),
+    "one process": (language(1), {}, 1),
     "pp 2": (language(2, pp_size=2), {}, 1),
     "pp 2 with split backwards": (language(2, "aot_eager", pp_size=2), {"schedule": "zero_bubble"}, 20),
-    "tp 2": (language(2, "aot_eager", tp_size=2), {}, 20),
-    "cp 2": (language(2, "aot_eager", cp_size=2), {}, 20),
+    "tp 2": (language(2, tp_size=2), {}, 20),
+    "cp 2": (language(2, cp_size=2), {}, 20),
     "pp 2, computed again": (language(2, pp_size=2, activation_checkpointing="full"), {}, 2),
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+LAYOUTS |= {
+    f"{name} by autograd's compiler": (language(layout.world, "aot_eager", **fields), {}, most)
+    for name, fields in {
+        "tp 2": {"tp_size": 2},
+        "cp 2": {"cp_size": 2},
+        "computed again": {"activation_checkpointing": "full"},
+    }.items()
+    for layout, _, most in [LAYOUTS.get(name, LAYOUTS["one process"])]
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=pytest.mark.exhaustive if "autograd" in one else ()) for one in LAYOUTS]
+)
 def test_compiled_layers_equal_one_process_and_compile_in_the_first_step_alone(name: str) -> None:
     layout, options, most = LAYOUTS[name]
     torch.set_default_dtype(torch.float64)
@@ -121,17 +136,32 @@ def two_lengths(run: Run) -> Any:
     return steps(run, module, text(3), callbacks=[graphs]) | {"graphs": graphs.counts}
 
 
-def test_two_lengths_of_microbatches_compile_twice_at_most() -> None:
+@pytest.mark.parametrize(
+    ("backend", "fields"),
+    [
+        ("eager", {}),
+        pytest.param("aot_eager", {"activation_checkpointing": "full"}, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_two_lengths_of_microbatches_compile_twice_at_most(backend: str, fields: dict[str, Any]) -> None:
     torch.set_default_dtype(torch.float64)
     try:
         plain = together(Layout({"language": Modality()}, 1), two_lengths)
-        for fields in ({}, {"activation_checkpointing": "full"}):
-            (found,) = together(language(1, "aot_eager", **fields), two_lengths, schedule="gpipe")
-            assert_same(found["weights"], plain[0]["weights"])
-            assert found["graphs"][0] <= 2
-            assert len(set(found["graphs"])) == 1
+        (found,) = together(language(1, backend, **fields), two_lengths, schedule="gpipe", limit=300)
+        assert_same(found["weights"], plain[0]["weights"])
+        assert found["graphs"][-1] <= 2
+        assert found["graphs"][-1] == found["graphs"][-2]
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_a_backend_that_does_not_exist_and_a_missing_compiler_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda *_: None)
+    for said, rule in (("inductr", "no such backend"), (True, "C\\+\\+ compiler")):
+        modalities = {"vision": Modality(**VISION), "language": Modality(compile=said, **LANGUAGE)}
+        ranks = Ranks.build(modalities, world_size=2, loss_modality="language")
+        with pytest.raises(ConfigError, match=rule):
+            Plan.of(Toy(), ranks, modalities)
 
 
 def drops(run: Run) -> Any:
@@ -143,22 +173,20 @@ def drops(run: Run) -> Any:
 
 
 def test_frozen_encoders_and_dropout_give_what_uncompiled_layers_give() -> None:
-    """vision: rank 0; language: ranks 1-2 as stages, or sharing their parameters"""
-    for fields in ({"pp_size": 2}, {"dp_size": 2, "zero_stage": 3, "reshard_after_forward": True}):
-        found = [
-            together(
-                Layout(
-                    {
-                        "vision": Modality(compile=backend, dp_size=1, **VISION),
-                        "language": Modality(compile=backend, **LANGUAGE, **fields),
-                    },
-                    3,
-                    fields.get("dp_size", 1),
-                ),
-                drops,
-            )[0]
-            for backend in (False, "aot_eager")
-        ]
+    """vision: rank 0; language: ranks 1-2 as stages; then both on ranks 0-1, which share their parameters"""
+    shares: dict[str, Any] = {"zero_stage": 3, "reshard_after_forward": True}
+    layouts: list[tuple[int, int, dict[str, Any], dict[str, Any]]] = [
+        (3, 1, {}, {"pp_size": 2}),
+        (2, 2, {"colocate_with": "language"}, shares),
+    ]
+    for world, replicas, vision, language in layouts:
+        found = []
+        for backend in (False, "eager" if replicas > 1 else "aot_eager"):
+            modalities = {
+                "vision": Modality(compile=backend, **VISION, **vision),
+                "language": Modality(compile=backend, **LANGUAGE, **language),
+            }
+            found.append(together(Layout(modalities, world, replicas), drops)[0])
         assert_same(found[1], found[0])
 
 
