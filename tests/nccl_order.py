@@ -90,6 +90,7 @@ class _Operation(dist.Work):
         self.communicator, self.what, self.run = communicator, what, run
         self.thread = threading.current_thread()
         self.place = _caller()
+        self.is_inference = torch.is_inference_mode_enabled()
         self.error: BaseException | None = None
         self.ran = threading.Event()
         self.ended = threading.Event()
@@ -99,7 +100,9 @@ class _Operation(dist.Work):
 
     def attempt(self) -> None:
         try:
-            self.run()
+            # the mode belongs to the thread that issues, and its tensors refuse to be written to elsewhere
+            with torch.inference_mode(self.is_inference):
+                self.run()
         except BaseException as error:
             self.error = error
         self.ran.set()

@@ -270,10 +270,16 @@ class SharedParameters:
             if isinstance(one.parameter, Closed):
                 one.show_own()
 
-    def keep(self) -> None:
-        """Leave what is shown between batches, exact: the local tensors, of stage 3 this rank's rows; collective."""
+    def keep(self, *, failed: bool = False) -> None:
+        """Leave what is shown between batches: the local tensors, of stage 3 this rank's rows.
+
+        Args:
+            failed: whether the run has failed, after which rows that travelled rounded stay so; else they are exchanged
+                exactly, which is collective.
+        """
         self.rest()
-        self._make_exact()
+        if not failed:
+            self._make_exact()
         self._forget()
 
     def _forget(self) -> None:

@@ -370,7 +370,7 @@ class Session:
         rank = self._options.rank
         if failed:
             self.abort()
-            self._shared.keep()
+            self._shared.keep(failed=True)
             lose_rows(self._module, self.plan, rank)
             return
         self._shared.settle()
