@@ -32,13 +32,12 @@ class StepGathers:
     Args:
         plan: all stages.
         gathering: of this rank.
-        device: where messages live.
+        group: all ranks, in host memory; None where no layer is gathered by itself.
     """
 
-    def __init__(self, plan: Plan, gathering: Gathering, device: torch.device) -> None:
-        self._plan, self._gathering, self._device = plan, gathering, device
+    def __init__(self, plan: Plan, gathering: Gathering, group: dist.ProcessGroup | None) -> None:
+        self._plan, self._gathering, self._group = plan, gathering, group
         self._shards = DataShards(plan)
-        self._reshards = any(one.reshard_after_forward for one in plan.modalities.values())
         self._known: dict[Any, bool] = {}
 
     def begin(
@@ -53,7 +52,7 @@ class StepGathers:
             trainable: names of the parameters that require a gradient.
         """
         full = all(len(parts) == count for parts in step.microbatches.values())
-        per_action = self._reshards and self._agree(schedule, count, trainable, full=full)
+        per_action = self._group is not None and self._agree(schedule, count, trainable, full=full)
         self._gathering.begin(per_action=per_action)
 
     def during(self, flight: tuple[StageKey, int], *, forward: bool) -> AbstractContextManager[None]:
@@ -67,8 +66,8 @@ class StepGathers:
     def _agree(
         self, schedule: str | Callable[[Graph], Schedule], count: int, trainable: frozenset[str], *, full: bool
     ) -> bool:
-        counts = torch.tensor([count, -count, int(not full)], device=self._device)
-        dist.all_reduce(counts, dist.ReduceOp.MAX)
+        counts = torch.tensor([count, -count, int(not full)])
+        dist.all_reduce(counts, dist.ReduceOp.MAX, group=self._group)
         most, least, ragged = counts.tolist()
         if most != -least or ragged:
             return False

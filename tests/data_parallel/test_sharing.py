@@ -94,6 +94,14 @@ LAYOUTS = {
     "gathered by layer, 2 ranks": shared(3, reshards=True),
     "gathered by layer, language pp 2": shared(3, None, 4, pp_size=2, reshards=True),
     "stage 2, 4 ranks": shared(2, None, 4),
+    "vision | language gathered by layer, dp 2": Layout(
+        {
+            "vision": Modality(dp_size=1, **VISION),  # whose rank shares nothing
+            "language": Modality(dp_size=2, zero_stage=3, reshard_after_forward=True, **LANGUAGE),
+        },
+        3,
+        2,
+    ),
 }
 
 
