@@ -144,7 +144,13 @@ HAND = {
 }
 
 
-@pytest.mark.parametrize("name", HAND)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive if name in ("pair", "replicas", "stage 1") else ())
+        for name in HAND
+    ],
+)
 def test_bf16_layers_train_float32_parameters_bit_for_bit(name: str) -> None:
     """Each layout as in its own docstring."""
     layout, options, parts = HAND[name]

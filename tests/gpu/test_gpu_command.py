@@ -50,7 +50,14 @@ SAME = ("kernels.64", "kernels.72", "kernels.80", "kernels.256")
 """Checks that differ from another one in a number."""
 
 
-@pytest.mark.parametrize("each", [each for each in CHECKS if each.name not in SAME], ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    "each",
+    [
+        pytest.param(each, id=each.name, marks=pytest.mark.exhaustive if each.name.startswith("several.") else ())
+        for each in CHECKS
+        if each.name not in SAME
+    ],
+)
 def test_checks_run_dry(each: Check, tmp_path: Path) -> None:
     path = tmp_path / "rows"
     if each.name == "flex.tests":  # pytest itself, in another process: what it would start is collected elsewhere
