@@ -29,7 +29,7 @@ from lightning_mm5d.data.batches import LoaderBatches, split_replicas
 from lightning_mm5d.data.microbatch import Microbatch, batch_samples, merge, split
 from lightning_mm5d.data.packed_images import PackedTokens, describe
 from lightning_mm5d.engine.engine import Ending, Engine
-from lightning_mm5d.engine.kept_casts import casting_once, kept_casts
+from lightning_mm5d.engine.kept_casts import CastingOnce, kept_casts
 from lightning_mm5d.engine.lock_step import LockStep
 from lightning_mm5d.gradients.gradients import Gradients
 from lightning_mm5d.gradients.parameter_hooks import set_aside
@@ -127,7 +127,7 @@ class Steps:
         self._loss_weight, self._seed, self._unread = loss_weight, seed, unread
         self._lock_step, self._several = lock_step, dict[str, set[int]]()
         self._capture = LogCapture(module)
-        self._packed = describe(module)
+        self._packed, self._casting_once = describe(module), CastingOnce(module, device)
         self._own = next((number for number, replica in replicas.items() if replica.ends_here), None)
         self._named = list(module.named_parameters(remove_duplicate=False))
         self._trainable: tuple[tuple[bool, ...], frozenset[str]] = ((), frozenset())
@@ -155,7 +155,7 @@ class Steps:
         # parameters that are gathered in a step may be NaN where only shapes are asked for
         is_gathered = any(one.rests_own for one in self._gradients.shared.all)
         if not is_gathered:
-            context = partial(casting_once, context, self._device)
+            context = partial(self._casting_once.entered, context)
         batch, *arguments = arguments
         parts = self._split(batch, arguments)
         share = summing.share or 1.0

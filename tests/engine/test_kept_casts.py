@@ -6,15 +6,18 @@ from collections import Counter
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from features.test_precision import Precise, Singles
-from features.toys import LANGUAGE, PIPE, VISION, Layout, Run, weights
-from lightning_mm5d import Modality
-from lightning_mm5d.trainer import steps
+from features.toys import LANGUAGE, PIPE, VISION, Layout, Run, assert_same, weights
+from lightning_mm5d import ConfigError, Modality
+from lightning_mm5d.engine.kept_casts import CastingOnce
 from ranks import run_ranks
 
+ONE = Layout({"model": Modality()}, 1)
+"""the whole model: rank 0"""
 AGAIN = Layout(
     {
         "vision": Modality(activation_checkpointing="full", **VISION),
@@ -48,13 +51,52 @@ def trained(layout: Layout, count: int, schedule: str) -> Any:
 
 
 def test_a_weight_is_cast_once_in_a_step() -> None:
-    """vision: rank 0; language: ranks 1-2 as stages. Also where layers run again."""
+    """vision: rank 0; language: ranks 1-2 as stages. Also where layers run again. The first microbatch keeps none."""
 
     def counts(rank: int) -> Any:
-        return [trained(layout, count, "1f1b")[0] for layout in (PIPE, AGAIN) for count in (1, 4)]
+        return [trained(layout, count, "1f1b")[0] for layout in (PIPE, AGAIN) for count in (2, 4)]
 
-    for once, often, once_again, often_again in run_ranks(3, counts):
-        assert once == often == once_again == often_again
+    for twice, often, twice_again, often_again in run_ranks(3, counts):
+        assert twice == often
+        assert twice_again == often_again
+
+
+class Writing(Precise):
+    """Doubles a weight between two forwards, from a step on."""
+
+    def __init__(self, start: int) -> None:
+        super().__init__()
+        self.start = start
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        weight, loss = self.decoder.head.weight, super().training_step(batch, batch_idx)
+        if self.global_step < self.start:
+            return loss
+        before = weight.detach().clone()
+        with torch.no_grad():
+            weight.mul_(2.0)
+        loss = loss + super().training_step(batch, batch_idx)
+        with torch.no_grad():
+            weight.copy_(before)
+        return loss
+
+
+def test_casts_are_not_kept_over_writes_to_weights() -> None:
+    """the whole model: rank 0"""
+
+    def both(rank: int) -> Any:
+        trained = []
+        for layout in (None, ONE):
+            module = Writing(0)
+            loaders = Run(layout).training(Singles(16)), Run(layout).loader(Singles(8))
+            Run(layout).trainer(precision="bf16-mixed").fit(module, *loaders)
+            trained.append(weights(module))
+        with pytest.raises(ConfigError, match=r"a write to 'decoder.head.weight'"):
+            Run(ONE).trainer(precision="bf16-mixed").fit(Writing(1), *loaders)
+        return trained
+
+    expected, got = run_ranks(1, both)[0]
+    assert_same(got, expected, 1e-3)
 
 
 def test_casts_that_are_kept_change_no_bit() -> None:
@@ -63,7 +105,7 @@ def test_casts_that_are_kept_change_no_bit() -> None:
     def both(rank: int) -> Any:
         cases = [(PIPE, "1f1b"), (PIPE, "zero_bubble"), (AGAIN, "1f1b")]
         kept = [trained(layout, 4, schedule)[1] for layout, schedule in cases]
-        with patch.object(steps, "casting_once", lambda context, _: context()):
+        with patch.object(CastingOnce, "entered", lambda _, context: context()):
             return kept, [trained(layout, 4, schedule)[1] for layout, schedule in cases]
 
     kept, cast = run_ranks(3, both)[0]
