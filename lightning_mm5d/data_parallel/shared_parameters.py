@@ -345,7 +345,9 @@ class SharedParameters:
         found = [self._by_id[id(p)] for p in parameters if id(p) in self._by_id]
         for one in found:
             one.keep_own()
-        self._fetch([one for one in found if not one.rests_own and one.parameter.requires_grad])
+        # what was frozen after it got its gradient is stepped on too
+        changed = [one for one in found if one.parameter.requires_grad or one.parameter.grad is not None]
+        self._fetch([one for one in changed if not one.rests_own])
 
     def _fetch(self, wanted: Sequence[SharedParameter], *, exact: bool = False) -> None:
         """Write the rows of all ranks to the local tensors of `wanted`, which get memory; collective."""

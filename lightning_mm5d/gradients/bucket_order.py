@@ -84,19 +84,37 @@ class BucketOrder:
         self._groups, self._across = groups, across
         self._bucket_bytes, self._count = bucket_bytes, count
         self._side, self._late = side, late
+        self._unsent = set[int]()  # identities of parameters that were trained since the last sum
         self._trained: tuple[Any, ...] = ()
         self._places: dict[tuple[Any, ...], list[float]] = {}
         self._made: dict[tuple[Any, ...], list[tuple[_Key, Bucket]]] = {}
         self._sorted: dict[tuple[Any, ...], Buckets] = {}
 
     def flats(self) -> list[Flat]:
-        """Return the memory to which backwards add the gradients of what is trained now."""
+        """Return the memory to which backwards add the gradients of what is trained now, or was since the last sum."""
         self._update()
         return [bucket.flat for _, bucket in self._made[self._trained] if bucket.flat is not None]
 
+    def sent(self) -> None:
+        """Note that all gradients are summed: what is frozen by now has no part in the next sum."""
+        self._unsent.clear()
+
+    def left_out(self, *, whole: bool) -> list[nn.Parameter]:
+        """Return parameters with a gradient that no bucket holds: they were frozen when the sum began.
+
+        Args:
+            whole: whether parameters that are not shared are looked at too.
+        """
+        held = [piece.parameter for _, piece in self._pieces if whole or self._shared.get(piece.parameter) is not None]
+        return [one for one in held if id(one) not in self._unsent and one.grad is not None]
+
     def _update(self) -> None:
-        """Make the buckets of what is trained now, and free the memory of others."""
-        trained = (len(self._shared.all), *[one.requires_grad for one in self._everything])
+        """Make the buckets of what is trained now, and free the memory of others.
+
+        What was frozen in the midst of an accumulation has a gradient of earlier batches to be summed.
+        """
+        self._unsent.update(id(one) for one in self._everything if one.requires_grad)
+        trained = (len(self._shared.all), *[id(one) in self._unsent for one in self._everything])
         if trained != self._trained:
             for _, bucket in self._made.get(self._trained, ()):
                 if bucket.flat is not None:
@@ -142,7 +160,7 @@ class BucketOrder:
         found: dict[_Key, list[Piece]] = {}
         for ranks, piece in self._pieces:
             parameter, shared = piece.parameter, self._shared.get(piece.parameter)
-            if not parameter.requires_grad:
+            if id(parameter) not in self._unsent:
                 continue
             block, across = (ranks, ()) if shared is None else (shared.shard.block, shared.shard.across)
             compression, is_apart = piece.traffic.gradients, piece.traffic.is_apart

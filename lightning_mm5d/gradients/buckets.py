@@ -171,7 +171,14 @@ class SummedBucket(Bucket):
 
     def take(self, total: Tensor, there: Container[int], rows: dict[int, Tensor]) -> None:
         for piece, view in zip(self.pieces, self._flat.take(), strict=True):
-            piece.parameter.grad = view if piece.number in there else None
+            piece.parameter.grad = _laid_out(view, piece.parameter) if piece.number in there else None
+
+
+def _laid_out(gradient: Tensor, parameter: nn.Parameter) -> Tensor:
+    """Return a gradient in the memory format of its parameter: fused optimizers read both as flat memory."""
+    if parameter.is_contiguous():
+        return gradient
+    return torch.empty_like(parameter, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
 
 
 class RowsBucket(Bucket):

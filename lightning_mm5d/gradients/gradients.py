@@ -13,10 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.data.random_state import seed_of
 from lightning_mm5d.data_parallel.shared_parameters import SharedParameters
 from lightning_mm5d.gradients.bucket_order import BucketOrder
 from lightning_mm5d.gradients.buckets import Draw, Piece
+from lightning_mm5d.gradients.flat import Flat
 from lightning_mm5d.gradients.presence import Presence
 from lightning_mm5d.gradients.reduction import Reduction
 from lightning_mm5d.gradients.side_stream import SideStream
@@ -97,6 +99,7 @@ class Gradients:
     ) -> None:
         self.parameters = tuple(parameters.values())
         self.shared = shared
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._counted = {id(parameters[name]): rows for name, rows in counted.items()}
         self._stages = placed.stages
         pieces = [
@@ -110,6 +113,7 @@ class Gradients:
         self._timing, count = placed.timing, len(placed.numbers)
         self._presence = Presence(count, groups.host)
         self._has_sums, self._has_rows = bool(groups.by_ranks), groups.has_rows
+        self._laid: list[Flat] = []
         self._order = BucketOrder(
             pieces,
             placed.everything,
@@ -126,12 +130,13 @@ class Gradients:
 
     def lay(self) -> None:
         """Give parameters without a gradient the memory in which backwards add to theirs."""
-        for flat in self._order.flats():
+        self._laid = self._order.flats()
+        for flat in self._laid:
             flat.lay()
 
     def leave(self) -> None:
         """Leave None where no backward has added to a gradient since `lay`."""
-        for flat in self._order.flats():
+        for flat in self._laid:  # a step may have frozen parameters since
             flat.leave()
 
     def take(self) -> list[Tensor | None]:
@@ -180,6 +185,7 @@ class Gradients:
             self._presence if sums else None,
             is_early=is_early and self._timing.early,
             inside=self._timing.inside,
+            is_whole=whole,
             stages=self._stages,
         )
 
@@ -188,9 +194,21 @@ class Gradients:
 
         Returns:
             As `Reduction.finish`.
+
+        Raises:
+            ConfigError: a parameter that the step has unfrozen.
         """
+        for parameter in self._order.left_out(whole=reduction.is_whole):
+            raise ConfigError(
+                f"{self._names[id(parameter)]}.requires_grad",
+                "True, set in training_step",
+                "Ranks sum the gradients of what is trained when a step begins",
+                "Set it in on_train_batch_start",
+            )
         rows = reduction.finish(factor)
         self._order.learn(reduction.final, reduction.repeated)
+        if reduction.is_whole:
+            self._order.sent()
         return rows
 
     def reduce(self, factor: float = 1.0) -> None:
@@ -200,6 +218,7 @@ class Gradients:
             factor: of each sum.
         """
         self.reduction(is_early=False).finish(factor)
+        self._order.sent()
 
     def norm(self, parameters: Iterable[Tensor], group: dist.ProcessGroup | None, norm_type: float = 2.0) -> Tensor:
         """Return the norm of the gradients of `parameters` over all ranks, each element counted once.

@@ -60,9 +60,11 @@ class Reduction:
         presence: what ranks agree on; None where no rank has anything to sum.
         is_early: whether buckets are sent before `finish`; the others are not told.
         inside: whether they are sent inside of the last action of a stage too, and not only at its end.
+        is_whole: whether gradients of parameters that are not shared are among them.
         stages: the parameters of each stage of this rank.
 
     Attributes:
+        is_whole: as given.
         final: identities of parameters in the order in which their gradients were final.
         repeated: numbers of parameters that got more of a gradient that had been sent.
     """
@@ -74,12 +76,13 @@ class Reduction:
         *,
         is_early: bool,
         inside: bool = True,
+        is_whole: bool = True,
         stages: Mapping[Hashable, Sequence[nn.Parameter]] | None = None,
     ) -> None:
         self.final: dict[int, None] = {}
         self.repeated: frozenset[int] = frozenset()
         self._buckets, self._presence, self._is_early, self._stages = buckets, presence, is_early, stages or {}
-        self._inside = inside
+        self._inside, self.is_whole = inside, is_whole
         self._missing = [len(bucket.pieces) for bucket in buckets.all]
         self._started: list[Sum] = []
         self._ended: set[Hashable] = set()
