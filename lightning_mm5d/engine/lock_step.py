@@ -75,6 +75,7 @@ class LockStep:
         plan: all stages.
         runtime: the patched module.
         groups: the ranks that work for each replica that this rank serves.
+        hosts: the same for what is in host memory; none where `groups` carry that.
         own: the replica whose steps end on this rank, if any.
         rank: global rank.
         device: where this rank computes.
@@ -86,6 +87,7 @@ class LockStep:
         plan: Plan,
         runtime: Runtime,
         groups: Mapping[int, dist.ProcessGroup | None],
+        hosts: Mapping[int, dist.ProcessGroup | None],
         *,
         own: int | None,
         rank: int,
@@ -93,6 +95,7 @@ class LockStep:
         wire: torch.device,
     ) -> None:
         self._plan, self._runtime, self._groups, self._own = plan, runtime, groups, own
+        self._hosts = hosts
         self._rank, self._device, self._wire = rank, device, wire
         self._channels: dict[tuple[int, int], TreeChannel] = {}
         self._undo = ExitStack()
@@ -312,7 +315,9 @@ class LockStep:
         """How the first rank of a stage reaches the replica, and that rank."""
         src = place.ranks[stage][0]
         if (place.replica, src) not in self._channels:
-            self._channels[place.replica, src] = TreeChannel.within(place.group, src, self._wire)
+            self._channels[place.replica, src] = TreeChannel.within(
+                place.group, src, self._wire, self._hosts.get(place.replica)
+            )
         return self._channels[place.replica, src], src
 
     def _check(self, sent: str, expected: str) -> None:

@@ -218,6 +218,7 @@ class Session:
                 plan,
                 self._cut.runtime,
                 {number: groups.replicas[number] for number in replicas},
+                groups.hosts,
                 own=next((number for number, replica in replicas.items() if replica.ends_here), None),
                 rank=rank,
                 device=device,
