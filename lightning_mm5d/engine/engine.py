@@ -54,7 +54,7 @@ class _Flight:
     sent: list[tuple[Bridge, list[Tensor]]]
     received: list[tuple[Bridge, list[Tensor], frozenset[int]]]
     loss: Tensor | None
-    shapes: Shapes
+    place: tuple[int, int]
 
 
 _Flights = dict[tuple[StageKey, int], _Flight]
@@ -220,7 +220,7 @@ class Engine:
         ]
         stays = tensors_in([part.batch, passed, *(payload.tensors for payload in payloads)])
         moves.ran(run, stage, saved, [tensor for _, tensor in stays])
-        return _Flight(run, sent, received, loss, shapes)
+        return _Flight(run, sent, received, loss, place)
 
     def _watching(
         self, stage: StageKey, place: tuple[int, int], received: Sequence[Payload]
@@ -307,13 +307,14 @@ class Engine:
         with ends:
             if outputs:
                 flight.run.backward(list(outputs.values()), list(gradients.values()))
+        shapes = UNKNOWN if self._promises is None else self._promises.shapes(flight.run.stage.name, flight.place)
         for bridge, tensors, local in flight.received:
             missing = [index for index, tensor in enumerate(tensors) if tensor.grad is None]
             present = [index for index, tensor in enumerate(tensors) if tensor.grad is not None]
             own = frozenset(place for place, index in enumerate(present) if index in local)
             # copies: a parameter may have taken the same memory for its gradient, and later microbatches add to that
             grads = [tensors[index].grad.clone() for index in present]  # type: ignore[union-attr]
-            bridge.send(missing, grads, own, flight.shapes)
+            bridge.send(missing, grads, own, shapes)
         return flight.run.deferred
 
 

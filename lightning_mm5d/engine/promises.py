@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mm5d.engine.step import Step
-from lightning_mm5d.engine.transport import UNKNOWN, Shapes
+from lightning_mm5d.engine.transport import Shapes
 from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.stage import Payload
 
@@ -36,6 +36,7 @@ class Promises:
 
     def __init__(self) -> None:
         self._fixed: dict[tuple[StageKey, Hashable], bool] = {}
+        self._made: set[tuple[StageKey, Hashable]] = set()
         self._keys: dict[tuple[int, int], Hashable] = {}
 
     def begin(self, step: Step, trainable: frozenset[str]) -> None:
@@ -55,6 +56,19 @@ class Promises:
         """Return the key of a microbatch, by its replica and index; None where nothing can be promised."""
         return self._keys[place]
 
+    def shapes(self, stage: StageKey, place: tuple[int, int]) -> Shapes:
+        """Return what is known by now of the shapes of a stage's payloads.
+
+        A promise holds from then on, whatever the order of microbatches is, and also for those of a sender that has
+        yet to run its first microbatch of these shapes: the receiver cannot tell them apart.
+
+        Args:
+            stage: that sends.
+            place: replica and index of the microbatch.
+        """
+        key = self._keys[place]
+        return Shapes(key, promised=(stage, key) in self._made)
+
     @contextmanager
     def watching(self, stage: StageKey, place: tuple[int, int], received: Sequence[Payload]) -> Iterator[Shapes]:
         """Enter around a run of a stage; gives what is known of the shapes of its payloads.
@@ -67,13 +81,14 @@ class Promises:
         key = self._keys[place]
         fixed = self._fixed.get((stage, key))
         if key is None or fixed is not None or len(self._fixed) >= _MOST:
-            varies = any(payload.meta.get(_VARIES) for payload in received)
-            yield Shapes(key, promised=bool(fixed) and not varies)
+            if fixed and not any(payload.meta.get(_VARIES) for payload in received):
+                self._made.add((stage, key))
+            yield self.shapes(stage, place)
             return
         shapes = _ShapesOfValues()
         reads = _Reads(shapes)
         with reads, shapes:
-            yield UNKNOWN._replace(key=key)
+            yield self.shapes(stage, place)
         self._fixed[stage, key] = not (reads.seen or shapes.seen)
 
 
@@ -112,11 +127,18 @@ class _ShapesOfValues(TorchDispatchMode):
     Counting masked elements by ``x[mask].numel()``, as checks do, is no use of the tensor.
     """
 
+    supports_higher_order_operators = True  # such as flex attention, which would refuse to run under this mode
+
     def __init__(self) -> None:
         super().__init__()
         self.seen = False
         self.ignores = False
         self._made: dict[int, Tensor] = {}  # which stay alive, or another tensor would get the id
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch.compile compile under this mode; else it would skip a function from its first call on, for good."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         taken = (*args, *(kwargs or {}).values())
@@ -125,7 +147,11 @@ class _ShapesOfValues(TorchDispatchMode):
             return result
         scalar = func is torch.ops.aten._local_scalar_dense.default and args[0].dtype is not torch.bool
         self.seen = self.seen or scalar or any(id(one) in self._made for one in taken)
-        if torch.Tag.dynamic_output_shape in func.tags and _is_masked(func, args) and isinstance(result, Tensor):
+        if (
+            torch.Tag.dynamic_output_shape in getattr(func, "tags", ())
+            and _is_masked(func, args)
+            and isinstance(result, Tensor)
+        ):
             self._made[id(result)] = result
         return result
 

@@ -11,13 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 
 import nccl_order
 from lightning_mm5d import Modality
 from lightning_mm5d.engine.groups import Groups
 from lightning_mm5d.engine.ordered_transport import OrderedTransport
-from lightning_mm5d.engine.promises import Promises
+from lightning_mm5d.engine.promises import Promises, _ShapesOfValues
 from lightning_mm5d.engine.transport import UNKNOWN, Channel, Shapes
+from lightning_mm5d.stage import Payload
 from parity.harness import fit, strategy
 from ranks import call_ranks, run_ranks
 from zoo import CASES
@@ -145,6 +147,35 @@ def test_checks_texts_and_branches_do_not_keep_a_stage_from_promising() -> None:
 
     assert promised(checked)
     assert promised(checked, batch={"a": [torch.ones(2), 1, 2.0, None, True]})
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called")
+def test_compiled_functions_and_flex_attention_run_while_a_stage_is_watched() -> None:
+    graphs: list[int] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(1)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: x.sin() * 2, backend=backend)
+    assert promised(compiled)
+    assert graphs, "torch.compile would skip it from its first call on"
+    with _ShapesOfValues():
+        flex_attention(*(torch.ones(1, 1, 128, 16) for _ in range(3)))
+
+
+def test_a_promise_holds_for_all_senders_and_orders_of_microbatches() -> None:
+    """A stage gets microbatches of equal shapes from two ranks, of which the second one has yet to watch its first."""
+    promises = Promises()
+    promises.begin(_OneStep(torch.ones(2)), frozenset())  # type: ignore[arg-type]
+    known = []
+    for varies in (True, False, True):
+        payload = Payload({"varies": varies}, [])
+        with promises.watching("language.0", (0, 0), [payload]) as shapes:  # type: ignore[arg-type]
+            known.append(shapes.promised)
+    assert known == [False, True, True]
+    assert promises.shapes("language.0", (0, 0)).promised, "the backward of the first microbatch may come last"  # type: ignore[arg-type]
 
 
 def _headers(rank: int, name: str) -> list[int]:
