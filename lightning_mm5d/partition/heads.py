@@ -37,5 +37,6 @@ def check_heads(root: nn.Module, modalities: Mapping[str, Modality]) -> None:
                 f"modalities.{name}.fused_linear_cross_entropy",
                 True,
                 "It fuses a linear head with its loss, and no model here returns one from get_output_embeddings()",
-                "Leave it unset, or let the model have that method as models of transformers do",
+                "Leave it unset, or let the model have that method as models of transformers do. It must return a "
+                "torch.nn.Linear without an adapter, such as one of LoRA, on it",
             )

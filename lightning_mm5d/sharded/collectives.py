@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from lightning_mm5d.sharded.compressed_collectives import CompressedGather, CompressedScatter, CompressedSum
 from lightning_mm5d.sharded.compression import Compression
@@ -259,6 +260,7 @@ class _Differentiable(torch.autograd.Function):
         return forward(x)
 
     @staticmethod
+    @once_differentiable  # collectives in a backward are outside of its graph
     def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.backward_of(gradient[0]), None, None
 

@@ -42,6 +42,7 @@ from lightning_mm5d.stage.payload import (
 from lightning_mm5d.stage.runtime import Runtime
 from lightning_mm5d.stage.taint import mark_dependent, must_travel, traced
 from lightning_mm5d.stage.view import Received, StageError, StageView, StandIn, Stop
+from lightning_mm5d.stage.written import StaleAttributes, Written, attributes, written
 
 
 @dataclass
@@ -98,6 +99,7 @@ class Run:
         self._inside: str | None = None  # the encoder whose boundary is being computed
         self._boundaries_in: dict[str, list[Any]] = {}
         self._boundaries_out: list[tuple[str, Any]] = []
+        self._stale, self._stale_of = StaleAttributes(runtime.root, runtime.guard), dict[str, list[Written]]()
         self._consumed: dict[str, int] = {}
         self._calls_in: dict[str, list[LayerCall]] = {}
         self._calls_out: dict[str, list[LayerCall]] = {}
@@ -121,8 +123,9 @@ class Run:
         for index, path, exact in payload.meta["remote"]:  # unless nothing takes them, the last stage reports them
             payload.tensors[index] = marked(payload.tensors[index], Origin(path, self._runtime.guard), exact=exact)
             mark_dependent(payload.tensors[index])
-        for name, description in payload.meta["boundaries"]:
+        for name, description, stale in payload.meta["boundaries"]:
             self._boundaries_in.setdefault(name, []).append(rebuild(description, payload.tensors))
+            self._stale_of[name] = stale
         for modality, hidden, returned, sides in payload.meta["calls"]:
             group = partial(self._runtime.holders, modality)
             found = {(layer, tuple(path)): rebuild(value, payload.tensors, group) for layer, path, value in sides}
@@ -177,6 +180,7 @@ class Run:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._stale.restore()
         self._runtime.active = None
         self._runtime.guard.ends_here = None
 
@@ -214,18 +218,31 @@ class Run:
                     f"{name} is called {index + 1} times in stage {self.stage.name}, and the stage that computes it "
                     f"called it {len(results)} times: what the step does must not depend on the stage"
                 )
+            self._stale.mark(self._stale_of[name])
             return _copies(results[index])
         cut = self.stage.cuts.get(modality)
         self._inside = modality
         try:
             # what is compiled expects no stand-ins
             with nullcontext() if cut is not None else torch.compiler.set_stance("force_eager"):
-                result = original(*args, **kwargs)
+                result = self._watched(name, original, args, kwargs)
         finally:
             self._inside = None
         if cut is not None and cut.index == self._runtime.last_stage(modality):
             self._boundaries_out.append((name, result))
             return _copies(result)
+        return result
+
+    def _watched(self, name: str, original: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Call a boundary; of the first call for a structure, note which attributes of modules it writes."""
+        known, key = self._runtime.written, (self._structure, name)
+        if key in known:
+            return original(*args, **kwargs)
+        path = self._runtime.path_of(name)
+        module = self._runtime.root.get_submodule(path)
+        before = attributes(module, path)
+        result = original(*args, **kwargs)
+        known[key] = written(before, attributes(module, path))
         return result
 
     def enters(self, modality: str, layer: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -325,7 +342,11 @@ class Run:
         packer = Packer(keeps_sharded=True)
         boundaries = [
             # other modalities may be sharded over other ranks
-            [name, packer.describe(unsharded(self._runtime.read_fields(name, result)))]
+            [
+                name,
+                packer.describe(unsharded(self._runtime.read_fields(name, result))),
+                [[*one] for one in self._runtime.written[self._structure, name]],
+            ]
             for name, result in self._boundaries_out
             if self._runtime.modality_of(name) in modalities
         ]

@@ -15,6 +15,7 @@ from lightning_mm5d.sharded.remote_value import Guard
 from lightning_mm5d.sharded.tensor import Group
 from lightning_mm5d.stage.deferred import Deferred
 from lightning_mm5d.stage.view import StageView, StandIn
+from lightning_mm5d.stage.written import Written
 from lightning_mm5d.tensor_parallel.apply import TensorParallel
 
 SkipInput = tuple[str, int, tuple[str | int, ...]]  # modality, layer, path in (args, kwargs)
@@ -59,6 +60,7 @@ class Runtime:
         ends: called at the end of each step that a run executes.
         in_lock_step: whether all ranks of a replica run the same code at the moment, with remote modules answered.
         skip_inputs: the inputs of later layers that travel beside the hidden state, by structure of the batch.
+        written: the attributes of modules that a call of a boundary wrote here, by structure of the batch and boundary.
         groups: all groups of ranks that share layers or sequences with this one.
         lists: the layers of each modality, or the parts that stand for them.
         wanted: for each boundary, the fields of its result that callers read; None for all.
@@ -81,6 +83,7 @@ class Runtime:
         self.in_lock_step = False
         self.guard = guard
         self.skip_inputs: dict[Any, frozenset[SkipInput]] = {}
+        self.written: dict[Any, list[Written]] = {}
         self.loss_modality = partition.loss_modality
         self.root, self.partition, self.stages, self.tensor = root, partition, stages, tensor
         self._sharing, self._context = sharing or {}, context or {}
@@ -90,6 +93,7 @@ class Runtime:
         self._modality_of = {
             cut.name: name for name, encoder in partition.encoders.items() for cut in encoder.boundaries
         }
+        self._path_of = {cut.name: cut.path for one in partition.encoders.values() for cut in one.boundaries}
         self.wanted: dict[str, frozenset[str] | None] = {}
         self.handed: set[int] = set()
         self.lists: dict[str, list[nn.Module]] = {
@@ -121,6 +125,10 @@ class Runtime:
         for shared in self._context.values():
             stack.enter_context(shared.replaying())
         return stack
+
+    def path_of(self, boundary: str) -> str:
+        """Return the path of the module that a boundary belongs to."""
+        return self._path_of[boundary]
 
     def modality_of(self, boundary: str) -> str:
         """Return the modality that a boundary belongs to."""

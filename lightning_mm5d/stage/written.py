@@ -1,0 +1,96 @@
+"""Attributes that an encoder writes on modules while it computes, such as an auxiliary loss or a statistic.
+
+A stage that consumes the encoder's results skips its call, so there such an attribute is stale. The stage that computes
+the encoder tells which ones a call wrote, and the consumer puts a `RemoteValue` in their places until its step ends. So
+a step that reads one raises `RemoteParameterError`, and a step that does not is left alone.
+
+Buffers and parameters are not meant: gradients and the sharing of buffers see to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
+
+from lightning_mm5d.sharded.remote_value import Guard, Origin, marked
+
+_OWN = frozenset(vars(nn.Module())) | {"forward"}
+_PLAIN = (bool, int, float, str, tuple)
+_MISSING = object()
+Written = tuple[str, str, bool]  # path of the module, name of the attribute, and whether it is a list
+Attributes = dict[tuple[str, str], Any]
+
+
+def attributes(module: nn.Module, path: str) -> Attributes:
+    """Return what all modules in `module`, which is at `path`, hold beside parameters, buffers and submodules.
+
+    Metrics are left out, because ranks add up their states after the step.
+    """
+    return {
+        (where, name): _state(value)
+        for where, part in module.named_modules(prefix=path)
+        if not isinstance(part, (Metric, MetricCollection))
+        for name, value in vars(part).items()
+        if name not in _OWN and (where or not name.startswith("_"))  # those of a LightningModule are Lightning's
+    }
+
+
+def written(before: Attributes, after: Attributes) -> list[Written]:
+    """Return the attributes that were written between two calls of `attributes`."""
+    return [
+        (path, name, isinstance(state, list))
+        for (path, name), state in sorted(after.items(), key=lambda item: item[0])
+        if not _equal(before.get((path, name), _MISSING), state)
+    ]
+
+
+class StaleAttributes:
+    """The attributes that a step must not read on this rank.
+
+    Args:
+        root: the LightningModule.
+        guard: of its remote values.
+    """
+
+    def __init__(self, root: nn.Module, guard: Guard) -> None:
+        self._root, self._guard = root, guard
+        self._marks: list[tuple[nn.Module, str, Any, Any]] = []
+
+    def mark(self, found: Iterable[Written]) -> None:
+        """Let reads of these attributes give a remote value."""
+        for path, name, is_list in found:
+            module = self._root.get_submodule(path)
+            value: Any = marked(torch.full((1,), torch.nan), Origin(f"{path}.{name}".lstrip("."), self._guard))
+            if is_list:
+                value = [value]
+            self._marks.append((module, name, value, vars(module).get(name, _MISSING)))
+            vars(module)[name] = value
+
+    def restore(self) -> None:
+        """Put back what was there, except where the step itself wrote something else."""
+        for module, name, value, before in reversed(self._marks):
+            if vars(module).get(name) is not value:
+                continue
+            if before is _MISSING:
+                del vars(module)[name]
+            else:
+                vars(module)[name] = before
+        self._marks.clear()
+
+
+def _state(value: Any) -> Any:
+    if isinstance(value, list):
+        return [*value]
+    if isinstance(value, Tensor) and not value.is_inference():
+        return value, value._version
+    return value
+
+
+def _equal(before: Any, after: Any) -> bool:
+    if isinstance(before, (list, tuple)) and type(before) is type(after):
+        return len(before) == len(after) and all(map(_equal, before, after))
+    return before is after or (type(before) is type(after) and isinstance(after, _PLAIN) and before == after)

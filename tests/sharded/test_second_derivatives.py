@@ -1,0 +1,42 @@
+"""A backward through a collective is no part of a graph, so a gradient of a gradient through it is refused by torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_mm5d.sharded.collectives import TensorGroup, copy, gather, reduce, reduce_scatter, scatter
+from ranks import run_ranks
+
+
+def _errors(rank: int) -> list[str]:
+    dist.init_process_group("gloo")
+    group = TensorGroup(dist.group.WORLD)  # type: ignore[arg-type]
+    functions: list[Callable[[Tensor], Tensor]] = [
+        lambda x: copy(x, group),
+        lambda x: reduce(x, group),
+        lambda x: gather(x, -1, (4, 4), group),
+        lambda x: scatter(x, -1, (2, 2), group),
+        lambda x: reduce_scatter(x, -1, (2, 2), group),
+    ]
+    found = []
+    for function in functions:
+        x = torch.arange(4.0).requires_grad_()
+        loss = function(x).pow(3).sum()
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        assert gradient.isfinite().all()
+        try:
+            (loss + gradient.sum()).backward()
+        except RuntimeError as error:
+            found.append(str(error))
+    dist.destroy_process_group()
+    return found
+
+
+def test_a_penalty_on_gradients_through_a_collective_is_no_term_that_vanishes() -> None:
+    for errors in run_ranks(2, _errors, limit=60):
+        assert len(errors) == 5
+        assert all("differentiate twice" in error for error in errors)
