@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_mm5d.config.errors import RemoteParameterError
+from lightning_mm5d.config.errors import ConfigError, RemoteParameterError
 from lightning_mm5d.data.microbatch import Microbatch
 from lightning_mm5d.data.random_state import kept_random_state, seed_all, seed_of, seed_torch
 from lightning_mm5d.engine.bridge import Bridge
@@ -123,7 +123,7 @@ class Engine:
             trainable: names of the parameters that require a gradient; empty for evaluation.
             ending: entered around the last action of each stage that gives gradients.
         """
-        count = max(len(parts) for parts in step.microbatches.values())
+        count = _count(step)
         self.count = count
         prepared = self._preparation.of(count, trainable, frozenset(step.microbatches), not step.trains)
         graph, actions, arrivals, receipts, split_stages, last_actions = prepared
@@ -316,6 +316,20 @@ class Engine:
             grads = [tensors[index].grad.clone() for index in present]  # type: ignore[union-attr]
             bridge.send(missing, grads, own, shapes)
         return flight.run.deferred
+
+
+def _count(step: Step) -> int:
+    """Return how many microbatches each replica has, which must be equal on replicas that share this rank."""
+    counts = {replica: len(parts) for replica, parts in step.microbatches.items()}
+    if len(set(counts.values())) > 1:
+        each = ", ".join(f"{count} of replica {replica}" for replica, count in sorted(counts.items()))
+        raise ConfigError(
+            "num_microbatches",
+            each,
+            "Replicas that share ranks have equal numbers of microbatches in a step",
+            "Give them batches of equal sizes, or of num_microbatches samples and more",
+        )
+    return max(counts.values())
 
 
 def _unpacked(meta: Any, tensors: list[Tensor]) -> Payload:
