@@ -63,6 +63,7 @@ class SharedParameter:
         self.dtype = computes or parameter.dtype
         self._gathered: Tensor | None = None  # own rows of the whole tensor, where these are rounded
         self.gradient: Tensor | None = None
+        self._version = parameter._version  # when it began to show its whole face
         self.whole: Tensor | None = parameter.data if parameter.shape == self.shape else None
         self.is_whole = self.whole is not None
         self.own = parameter.data if self.whole is None else shard.rows(self.whole)
@@ -126,6 +127,9 @@ class SharedParameter:
         """
         if not self.is_whole:
             self._leave_own()
+        elif self.rests_own and not isinstance(self.parameter, Closed):
+            self.adopt_changes()
+            self._version = self.parameter._version
         if self.whole is not None:
             self.whole.untyped_storage().resize_(0)
         make_closed(self.parameter, self.shape, self.dtype, opens)
@@ -139,7 +143,7 @@ class SharedParameter:
     def _leave_own(self) -> None:
         self.keep_own()
         self.gradient, self.parameter.grad = self.parameter.grad, None
-        self.is_whole = True
+        self.is_whole, self._version = True, self.parameter._version
         if self.dtype != self.own.dtype:
             self.parameter.grad_dtype = self.own.dtype
 
@@ -156,10 +160,17 @@ class SharedParameter:
             self._gathered = self.shard.rows(self.whole).clone()
 
     def adopt_changes(self) -> None:
-        """Take over what was written to this rank's rows of a whole tensor that has others, as a callback may."""
-        if self.is_whole and self.is_apart and not self.rests_own:
-            assert self.whole is not None
-            rows, before = self.shard.rows(self.whole), self._gathered
+        """Take over what was written to this rank's rows of a whole tensor, as a step or callback may."""
+        if not (self.is_whole and self.is_apart):
+            return
+        assert self.whole is not None
+        before = self._gathered
+        if self.rests_own:
+            if self.whole.untyped_storage().size() == 0 or self.parameter._version == self._version:
+                return
+            before = self.own.to(self.dtype)
+        with torch.inference_mode(False), torch.no_grad():
+            rows = self.shard.rows(self.whole)
             self.own.copy_(rows if before is None else torch.where(rows == before, self.own, rows))
 
     def give_memory(self) -> None:

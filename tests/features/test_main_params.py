@@ -187,6 +187,7 @@ class Clamped(Trained):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         with torch.no_grad():
             self.decoder.head.bias.clamp_(-0.1, 0.1)
+            self.decoder.layers[3].up.weight.clamp_(-0.1, 0.1)  # long enough to be shared
         return super().training_step(batch, batch_idx)
 
     def on_train_batch_end(self, *_: Any) -> None:
