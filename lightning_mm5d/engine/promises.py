@@ -5,12 +5,13 @@ both ends know them from the microbatch alone. They do not where a stage makes s
 takes masked rows, or reads lengths into Python. So the first run of a stage on a microbatch of new shapes is watched,
 and payloads of later runs are promised if nothing of that kind was seen, here and in the stages before.
 
-Reading a bool is not counted, since a branch such as "is any token masked" rarely decides on shapes. Where it does
-after all, the transport raises an error.
+Branches of transformers on a bool are not counted, such as "is any token masked", which choose among ways to the same
+shapes. Where one decides on shapes after all, the transport raises an error.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +29,8 @@ from lightning_mm5d.stage import Payload
 _MOST = 4096  # microbatch shapes of a stage that can be promised, so that ever new ones do not fill the memory
 _VARIES = "varies"
 _READS = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__})
+_SPLITS = frozenset({torch.tensor_split, Tensor.tensor_split})
+_PACKS = torch.ops.aten._pack_padded_sequence.default
 _TEXTS = frozenset({Tensor.__format__, Tensor.__repr__})
 
 
@@ -145,22 +148,26 @@ class _ShapesOfValues(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if self.ignores:
             return result
-        scalar = func is torch.ops.aten._local_scalar_dense.default and args[0].dtype is not torch.bool
-        self.seen = self.seen or scalar or any(id(one) in self._made for one in taken)
-        if (
-            torch.Tag.dynamic_output_shape in getattr(func, "tags", ())
-            and _is_masked(func, args)
-            and isinstance(result, Tensor)
-        ):
-            self._made[id(result)] = result
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.seen = self.seen or args[0].dtype is not torch.bool or not _is_branch_of_transformers()
+        elif func is torch.ops.aten.index.Tensor:
+            if any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]):
+                self._made[id(result)] = result
+        elif torch.Tag.dynamic_output_shape in getattr(func, "tags", ()) or func is _PACKS:
+            self.seen = True
+        self.seen = self.seen or any(id(one) in self._made for one in taken)
         return result
 
 
-def _is_masked(func: Any, args: Sequence[Any]) -> bool:
-    """Whether an operation of a shape that may depend on values has one that does; indices may be positions."""
-    if func is not torch.ops.aten.index.Tensor:
-        return True
-    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+def _is_branch_of_transformers() -> bool:
+    """Whether the innermost caller that is neither torch nor this package belongs to transformers."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package not in ("torch", "lightning_mm5d", "contextlib"):
+            return bool(package == "transformers")
+        frame = frame.f_back
+    return False
 
 
 class _Reads(TorchFunctionMode):
@@ -178,5 +185,6 @@ class _Reads(TorchFunctionMode):
                 return func(*args, **(kwargs or {}))
             finally:
                 self._shapes.ignores = before
-        self.seen = self.seen or (func in _READS and not self._shapes.ignores)
+        reads = func in _READS or (func in _SPLITS and any(isinstance(one, Tensor) for one in args[1:]))
+        self.seen = self.seen or (reads and not self._shapes.ignores)
         return func(*args, **(kwargs or {}))
