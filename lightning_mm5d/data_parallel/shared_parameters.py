@@ -161,9 +161,8 @@ class SharedParameter:
 
     def adopt_changes(self) -> None:
         """Take over what was written to this rank's rows of a whole tensor, as a step or callback may."""
-        if not (self.is_whole and self.is_apart):
+        if not (self.is_whole and self.is_apart) or self.whole is None:
             return
-        assert self.whole is not None
         before = self._gathered
         if self.rests_own:
             if self.whole.untyped_storage().size() == 0 or self.parameter._version == self._version:
