@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_mm5d import Modality
-from lightning_mm5d.gradients.gradients import make_gradients
+from lightning_mm5d.gradients.gradients import SumGroups, make_gradients
 from lightning_mm5d.plan.ownership import Ownership
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.plan.sums import Rows, Summed, counted_of, sum_groups, sums_of
@@ -70,7 +70,9 @@ def summed(rank: int, plan: Plan, module: L.LightningModule) -> Any:
     made = {ranks: groups.get(ranks, "gradients") for ranks in sum_groups(plan)}
     groups.verify()
     held = held_by(plan, module, rank)
-    gradients = make_gradients(plan, rank, held, made)
+    gradients = make_gradients(
+        plan, rank, held, SumGroups(made, {}, dist.group.WORLD, False), device=torch.device("cpu")
+    )
     for name, parameter in held.items():
         parameter.grad = made_up(plan, module, name, rank)
     gradients.reduce(1.0 / plan.layout.num_replicas)
@@ -106,7 +108,9 @@ def partly(rank: int, plan: Plan, module: L.LightningModule) -> Any:
     groups = connect(rank, plan)
     made = {ranks: groups.get(ranks, "gradients") for ranks in sum_groups(plan)}
     held = held_by(plan, module, rank)
-    gradients = make_gradients(plan, rank, held, made)
+    gradients = make_gradients(
+        plan, rank, held, SumGroups(made, {}, dist.group.WORLD, False), device=torch.device("cpu")
+    )
     held["layers.0.norm.weight"].requires_grad_(False)
     for name in ("layers.0.qkv.weight", "layers.0.columns", "layers.0.norm.bias", "layers.0.norm.weight"):
         if rank == 0:
@@ -138,7 +142,9 @@ def nothing(rank: int, plan: Plan, module: L.LightningModule) -> Any:
     groups = connect(rank, plan)
     made = {ranks: groups.get(ranks, "gradients") for ranks in sum_groups(plan)}
     held = held_by(plan, module, rank)
-    gradients = make_gradients(plan, rank, held, made)
+    gradients = make_gradients(
+        plan, rank, held, SumGroups(made, {}, dist.group.WORLD, False), device=torch.device("cpu")
+    )
     gradients.reduce()
     norms = [gradients.norm(held.values(), None, norm_type) for norm_type in NORMS]
     return [parameter.grad for parameter in held.values()], norms
@@ -156,7 +162,9 @@ def test_without_gradients_there_is_none_and_the_norm_is_zero() -> None:
 def empty_part(rank: int, plan: Plan, module: L.LightningModule) -> Any:
     connect(rank, plan)
     parameter = nn.Parameter(module.table.weight.data if rank == 0 else module.table.weight.data[:0])
-    gradients = make_gradients(plan, rank, {"table.weight": parameter}, {})
+    gradients = make_gradients(
+        plan, rank, {"table.weight": parameter}, SumGroups({}, {}, None, False), device=torch.device("cpu")
+    )
     parameter.grad = torch.ones_like(parameter)
     gradients.reduce()
     return [gradients.norm([parameter], None, norm_type) for norm_type in NORMS]
@@ -196,7 +204,13 @@ def unlike(rank: int, plan: Plan, module: Tied) -> Any:
     groups = connect(rank, plan)
     made = {ranks: groups.get(ranks, "gradients") for ranks in sum_groups(plan)}
     parameter = nn.Parameter(module.encoder.weight.data)
-    gradients = make_gradients(plan, rank, {"encoder.weight": parameter}, made)
+    gradients = make_gradients(
+        plan,
+        rank,
+        {"encoder.weight": parameter},
+        SumGroups(made, {}, dist.group.WORLD, False),
+        device=torch.device("cpu"),
+    )
     given = torch.full_like(parameter, 3.0 if rank == 0 else 5.0)
     parameter.grad = given
     gradients.reduce()
@@ -291,7 +305,9 @@ def counted_messages(rank: int, plan: Plan, module: L.LightningModule) -> list[i
     groups = connect(rank, plan)
     made = {ranks: groups.get(ranks, "gradients") for ranks in sum_groups(plan)}
     held = held_by(plan, module, rank)
-    gradients = make_gradients(plan, rank, held, made)
+    gradients = make_gradients(
+        plan, rank, held, SumGroups(made, {}, dist.group.WORLD, False), device=torch.device("cpu")
+    )
     for name, parameter in held.items():
         parameter.grad = made_up(plan, module, name, rank)
     with patch.object(dist, "all_reduce", side_effect=dist.all_reduce) as sent:
