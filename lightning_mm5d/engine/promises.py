@@ -103,7 +103,7 @@ def marked(meta: dict[str, Any], shapes: Shapes) -> dict[str, Any]:
 def _key(batch: Any, trainable: frozenset[str]) -> Hashable:
     try:
         return _described(batch), trainable
-    except TypeError:
+    except (TypeError, RuntimeError):  # also of nested tensors, which have no shape
         return None
 
 

@@ -95,6 +95,7 @@ class Optimization:
         self._is_plain, self._device = is_plain, device
         self.syncs = True
         self._unsynced = self._summed = False
+        self._kept: list[Tensor | None] = []  # sums of earlier steps that were not zeroed, within an accumulation
         self._has_own_factor: bool | None = None
         self._clipper: Precision | None = None
         self._names = names = names_of(module)
@@ -210,12 +211,15 @@ class Optimization:
         Lightning's accumulation the sum is left to the last backward, unless hooks of parameters wait for it.
         """
         if not self.syncs and not self._hooks.exist():
+            if not self._unsynced:
+                self._kept = self._gradients.take()
             self._unsynced = True
             with self._laid():
                 yield
             return
         summed, self._summed = self._summed, False
-        older = None if self._unsynced else self._gradients.take()
+        older = self._kept if self._unsynced else self._gradients.take()
+        self._kept = []
         if self._is_plain:
             reduction = self._gradients.reduction(is_early=not self._hooks.exist())
             with self._laid(), reduction.watched(self._gradients.parameters):
@@ -230,7 +234,7 @@ class Optimization:
             if has_hooks(one.parameter):
                 raise hooked(self._names[id(one.parameter)])
         with nullcontext() if self._is_plain else called(self._gradients.parameters):
-            if older is not None:
+            if older:
                 self._gradients.add(older)
 
     @contextmanager

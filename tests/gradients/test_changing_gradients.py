@@ -37,6 +37,16 @@ class InTheStep(Decayed):
         return super().training_step(batch, batch_idx)
 
 
+class Kept(Toy):
+    """Gradients of earlier steps are kept, so that each step follows the sum of all."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    def optimizer_zero_grad(self, *_: Any) -> None:
+        pass
+
+
 class Transposed(Toy):
     """Weights in another memory format, and an optimizer that reads weights and gradients as flat memory."""
 
@@ -63,6 +73,10 @@ def in_the_step(run: Run) -> Any:
     return _fit(run, InTheStep, accumulate_grad_batches=2)
 
 
+def kept(run: Run) -> Any:
+    return _fit(run, Kept, accumulate_grad_batches=2)
+
+
 def transposed(run: Run) -> Any:
     return _fit(run, Transposed)
 
@@ -80,7 +94,7 @@ ROWS = Layout(
 
 @pytest.mark.parametrize(("layout", "microbatches"), [(SHARED, 1), (SHARED, 2), (ROWS, 2)])
 def test_weights_are_those_of_one_process(layout: Layout, microbatches: int) -> None:
-    found = outcomes(layout, within_an_accumulation, transposed, num_microbatches=microbatches)
+    found = outcomes(layout, within_an_accumulation, transposed, kept, num_microbatches=microbatches)
     if layout is SHARED:
         found |= outcomes(layout, in_the_step, num_microbatches=microbatches)
     for scenario, outcome in found.items():
