@@ -120,6 +120,10 @@ class Pool:
         _end(self._ranks)
         self._ranks = []
 
+    def forget(self) -> None:
+        """Leave the ranks to the process that forked them; a rank forked beside them can neither use nor end them."""
+        self._ranks = []
+
 
 POOL = Pool()
 call_ranks = POOL.call
@@ -202,6 +206,7 @@ def _results(ranks: list[_Rank], limit: float, killed: Collection[int] = ()) -> 
 def _serve(index: int, pipe: Connection, other_end: Connection, call: Call | None) -> None:
     """A rank's process: run one call, or those that come through the pipe until None does."""
     other_end.close()
+    POOL.forget()
     torch.set_num_threads(1)
     numbers, torch_numbers = random.getstate(), torch.get_rng_state()
     try:
