@@ -173,6 +173,10 @@ class Engine:
             recorder.finish()
         self.action = None
 
+    def stage(self) -> StageKey | None:
+        """Return the stage of the action that runs."""
+        return None if self.action is None else self.action.stage
+
     def doing(self) -> str:
         """Return the action that runs or that failed, for messages: ``"language.1, forward of microbatch 3"``."""
         action = self.action

@@ -29,7 +29,7 @@ from lightning_mm5d.data.batches import LoaderBatches, split_replicas
 from lightning_mm5d.data.microbatch import Microbatch, batch_samples, merge, split
 from lightning_mm5d.data.packed_images import PackedTokens, describe
 from lightning_mm5d.engine.engine import Ending, Engine
-from lightning_mm5d.engine.kept_casts import CastingOnce, kept_casts
+from lightning_mm5d.engine.kept_casts import CastingOnce
 from lightning_mm5d.engine.lock_step import LockStep
 from lightning_mm5d.gradients.gradients import Gradients
 from lightning_mm5d.gradients.parameter_hooks import set_aside
@@ -155,7 +155,7 @@ class Steps:
         # parameters that are gathered in a step may be NaN where only shapes are asked for
         is_gathered = any(one.rests_own for one in self._gradients.shared.all)
         if not is_gathered:
-            context = partial(self._casting_once.entered, context)
+            context = partial(self._casting_once.entered, context, self._engine.stage)
         batch, *arguments = arguments
         parts = self._split(batch, arguments)
         share = summing.share or 1.0
@@ -177,7 +177,7 @@ class Steps:
         reduction = self._gradients.reduction(whole=summing.is_early, rows=True)
         rows: dict[int, Tensor] = {}
         try:
-            keeps = nullcontext() if is_gathered else kept_casts(self._device)
+            keeps = nullcontext() if is_gathered else self._casting_once.step()
             with set_aside(self._gradients.parameters), keeps:
                 self._run(step, self.trainable(), reduction.ending)
             rows = self._gradients.finish(reduction)

@@ -99,13 +99,67 @@ def test_casts_are_not_kept_over_writes_to_weights() -> None:
     assert_same(got, expected, 1e-3)
 
 
+class WritingData(Precise):
+    """Writes to a weight through `data` before it is used again, from the second step on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        weight, loss = self.decoder.head.weight, super().training_step(batch, batch_idx)
+        if self.global_step:
+            weight.data.clamp_(-0.1, 0.1)
+            loss = loss + super().training_step(batch, batch_idx)
+        return loss
+
+
+class SwappingData(Precise):
+    """Computes a target with other weights, in the first layers of the last stage."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_step:
+            weight = self.decoder.layers[2].up.weight
+            own, weight.data = weight.data, weight.detach() * 0.5
+            with torch.no_grad():
+                self(batch)
+            weight.data = own
+        return super().training_step(batch, batch_idx)
+
+
+class Twice(Precise):
+    """Uses its encoder twice for a sample, so that gradients of its weights have two terms."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        other = {**batch, "images": batch["images"].flip(0)}
+        return super().training_step(batch, batch_idx) + super().training_step(other, batch_idx)
+
+
+def test_casts_that_could_change_a_number_are_not_kept() -> None:
+    """the whole model: rank 0. Compared with casts for each use, bit by bit."""
+
+    def trained(kind: type[Precise]) -> Any:
+        module, run = kind(), Run(ONE)
+        run.trainer(precision="bf16-mixed", limit_val_batches=0).fit(
+            module, run.training(Singles(16)), run.loader(Singles(8))
+        )
+        return weights(module)
+
+    def both(rank: int) -> None:
+        for kind in (WritingData, SwappingData, Twice):
+            got = trained(kind)
+            with patch.object(CastingOnce, "entered", lambda _, context, stage: context()):
+                expected = trained(kind)
+            for name, value in expected.items():
+                assert torch.equal(got[name], value), (kind, name)
+        assert "data" not in vars(torch.nn.Parameter)
+
+    run_ranks(1, both)
+
+
 def test_casts_that_are_kept_change_no_bit() -> None:
     """vision: rank 0; language: ranks 1-2 as stages. The others cast in each microbatch."""
 
     def both(rank: int) -> Any:
         cases = [(PIPE, "1f1b"), (PIPE, "zero_bubble"), (AGAIN, "1f1b")]
         kept = [trained(layout, 4, schedule)[1] for layout, schedule in cases]
-        with patch.object(CastingOnce, "entered", lambda _, context: context()):
+        with patch.object(CastingOnce, "entered", lambda _, context, stage: context()):
             return kept, [trained(layout, 4, schedule)[1] for layout, schedule in cases]
 
     kept, cast = run_ranks(3, both)[0]
