@@ -1,145 +1,30 @@
 """Tiny mixtures of experts, by name in `FAMILIES`: the cases of the zoo, with where their experts are.
 
-Every family routes two of four to six experts for a token, unless its model knows one only. Sizes are multiples of four,
-so that grouped matrix products work in float32; they know no float64 on the CPU, so models of transformers run their
-experts in a loop here (`EAGER`). `BATCHED` gives the other form that computes in float64. Routers start with weights
-that spread tokens over all experts. Nothing is random in a step: PhiMoE samples its experts, so its routers stay in
+Every family routes two of four to six experts for a token; the multimodal Llama 4 routes one. Tokens go to all experts,
+though not in equal numbers. Nothing is random in a step: PhiMoE samples its experts in training, so its routers stay in
 evaluation mode.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import lightning as L
 import torch
-import transformers as hf
 from torch import nn
 
 from context_parallel.families import LLAMA4_VISION
 from zoo import qwen
-from zoo.case import LABELS, Batch, Case, Items, TinyModule, pad_right, text_batch
-from zoo.text import IDS, LLAMA, MEL_BINS, PAD
+from zoo.case import LABELS, Batch, Items, TinyModule, text_batch
+from zoo.text import IDS, MEL_BINS
 from zoo.vision_language import FEATURES, LENGTH
 
+from .expert_case import TEXT, ExpertCase, built, causal, composed, padded, written
 from .handwritten_experts import EveryExpert, Gated, HandwrittenMixture, Listed, Stacked
 
-EAGER, BATCHED, GROUPED = "eager", "batched_mm", "grouped_mm"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertCase(Case):
-    """One tiny mixture of experts. Paths start at the LightningModule."""
-
-    experts: tuple[str, ...]
-    """Modules that hold experts."""
-    count: int
-    """Experts of each of them."""
-    exact: bool = False
-    """Whether it computes in float64 throughout; norms, routers and losses of transformers drop to float32."""
-    interface: bool = True
-    """Whether its experts are of transformers' interface, which other implementations may compute."""
-
-    def implemented(self, name: str) -> ExpertCase:
-        """The same with another implementation of experts: `EAGER`, `BATCHED`, or `GROUPED` (float32 only)."""
-
-        def make() -> L.LightningModule:
-            module = self.make_module()
-            module.model.set_experts_implementation(name)  # type: ignore[union-attr,operator]
-            return module
-
-        return replace(self, make_module=make)
-
-    def router_loss(self, weight: float = 0.5) -> ExpertCase:
-        """The same with the loss of its routers in its loss, for families that have one."""
-
-        def make() -> L.LightningModule:
-            module = self.make_module()
-            config = module.model.config  # type: ignore[union-attr]
-            text = config.get_text_config()
-            for one in (config, text):
-                one.output_router_logits = True
-                one.router_aux_loss_coef = weight
-            module.model.router_aux_loss_coef = weight  # type: ignore[union-attr]
-            module.fixed = module.fixed | {"output_router_logits": True}  # type: ignore[operator]
-            return module
-
-        return replace(self, make_module=make)
-
-
-# --- models ---
-
-
-def built(model: str, config: str, **options: Any) -> Callable[[], L.LightningModule]:
-    """A model of transformers by the names of its class and its configuration's."""
-
-    def make() -> L.LightningModule:
-        settings = getattr(hf, config)(**options)
-        settings._experts_implementation = EAGER  # passed on to the configurations of its parts
-        made = getattr(hf, model)(settings)
-        for parameter in made.parameters():  # some are float32 whatever the default dtype is
-            parameter.data = parameter.data.to(torch.get_default_dtype())
-        return TinyModule(made, use_cache=False)
-
-    return make
-
-
-def padded(counts: list[int]) -> Batch:
-    return pad_right(text_batch([0] * len(counts), length=12), PAD)
-
-
-def written(counts: list[int]) -> Batch:
-    """Text without padding, for states that run on over it."""
-    return text_batch([0] * len(counts), length=14)
-
-
-def causal(
-    name: str, model: str, config: str, experts: tuple[str, ...], count: int, *, interface: bool = True, **options: Any
-) -> ExpertCase:
-    return ExpertCase(
-        name=name,
-        make_module=built(model, config, **(TEXT | options)),
-        make_batch=padded,
-        modalities=("language",),
-        layers={"language": ("model.model.layers",)},
-        experts=tuple(f"model.model.layers.{path}" for path in experts),
-        count=count,
-        interface=interface,
-    )
-
-
-def composed(
-    name: str,
-    model: str,
-    config: str,
-    batch: Callable[[list[int]], Batch],
-    experts: tuple[str, ...],
-    count: int,
-    *,
-    vision: str,
-    items: tuple[Items, ...],
-    interface: bool = True,
-    audio: str | None = None,
-    language: str = "model.model.language_model",
-    boundaries: Mapping[str, str] | None = None,
-    **parts: Any,
-) -> ExpertCase:
-    encoders = {"vision": vision} | ({"audio": audio} if audio else {})
-    return ExpertCase(
-        name=name,
-        make_module=built(model, config, **parts),
-        make_batch=batch,
-        modalities=(*encoders, "language"),
-        layers={key: (path,) for key, path in encoders.items()} | {"language": (f"{language}.layers",)},
-        boundaries=boundaries or {"vision": "model.model.get_image_features"},
-        experts=tuple(f"{language}.layers.{path}" for path in experts),
-        count=count,
-        interface=interface,
-        items=items,
-        image_counts=(0, 1, 2),
-    )
+# --- models that need a hand ---
 
 
 def phimoe() -> L.LightningModule:
@@ -179,8 +64,11 @@ def handwritten(name: str, experts: Callable[[int], nn.Module], count: int, *hel
         make_batch=written,
         modalities=("language",),
         layers={"language": ("model.layers",)},
-        experts=tuple(f"model.layers.{layer}.mlp.{path}" if path else f"model.layers.{layer}.mlp" for path in held
-                      for layer in range(2)),
+        experts=tuple(
+            f"model.layers.{layer}.mlp.{path}" if path else f"model.layers.{layer}.mlp"
+            for path in held
+            for layer in range(2)
+        ),
         count=count,
         exact=True,
         interface=False,
@@ -236,7 +124,6 @@ def grouped(count: int, groups: int) -> dict[str, Any]:
     }
 
 
-TEXT = LLAMA | {"num_hidden_layers": 3}
 LATENT: dict[str, Any] = {
     "q_lora_rank": 16,
     "kv_lora_rank": 16,

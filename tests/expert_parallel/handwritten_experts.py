@@ -86,7 +86,7 @@ class Listed(nn.Module):
 
 
 class Gated(nn.Module):
-    """Scores by a sigmoid; a bias, which no gradient reaches, and groups decide which are chosen; one expert is shared."""
+    """Scores by a sigmoid; a bias without gradient and groups decide which are chosen; one expert is shared."""
 
     groups = 2
 

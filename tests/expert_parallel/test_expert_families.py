@@ -1,4 +1,4 @@
-"""The families of experts keep their promises on one process: where experts are, how many, and that tokens reach them."""
+"""The families of experts keep their promises on one process: experts are where they say, and tokens reach them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from .families import BATCHED, FAMILIES, ExpertCase
+from .expert_case import BATCHED, ExpertCase
+from .families import FAMILIES
 
 # each kind of experts, router and batch once; the others differ by names
 QUICK = (
