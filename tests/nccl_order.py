@@ -90,7 +90,7 @@ class _Operation(dist.Work):
         self.communicator, self.what, self.run = communicator, what, run
         self.thread = threading.current_thread()
         self.place = _caller()
-        self.is_inference = torch.is_inference_mode_enabled()
+        self.is_inference, self.has_grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
         self.error: BaseException | None = None
         self.ran = threading.Event()
         self.ended = threading.Event()
@@ -100,8 +100,8 @@ class _Operation(dist.Work):
 
     def attempt(self) -> None:
         try:
-            # the mode belongs to the thread that issues, and its tensors refuse to be written to elsewhere
-            with torch.inference_mode(self.is_inference):
+            # modes belong to the thread that issues, and its tensors refuse to be written to under others
+            with torch.inference_mode(self.is_inference), torch.set_grad_enabled(self.has_grad):
                 self.run()
         except BaseException as error:
             self.error = error
