@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_mm5d.config.errors import ConfigError, RemoteParameterError
@@ -74,6 +75,7 @@ class Engine:
         rank: global rank.
         device: where this rank computes.
         instances: groups of the ranks that share layers with this one, by their ranks.
+        hosts: of each replica, a group of its ranks that carries host memory.
         offload: what this rank keeps in host memory between uses.
 
     Attributes:
@@ -96,6 +98,7 @@ class Engine:
         rank: int,
         device: torch.device,
         instances: Mapping[tuple[int, ...], TensorGroup],
+        hosts: Mapping[int, dist.ProcessGroup | None],
         offload: Offload,
     ) -> None:
         self.gathers: StepGathers | None = None
@@ -108,7 +111,7 @@ class Engine:
         self._bridges = Bridges(plan, transport, rank, instances)
         is_ordered = transport is not None and transport.is_ordered
         self._preparation = Preparation(plan, self._bridges, schedule, num_microbatches, rank, is_ordered=is_ordered)
-        self._promises = Promises() if is_ordered else None
+        self._promises = Promises(hosts) if is_ordered else None
         self._first_loss = FirstLoss(plan, runtime, views)
         loss_modality = plan.partition.loss_modality
         self._last = max(views, key=lambda key: (key.modality == loss_modality, key.number))  # of this rank
@@ -209,7 +212,7 @@ class Engine:
             structure = step.structure(part.batch)
             run = Run(self._runtime, view, payloads, structure, reseed, deferred, trains=step.trains)
             saved = moves.saving(run, action)
-            with saved or nullcontext(), self._watching(stage, place, payloads) as shapes:
+            with saved or nullcontext(), self._watching(step, stage, place, payloads) as shapes:
                 result, ended = self._executed(run, step, part, index, stage)
             if view.is_last and ended:
                 loss = step.finish(result, index)
@@ -227,9 +230,9 @@ class Engine:
         return _Flight(run, sent, received, loss, place)
 
     def _watching(
-        self, stage: StageKey, place: tuple[int, int], received: Sequence[Payload]
+        self, step: Step, stage: StageKey, place: tuple[int, int], received: Sequence[Payload]
     ) -> AbstractContextManager[Shapes]:
-        return nullcontext(UNKNOWN) if self._promises is None else self._promises.watching(stage, place, received)
+        return nullcontext(UNKNOWN) if self._promises is None else self._promises.watching(step, stage, place, received)
 
     def _executed(self, run: Run, step: Step, part: Microbatch, index: int, stage: StageKey) -> tuple[Any, bool]:
         """Return the result of a run, and whether it came to its end.
@@ -259,6 +262,7 @@ class Engine:
         consumed = self._plan.topology.consumes.get(other, frozenset()) & frozenset(run.stage.cuts)
         modality, target = stage.modality, other.modality
         payload = run.payload(consumed, modality if modality == target else None)
+        shapes = shapes._replace(promised=shapes.promised and not payload.has_values)
         meta = {**payload.meta, "local": sorted(payload.local)} if payload.local else payload.meta
         self._bridges.between(stage, other, place).send(marked(meta, shapes), payload.tensors, payload.local, shapes)
         passed += payload.tensors

@@ -305,7 +305,9 @@ def _broken_promise(channel: Channel, known: str, header: str) -> str:
         ", ".join(f"{dtype} {shape}" for dtype, *shape in json.loads(text)[1]) or "no tensors"
         for text in (known, header)
     )
+    if before == now:
+        now = "the same tensors with another description"
     return (
         f"{channel}: a batch of the same shapes and plain values sent {before} before, and sends {now} now. The "
-        "receiver cannot know. Put what this depends on into the batch, as a plain number"
+        "receiver cannot know. Put what this depends on, such as the step's number, into the batch, as a plain number"
     )

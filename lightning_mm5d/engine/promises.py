@@ -3,7 +3,13 @@
 A receiver must have memory before a payload comes. Where the shapes of a payload follow from those of the microbatch,
 both ends know them from the microbatch alone. They do not where a stage makes shapes of values: it counts image tokens,
 takes masked rows, or reads lengths into Python. So the first run of a stage on a microbatch of new shapes is watched,
-and payloads of later runs are promised if nothing of that kind was seen, here and in the stages before.
+and payloads of later runs are promised if nothing of that kind was seen, here and in the stages before. Neither does a
+stage promise anything that draws random numbers in Python or numpy, reads the number of the step, or sends plain values
+beside tensors: they may be others the next time. Promises end with their epoch, because a module may read which it is.
+
+Both ends must derive one key from a microbatch, or one would send a header that the other does not expect. So the ranks
+of a replica compare the keys of a step before it, in host memory. Where plain values of a batch differ over ranks (a
+clock, an unseeded choice), nothing is promised in that step.
 
 Branches of transformers on a bool are not counted, such as "is any token masked", which choose among ways to the same
 shapes. Where one decides on shapes after all, the transport raises an error.
@@ -11,12 +17,16 @@ shapes. Where one decides on shapes after all, the transport raises an error.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import random
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -35,25 +45,47 @@ _TEXTS = frozenset({Tensor.__format__, Tensor.__repr__})
 
 
 class Promises:
-    """What the stages of one rank promise of their payloads in training steps; evaluation steps promise nothing."""
+    """What the stages of one rank promise of their payloads in training steps; evaluation steps promise nothing.
 
-    def __init__(self) -> None:
+    Args:
+        hosts: of each replica, a group of its ranks that carries host memory; replicas of one rank may lack theirs.
+    """
+
+    def __init__(self, hosts: Mapping[int, dist.ProcessGroup | None] | None = None) -> None:
+        self._hosts, self._epoch = hosts or {}, -1
         self._fixed: dict[tuple[StageKey, Hashable], bool] = {}
         self._made: set[tuple[StageKey, Hashable]] = set()
         self._keys: dict[tuple[int, int], Hashable] = {}
 
     def begin(self, step: Step, trainable: frozenset[str]) -> None:
-        """Begin a step, before its microbatches may change.
+        """Begin a step, before its microbatches may change; collective of the ranks of each replica in training.
 
         Args:
             step: to be run.
             trainable: names of the parameters that require a gradient.
         """
-        self._keys = {
-            (replica, index): _key(part.batch, trainable) if step.trains else None
-            for replica, parts in step.microbatches.items()
-            for index, part in enumerate(parts)
-        }
+        self._keys = {}
+        if step.trains and step.epoch != self._epoch:
+            self._epoch = step.epoch
+            self._fixed.clear()
+            self._made.clear()
+        for replica, parts in step.microbatches.items():
+            batches = [_described_or_none(part.batch) if step.trains else None for part in parts]
+            agree = not step.trains or self._agree(replica, batches)
+            for index, batch in enumerate(batches):
+                known = agree and batch is not None
+                self._keys[replica, index] = (batch, trainable, self._epoch) if known else None
+
+    def _agree(self, replica: int, batches: Sequence[Hashable]) -> bool:
+        """Return whether all ranks of a replica describe its microbatches in the same way."""
+        group = self._hosts.get(replica)
+        if group is None:
+            return True
+        number = int.from_bytes(hashlib.blake2b(repr(batches).encode(), digest_size=7).digest(), "big")
+        bounds = torch.tensor([number, -number])
+        dist.all_reduce(bounds, dist.ReduceOp.MAX, group)
+        most, least = bounds.tolist()
+        return bool(most == -least)
 
     def key(self, place: tuple[int, int]) -> Hashable:
         """Return the key of a microbatch, by its replica and index; None where nothing can be promised."""
@@ -73,10 +105,13 @@ class Promises:
         return Shapes(key, promised=(stage, key) in self._made)
 
     @contextmanager
-    def watching(self, stage: StageKey, place: tuple[int, int], received: Sequence[Payload]) -> Iterator[Shapes]:
+    def watching(
+        self, step: Step, stage: StageKey, place: tuple[int, int], received: Sequence[Payload]
+    ) -> Iterator[Shapes]:
         """Enter around a run of a stage; gives what is known of the shapes of its payloads.
 
         Args:
+            step: that runs.
             stage: that runs.
             place: replica and index of the microbatch.
             received: payloads that it has received.
@@ -88,11 +123,11 @@ class Promises:
                 self._made.add((stage, key))
             yield self.shapes(stage, place)
             return
-        shapes = _ShapesOfValues()
+        shapes, before = _ShapesOfValues(), _numbers()
         reads = _Reads(shapes)
-        with reads, shapes:
+        with step.reads() as asked, reads, shapes:
             yield self.shapes(stage, place)
-        self._fixed[stage, key] = not (reads.seen or shapes.seen)
+        self._fixed[stage, key] = not (reads.seen or shapes.seen or asked) and before == _numbers()
 
 
 def marked(meta: dict[str, Any], shapes: Shapes) -> dict[str, Any]:
@@ -100,9 +135,15 @@ def marked(meta: dict[str, Any], shapes: Shapes) -> dict[str, Any]:
     return meta if shapes.promised or shapes.key is None else {**meta, _VARIES: True}
 
 
-def _key(batch: Any, trainable: frozenset[str]) -> Hashable:
+def _numbers() -> tuple[Any, ...]:
+    """The states of the random generators of Python and numpy."""
+    name, state, *rest = np.random.get_state()
+    return random.getstate(), name, bytes(memoryview(state)), *rest  # type: ignore[arg-type]
+
+
+def _described_or_none(batch: Any) -> Hashable:
     try:
-        return _described(batch), trainable
+        return _described(batch)
     except (TypeError, RuntimeError):  # also of nested tensors, which have no shape
         return None
 
@@ -120,14 +161,14 @@ def _described(batch: Any) -> Hashable:
     if isinstance(batch, (list, tuple)):
         return tuple(map(_described, batch))
     if batch is None or isinstance(batch, (bool, int, float)):
-        return batch
+        return repr(batch)  # NaN equals itself, and 1 is not True
     raise TypeError(type(batch))
 
 
 class _ShapesOfValues(TorchDispatchMode):
     """Notes whether a number for Python, or a tensor whose shape depends on values, was made and used.
 
-    Counting masked elements by ``x[mask].numel()``, as checks do, is no use of the tensor.
+    Counting masked elements by ``x[mask].numel()``, as checks of transformers do, is no use of the tensor.
     """
 
     supports_higher_order_operators = True  # such as flex attention, which would refuse to run under this mode
@@ -153,6 +194,7 @@ class _ShapesOfValues(TorchDispatchMode):
         elif func is torch.ops.aten.index.Tensor:
             if any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]):
                 self._made[id(result)] = result
+                self.seen = self.seen or not _is_branch_of_transformers()
         elif torch.Tag.dynamic_output_shape in getattr(func, "tags", ()) or func is _PACKS:
             self.seen = True
         self.seen = self.seen or any(id(one) in self._made for one in taken)

@@ -17,12 +17,14 @@ class Step(Protocol):
     Attributes:
         microbatches: by the replicas that this rank serves.
         random_key: what random state depends on, beside the microbatch; None leaves generators alone.
+        epoch: of the run.
         trains: whether backwards follow.
         fails: whether a pipeline cannot run it; the engine sets it.
     """
 
     microbatches: Mapping[int, list[Microbatch]]
     random_key: tuple[int, ...] | None
+    epoch: int
     trains: bool
     fails: bool
 
@@ -34,6 +36,9 @@ class Step(Protocol):
 
     def run(self, microbatch: Microbatch, index: int) -> Any:
         """Run the user's step on microbatch `index` of a replica; its result counts in the last stage only."""
+
+    def reads(self) -> AbstractContextManager[list[str]]:
+        """Enter around a run of the user's step; gives a list, empty unless the run asks which step it is."""
 
     def finish(self, result: Any, index: int) -> Tensor | None:
         """Keep the last stage's result of a microbatch; return its scaled loss in training, else None."""

@@ -24,6 +24,7 @@ from lightning_mm5d.sharded.lazy_logits import LazyLogits
 from lightning_mm5d.sharded.tensor import Group, Sharded, from_local
 
 Path = tuple[str | int, ...]
+_VALUES = (bool, int, float, str, bytes, pathlib.PurePath, np.generic)
 
 
 @dataclass
@@ -35,11 +36,13 @@ class Payload:
         tensors: the tensors that it refers to by position.
         local: positions of those that are this rank's shard of a sharded tensor; all others are equal on all ranks of
             the stage.
+        has_values: whether plain values travel beside the tensors.
     """
 
     meta: dict[str, Any]
     tensors: list[Tensor] = field(default_factory=list)
     local: frozenset[int] = frozenset()
+    has_values: bool = False
 
 
 class Packer:
@@ -51,12 +54,14 @@ class Packer:
     Attributes:
         tensors: the list.
         local: positions of the local tensors of sharded ones.
+        has_values: whether a description holds plain values other than None.
     """
 
     def __init__(self, *, keeps_sharded: bool = False) -> None:
         self._keeps_sharded = keeps_sharded
         self.tensors: list[Tensor] = []
         self.local: set[int] = set()
+        self.has_values = False
         self._index: dict[int, int] = {}
         self._alive: list[Tensor] = []  # an id is taken again when its tensor is gone
 
@@ -80,7 +85,10 @@ class Packer:
                 kind = str(tree.layout).removeprefix("torch.")
                 raise ValueError(f"a tensor of layout {kind} cannot cross from one rank to another: use its to_dense()")
             return {"t": self.add(tree)}
-        if tree is None or isinstance(tree, (bool, int, float, str)):
+        if tree is None:
+            return None
+        self.has_values = self.has_values or isinstance(tree, _VALUES)
+        if isinstance(tree, (bool, int, float, str)):
             return tree
         if isinstance(tree, pathlib.PurePath):
             return {"f": str(tree)}

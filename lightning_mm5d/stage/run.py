@@ -363,7 +363,7 @@ class Run:
         remote = [[index, x.origin.name, x.exact] for index, x in enumerate(packer.tensors) if is_remote(x)]
         tensors = [tensor.as_subclass(Tensor) if is_remote(tensor) else tensor for tensor in packer.tensors]
         meta = {"boundaries": boundaries, "calls": calls, "grads": grads, "remote": remote}
-        return Payload(meta, tensors, frozenset(packer.local))
+        return Payload(meta, tensors, frozenset(packer.local), packer.has_values)
 
 
 def hidden_path(args: tuple, kwargs: Mapping[str, Any]) -> Path:

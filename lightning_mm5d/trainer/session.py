@@ -152,6 +152,7 @@ class Session:
             rank=rank,
             device=device,
             instances=groups.instances,
+            hosts=groups.hosts,
             offload=Offload(
                 plan, self._cut.runtime, HostMemory(device, min(plan.layout.ranks_per_node, plan.layout.size))
             ),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_mm5d.config.errors import ConfigError
@@ -37,6 +38,7 @@ class UserStep:
         random_key: what random state depends on; None leaves generators alone.
 
     Attributes:
+        epoch: of the run.
         results: of the last stage, by index of the microbatch.
     """
 
@@ -57,7 +59,7 @@ class UserStep:
         random_key: tuple[int, ...] | None,
     ) -> None:
         self.microbatches, self.random_key, self.context = microbatches, random_key, context
-        self.weights, self.results = weights, dict[int, Any]()
+        self.weights, self.results, self.epoch = weights, dict[int, Any](), module.current_epoch
         self._module, self._name, self._arguments = module, name, arguments
         self._capture, self._metrics = capture, metrics
 
@@ -65,6 +67,22 @@ class UserStep:
         """Return a key that is equal for batches of equal nesting, dtypes and numbers of dims, whatever their sizes."""
         key: Hashable = (self._name, self._module.training, _structure(batch))
         return key
+
+    @contextmanager
+    def reads(self) -> Iterator[list[str]]:
+        """Enter around `run`; gives a list, empty unless the user's step reads `global_step`."""
+        found: list[str] = []
+        original = Trainer.global_step
+
+        def read(trainer: Trainer) -> int:
+            found.append("global_step")
+            return original.__get__(trainer)
+
+        Trainer.global_step = property(read)  # type: ignore[method-assign,assignment]
+        try:
+            yield found
+        finally:
+            Trainer.global_step = original  # type: ignore[method-assign]
 
     def run(self, microbatch: Microbatch, index: int) -> Any:
         """Call the user's method; return its result, with full tensors in place of sharded ones.

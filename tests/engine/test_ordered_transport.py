@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -115,16 +118,21 @@ def test_a_payload_that_breaks_its_promise_is_refused_where_it_is_sent(tmp_path:
 class _OneStep:
     trains = True
 
-    def __init__(self, batch: Any) -> None:
+    def __init__(self, batch: Any, epoch: int = 0) -> None:
+        self.epoch = epoch
         self.microbatches = {0: [type("Part", (), {"batch": batch})]}
+
+    def reads(self) -> Any:
+        return nullcontext([])
 
 
 def promised(body: Any, batch: Any = None) -> bool:
     """Whether the second run of `body` promises its payload."""
     promises, batch = Promises(), torch.ones(2, 3) if batch is None else batch
     for _ in range(2):
-        promises.begin(_OneStep(batch), frozenset())  # type: ignore[arg-type]
-        with promises.watching("language.0", (0, 0), []) as shapes:  # type: ignore[arg-type]
+        step: Any = _OneStep(batch)
+        promises.begin(step, frozenset())
+        with promises.watching(step, "language.0", (0, 0), []) as shapes:  # type: ignore[arg-type]
             body(torch.ones(2, 3))
     return shapes.promised
 
@@ -142,15 +150,28 @@ def test_stages_that_make_shapes_of_values_promise_nothing() -> None:
     assert not promised(lambda x: torch.tensor_split(x, torch.tensor([1])))
     assert not promised(lambda x: pack_padded_sequence(x[None], torch.tensor([2]), batch_first=True))
     assert not promised(lambda x: x + 1 if (x > 0).any() else None), "a branch of the user's own"
+    assert not promised(lambda x: x + 1 if len(x[x < 0]) else None), "on a count of rows"
+    assert not promised(lambda x: x + 1 if random.random() < 0.5 else None)
+    assert not promised(lambda x: x + 1 if np.random.rand() < 0.5 else None)
+
+
+def test_promises_end_with_their_epoch() -> None:
+    promises, known = Promises(), []
+    for epoch in (0, 0, 1, 1):
+        step: Any = _OneStep(torch.ones(2), epoch)
+        promises.begin(step, frozenset())
+        with promises.watching(step, "language.0", (0, 0), []) as shapes:  # type: ignore[arg-type]
+            known.append(shapes.promised)
+    assert known == [False, True, False, True]
 
 
 def test_checks_texts_and_branches_do_not_keep_a_stage_from_promising() -> None:
-    is_any: dict[str, Any] = {"__name__": "transformers.masking_utils"}
-    exec("def is_any(x): return bool((x > 0).any())", is_any)
+    theirs: dict[str, Any] = {"__name__": "transformers.masking_utils"}
+    exec("def is_any(x): return bool((x > 0).any())\ndef count(x): return x[x > 0].numel()", theirs)
 
     def checked(x: Tensor) -> Tensor:
-        assert x[x > 0].numel() == 6, f"{x.sum()}"
-        is_any["is_any"](x)
+        assert theirs["count"](x) == 6, f"{x.sum()}"
+        theirs["is_any"](x)
         f"{x.sum()}"
         return x[torch.tensor([0, 1])] @ x.T
 
@@ -176,12 +197,12 @@ def test_compiled_functions_and_flex_attention_run_while_a_stage_is_watched() ->
 
 def test_a_promise_holds_for_all_senders_and_orders_of_microbatches() -> None:
     """A stage gets microbatches of equal shapes from two ranks, of which the second one has yet to watch its first."""
-    promises = Promises()
-    promises.begin(_OneStep(torch.ones(2)), frozenset())  # type: ignore[arg-type]
+    promises, step = Promises(), cast("Any", _OneStep(torch.ones(2)))
+    promises.begin(step, frozenset())
     known = []
     for varies in (True, False, True):
         payload = Payload({"varies": varies}, [])
-        with promises.watching("language.0", (0, 0), [payload]) as shapes:  # type: ignore[arg-type]
+        with promises.watching(step, "language.0", (0, 0), [payload]) as shapes:  # type: ignore[arg-type]
             known.append(shapes.promised)
     assert known == [False, True, True]
     assert promises.shapes("language.0", (0, 0)).promised, "the backward of the first microbatch may come last"  # type: ignore[arg-type]

@@ -1,0 +1,110 @@
+"""Where payloads depend on more than the shapes of a batch, headers go with them on backends that order operations.
+
+vision: rank 0; language: ranks 1-2 as stages; on a device that runs one operation at a time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from features.toys import PIPE, WIDTH, Encoder, Run, Samples, Toy, assert_same, outcomes, weights
+from nccl_order import NAMES
+from parity.harness import Batches, Recorder
+
+Batch = dict[str, Any]
+
+
+class Annealed(Encoder):
+    """Returns a number beside features, which changes with each step."""
+
+    scale = 1.0
+
+    def forward(self, images: Tensor) -> Any:
+        return super().forward(images), self.scale
+
+
+class Changed(Toy):
+    def __init__(self, way: Callable[[Changed, Batch], Tensor]) -> None:
+        super().__init__()
+        self.way = way
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self.way(self, batch)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        Annealed.scale = 1 / (1 + batch_idx)
+
+
+def trained(run: Run, way: Callable[[Changed, Batch], Tensor], kind: type = Encoder, **options: Any) -> Any:
+    recorder, batches = Recorder(), []
+    for step in range(4):
+        samples = Samples(8, seed=step)
+        batches.append({"images": samples.images, "tokens": samples.tokens, "label": samples.labels})
+        batches[-1]["worker"] = (step * int(os.environ.get("RANK", 0))) % 2
+    trainer = run.trainer(callbacks=[recorder], use_distributed_sampler=False, **options)
+    module = Changed(way)
+    module.encoder.__class__ = kind
+    trainer.fit(module, DataLoader(Batches(batches), batch_size=None))
+    return {"losses": recorder.losses, "weights": weights(module)}
+
+
+def numbers_that_differ_over_ranks(run: Run) -> Any:
+    """`worker` in the batch; no rank may wait for a header that another does not send."""
+    return trained(run, lambda module, batch: module.decoder(batch["tokens"], module.encoder(batch["images"])))
+
+
+def a_number_beside_features(run: Run) -> Any:
+    def way(module: Changed, batch: Batch) -> Tensor:
+        features, scale = module.encoder(batch["images"])
+        return module.decoder(batch["tokens"], features * scale)
+
+    return trained(run, way, Annealed)
+
+
+def longer_texts_with_each_step(run: Run) -> Any:
+    def way(module: Changed, batch: Batch) -> Tensor:
+        return module.decoder(batch["tokens"][:, : 2 + module.global_step], module.encoder(batch["images"]))
+
+    return trained(run, way)
+
+
+def images_from_the_second_epoch_on(run: Run) -> Any:
+    def way(module: Changed, batch: Batch) -> Tensor:
+        features = module.encoder(batch["images"])
+        return module.decoder(batch["tokens"], features if module.current_epoch else torch.zeros_like(features))
+
+    return trained(run, way, max_epochs=2)
+
+
+def features_of_some_samples(run: Run) -> Any:
+    def way(module: Changed, batch: Batch) -> Tensor:
+        has = batch["label"] == 0
+        rows, features = batch["images"][has], torch.zeros(len(has), WIDTH, dtype=torch.float64)
+        if len(rows):
+            features = features.index_put((has,), module.encoder(rows))
+        return module.decoder(batch["tokens"], features)
+
+    return trained(run, way)
+
+
+def test_payloads_that_shapes_do_not_tell_equal_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEST_BACKEND", NAMES[1])
+    found = outcomes(
+        PIPE,
+        numbers_that_differ_over_ranks,
+        a_number_beside_features,
+        longer_texts_with_each_step,
+        images_from_the_second_epoch_on,
+        features_of_some_samples,
+    )
+    for name, outcome in found.items():
+        assert_same(outcome.ranks[0]["weights"], outcome.one["weights"], where=name)
+        for rank in outcome.ranks:
+            assert_same(rank["losses"], outcome.one["losses"], where=name)
