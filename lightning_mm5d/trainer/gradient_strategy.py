@@ -52,6 +52,7 @@ class GradientStrategy(CheckpointStrategy, ABC):
         finally:
             run.optimization.syncs = True
             run.rest()
+            run.optimization.hidden.show()
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:

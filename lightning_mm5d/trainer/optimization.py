@@ -20,6 +20,7 @@ from lightning_mm5d.gradients.gradients import Gradients
 from lightning_mm5d.gradients.parameter_hooks import ParameterHooks, called, has_hooks
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.backends import message_device
+from lightning_mm5d.trainer.hidden_gradients import HiddenGradients
 from lightning_mm5d.trainer.nonfinite import NonFinite, SkippedStep
 from lightning_mm5d.trainer.offloaded_states import OffloadedStates
 from lightning_mm5d.trainer.optimizer_probe import dependence
@@ -76,6 +77,7 @@ class Optimization:
 
     Attributes:
         syncs: whether the next backward sums gradients over ranks, as outside of Lightning's accumulation.
+        hidden: gradients of shared parameters between batches.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class Optimization:
         self._has_own_factor: bool | None = None
         self._clipper: Precision | None = None
         self._names = names = names_of(module)
+        self.hidden = HiddenGradients(gradients.shared, names)
         stages = plan.topology.stage_names()
         self._nonfinite = NonFinite(on_nonfinite, names, stages, message_device(device))
 
@@ -284,6 +287,7 @@ class Optimization:
         shared = self._gradients.shared
         shared.stepped(parameter for group in optimizer.param_groups for parameter in group["params"])
         shared.rest()
+        self.hidden.show()
 
     def _common(self, loss: Any) -> Any:
         """Return the mean loss over replicas, so that an optimizer that follows it does the same on all; collective."""
@@ -353,7 +357,8 @@ class Optimization:
         self._clipper = plugin
 
     def remove(self) -> None:
-        """Leave the precision plugin as it was."""
+        """Leave gradients and the precision plugin as they were."""
+        self.hidden.take()
         if self._clipper is not None:
             for name in ("clip_grad_by_norm", "clip_grad_by_value"):
                 vars(self._clipper).pop(name, None)

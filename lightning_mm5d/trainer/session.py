@@ -296,6 +296,7 @@ class Session:
             precision: of the trainer.
             arguments: of the step: the batch, and what Lightning passes after it.
         """
+        self.optimization.hidden.take()
         self._shared.settle()
         if self._mains.adopt():  # what was unfrozen since the last step
             self._gathering.attach()

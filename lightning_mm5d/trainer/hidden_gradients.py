@@ -1,0 +1,86 @@
+"""Stands for gradients of shared parameters while these show full tensors, as stages 1 and 2 do between batches.
+
+A rank has the gradients of its rows alone, which it keeps beside the parameter until that shows rows again. One process
+has a gradient there: in an accumulation that of the batches so far, after a step the one that was stepped with. A
+stand-in in its place can be dropped and zeroed, as `zero_grad` does; other uses of it raise an error.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.data_parallel.shared_parameters import SharedParameter, SharedParameters
+from lightning_mm5d.sharded.remote_value import plain
+from lightning_mm5d.sharded.value_functions import TELLING
+
+_ZEROS = {Tensor.zero_, torch.zero_, torch._foreach_zero_}
+
+
+class _StandIn(Tensor):
+    """A gradient that this rank has in part, full of NaN and without memory."""
+
+    path: str
+    shared: SharedParameter
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in TELLING:
+            with plain():
+                return func(*args, **(kwargs or {}))
+        first: Any = args[0] if args else None
+        given: list[Any] = list(first) if isinstance(first, (list, tuple)) else [first]
+        if func in _ZEROS:
+            for one in given:
+                if not isinstance(one, _StandIn):
+                    one.zero_()
+                elif one.shared.gradient is not None:
+                    one.shared.gradient.zero_()
+            return first
+        every = [*given, *args[1:], *(kwargs or {}).values()]
+        raise ConfigError(
+            f"{next((one.path for one in every if isinstance(one, _StandIn)), 'parameter')}.grad",
+            "a use between batches",
+            "Ranks that share a parameter (zero_stage) have gradients of their rows alone, and between batches it "
+            "shows its full tensor",
+            "Use it from on_after_backward to on_before_optimizer_step, where it shows rows, or use zero_stage=0",
+        )
+
+
+class HiddenGradients:
+    """Shows stand-ins between batches.
+
+    Args:
+        shared: the parameters of which this rank owns rows.
+        names: of parameters, by id.
+    """
+
+    def __init__(self, shared: SharedParameters, names: dict[int, str]) -> None:
+        self._shared, self._names = shared, names
+        self._shown: list[tuple[SharedParameter, _StandIn]] = []
+
+    def show(self) -> None:
+        """Show a stand-in for each gradient that is kept beside a parameter."""
+        self.take()
+        for one in self._shared.all:
+            if one.is_whole and not one.rests_own and one.gradient is not None:
+                parameter = one.parameter
+                with torch.inference_mode(False):
+                    empty = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
+                    shown = torch.Tensor._make_subclass(_StandIn, empty.expand(parameter.shape))
+                shown.path, shown.shared = self._names.get(id(parameter), "parameter"), one
+                parameter.grad = shown
+                self._shown.append((one, shown))
+
+    def take(self) -> None:
+        """Take the stand-ins away, and over what somebody has set in place of one: None, or a full gradient."""
+        for one, shown in self._shown:
+            now = one.parameter.grad
+            if one.is_whole and now is not shown:
+                one.gradient = None if now is None else one.shard.rows(now).clone()
+            if one.is_whole:
+                one.parameter.grad = None
+        self._shown.clear()
