@@ -24,6 +24,7 @@ ROOMS = (
     "sharded",
     "tensor_parallel",
     "context_parallel",
+    "expert_parallel",
     "plan",
     "data_parallel",
     "weights",

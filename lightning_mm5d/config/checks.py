@@ -95,9 +95,9 @@ def _check_name(name: object) -> None:
 
 
 def _check_sizes(field: str, modality: Modality) -> None:
-    for size in ("dp_size", "dp_shard_size", "tp_size", "cp_size", "pp_size", "pp_chunks"):
+    for size in ("dp_size", "dp_shard_size", "tp_size", "cp_size", "pp_size", "pp_chunks", "ep_size", "expert_tp_size"):
         value = getattr(modality, size)
-        if value is not None or size in ("tp_size", "cp_size", "pp_chunks"):
+        if value is not None or size in ("tp_size", "cp_size", "pp_chunks", "ep_size", "expert_tp_size"):
             check_count(f"{field}.{size}", value)
     if not isinstance(modality.sequence_parallel, bool):
         got = modality.sequence_parallel

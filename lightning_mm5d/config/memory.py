@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_mm5d.config.communication import check_communication
-from lightning_mm5d.config.errors import ConfigError, did_you_mean
+from lightning_mm5d.config.errors import ConfigError, did_you_mean, one_of
 from lightning_mm5d.config.modality import Modality
 
 
@@ -19,6 +19,7 @@ def check_memory(field: str, modality: Modality) -> None:
     """
     _check_offload(f"{field}.offload", modality)
     _check_sharing(field, modality)
+    _check_experts(field, modality)
     check_communication(f"{field}.communication_dtype", modality.communication_dtype)
 
 
@@ -37,6 +38,19 @@ def _check_sharing(field: str, modality: Modality) -> None:
     if reshards and modality.shared_stage != 3:
         rule = f"Only shared parameters are gathered, and zero_stage is {modality.shared_stage}"
         raise ConfigError(f"{field}.reshard_after_forward", reshards, rule, "Use zero_stage=3, or leave it unset")
+
+
+def _check_experts(field: str, modality: Modality) -> None:
+    within, tp_size = modality.expert_tp_size, modality.tp_size
+    if within != 1 and (modality.ep_size == 1 or within != tp_size):
+        rule = f"Each expert is divided as other layers are, over tp_size={tp_size} ranks, or not at all"
+        if modality.ep_size == 1:
+            rule = "With ep_size=1 experts are divided over tp_size ranks, as other layers are"
+        fix = "Leave it unset" if modality.ep_size == 1 else f"Use {one_of(sorted({1, tp_size}))}"
+        raise ConfigError(f"{field}.expert_tp_size", within, rule, fix)
+    if modality.ep_size > 1 and "parameters" in modality.offloads:
+        rule = "Experts that ranks share stay on their devices, and offload names parameters"
+        raise ConfigError(f"{field}.ep_size", modality.ep_size, rule, "Leave out 'parameters', or ep_size")
 
 
 _OFFLOADS = ("activations", "optimizer", "parameters")

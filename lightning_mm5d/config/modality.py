@@ -83,6 +83,10 @@ class Modality:
             ``inductor``). Equal layers share the compiled code.
         fused_linear_cross_entropy: Whether the head of a transformers model computes its logits together with their
             loss, a chunk of tokens at a time, and again in the backward. For the modality that computes the loss.
+        ep_size: Expert parallel degree: ranks that share the experts of each layer, of the dp_size * cp_size that hold
+            the same layers. Tokens travel to the ranks that hold their experts.
+        expert_tp_size: Tensor parallel degree within an expert, with an `ep_size` above 1: 1 or `tp_size`. With 1 each
+            tensor parallel rank sends some of the tokens to whole experts.
         offload: What is in host memory between its uses, one of these or a list: ``activations`` of microbatches in
             flight, states of the ``optimizer``, and ``parameters`` of a frozen encoder.
         communication_dtype: Type of numbers on the wire: ``float32``, ``bfloat16``, ``float8_e4m3fn`` or
@@ -112,6 +116,8 @@ class Modality:
     pp_size: int | None = None
     pipeline_template: PipelineTemplate | None = None
     pp_chunks: int = 1
+    ep_size: int = 1
+    expert_tp_size: int = 1
     activation_checkpointing: str | dict[str, Any] = "none"
     compile: bool | str = False
     fused_linear_cross_entropy: bool = False

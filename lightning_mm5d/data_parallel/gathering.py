@@ -24,7 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.data_parallel.shared_parameters import Fetch, Groups, SharedParameter, SharedParameters
+from lightning_mm5d.data_parallel.shared_parameter import SharedParameter
+from lightning_mm5d.data_parallel.shared_parameters import Fetch, Groups, SharedParameters
 from lightning_mm5d.schedule.stage_key import StageKey
 
 
@@ -69,6 +70,11 @@ class Unit:
         for one in self.parameters:
             one.reopen()
         self.is_open = True
+
+    def show_rows(self) -> None:
+        """Show this rank's rows, of what is not gathered."""
+        for one in self.parameters:
+            one.show_rows()
 
     def close(self) -> None:
         """Show NaN, and free memory; gathers under way come to their end."""
@@ -157,6 +163,7 @@ class Gathering:
         self._rest: list[Unit] = []
         self._units: dict[StageKey, list[Unit]] = {}
         self._resharded: dict[StageKey, list[Unit]] = {}  # of the step
+        self._experts: list[Unit] = []
         self._opened: list[Unit] = []  # by the backward that runs
         self._step: _Walk | None = None
         self._action: _Walk | None = None
@@ -179,8 +186,10 @@ class Gathering:
             path = next((path for path, _ in paths if name.startswith(f"{path}.")), "")
             inside.setdefault(id(parameter), set()).add(path)
         held: dict[str, list[SharedParameter]] = {}
+        experts = [one for one in self._shared.all if one.shard.of_experts]
+        self._experts = [Unit("", experts, self._begin, self._touch)] if experts else []
         for one in self._shared.all:
-            if one.rests_own:
+            if one.rests_own and not one.shard.of_experts:
                 places = inside[id(one.parameter)]
                 held.setdefault(places.pop() if len(places) == 1 else "", []).append(one)
         self._units = {}
@@ -212,13 +221,18 @@ class Gathering:
         """Begin a step: units that stay gathered are on their way; collective.
 
         Args:
-            per_action: whether layers are gathered for each forward and backward where `reshards` says so.
+            per_action: whether ranks meet in each forward and backward: layers are gathered there where `reshards` says
+                so, and tokens travel to their experts.
         """
         self._resharded = {}
         for stage, units in self._units.items() if per_action else ():
             if found := [unit for unit in units if unit.path in self._reshards]:
                 self._resharded[stage] = found
         apart = {unit for units in self._resharded.values() for unit in units}
+        if per_action:  # their tokens travel
+            apart.update(self._experts)
+            for unit in self._experts:
+                unit.show_rows()
         staying = [unit for unit in self._every() if unit not in apart]
         self._step = _Walk(staying, len(staying))
 
@@ -257,7 +271,7 @@ class Gathering:
             self._late[flight] = walk.touched
 
     def _every(self) -> list[Unit]:
-        return [*self._rest, *(unit for units in self._units.values() for unit in units)]
+        return [*self._rest, *self._experts, *(unit for units in self._units.values() for unit in units)]
 
     # --- what layers tell ---
 

@@ -1,19 +1,4 @@
-"""The parameters of which this rank owns some rows, and their two faces.
-
-A shared parameter is one object with two faces. *Whole*, it has the local tensor that layers compute with. *Own*, it
-has the rows that this rank owns, and their gradient: so optimizers step on the objects that the user gave them, with
-states of the size of their rows. It shows its own face from the end of a training step to the end of the optimizer's
-step.
-
-Between batches a parameter of stage 1 or 2 is whole, and one of stage 3 is own; the whole tensors of stage 3 have
-memory while a step runs.
-
-With a main parameter (`main_parameters`), own rows have its precision, and it is own between batches whatever its
-stage; whole, it is rounded to the precision that layers compute in.
-
-Where the gather is compressed, whole tensors have rounded rows, equal on all ranks, and the rows that a rank owns stay
-exact, in memory of their own.
-"""
+"""The parameters of which this rank owns some rows: what they show when, and how rows travel."""
 
 from __future__ import annotations
 
@@ -25,171 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_mm5d.data_parallel.closed import Closed, make_closed, make_open
+from lightning_mm5d.data_parallel.closed import Closed
 from lightning_mm5d.data_parallel.scatter_gather import gather
+from lightning_mm5d.data_parallel.shared_parameter import SharedParameter
 from lightning_mm5d.plan.compressions import Traffic
 from lightning_mm5d.plan.data_shards import DataShard
 
 T = TypeVar("T")
 Groups = Mapping[tuple[int, ...], dist.ProcessGroup | None]
-
-
-class SharedParameter:
-    """One parameter that is shared.
-
-    Args:
-        parameter: whole, or this rank's rows.
-        shard: what this rank owns of it.
-        shape: of the local tensor when it is whole.
-        traffic: how its rows and gradients travel.
-        computes: dtype of the local tensor that layers compute with; None for that of `parameter`.
-
-    Attributes:
-        dtype: of the local tensor.
-        own: this rank's rows.
-        whole: the local tensor; None while it has no memory.
-        gradient: of the rows, while the parameter shows its whole face.
-    """
-
-    def __init__(
-        self,
-        parameter: nn.Parameter,
-        shard: DataShard,
-        shape: Sequence[int],
-        traffic: Traffic,
-        computes: torch.dtype | None = None,
-    ) -> None:
-        self.parameter, self.shard, self.shape, self.traffic = parameter, shard, tuple(shape), traffic
-        self.dtype = computes or parameter.dtype
-        self._gathered: Tensor | None = None  # own rows of the whole tensor, where these are rounded
-        self.gradient: Tensor | None = None
-        self._version = parameter._version  # when it began to show its whole face
-        self.whole: Tensor | None = parameter.data if parameter.shape == self.shape else None
-        self.is_whole = self.whole is not None
-        self.own = parameter.data if self.whole is None else shard.rows(self.whole)
-        if self.rests_own and self.whole is not None:
-            self.own = self.own.clone(memory_format=torch.contiguous_format)
-            self.show_own()
-        elif not self.rests_own and self.whole is None:
-            self.whole = self.own.new_empty(self.shape)
-            shard.rows(self.whole).copy_(self.own)
-            self.own = shard.rows(self.whole)
-        if not self.rests_own and traffic.parameters is not None:
-            self.own = self.own.clone(memory_format=torch.contiguous_format)
-
-    @property
-    def rests_own(self) -> bool:
-        """Whether it shows own rows between batches, when the whole tensor has no memory."""
-        return self.shard.stage == 3 or self.dtype != self.own.dtype
-
-    @property
-    def is_apart(self) -> bool:
-        """Whether own rows have memory of their own, beside those of the whole tensor."""
-        return self.rests_own or self.traffic.parameters is not None
-
-    def widen(self, dtype: torch.dtype) -> None:
-        """Give it a main parameter of `dtype`, between batches."""
-        assert self.gradient is None
-        was_own = not self.is_whole
-        self.own = self.own.to(dtype)
-        if was_own:
-            self.parameter.grad = None
-            self.parameter.data = self.own
-        else:
-            self.show_own()
-
-    def show_own(self) -> None:
-        """Show the rows that this rank owns, and their gradient."""
-        if self.is_whole:
-            make_open(self.parameter)
-            self.adopt_changes()
-            self.parameter.grad = None
-            self.parameter.data = self.own.contiguous()  # as optimizers take for granted
-            self.parameter.grad, self.gradient = self.gradient, None
-            self.is_whole = False
-        if self.rests_own:
-            self.whole = None
-        if self.dtype != self.own.dtype:
-            self.parameter.grad_dtype = None
-
-    def show_whole(self) -> None:
-        """Show the local tensor, without a gradient."""
-        assert self.whole is not None
-        if not self.is_whole:
-            self._leave_own()
-            self.parameter.data = self.whole
-
-    def show_closed(self, opens: Callable[[], None]) -> None:
-        """Show NaN in the shape of the local tensor, and free what memory that has.
-
-        Args:
-            opens: called before the first use of its values; must call `reopen`.
-        """
-        if not self.is_whole:
-            self._leave_own()
-        elif self.rests_own and not isinstance(self.parameter, Closed):
-            self.adopt_changes()
-            self._version = self.parameter._version
-        if self.whole is not None:
-            self.whole.untyped_storage().resize_(0)
-        make_closed(self.parameter, self.shape, self.dtype, opens)
-
-    def reopen(self) -> None:
-        """Show the local tensor in place of NaN."""
-        assert self.whole is not None
-        make_open(self.parameter)
-        self.parameter.data = self.whole
-
-    def _leave_own(self) -> None:
-        self.keep_own()
-        self.gradient, self.parameter.grad = self.parameter.grad, None
-        self.is_whole, self._version = True, self.parameter._version
-        if self.dtype != self.own.dtype:
-            self.parameter.grad_dtype = self.own.dtype
-
-    def keep_own(self) -> None:
-        """Take the rows from the parameter, whose data an optimizer may have replaced by a new tensor."""
-        rows = self.parameter.data
-        if not self.is_whole and rows.data_ptr() != self.own.data_ptr():
-            self.own.copy_(rows)
-
-    def note_gathered(self) -> None:
-        """Remember this rank's rows of the whole tensor as they were gathered."""
-        if self.is_apart and not self.rests_own:
-            assert self.whole is not None
-            self._gathered = self.shard.rows(self.whole).clone()
-
-    def adopt_changes(self) -> None:
-        """Take over what was written to this rank's rows of a whole tensor, as a step or callback may."""
-        if not (self.is_whole and self.is_apart) or self.whole is None:
-            return
-        before = self._gathered
-        if self.rests_own:
-            if self.whole.untyped_storage().size() == 0 or self.parameter._version == self._version:
-                return
-            before = self.own.to(self.dtype)
-        with torch.inference_mode(False), torch.no_grad():
-            rows = self.shard.rows(self.whole)
-            self.own.copy_(rows if before is None else torch.where(rows == before, self.own, rows))
-
-    def give_memory(self) -> None:
-        """Let the local tensor have memory, in the storage that it had before."""
-        if self.whole is None:
-            self.whole = self.own.new_empty(self.shape, dtype=self.dtype)
-        elif self.whole.untyped_storage().size() == 0:  # others may share memory that was never freed
-            self.whole.untyped_storage().resize_(self.whole.numel() * self.whole.element_size())
-
-    def cut_state(self, state: dict[str, Any]) -> None:
-        """Leave of an optimizer's state for the local tensor the rows that this rank owns."""
-        for key, value in state.items():
-            if isinstance(value, Tensor) and value.shape == self.shape:
-                state[key] = self.shard.rows(value).clone(memory_format=torch.contiguous_format)
-
-    def numel_at(self, place: int) -> int:
-        """Return the number of elements of the rank at `place` of the block."""
-        start, stop = self.shard.ranges[place]
-        length = self.shape[self.shard.dim]
-        return torch.Size(self.shape).numel() // length * (stop - start)
 
 
 class Fetch:

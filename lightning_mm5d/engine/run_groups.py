@@ -17,7 +17,10 @@ from lightning_mm5d.engine.bridge import pairs_of
 from lightning_mm5d.engine.groups import Groups
 from lightning_mm5d.engine.ordered_transport import OrderedTransport, Wire
 from lightning_mm5d.engine.transport import Transport
+from lightning_mm5d.expert_parallel.shared_experts import ExpertGroups
+from lightning_mm5d.expert_parallel.token_exchange import TokenGroup
 from lightning_mm5d.plan.compressions import compression_of
+from lightning_mm5d.plan.data_shards import DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.plan.topology import Topology
 from lightning_mm5d.sharded.collectives import TensorGroup
@@ -65,6 +68,7 @@ class RunGroups:
         sharing: the same by modality.
         tensor: the tensor parallel ranks by modality.
         context: the context parallel ranks by modality.
+        experts: of the experts that this rank shares, by path.
     """
 
     payloads: PayloadGroups | None = None
@@ -79,6 +83,7 @@ class RunGroups:
     sharing: dict[str, TensorGroup] = field(default_factory=dict)
     tensor: dict[str, TensorGroup] = field(default_factory=dict)
     context: dict[str, ContextGroups] = field(default_factory=dict)
+    experts: dict[str, ExpertGroups] = field(default_factory=dict)
 
 
 def make_groups(
@@ -133,6 +138,7 @@ def make_groups(
         for place in layout.places_of(rank)
         if (ranks := layout.ranks_of(place.modality, dp=place.dp, pp=place.pp)) in layers.instances
     }
+    experts = _expert_groups(groups, plan, rank, layers)
     sharded = sorted(plan.division.shards)
     groups.verify(f"stages {plan.partition.stages}, trained {sorted(trained)}, sharded {sharded}")
     return RunGroups(
@@ -148,6 +154,7 @@ def make_groups(
         sharing=sharing,
         tensor=layers.tensor,
         context=layers.context,
+        experts=experts,
     )
 
 
@@ -173,6 +180,26 @@ def _pairs(topology: Topology) -> list[tuple[int, int]]:
         for first, second in (ends, ends[::-1]):
             found.update((first[i], second[j]) for i, j in pairs_of(first, second) if first[i] != second[j])
     return sorted(found)
+
+
+def _expert_groups(groups: Groups, plan: Plan, rank: int, layers: _LayerGroups) -> dict[str, ExpertGroups]:
+    """The groups of this rank for the experts of each of its stages."""
+    shards, found = DataShards(plan), dict[str, ExpertGroups]()
+    for stage in plan.topology.members:
+        held = shards.expert_layers(stage)
+        beside = dict.fromkeys(shards.sharing_experts(stage, one) for one in plan.topology.ranks_of(stage))
+        hosts = {ranks: groups.get(ranks, "rounds of experts", backend="gloo") for ranks in beside if ranks}
+        for layer in held:
+            blocks = dict.fromkeys(shards.expert_block(layer, one) for one in plan.topology.ranks_of(stage))
+            made = {ranks: groups.get(ranks, "tokens") for ranks in blocks}
+            for ranks, group in made.items():
+                if group is None:
+                    continue
+                around, host = next((around, host) for around, host in hosts.items() if host is not None)
+                places = tuple(around.index(one) for one in ranks)
+                copies = layers.tensor.get(layer.modality) if layer.parameters[0] in plan.division.shared else None
+                found[layer.path] = ExpertGroups(TokenGroup(group), places, host, copies)
+    return found
 
 
 class _LayerGroups:

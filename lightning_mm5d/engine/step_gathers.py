@@ -1,13 +1,15 @@
 """Gathers parameters in a step: once, or for each forward and backward where all ranks agree that this can end.
 
+There tokens travel to the ranks that hold their experts; else experts are gathered as other parameters are.
+
 Replicas that meet in gathers must run equal numbers of microbatches, in orders in which nobody waits for ever. Both are
 the same on all ranks before the step begins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch import nn
 from lightning_mm5d.data_parallel.gathering import Gathering
 from lightning_mm5d.data_parallel.shared_parameters import Groups, SharedParameters
 from lightning_mm5d.engine.step import Step
+from lightning_mm5d.expert_parallel.shared_experts import SharedExperts
 from lightning_mm5d.plan.data_shards import DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Action, Graph, Schedule
@@ -32,11 +35,14 @@ class StepGathers:
     Args:
         plan: all stages.
         gathering: of this rank.
-        group: all ranks, in host memory; None where no layer is gathered by itself.
+        group: all ranks, in host memory; None where ranks never meet in an action.
+        experts: that this rank shares; None without any.
     """
 
-    def __init__(self, plan: Plan, gathering: Gathering, group: dist.ProcessGroup | None) -> None:
-        self._plan, self._gathering, self._group = plan, gathering, group
+    def __init__(
+        self, plan: Plan, gathering: Gathering, group: dist.ProcessGroup | None, experts: SharedExperts | None
+    ) -> None:
+        self._plan, self._gathering, self._group, self._experts = plan, gathering, group, experts
         self._shards = DataShards(plan)
         self._known: dict[Any, bool] = {}
 
@@ -54,14 +60,23 @@ class StepGathers:
         full = all(len(parts) == count for parts in step.microbatches.values())
         per_action = self._group is not None and self._agree(schedule, count, trainable, full=full)
         self._gathering.begin(per_action=per_action)
+        if self._experts is not None and per_action:
+            self._experts.begin(step.context)
 
-    def during(self, flight: tuple[StageKey, int], *, forward: bool) -> AbstractContextManager[None]:
+    @contextmanager
+    def during(self, flight: tuple[StageKey, int], *, forward: bool) -> Iterator[None]:
         """Enter around a forward, or a backward that computes input gradients, of a microbatch in a stage."""
-        return self._gathering.during(flight[0], flight, forward=forward)
+        with ExitStack() as stack:
+            stack.enter_context(self._gathering.during(flight[0], flight, forward=forward))
+            if self._experts is not None:
+                stack.enter_context(self._experts.during(flight[0], flight, forward=forward))
+            yield
 
     def end(self) -> None:
         """End a step."""
         self._gathering.end()
+        if self._experts is not None:
+            self._experts.end()
 
     def _agree(
         self, schedule: str | Callable[[Graph], Schedule], count: int, trainable: frozenset[str], *, full: bool

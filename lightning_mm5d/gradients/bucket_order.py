@@ -45,6 +45,7 @@ class _Key(NamedTuple):
     dtype: str
     compression: str
     is_apart: bool
+    of_experts: bool
 
 
 class BucketOrder:
@@ -170,6 +171,7 @@ class BucketOrder:
                 str(gradient_dtype(parameter)),
                 str(compression or ""),
                 compression is not None and is_apart,
+                shared is not None and shared.shard.of_experts,
             )
             found.setdefault(key, []).append(piece._replace(shared=shared))
         for key, held in found.items():

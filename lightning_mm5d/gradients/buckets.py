@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_mm5d.data_parallel.main_parameters import gradient_dtype
 from lightning_mm5d.data_parallel.scatter_gather import ScatteredSum
-from lightning_mm5d.data_parallel.shared_parameters import SharedParameter
+from lightning_mm5d.data_parallel.shared_parameter import SharedParameter
 from lightning_mm5d.gradients.flat import Flat
 from lightning_mm5d.gradients.side_stream import SideStream
 from lightning_mm5d.plan.compressions import Traffic
@@ -235,6 +235,8 @@ class ScatteredBucket(Bucket):
 
     def start(self) -> Sum:
         self.came = [piece.number for piece in self.pieces if piece.parameter.grad is not None]
+        if self._own[0][1].shows_rows:  # on all ranks: tokens came to the rows that this rank owns
+            return self._summed_rows()
         sent = self._packed()
         lengths = [sum(numels) for numels in self._numels]
         compression = self._compression
@@ -262,11 +264,42 @@ class ScatteredBucket(Bucket):
             self._side.reads(gradient)
         return sent if self._common in (None, 1.0) else sent.mul_(self._common)
 
+    def _summed_rows(self) -> Sum:
+        parts = list[Tensor]()
+        for piece, _ in self._own:
+            gradient, piece.parameter.grad = piece.parameter.grad, None
+            if gradient is None:
+                gradient = torch.zeros_like(piece.parameter, dtype=gradient_dtype(piece.parameter))
+            parts.append(gradient.reshape(-1) * piece.weight)
+            self._side.reads(gradient)
+        flat = torch.cat(parts)
+        if self._across is None:
+            return _There(flat)
+        seed = None if self._compression is None else self._draw(self.pieces)
+        return _summed(flat, self._across, self._compression, seed)
+
     def take(self, total: Tensor, there: Container[int], rows: dict[int, Tensor]) -> None:
         parts = total.split([shared.numel_at(shared.shard.place) for _, shared in self._own])
         for (piece, shared), part in zip(self._own, parts, strict=True):
             if piece.number in there:
                 rows[id(piece.parameter)] = part.view(shared.own.shape)
+
+
+class _There:
+    copies = False
+
+    def __init__(self, flat: Tensor) -> None:
+        self._flat = flat
+
+    def advance(self) -> bool:
+        """There is nothing to free."""
+        return True
+
+    def summed(self) -> None:
+        """There is one rank."""
+
+    def wait(self) -> Tensor:
+        return self._flat
 
 
 class _AllReduced:

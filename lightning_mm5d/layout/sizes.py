@@ -116,12 +116,15 @@ def _axes(modalities: Mapping[str, Modality], common: int, loss_modality: str) -
 
 
 def _check_shards(name: str, modality: Modality, size: Sizes) -> None:
-    shards, ranks = modality.dp_shard_size, size.dp * size.cp
-    if shards is not None and ranks % shards:
+    ranks = size.dp * size.cp
+    for field in ("dp_shard_size", "ep_size"):
+        shards = getattr(modality, field)
+        if shards is None or ranks % shards == 0:
+            continue
         what = "With the inferred dp_size it" if modality.dp_size is None else "It"
         rule = f"{what} must divide dp_size * cp_size = {size.dp} * {size.cp}"
         fits = nearest(shards, lambda n: ranks % n == 0, reach=ranks)
-        raise ConfigError(f"modalities.{name}.dp_shard_size", shards, rule, f"Use {one_of(fits)}")
+        raise ConfigError(f"modalities.{name}.{field}", shards, rule, f"Use {one_of(fits)}")
 
 
 def _check_pairs(name: str, modality: Modality, dp: int, ranks: int, other: str, replicas: int) -> None:

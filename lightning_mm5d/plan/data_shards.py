@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from lightning_mm5d.expert_parallel.expert_layer import ExpertLayer, parameters_of
 from lightning_mm5d.layout.even_split import even_ranges
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.plan.sums import summed_by
@@ -33,6 +34,7 @@ class DataShard(NamedTuple):
         block: the ranks that share one copy: ``(2, 3)`` for rank 2.
         across: the ranks that own the same rows: ``(0, 2)`` for rank 2.
         place: of this rank in its block: 0.
+        of_experts: whether rows are experts, to which tokens travel in a step, so that they are not gathered.
     """
 
     stage: int
@@ -41,6 +43,7 @@ class DataShard(NamedTuple):
     block: tuple[int, ...]
     across: tuple[int, ...]
     place: int
+    of_experts: bool = False
 
     @property
     def length(self) -> int:
@@ -80,14 +83,18 @@ class DataShards:
         self._plan = plan
         self._numbers = {name: number for number, name in enumerate(plan.shapes)}
         self._copies: dict[Any, _Copies | None] = {}
-        self._blocks: dict[StageKey, tuple[tuple[int, ...], ...]] = {}
-        self.exist = any(modality.shared_stage for modality in plan.modalities.values())
+        self._blocks: dict[tuple[StageKey, int], tuple[tuple[int, ...], ...]] = {}
+        self._experts = dict(parameters_of(plan.experts))
+        self.exist = bool(plan.experts) or any(modality.shared_stage for modality in plan.modalities.values())
 
     def of(self, name: str, rank: int) -> DataShard | None:
         """Return what `rank` owns of a parameter that it holds; None where it is not shared."""
         if not self.exist or name not in self._numbers:
             return None
         copies = self._copies_of(name, rank)
+        if copies and (experts := self._experts.get(name)):
+            place = copies.block.index(rank)
+            return DataShard(3, 0, experts.ranges, copies.block, copies.across, place, of_experts=True)
         rests = copies and (copies.stage == 3 or self._plan.main_params is not None)
         cut = copies and _cut(self.local_shape(name, rank), copies, self._numbers[name], rests_own=bool(rests))
         if not copies or not cut:
@@ -114,8 +121,29 @@ class DataShards:
         for member in members:
             modality = self._plan.modalities[member.modality]
             if modality.shared_stage == 3 and modality.reshard_after_forward:
-                found.update(*(block for block in self._blocks_of(member) if rank in block and len(block) > 1))
+                size = self._shard_size(member.modality)
+                found.update(*(block for block in self._blocks_of(member, size) if rank in block and len(block) > 1))
+        return tuple(sorted(found.union(self.sharing_experts(key, rank))))
+
+    def expert_layers(self, key: StageKey) -> list[ExpertLayer]:
+        """Return the experts of a stage that ranks share, in the order of the module."""
+        held = self._plan.ownership.parameters[key]
+        return [layer for layer in self._plan.experts.values() if layer.parameters[0] in held]
+
+    def sharing_experts(self, key: StageKey, rank: int) -> tuple[int, ...]:
+        """Return the ranks that share experts of a stage with `rank`, directly or through others."""
+        layers = self.expert_layers(key)
+        found, new = set[int](), {rank} if layers else set[int]()
+        while new:
+            found |= new
+            new = {other for one in new for layer in layers for other in self.expert_block(layer, one)} - found
         return tuple(sorted(found))
+
+    def expert_block(self, layer: ExpertLayer, rank: int) -> tuple[int, ...]:
+        """Return the ranks that share the experts of a layer with `rank`, which holds some of them."""
+        copies = self._copies_of(layer.parameters[0], rank)
+        assert copies is not None
+        return copies.block
 
     def groups(self) -> list[tuple[int, ...]]:
         """Return the ranks of every group that parameters are scattered, gathered or summed over, in one order."""
@@ -147,12 +175,14 @@ class DataShards:
     def _find_copies(self, name: str, rank: int) -> _Copies | None:
         plan = self._plan
         keys = sorted(plan.partition.owners[name], key=lambda key: (key.modality, key.number))
-        stages = {plan.modalities[key.modality].shared_stage for key in keys}
+        experts = self._experts.get(name)
+        stages = {3} if experts else {plan.modalities[key.modality].shared_stage for key in keys}
         sums = summed_by(plan, name, rank)
         if stages == {0} or len(stages) > 1 or len(sums) != 1 or sums[0].rows is not None:
             return None
         equal = set(sums[0].ranks)
-        blocks = [block for key in keys for block in self._blocks_of(key) if not equal.isdisjoint(block)]
+        sizes = {key: experts.degree if experts else self._shard_size(key.modality) for key in keys}
+        blocks = [block for key in keys for block in self._blocks_of(key, sizes[key]) if not equal.isdisjoint(block)]
         block = next(one for one in blocks if rank in one)
         if len(block) == 1 or any(len(one) != len(block) or not equal.issuperset(one) for one in blocks):
             return None
@@ -161,20 +191,25 @@ class DataShards:
 
     def _kind(self, name: str) -> Any:
         division = self._plan.division
-        return self._plan.partition.owners[name], division.shards.get(name), name in division.shared
+        experts = self._experts.get(name)
+        degree = experts and experts.degree
+        return self._plan.partition.owners[name], division.shards.get(name), name in division.shared, degree
 
-    def _blocks_of(self, key: StageKey) -> tuple[tuple[int, ...], ...]:
-        """The blocks of a stage: ``((0, 1), (2, 3))``."""
-        if key not in self._blocks:
+    def _shard_size(self, modality: str) -> int:
+        sizes = self._plan.layout.sizes(modality)
+        return self._plan.modalities[modality].dp_shard_size or sizes.dp * sizes.cp
+
+    def _blocks_of(self, key: StageKey, size: int) -> tuple[tuple[int, ...], ...]:
+        """The blocks of a stage, of `size` ranks: ``((0, 1), (2, 3))``."""
+        if (key, size) not in self._blocks:
             sizes = self._plan.layout.sizes(key.modality)
             instances = self._plan.topology.instances(self._plan.topology.stage_of[key])
-            size = self._plan.modalities[key.modality].dp_shard_size or sizes.dp * sizes.cp
             found = []
             for index in range(sizes.tp):
                 copies = [rank for ranks in instances for rank in ranks[index :: sizes.tp]]
                 found += [tuple(copies[start : start + size]) for start in range(0, len(copies), size)]
-            self._blocks[key] = tuple(found)
-        return self._blocks[key]
+            self._blocks[key, size] = tuple(found)
+        return self._blocks[key, size]
 
 
 def _cut(

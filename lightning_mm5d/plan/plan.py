@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.context_parallel.hooks.support import check_layers
+from lightning_mm5d.expert_parallel.expert_layer import ExpertLayer, find_experts
 from lightning_mm5d.layout import Layout
 from lightning_mm5d.partition import Partition, partition
 from lightning_mm5d.partition.compiled import check_backends, check_compiled
@@ -36,6 +37,7 @@ class Plan:
         v_shaped: whether chunks lie in a V over the pipeline ranks (``zbv``), 0 1 1 0, instead of in turn, 0 1 0 1.
         division: which parameters tensor parallelism shards, and how.
         shapes: of every full parameter by name.
+        experts: those that ranks share, by path of the module that holds them.
         main_params: dtype of main parameters; None where optimizers step on what layers compute with.
     """
 
@@ -47,6 +49,7 @@ class Plan:
     division: Division = field(default_factory=Division)
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     main_params: str | None = None
+    experts: Mapping[str, ExpertLayer] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -76,7 +79,9 @@ class Plan:
         check_compiled(module, cut, modalities, is_split=bool(plan.topology.edges))
         check_backends(modalities)
         check_heads(module, modalities)
-        return replace(plan, division=divide(module, cut, modalities))
+        experts = find_experts(module, cut, modalities)
+        names = {path: layer.parameters for path, layer in experts.items()}
+        return replace(plan, division=divide(module, cut, modalities, names), experts=experts)
 
     def held_dtype(self, parameter: Tensor) -> torch.dtype:
         """Return the dtype of a parameter between steps, and of its gradient, given it as layers compute with it."""

@@ -6,26 +6,33 @@ It refuses layers that no plan is known for, and parameters that colocated modal
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 
 from torch import nn
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.partition import Partition
-from lightning_mm5d.tensor_parallel.plan_lookup import plans_of
+from lightning_mm5d.tensor_parallel.plan_lookup import Plans, plans_of
 from lightning_mm5d.tensor_parallel.resolve import Division, resolve
 
 _log = logging.getLogger(__name__)
 
 
-def divide(root: nn.Module, partition: Partition, modalities: Mapping[str, Modality]) -> Division:
+def divide(
+    root: nn.Module,
+    partition: Partition,
+    modalities: Mapping[str, Modality],
+    experts: Mapping[str, tuple[str, ...]] | None = None,
+) -> Division:
     """Return what tensor parallelism makes of `root`; logs which modules of a sharded modality stay full.
 
     Args:
         root: the LightningModule; the meta device will do.
         partition: which stage uses which parameter.
         modalities: the configuration.
+        experts: modules whose experts ranks share besides, by path, with the names of their parameters.
 
     Raises:
         ConfigError: a layer has no plan, or a plan does not fit.
@@ -43,10 +50,59 @@ def divide(root: nn.Module, partition: Partition, modalities: Mapping[str, Modal
     sharded = [name for name in partition.owners if (found := place(name)) is not None and found[1] > 1]
     around = {name.rsplit(".", cut)[0] for name in sharded for cut in range(1, name.count(".") + 1)} | {""}
     layers = {name: path for name, path in partition.layers.items() if degrees[name] > 1}
-    division = resolve(root, plans_of(root, around.__contains__, layers), place)
+    plans, whole = plans_of(root, around.__contains__, layers), dict[str, tuple[str, str]]()
+    for path, names in (experts or {}).items():
+        found = place(names[0])
+        if found is not None and found[1] > 1 and modalities[found[0]].expert_tp_size == 1:
+            whole |= dict.fromkeys(names, (path, found[0]))
+    plans = _without(plans, {path for path, _ in whole.values()})
+    division = resolve(root, plans, place)
+    _check_divided(division, modalities, experts or {}, place)
+    # each rank sends some of the tokens to whole experts, and so has a part of their gradients
+    division = replace(
+        division,
+        shared=division.shared | whole.keys(),
+        groups={**division.groups, **{name: modality for name, (_, modality) in whole.items()}},
+    )
     for path, why in division.whole.items():
         _log.warning("%s is computed in full on every tensor parallel rank: %s", path, why)
     return division
+
+
+def _without(plans: Mapping[str, Plans], paths: Collection[str]) -> dict[str, Plans]:
+    """Return `plans` without what they say of modules at `paths` and in them."""
+
+    def is_in(name: str) -> bool:
+        return any(name == path or name.startswith(f"{path}.") for path in paths)
+
+    found = {}
+    for path, several in plans.items():
+        join = f"{path}.".lstrip(".")
+        kept = tuple(
+            replace(
+                plan,
+                experts=tuple(key for key in plan.experts if not is_in(join + key)),
+                parameters={key: parts for key, parts in plan.parameters.items() if not is_in(join + key)},
+            )
+            for plan in several
+        )
+        if not is_in(path):
+            found[path] = kept
+    return found
+
+
+def _check_divided(
+    division: Division,
+    modalities: Mapping[str, Modality],
+    experts: Mapping[str, tuple[str, ...]],
+    place: Callable[[str], tuple[str, int] | None],
+) -> None:
+    for path, names in experts.items():
+        found = place(names[0])
+        given = 1 if found is None else modalities[found[0]].expert_tp_size
+        if found is not None and given > 1 and division.roles.get(path) != "experts":
+            rule = f"No plan says how the experts of {path} are divided"
+            raise ConfigError(f"modalities.{found[0]}.expert_tp_size", given, rule, "Use expert_tp_size=1")
 
 
 def _check_shared(partition: Partition, modalities: Mapping[str, Modality]) -> None:

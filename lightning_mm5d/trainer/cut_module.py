@@ -13,7 +13,9 @@ from lightning_mm5d.context_parallel.hooks.apply import ContextParallel
 from lightning_mm5d.context_parallel.hooks.assignment import Ranks
 from lightning_mm5d.context_parallel.hooks.interface import Interface
 from lightning_mm5d.engine.run_groups import RunGroups
+from lightning_mm5d.expert_parallel.shared_experts import SharedExperts
 from lightning_mm5d.partition.compiled import is_compiled, is_compiled_in_place
+from lightning_mm5d.plan.data_shards import DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.sharded.remote_value import Guard
@@ -49,6 +51,7 @@ class CutModule:
     Attributes:
         views: this rank's stages.
         runtime: what runs of the module need.
+        experts: that this rank shares; None without any.
     """
 
     def __init__(
@@ -94,6 +97,16 @@ class CutModule:
         if any(modality.fused_linear_cross_entropy for modality in plan.modalities.values()):
             self._heads = FusedHeads(self.runtime)
         self._recompute = Recompute(self.runtime)
+        self.experts: SharedExperts | None = None
+        if groups.experts:
+            shards = DataShards(plan)
+            self.experts = SharedExperts(
+                module,
+                {key: shards.expert_layers(key) for key in stages},
+                groups.experts,
+                device=device,
+                is_dry=lambda: guard.is_dry,
+            )
         self._patches: Patches | None = None
         if plan.topology.edges or groups.sharing:
             self._patches = Patches(self.runtime, defers=splits_backward)
@@ -112,6 +125,8 @@ class CutModule:
         if self._patches is not None:
             self._patches.remove()
         self._recompute.remove()
+        if self.experts is not None:
+            self.experts.remove()
         if self._heads is not None:
             self._heads.remove()
         for shared in self._context.values():

@@ -164,8 +164,8 @@ class Session:
         world = range(plan.layout.size)
         together = self._groups.get(world, "turns", backend="gloo") if len(world) > 1 else None
         # on ranks without such layers too, which are asked for their numbers of microbatches
-        reshards = any(modality.reshard_after_forward for modality in plan.modalities.values())
-        self._gathers_alone = self._groups.get(world, "gathers of a step", backend="gloo") if reshards else None
+        meets = any(modality.reshard_after_forward for modality in plan.modalities.values()) or plan.experts
+        self._meets = self._groups.get(world, "gathers of a step", backend="gloo") if meets else None
         self.turns = Turns(
             module.trainer,
             together,
@@ -268,8 +268,8 @@ class Session:
         if self._shared.all:
             self._guards = SharingGuards(self._module, self._shared, self._cut.runtime.guard)
             self._gathering.attach()
-        if self._shared.all or self._gathers_alone is not None:
-            self._engine.gathers = StepGathers(self.plan, self._gathering, self._gathers_alone)
+        if self._shared.all or self._meets is not None:
+            self._engine.gathers = StepGathers(self.plan, self._gathering, self._meets, self._cut.experts)
         if self._predicts:
             self._shared.show_whole()
             self._mains.show_computing()

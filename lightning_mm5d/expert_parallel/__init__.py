@@ -1,0 +1,1 @@
+"""Experts shared over ranks: which modules hold them, and how tokens come to the ranks that hold theirs."""

@@ -1,0 +1,335 @@
+"""The experts that this rank shares with others: their forwards bring tokens to them, in the actions of a step.
+
+In a step each rank computes with its own experts. Elsewhere, as in an evaluation, and in a step in which the ranks can
+not meet, parameters are whole and the experts' own forward runs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.expert_parallel.expert_layer import ExpertLayer
+from lightning_mm5d.expert_parallel.rounds import BACKWARD, FORWARD, Round, Rounds, Wish
+from lightning_mm5d.expert_parallel.token_exchange import (
+    Lengths,
+    Record,
+    TokenGroup,
+    backward,
+    forward,
+    recorded_forward,
+)
+from lightning_mm5d.layout.even_split import even_lengths
+from lightning_mm5d.sharded.collectives import TensorGroup, gather, scatter
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+class ExpertGroups(NamedTuple):
+    """The groups of one rank that share the experts of a layer.
+
+    Attributes:
+        tokens: between which rows travel.
+        places: of these ranks among those of `host`.
+        host: the ranks that run the layer's stage together, with messages in host memory.
+        copies: the tensor parallel ranks that hold the same experts; None where they hold other parts of them.
+    """
+
+    tokens: TokenGroup
+    places: tuple[int, ...]
+    host: dist.ProcessGroup
+    copies: TensorGroup | None
+
+
+@dataclass
+class _Flight:
+    """What is kept of the forward of a microbatch, by layer."""
+
+    records: dict[int, list[Record]] = field(default_factory=dict)
+    of_forward: Counter[int] = field(default_factory=Counter)  # records that the forward has made
+
+
+class _Layer:
+    """One module of experts."""
+
+    def __init__(self, layer: ExpertLayer, place: int, module: nn.Module, groups: ExpertGroups) -> None:
+        self.path, self.place, self.groups = layer.path, place, groups
+        self.number, self.ranges = layer.number, layer.ranges
+        self.recomputed = False  # known after its first backward
+        self._module = module
+        self._inner: Callable[..., Tensor] = module.forward
+        self.tokens = torch.zeros(layer.number, dtype=torch.long)
+
+    def whole(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Call the experts' own forward, with all of them."""
+        held = next(self._module.parameters()).shape[0]
+        if held != self.number:
+            raise ConfigError(
+                self.path,
+                f"{held} of {self.number} experts",
+                "Ranks that share experts compute with them in the steps of the trainer",
+                "Call the layer in a step, or use ep_size=1",
+            )
+        return self._inner(*args, **kwargs)
+
+    def own(self, rows: Tensor, experts: Tensor) -> Tensor:
+        """Return what this rank's experts compute of rows of one expert each."""
+        start, stop = self.ranges[self.groups.tokens.index]
+        module: Any = self._module
+        module.num_experts = stop - start
+        try:
+            return self._inner(rows, experts.unsqueeze(1), rows.new_ones(len(rows), 1))
+        finally:
+            module.num_experts = self.number
+
+    def lengths(self, counts: Sequence[Sequence[int]]) -> Lengths:
+        """Return what travels, given the rows of each rank of the stage for each expert."""
+        ranks, index = self._ranks(counts), self.groups.tokens.index
+        start, stop = self.ranges[index]
+        return Lengths(
+            [sum(ranks[index][first:last]) for first, last in self.ranges],
+            [sum(row[start:stop]) for row in ranks],
+            [[*row[start:stop]] for row in ranks],
+        )
+
+    def note(self, counts: Sequence[Sequence[int]]) -> None:
+        """Count rows by expert."""
+        self.tokens += torch.tensor(self._ranks(counts)).sum(0)[: self.number]
+
+    def _ranks(self, counts: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+        return [counts[place] for place in self.groups.places]
+
+
+class SharedExperts:
+    """The experts of one rank.
+
+    Args:
+        root: the LightningModule.
+        layers: of each stage of this rank, in the order in which they run.
+        groups: of each layer, by its path.
+        device: where this rank computes.
+        is_dry: whether nothing but shapes is kept of what runs at the moment.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        layers: Mapping[Any, Sequence[ExpertLayer]],
+        groups: Mapping[str, ExpertGroups],
+        *,
+        device: torch.device,
+        is_dry: Callable[[], bool],
+    ) -> None:
+        self._device, self._is_dry = device, is_dry
+        self._stages: dict[Any, list[_Layer]] = {}
+        self._rounds: dict[Any, Rounds] = {}
+        self._context: Context | None = None  # of a step in which ranks meet
+        self._flights: dict[Any, _Flight] = {}
+        self._stage: Any = None
+        self._flight = _Flight()
+        self._is_forward = True
+        self._calls: Counter[int] = Counter()
+        self._undo: list[Callable[[], object]] = []
+        for stage, held in layers.items():
+            own = [_Layer(one, place, root.get_submodule(one.path), groups[one.path]) for place, one in enumerate(held)]
+            if own:
+                self._stages[stage] = own
+                most = max(layer.number for layer in own)
+                self._rounds[stage] = Rounds(own[0].groups.host, most, self._serve)
+            for layer in own:
+                self._patch(root.get_submodule(layer.path), layer)
+
+    def remove(self) -> None:
+        """Take the patches away again."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+
+    def loads(self) -> dict[str, list[int]]:
+        """Return how many rows each expert has had since the last call, by path of the layer."""
+        layers = [layer for stage in self._stages.values() for layer in stage]
+        found = {layer.path: layer.tokens.tolist() for layer in layers}
+        for layer in layers:
+            layer.tokens.zero_()
+        return found
+
+    # --- a step ---
+
+    def begin(self, context: Context) -> None:
+        """Begin a step in whose actions ranks meet.
+
+        Args:
+            context: the precision of a forward.
+        """
+        self._context = context
+
+    def end(self) -> None:
+        """End a step."""
+        self._context = None
+        self._flights.clear()
+
+    @contextmanager
+    def during(self, stage: Any, flight: Any, *, forward: bool) -> Iterator[None]:
+        """Enter around a forward, or a backward that computes input gradients, of a stage.
+
+        Args:
+            stage: that runs.
+            flight: equal for a forward and its backward.
+            forward: whether it is a forward.
+        """
+        if self._context is None or stage not in self._stages:
+            yield
+            return
+        self._stage, self._is_forward, self._calls = stage, forward, Counter()
+        self._flight = self._flights.setdefault(flight, _Flight())
+        yield
+        self._rounds[stage].reach(Wish(), forward=forward)
+        self._stage = None
+        if not forward:
+            del self._flights[flight]
+
+    # --- calls ---
+
+    def _patch(self, module: nn.Module, layer: _Layer) -> None:
+        before = vars(module).get("forward")
+
+        @torch.compiler.disable
+        def called(_: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+            return self._called(layer, hidden_states, top_k_index, top_k_weights)
+
+        vars(module)["forward"] = MethodType(called, module)
+        if before is None:
+            self._undo.append(partial(vars(module).pop, "forward", None))
+        else:
+            self._undo.append(partial(setattr, module, "forward", before))
+
+    def _called(self, layer: _Layer, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        if self._is_dry():
+            return hidden * weights.sum(-1, keepdim=True).to(hidden.dtype)
+        if self._stage is None:
+            return layer.whole(hidden, index, weights)
+        copies, length = layer.groups.copies, len(hidden)
+        if copies is not None:  # each of the ranks that hold the same experts takes some of the tokens
+            lengths = even_lengths(length, copies.size)
+            start = sum(lengths[: copies.index])
+            hidden, weights = scatter(hidden, 0, lengths, copies), scatter(weights, 0, lengths, copies)
+            index = index.narrow(0, start, lengths[copies.index])
+        result = self._dispatched(layer, hidden, index, weights)
+        return result if copies is None else gather(result, 0, lengths, copies)
+
+    def _dispatched(self, layer: _Layer, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        experts = index.reshape(-1)
+        order = torch.argsort(experts, stable=True)
+        counts = torch.bincount(experts, minlength=layer.number).tolist()
+        tokens = order // max(index.shape[1], 1)
+        rows = hidden[tokens]
+        call = _Call(self, layer, tuple(counts))
+        if torch.is_grad_enabled():
+            # experts have gradients of tokens that do not want any, and of those of other ranks
+            results = _Exchange.apply(torch.zeros((), device=rows.device, requires_grad=True), rows, call)
+        else:
+            results = call.forward(rows, trains=False, wants=False)[0]
+        weighted = results * weights.reshape(-1)[order].unsqueeze(1)
+        return torch.zeros_like(hidden).index_add(0, tokens, weighted.to(hidden.dtype))
+
+    # --- rounds ---
+
+    def exchange(self, layer: _Layer, rows: Tensor, wish: Wish) -> tuple[Tensor, Record | None]:
+        """Have the experts of all ranks compute `rows`, when it is their turn."""
+        wish = wish._replace(layer=layer.place, number=self._calls[layer.place])
+        found = self._rounds[self._stage].reach(wish, forward=self._is_forward)
+        assert found is not None
+        return self._run_forward(layer, found, rows)
+
+    def exchange_back(self, layer: _Layer, gradient: Tensor, record: Record | None) -> Tensor | None:
+        """Bring gradients of results to the experts, and those of rows back, when it is their turn."""
+        if record is None:  # of a forward whose layer is computed again
+            made = self._flight.records.get(layer.place, ())
+            if not made:
+                raise RuntimeError(f"{layer.path} has no forward that this backward belongs to")
+            record = made[-1]
+        self._rounds[self._stage].reach(Wish(BACKWARD, layer.place, record.number), forward=self._is_forward)
+        return self._run_backward(layer, gradient, record)
+
+    def _run_forward(self, layer: _Layer, found: Round, rows: Tensor) -> tuple[Tensor, Record | None]:
+        flight, place, tokens = self._flight, layer.place, layer.groups.tokens
+        self._calls[place] += 1
+        lengths = layer.lengths(found.counts)
+        if self._is_forward:
+            layer.note(found.counts)
+        again = not self._is_forward and flight.of_forward[place] > 0
+        if not found.trains or again or (self._is_forward and layer.recomputed):
+            layer.recomputed |= again
+            with torch.no_grad():
+                return forward(rows, lengths, tokens, layer.own), None
+        number = max((one.number for one in flight.records.get(place, ())), default=-1) + 1
+        results, record = recorded_forward(rows, lengths, tokens, layer.own, number, wants=found.wants)
+        flight.records.setdefault(place, []).append(record)
+        flight.of_forward[place] += int(self._is_forward)
+        return results, record
+
+    def _run_backward(self, layer: _Layer, gradient: Tensor, record: Record) -> Tensor | None:
+        self._flight.records[layer.place].remove(record)
+        return backward(gradient, record, layer.groups.tokens)
+
+    def _serve(self, found: Round) -> None:
+        """Take part in what others want, without tokens of this rank."""
+        chosen = found.chosen
+        layer = self._stages[self._stage][chosen.layer]
+        assert self._context is not None
+        if chosen.kind == FORWARD:
+            none = torch.empty(0, chosen.width, dtype=_DTYPES[chosen.dtype], device=self._device)
+            with self._context():
+                self._run_forward(layer, found, none)
+            return
+        record = next(one for one in self._flight.records[layer.place] if one.number == chosen.number)
+        self._run_backward(layer, record.rows.new_empty(0, record.rows.shape[1]), record)
+
+
+class _Call:
+    """One call of a layer's experts with tokens of this rank.
+
+    Attributes:
+        record: of the forward, where it is kept.
+    """
+
+    def __init__(self, shared: SharedExperts, layer: _Layer, counts: tuple[int, ...]) -> None:
+        self._shared, self._layer, self._counts = shared, layer, counts
+        self.record: Record | None = None
+
+    def forward(self, rows: Tensor, *, trains: bool, wants: bool) -> tuple[Tensor, Record | None]:
+        dtype = _DTYPES.index(rows.dtype)
+        wish = Wish(FORWARD, 0, 0, int(trains), int(wants), dtype, rows.shape[1], self._counts)
+        return self._shared.exchange(self._layer, rows, wish)
+
+    def backward(self, gradient: Tensor) -> Tensor | None:
+        return self._shared.exchange_back(self._layer, gradient, self.record)
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows to their results, in the graph of the step."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, rows: Tensor, call: _Call) -> Tensor:
+        results, call.record = call.forward(rows, trains=True, wants=ctx.needs_input_grad[1])
+        ctx.call = call
+        # where the layer is computed again in the backward, asking for it has that done first
+        ctx.save_for_backward(rows.new_empty(0))
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        _ = ctx.saved_tensors
+        found = ctx.call.backward(gradient)
+        return None, found if ctx.needs_input_grad[1] else None, None

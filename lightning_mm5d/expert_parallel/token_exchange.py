@@ -1,0 +1,129 @@
+"""Brings tokens to the ranks that hold their experts, and the results back.
+
+A token goes to each of its experts once: rows are sorted by expert, so that those for one rank lie in a row, and one
+all-to-all moves exactly them. Another one brings the results back, which are weighted and added up where the tokens
+came from. Gradients take the same way. The experts themselves are the model's own code, called with rows of one expert
+each.
+
+The graph of the experts is apart from that of the step: its backward runs between the two exchanges of a backward, also
+on a rank whose own step has no part in it. Where a layer is computed again in the backward, the graph is built then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+Experts = Callable[[Tensor, Tensor], Tensor]  # rows [P, H] and their local experts [P] to results [P, H]
+
+
+class Lengths(NamedTuple):
+    """Rows that travel between this rank and each rank of its group.
+
+    Attributes:
+        sent: for each rank, those for its experts.
+        received: from each rank, those for this rank's experts.
+        counts: of the received ones for each of this rank's experts, by rank.
+    """
+
+    sent: list[int]
+    received: list[int]
+    counts: list[list[int]]
+
+
+@dataclass(eq=False)
+class Record:
+    """What a backward needs of the rows that this rank's experts have computed.
+
+    Attributes:
+        number: of the record, the same on all ranks of the group.
+        lengths: of the exchange.
+        rows: that came, as a leaf of the graph.
+        results: of the experts; None where no row came.
+        wants: whether any rank wants gradients of its rows.
+    """
+
+    number: int
+    lengths: Lengths
+    rows: Tensor
+    results: Tensor | None
+    wants: bool
+
+
+class TokenGroup:
+    """The ranks that share the experts of a layer.
+
+    Args:
+        group: their process group.
+
+    Attributes:
+        size: number of ranks.
+        index: of this rank.
+        moved: bytes of rows that this rank has sent to others.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.size, self.index = dist.get_world_size(group), dist.get_rank(group)
+        self.moved = 0
+
+    def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Send rows ``[sum(sent), H]`` to each rank in turn; return those of each rank, ``[sum(received), H]``."""
+        found = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(found, rows.contiguous(), list(received), list(sent), group=self._group)
+        self.moved += (sum(sent) - sent[self.index]) * rows[:1].nbytes
+        return found
+
+
+def forward(rows: Tensor, lengths: Lengths, group: TokenGroup, experts: Experts) -> Tensor:
+    """Return the results of `rows`, in their order, without a graph."""
+    came = group.exchange(rows, lengths.sent, lengths.received)
+    results = came if not len(came) else experts(came, _experts_of(lengths, came.device))
+    return group.exchange(results.to(rows.dtype), lengths.received, lengths.sent)
+
+
+def recorded_forward(
+    rows: Tensor, lengths: Lengths, group: TokenGroup, experts: Experts, number: int, *, wants: bool
+) -> tuple[Tensor, Record]:
+    """Return the results of `rows`, in their order, and what the backward needs."""
+    came = group.exchange(rows, lengths.sent, lengths.received)
+    results = None
+    if len(came):
+        # hooks of a checkpoint around the layer must not pack what belongs to the tokens of other ranks
+        with torch.enable_grad(), saved_tensors_hooks(_itself, _itself):
+            came = came.requires_grad_(wants)
+            results = experts(came, _experts_of(lengths, came.device))
+    returned = came.detach() if results is None else results.detach()
+    record = Record(number, lengths, came, results, wants)
+    return group.exchange(returned.to(rows.dtype), lengths.received, lengths.sent), record
+
+
+def backward(gradient: Tensor, record: Record, group: TokenGroup) -> Tensor | None:
+    """Give the experts their gradients; return those of the rows that this rank sent, None where nobody wants any."""
+    lengths = record.lengths
+    came = group.exchange(gradient, lengths.sent, lengths.received)
+    if record.results is not None and record.results.requires_grad:
+        torch.autograd.backward(record.results, came.to(record.results.dtype))
+    if not record.wants:
+        return None
+    own = record.rows.grad
+    if own is None:
+        own = torch.zeros_like(record.rows)
+    return group.exchange(own, lengths.received, lengths.sent)
+
+
+def _experts_of(lengths: Lengths, device: torch.device) -> Tensor:
+    """The local expert of each received row."""
+    counts = torch.tensor(lengths.counts, device=device)
+    experts = torch.arange(counts.shape[1], device=device).repeat(counts.shape[0])
+    return experts.repeat_interleave(counts.flatten(), output_size=sum(lengths.received))
+
+
+def _itself(tensor: Any) -> Any:
+    return tensor
