@@ -15,6 +15,7 @@ from lightning_mm5d.schedule.builders import (
     loaded,
     place,
     pp_rank_of,
+    table_text,
 )
 from lightning_mm5d.schedule.custom import from_csv, to_csv
 from lightning_mm5d.schedule.fields import check_fields
@@ -61,6 +62,7 @@ __all__ = [
     "pp_rank_of",
     "side_by_side",
     "simulate",
+    "table_text",
     "to_csv",
     "validate",
 ]

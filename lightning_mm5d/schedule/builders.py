@@ -64,7 +64,7 @@ def build(
     if callable(schedule):
         return _forwards(from_function(schedule, graph), forward_only)
     if is_table(schedule):
-        return _forwards(from_csv(_table(schedule), graph), forward_only)
+        return _forwards(from_csv(table_text(schedule), graph), forward_only)
     check_schedule(schedule)
     if forward_only:
         return Pipeline(graph, forward_only=True).play(Rules()).schedule
@@ -88,7 +88,7 @@ def check_schedule(schedule: object) -> None:
                 "schedule", schedule, rule, "Use a function such as `def schedule(graph): ...`"
             ) from error
     elif is_table(schedule):
-        _table(str(schedule))
+        table_text(str(schedule))
     elif schedule not in SCHEDULES:
         rule = f"It must be one of {', '.join(SCHEDULES)}, a table or a function"
         raise ConfigError("schedule", schedule, rule, did_you_mean(schedule, SCHEDULES))
@@ -122,10 +122,15 @@ def loaded(schedule: AnySchedule) -> AnySchedule:
     Raises:
         ConfigError: the table cannot be read.
     """
-    return _table(schedule) if isinstance(schedule, str) and is_table(schedule) else schedule
+    return table_text(schedule) if isinstance(schedule, str) and is_table(schedule) else schedule
 
 
-def _table(schedule: str) -> str:
+def table_text(schedule: str) -> str:
+    """Return the text of a table, which may be given as the path of a file.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
     if not schedule.endswith(".csv"):
         return schedule
     try:

@@ -116,6 +116,7 @@ class Optimization:
         shares = bool(self._gradients.shared.all)
         for optimizer in optimizers:
             inner = getattr(optimizer, "optimizer", optimizer)
+            self._check_sparse(inner)
             tried = dependence(inner) if edges or shards or shares else None
             names = {cls.__name__ for cls in type(inner).__mro__}
             mixes = tried.on_parameters if tried else "LBFGS" in names
@@ -148,6 +149,23 @@ class Optimization:
             for parameter, state in getattr(optimizer, "state", {}).items():
                 if (shared := self._gradients.shared.get(parameter)) is not None:
                     shared.cut_state(state)
+
+    def _check_sparse(self, optimizer: Optimizer) -> None:
+        """Refuse an optimizer of sparse gradients where ranks sum gradients, which makes them dense."""
+        if not isinstance(optimizer, torch.optim.SparseAdam):
+            return
+        names = (self._names.get(id(one), "") for group in optimizer.param_groups for one in group["params"])
+        plan = self._plan
+        names = (
+            name for name in names if name in plan.partition.owners and len(plan.ownership.ranks_holding(name)) > 1
+        )
+        if name := next(names, None):
+            raise ConfigError(
+                "configure_optimizers",
+                type(optimizer).__name__,
+                f"It takes sparse gradients alone, and ranks sum dense gradients of {name}",
+                "Use an optimizer of dense gradients, such as AdamW, or one replica and one tensor parallel rank",
+            )
 
     def drop_old_gradients(self, optimizers: Sequence[Optimizer]) -> None:
         """Free gradients that Lightning is about to zero, or two sets of them would be held."""

@@ -39,7 +39,7 @@ from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.layout import Layout
 from lightning_mm5d.plan.holdings import Holdings
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.schedule import is_table
+from lightning_mm5d.schedule import is_table, table_text
 from lightning_mm5d.sharded.remote_value import is_remote
 
 _PACKAGES = ("lightning_mm5d", "torch", "lightning", "transformers", "torchmetrics")
@@ -196,7 +196,8 @@ def _flat(name: str, value: Any) -> dict[str, Any]:
     if isinstance(value, Mapping):
         return {path: one for key, inner in value.items() for path, one in _flat(f"{name}.{key}", inner).items()}
     if name == "schedule" and is_table(value):
-        return {name: f"a table with digest {_digest([Path(value)])}"}
+        digest = hashlib.blake2b(table_text(value).encode(), digest_size=4).hexdigest()
+        return {name: f"a table with digest {digest}"}
     if name == "timeline":  # only rank 0 writes it
         return {name: "unset" if value is None else "set"}
     return {name: _plain(value)}

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.callbacks import ModelPruning
 
 from data_parallel.test_sharing import Trained, shared
-from features.toys import Run, together
+from features.toys import SHARED, Run, together
 from lightning_mm5d.config.errors import ConfigError, RemoteParameterError
 from lightning_mm5d.trainer.validation import check_callbacks, check_module
 from trainer.test_own_norms import plan_of
@@ -119,3 +119,19 @@ def test_optimizers_and_hooks_that_need_full_parameters_are_refused() -> None:
         assert "A call outside of a step" in found["call"]
         assert "state_dict()" in found["state_dict"]
         assert "decoder.head.weight.register_hook" in found["hook"]
+
+
+class SparselyOptimized(Sparse):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SparseAdam([self.decoder.embedding.weight])
+
+
+def refused_sparse(run: Run) -> str:
+    return refused(run, SparselyOptimized())
+
+
+def test_an_optimizer_of_sparse_gradients_is_refused_where_ranks_sum_them() -> None:
+    """two replicas of everything, which share nothing: ranks 0-1"""
+    for found in together(SHARED, refused_sparse):
+        assert "SparseAdam" in found
+        assert "decoder.embedding.weight" in found

@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from features.toys import PIPE, Run, Toy
+from features.toys import PAIR, PIPE, Run, Toy
 from lightning_mm5d import MultimodalStrategy
 from lightning_mm5d.trainer.statements import configuration, loader, optimizers, structure
 
@@ -27,6 +28,14 @@ def test_every_field_of_the_strategy_is_stated(stated: dict[str, Any]) -> None:
     fields = set(inspect.signature(MultimodalStrategy).parameters) - SET_BY_TRAINER
     named = {name.partition(".")[0] for name in stated}
     assert fields <= named, fields - named
+
+
+def test_a_table_is_stated_by_its_text_wherever_that_is(tmp_path: Path) -> None:
+    text, file = "0,F0,F1,B0,B1\n1,F0,B0,F1,B1\n", tmp_path / "table.csv"
+    file.write_text(text)
+    first, second = (Run(PAIR, {"schedule": given}).trainer() for given in (text, str(file)))
+    stated = [configuration(trainer.strategy, trainer, Toy())["schedule"] for trainer in (first, second)]
+    assert stated[0] == stated[1]
 
 
 def test_the_users_own_source_files_and_versions_are_stated(stated: dict[str, Any]) -> None:
