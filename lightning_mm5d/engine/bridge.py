@@ -38,20 +38,12 @@ from torch import Tensor
 from lightning_mm5d.engine import codec
 from lightning_mm5d.engine.ordered_transport import Wire
 from lightning_mm5d.engine.transport import UNKNOWN, Channel, Shapes
+from lightning_mm5d.plan.pairs import pairs_of
 from lightning_mm5d.sharded.backends import message_device
 from lightning_mm5d.sharded.compression import Compression
 
 WHOLE_BYTES = 1024  # a tensor of fewer bytes is not split
 _COMPRESSED = "compressed"
-
-
-def pairs_of(sources: tuple[int, ...], targets: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Return the indices of sources and targets between which pieces of a payload travel; some may be one rank."""
-    if set(targets) <= set(sources):
-        return [(sources.index(target), j) for j, target in enumerate(targets)]
-    a, b = len(sources), len(targets)
-    # those whose intervals of a long tensor have something in common
-    return [(i, j) for i in range(a) for j in range(b) if i * b < (j + 1) * a and j * a < (i + 1) * b]
 
 
 class Bridge:

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from lightning_mm5d.context_parallel.exchange.attention import ContextGroups
-from lightning_mm5d.engine.bridge import pairs_of
 from lightning_mm5d.engine.groups import Groups
 from lightning_mm5d.engine.ordered_transport import OrderedTransport, Wire
 from lightning_mm5d.engine.transport import Transport
@@ -21,6 +20,7 @@ from lightning_mm5d.expert_parallel.shared_experts import ExpertGroups
 from lightning_mm5d.expert_parallel.token_exchange import TokenGroup
 from lightning_mm5d.plan.compressions import compression_of
 from lightning_mm5d.plan.data_shards import DataShards
+from lightning_mm5d.plan.pairs import pairs_of
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.plan.topology import Topology
 from lightning_mm5d.sharded.collectives import TensorGroup

@@ -9,9 +9,9 @@ message of a rank, because earlier sums could wait for ranks whose messages wait
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
+from lightning_mm5d.plan.pairs import pairs_of
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.plan.sum_timing import ordered_timing
 from lightning_mm5d.plan.sums import sums_of
@@ -37,24 +37,6 @@ def check_messages(
     """
     issued = Issued(plan, schedule, count, trainable, forward_only=forward_only)
     check_streams({rank: [issued.steps(rank)] for rank in range(plan.layout.size)})
-
-
-def pairs_between(sources: Sequence[int], targets: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the pairs of sender and receiver of a payload, in the order in which both issue them.
-
-    Source i of a covers the share from i / a to (i + 1) / a of a payload, target j of b that from j / b to (j + 1) / b.
-    Those that overlap make a pair, also where sender and receiver are one rank. Nothing is sent where every target is a
-    source. From ranks 0 and 1 to ranks 2, 3 and 4: ``[(0, 2), (0, 3), (1, 3), (1, 4)]``.
-    """
-    if set(targets) <= set(sources):
-        return [(target, target) for target in targets]
-    a, b = len(sources), len(targets)
-    return [
-        (source, target)
-        for i, source in enumerate(sources)
-        for j, target in enumerate(targets)
-        if i * b < (j + 1) * a and j * a < (i + 1) * b
-    ]
 
 
 class Issued:
@@ -109,7 +91,7 @@ class Issued:
             sources, targets = (self._ranks_at(stage, message.microbatch) for stage in (message.source, message.target))
             self._known[message] = [
                 Operation((message, f"from rank {pair[0]} to rank {pair[1]}"), pair, ("messages", min(pair), max(pair)))
-                for pair in pairs_between(sources, targets)
+                for pair in [(sources[i], targets[j]) for i, j in pairs_of(sources, targets)]
                 if pair[0] != pair[1]
             ]
         return self._known[message]

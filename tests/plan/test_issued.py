@@ -11,7 +11,8 @@ from lightning_mm5d.config.checks import check
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import for_schedule
 from lightning_mm5d.layout import Layout
-from lightning_mm5d.plan.issued import Issued, check_messages, pairs_between
+from lightning_mm5d.plan.issued import Issued, check_messages
+from lightning_mm5d.plan.pairs import pairs_of
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.planner.sketch import sketched_plan
 from lightning_mm5d.schedule import SCHEDULES
@@ -86,10 +87,10 @@ def test_ranks_that_share_a_replica_through_others_follow_one_schedule() -> None
 
 
 def test_a_payload_travels_between_ranks_whose_shares_overlap() -> None:
-    assert pairs_between([0, 1], [2, 3, 4]) == [(0, 2), (0, 3), (1, 3), (1, 4)]
-    assert pairs_between([0, 1, 2, 3], [4, 5]) == [(0, 4), (1, 4), (2, 5), (3, 5)]
-    assert pairs_between([0], [0, 1]) == [(0, 0), (0, 1)]
-    assert pairs_between([0, 1], [1]) == [(1, 1)]
+    assert pairs_of([0, 1], [2, 3, 4]) == [(0, 0), (0, 1), (1, 1), (1, 2)]
+    assert pairs_of([0, 1, 2, 3], [4, 5]) == [(0, 0), (1, 0), (2, 1), (3, 1)]
+    assert pairs_of([0], [0, 1]) == [(0, 0), (0, 1)]
+    assert pairs_of([0, 1], [1]) == [(1, 0)]
 
 
 def test_a_step_of_two_ranks_is_listed_in_order() -> None:
