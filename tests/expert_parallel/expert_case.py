@@ -28,7 +28,7 @@ class ExpertCase(Case):
     experts: tuple[str, ...]
     """Modules that hold experts."""
     count: int
-    """Experts of each of them."""
+    """Experts of each of them, or of the one that has the fewest."""
     exact: bool = False
     """Whether it computes in float64 throughout; norms, routers and losses of transformers drop to float32."""
     interface: bool = True

@@ -16,13 +16,14 @@ import torch
 from torch import nn
 
 from context_parallel.families import LLAMA4_VISION
+from zoo import CASES as ZOO
 from zoo import qwen
 from zoo.case import LABELS, Batch, Items, TinyModule, text_batch
 from zoo.text import IDS, MEL_BINS
 from zoo.vision_language import FEATURES, LENGTH
 
 from .expert_case import TEXT, ExpertCase, built, causal, composed, padded, written
-from .handwritten_experts import EveryExpert, Gated, HandwrittenMixture, Listed, Stacked
+from .handwritten_experts import EveryExpert, Gated, HandwrittenMixture, Listed, Stacked, TwoMixtures
 
 # --- models that need a hand ---
 
@@ -73,6 +74,16 @@ def handwritten(name: str, experts: Callable[[int], nn.Module], count: int, *hel
         exact=True,
         interface=False,
     )
+
+
+def two_mixtures() -> ExpertCase:
+    """Four experts in the vision encoder and six in the language model."""
+    fields = vars(ZOO["handwritten"]) | {
+        "name": "handwritten_two_mixtures",
+        "make_module": lambda: TinyModule(TwoMixtures(lambda: Stacked(4), lambda: Gated(6))),
+    }
+    paths = tuple(f"model.{part}.layers.{layer}.mlp.experts" for part in ("encoder", "decoder") for layer in (0, 1))
+    return ExpertCase(**fields, experts=paths, count=4, exact=True, interface=False)
 
 
 # --- batches ---
@@ -348,5 +359,6 @@ CASES = [
     handwritten("handwritten_expert_list", Listed, 4, "experts"),
     handwritten("handwritten_gated_experts", Gated, 6, "experts"),
     handwritten("handwritten_every_expert", EveryExpert, 4, "experts"),
+    two_mixtures(),
 ]
 FAMILIES: dict[str, ExpertCase] = {case.name: case for case in CASES}

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo.case import VOCABULARY
-from zoo.handwritten import WIDTH, Layer, next_token_loss
+from zoo.handwritten import WIDTH, Layer, OneEncoder, next_token_loss
 
 INNER, CHOSEN = 20, 2
 
@@ -126,9 +126,9 @@ class EveryExpert(nn.Module):
 class MixtureLayer(nn.Module):
     """An ordinary layer, and a mixture of experts after it."""
 
-    def __init__(self, mixture: nn.Module) -> None:
+    def __init__(self, mixture: nn.Module, *, causal: bool = True) -> None:
         super().__init__()
-        self.dense = Layer(causal=True)
+        self.dense = Layer(causal=causal)
         self.norm = nn.LayerNorm(WIDTH)
         self.mlp = mixture
 
@@ -152,3 +152,12 @@ class HandwrittenMixture(nn.Module):
         for layer in self.layers:
             hidden = layer(hidden)
         return SimpleNamespace(loss=next_token_loss(self.head(self.norm(hidden)), labels))
+
+
+class TwoMixtures(OneEncoder):
+    """The zoo's model with one encoder, with experts in the encoder and others in the language model."""
+
+    def __init__(self, encoder: Callable[[], nn.Module], decoder: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.encoder.layers = nn.ModuleList(MixtureLayer(encoder(), causal=False) for _ in range(2))
+        self.decoder.layers = nn.ModuleList(MixtureLayer(decoder()) for _ in range(2))

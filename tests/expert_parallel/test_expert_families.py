@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from .every_model import OTHERS, other
 from .expert_case import BATCHED, ExpertCase
 from .families import FAMILIES
 
@@ -66,6 +67,14 @@ def test_trains_its_experts(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in QUICK])
 def test_every_family_trains_its_experts(name: str) -> None:
     assert_trains(FAMILIES[name])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_other_model_trains_its_experts(name: str) -> None:
+    case = other(name)
+    assert case.experts
+    assert_trains(case)
 
 
 @pytest.mark.exhaustive
