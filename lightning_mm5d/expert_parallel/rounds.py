@@ -55,12 +55,14 @@ class Round(NamedTuple):
         trains: whether backwards may follow on any rank.
         wants: whether tokens of any rank want a gradient.
         counts: rows of each rank for each expert, by place in the group.
+        wishing: places of the ranks that wanted it; the others serve.
     """
 
     chosen: Wish
     trains: bool
     wants: bool
     counts: tuple[tuple[int, ...], ...]
+    wishing: frozenset[int]
 
 
 class Rounds:
@@ -70,11 +72,14 @@ class Rounds:
         group: these ranks, with messages in host memory.
         most: the largest number of experts of a layer.
         serve: does what others want.
+
+    Attributes:
+        place: of this rank in the group.
     """
 
     def __init__(self, group: dist.ProcessGroup, most: int, serve: Callable[[Round], None]) -> None:
         self._group, self._most, self._serve = group, most, serve
-        self._size = dist.get_world_size(group)
+        self._size, self.place = dist.get_world_size(group), dist.get_rank(group)
 
     def reach(self, wish: Wish, *, forward: bool) -> Round | None:
         """Serve until it is the turn of `wish`; return what ranks do then, None at the end of an action.
@@ -94,7 +99,8 @@ class Rounds:
             same = [one for one in found if one[:3] == chosen[:3]]
             counts = tuple(one.counts if one[:3] == chosen[:3] else (0,) * len(chosen.counts) for one in found)
             trains, wants = (any(getattr(one, name) for one in same) for name in ("trains", "wants"))
-            one_round = Round(chosen, trains, wants, counts)
+            wishing = frozenset(place for place, one in enumerate(found) if one[:3] == chosen[:3])
+            one_round = Round(chosen, trains, wants, counts, wishing)
             if wish[:3] == chosen[:3]:
                 return one_round
             self._serve(one_round)

@@ -255,12 +255,15 @@ class SharedExperts:
     def exchange_back(self, layer: _Layer, gradient: Tensor, record: Record | None) -> Tensor | None:
         """Bring gradients of results to the experts, and those of rows back, when it is their turn."""
         if record is None:  # of a forward whose layer is computed again
-            made = self._flight.records.get(layer.place, ())
+            place = self._rounds[self._stage].place
+            made = [one for one in self._flight.records.get(layer.place, ()) if place in one.left]
             if not made:
                 raise RuntimeError(f"{layer.path} has no forward that this backward belongs to")
             record = made[-1]
-        self._rounds[self._stage].reach(Wish(BACKWARD, layer.place, record.number), forward=self._is_forward)
-        return self._run_backward(layer, gradient, record)
+        wish = Wish(BACKWARD, layer.place, record.number)
+        found = self._rounds[self._stage].reach(wish, forward=self._is_forward)
+        assert found is not None
+        return self._run_backward(layer, found, gradient, record)
 
     def _run_forward(self, layer: _Layer, found: Round, rows: Tensor) -> tuple[Tensor, Record | None]:
         flight, place, tokens = self._flight, layer.place, layer.groups.tokens
@@ -274,13 +277,15 @@ class SharedExperts:
             with torch.no_grad():
                 return forward(rows, lengths, tokens, layer.own), None
         number = max((one.number for one in flight.records.get(place, ())), default=-1) + 1
-        results, record = recorded_forward(rows, lengths, tokens, layer.own, number, wants=found.wants)
+        results, record = recorded_forward(rows, lengths, tokens, layer.own, number, found.wishing, wants=found.wants)
         flight.records.setdefault(place, []).append(record)
         flight.of_forward[place] += int(self._is_forward)
         return results, record
 
-    def _run_backward(self, layer: _Layer, gradient: Tensor, record: Record) -> Tensor | None:
-        self._flight.records[layer.place].remove(record)
+    def _run_backward(self, layer: _Layer, found: Round, gradient: Tensor, record: Record) -> Tensor | None:
+        record.left -= found.wishing
+        if not record.left:
+            self._flight.records[layer.place].remove(record)
         return backward(gradient, record, layer.groups.tokens)
 
     def _serve(self, found: Round) -> None:
@@ -294,7 +299,8 @@ class SharedExperts:
                 self._run_forward(layer, found, none)
             return
         record = next(one for one in self._flight.records[layer.place] if one.number == chosen.number)
-        self._run_backward(layer, record.rows.new_empty(0, record.rows.shape[1]), record)
+        none = record.rows.new_zeros(sum(record.lengths.sent), record.rows.shape[1])
+        self._run_backward(layer, found, none, record)
 
 
 class _Call:

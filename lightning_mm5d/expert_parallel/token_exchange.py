@@ -47,6 +47,7 @@ class Record:
         rows: that came, as a leaf of the graph.
         results: of the experts; None where no row came.
         wants: whether any rank wants gradients of its rows.
+        left: places of the ranks whose backward of it is still to come, of those whose forward it was.
     """
 
     number: int
@@ -54,6 +55,7 @@ class Record:
     rows: Tensor
     results: Tensor | None
     wants: bool
+    left: frozenset[int]
 
 
 class TokenGroup:
@@ -89,7 +91,14 @@ def forward(rows: Tensor, lengths: Lengths, group: TokenGroup, experts: Experts)
 
 
 def recorded_forward(
-    rows: Tensor, lengths: Lengths, group: TokenGroup, experts: Experts, number: int, *, wants: bool
+    rows: Tensor,
+    lengths: Lengths,
+    group: TokenGroup,
+    experts: Experts,
+    number: int,
+    wishing: frozenset[int],
+    *,
+    wants: bool,
 ) -> tuple[Tensor, Record]:
     """Return the results of `rows`, in their order, and what the backward needs."""
     came = group.exchange(rows, lengths.sent, lengths.received)
@@ -100,16 +109,19 @@ def recorded_forward(
             came = came.requires_grad_(wants)
             results = experts(came, _experts_of(lengths, came.device))
     returned = came.detach() if results is None else results.detach()
-    record = Record(number, lengths, came, results, wants)
+    record = Record(number, lengths, came, results, wants, wishing)
     return group.exchange(returned.to(rows.dtype), lengths.received, lengths.sent), record
 
 
 def backward(gradient: Tensor, record: Record, group: TokenGroup) -> Tensor | None:
-    """Give the experts their gradients; return those of the rows that this rank sent, None where nobody wants any."""
-    lengths = record.lengths
+    """Give the experts their gradients; return those of the rows that this rank sent, None where nobody wants any.
+
+    The graph stays where some rank's backward of the record is still to come.
+    """
+    lengths, record.rows.grad = record.lengths, None
     came = group.exchange(gradient, lengths.sent, lengths.received)
     if record.results is not None and record.results.requires_grad:
-        torch.autograd.backward(record.results, came.to(record.results.dtype))
+        torch.autograd.backward(record.results, came.to(record.results.dtype), retain_graph=bool(record.left))
     if not record.wants:
         return None
     own = record.rows.grad
