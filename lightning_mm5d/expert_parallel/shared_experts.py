@@ -277,7 +277,7 @@ class SharedExperts:
             with torch.no_grad():
                 return forward(rows, lengths, tokens, layer.own), None
         number = max((one.number for one in flight.records.get(place, ())), default=-1) + 1
-        results, record = recorded_forward(rows, lengths, tokens, layer.own, number, found.wishing, wants=found.wants)
+        results, record = recorded_forward(rows, lengths, tokens, layer.own, number, found)
         flight.records.setdefault(place, []).append(record)
         flight.of_forward[place] += int(self._is_forward)
         return results, record

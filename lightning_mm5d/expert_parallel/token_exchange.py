@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from lightning_mm5d.expert_parallel.rounds import Round
+
 Experts = Callable[[Tensor, Tensor], Tensor]  # rows [P, H] and their local experts [P] to results [P, H]
 
 
@@ -91,14 +93,7 @@ def forward(rows: Tensor, lengths: Lengths, group: TokenGroup, experts: Experts)
 
 
 def recorded_forward(
-    rows: Tensor,
-    lengths: Lengths,
-    group: TokenGroup,
-    experts: Experts,
-    number: int,
-    wishing: frozenset[int],
-    *,
-    wants: bool,
+    rows: Tensor, lengths: Lengths, group: TokenGroup, experts: Experts, number: int, found: Round
 ) -> tuple[Tensor, Record]:
     """Return the results of `rows`, in their order, and what the backward needs."""
     came = group.exchange(rows, lengths.sent, lengths.received)
@@ -106,10 +101,10 @@ def recorded_forward(
     if len(came):
         # hooks of a checkpoint around the layer must not pack what belongs to the tokens of other ranks
         with torch.enable_grad(), saved_tensors_hooks(_itself, _itself):
-            came = came.requires_grad_(wants)
+            came = came.requires_grad_(found.wants)
             results = experts(came, _experts_of(lengths, came.device))
     returned = came.detach() if results is None else results.detach()
-    record = Record(number, lengths, came, results, wants, wishing)
+    record = Record(number, lengths, came, results, found.wants, found.wishing)
     return group.exchange(returned.to(rows.dtype), lengths.received, lengths.sent), record
 
 
