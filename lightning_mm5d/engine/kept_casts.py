@@ -122,7 +122,7 @@ class CastingOnce:
 
     def _check(self) -> None:
         """Refuse writes of microbatches that kept copies."""
-        if self._keeps and (written := self._written()):
+        if self._keeps and self._tried and (written := self._written()):
             raise ConfigError(
                 "training_step",
                 f"a write to {written!r}",

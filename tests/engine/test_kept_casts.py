@@ -85,6 +85,9 @@ def test_casts_are_not_kept_over_writes_to_weights() -> None:
     """the whole model: rank 0"""
 
     def both(rank: int) -> Any:
+        Run(ONE).trainer(precision="32-true").fit(
+            Writing(1), Run(ONE).training(Singles(16)), Run(ONE).loader(Singles(8))
+        )
         trained = []
         for layout in (None, ONE):
             module = Writing(0)
