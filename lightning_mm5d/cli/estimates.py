@@ -61,7 +61,7 @@ def _trace(job: Job, plan: Plan, module: LightningModule) -> Trace:
     dtype = _AUTOCAST.get(job.precision)
     context: Any = nullcontext if dtype is None else partial(torch.autocast, "cpu", dtype=dtype)
     batch = first_microbatch(job, prepares=False)
-    return trace(module, batch, plan.partition, plan.modalities, plan.division, context)
+    return trace(module, batch, plan.partition, plan.modalities, plan.division, context, plan.experts)
 
 
 def _line(error: Exception) -> str:

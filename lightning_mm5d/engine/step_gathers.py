@@ -20,11 +20,9 @@ from lightning_mm5d.data_parallel.gathering import Gathering
 from lightning_mm5d.data_parallel.shared_parameters import Groups, SharedParameters
 from lightning_mm5d.engine.step import Step
 from lightning_mm5d.expert_parallel.shared_experts import SharedExperts
-from lightning_mm5d.plan.data_shards import DataShards
+from lightning_mm5d.plan.meetings import replicas_meet
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.schedule import Action, Graph, Schedule
-from lightning_mm5d.schedule.actions import dependencies
-from lightning_mm5d.schedule.meeting import can_meet, gathers
+from lightning_mm5d.schedule import Graph, Schedule
 from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.stage import Runtime, StageView
 
@@ -43,7 +41,6 @@ class StepGathers:
         self, plan: Plan, gathering: Gathering, group: dist.ProcessGroup | None, experts: SharedExperts | None
     ) -> None:
         self._plan, self._gathering, self._group, self._experts = plan, gathering, group, experts
-        self._shards = DataShards(plan)
         self._known: dict[Any, bool] = {}
 
     def begin(
@@ -88,25 +85,8 @@ class StepGathers:
             return False
         key = (count, trainable)
         if key not in self._known:
-            self._known[key] = self._can_meet(schedule, count, trainable)
+            self._known[key] = replicas_meet(self._plan, schedule, count, trainable)
         return self._known[key]
-
-    def _can_meet(self, schedule: str | Callable[[Graph], Schedule], count: int, trainable: frozenset[str]) -> bool:
-        topology = self._plan.topology
-        actions: dict[int, list[Action]] = {}
-        graphs: dict[int, Graph] = {}
-        built: dict[Any, tuple[Graph, Schedule]] = {}
-        for rank in range(self._plan.layout.size):
-            key = topology.connected_replicas(rank)
-            if key not in built:
-                built[key] = self._plan.graphs.schedule(schedule, count, trainable, rank=rank)
-            graphs[rank], found = built[key]
-            actions[rank] = topology.actions_of(rank, found, count)
-
-        def meets(rank: int, action: Action) -> tuple[int, ...]:
-            return self._shards.meeting(action.stage, rank) if gathers(action) else ()
-
-        return can_meet(actions, lambda rank, action: dependencies(action, graphs[rank]), meets)
 
 
 def make_gathering(

@@ -3,14 +3,15 @@
 The user's own step runs once, whole, on tensors without memory. Each layer's saved tensors are noted as storages, so
 that one which several layers save counts once in each stage that has any of them. Stages of any layout are then sums.
 
-Tensors that tensor, context or sequence parallel ranks share count with one rank's part.
+Tensors that tensor, context or sequence parallel ranks share count with one rank's part. A rank's own experts get as
+many rows as it sends to all experts, on average; the rows that came and their results are kept besides.
 """
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -81,6 +82,7 @@ def trace(
     modalities: Mapping[str, Modality],
     division: Division,
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    experts: Collection[str] = (),
 ) -> Trace:
     """Run one training step on tensors without memory, and return what it keeps.
 
@@ -91,11 +93,12 @@ def trace(
         modalities: the configuration.
         division: what tensor parallelism shards.
         context: entered around the step.
+        experts: paths of the modules to whose experts tokens travel.
 
     Raises:
         Exception: of the user's code, which may read values that depend on parameters.
     """
-    tracer = _Tracer(partition, modalities, division)
+    tracer = _Tracer(partition, modalities, division, experts)
     copy = copy_without_memory(module)
     tracer.fill(copy, module)
     copy.train(module.training)
@@ -114,8 +117,14 @@ def trace(
 class _Tracer:
     """Notes the storages of one step, and which unit runs."""
 
-    def __init__(self, partition: Partition, modalities: Mapping[str, Modality], division: Division) -> None:
-        self._partition, self._modalities, self._division = partition, modalities, division
+    def __init__(
+        self,
+        partition: Partition,
+        modalities: Mapping[str, Modality],
+        division: Division,
+        experts: Collection[str],
+    ) -> None:
+        self._partition, self._modalities, self._division, self._experts = partition, modalities, division, experts
         self.units = {name: [UnitUse() for _ in range(len(parts.paths) + 2)] for name, parts in partition.parts.items()}
         self.exits: dict[str, Storages] = {name: {} for name in partition.encoders}
         self._fake = FakeTensors(self._watch)
@@ -163,6 +172,7 @@ class _Tracer:
                 degree, one = self._division.degrees[self._division.groups[path]], copy.get_submodule(path)
                 handles.append(one.register_forward_pre_hook(self._enters_shards))
                 handles.append(one.register_forward_hook(partial(self._leaves_shards, _SHARDED[role], degree)))
+        handles += [copy.get_submodule(path).register_forward_pre_hook(self._exchanges) for path in self._experts]
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         partition = self._partition
         try:
@@ -303,6 +313,20 @@ class _Tracer:
                 if out_is_sharded:
                     self._degrees[number] = degree
                 self._resize(number, self._on_one_rank(size, degree if out_is_sharded else 1))
+
+    def _exchanges(self, _: nn.Module, args: tuple[Any, ...]) -> None:
+        """Count the rows of an exchange: two are kept, of those that came, and as many are sent for a moment."""
+        tensors = [one for one in args if isinstance(one, Tensor)]
+        index = next((one for one in tensors if not one.is_floating_point()), None)
+        if index is None:
+            return
+        name, use = self._unit[0], self._use
+        modality = self._modalities[name]
+        copies = modality.tp_size if modality.expert_tp_size == 1 else 1
+        rows = index.numel() * tensors[0].shape[-1] * tensors[0].element_size() // modality.cp_size // copies
+        number = len(self._bytes)
+        self._bytes[number] = use.saved[number] = 2 * rows
+        use.working = max(use.working, self._beside + 2 * rows)
 
     def _drop_gradient(self, parameter: Tensor) -> None:
         self.reached.add(id(parameter))

@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_mm5d.layout.layout import Layout, Place
 from lightning_mm5d.partition import StageCut
+from lightning_mm5d.plan.data_shards import DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.planner.rank_memory import RankMemory
 from lightning_mm5d.planner.tables import Page, Table, memory_text
@@ -26,7 +27,8 @@ class Holding(NamedTuple):
         place: a rank's position in one modality.
         cuts: its stages; several where a rank has several chunks of its modality.
         layers: full names of the layers in them.
-        parameters: elements of the parameters that it uses, tied ones once, and of sharded ones its shard.
+        parameters: elements of the parameters that it uses, tied ones once, of sharded ones its shard, of experts its
+            own.
         bytes: memory of these parameters between steps, without gradients and optimizer state.
     """
 
@@ -39,12 +41,12 @@ class Holding(NamedTuple):
 
 def holdings(plan: Plan, module: nn.Module) -> list[Holding]:
     """Return what each place holds, by rank and then by modality; a rank with several modalities has several places."""
-    found = []
+    found, shards = [], DataShards(plan)
     for place in sorted(plan.layout.places, key=lambda place: place.rank):  # stable: modalities keep their order
         cuts = plan.topology.cuts_at(place.modality, place.pp)
         held = _parameters(module, plan, [cut.name for cut in cuts])
         layers = tuple(layer for cut in cuts for layer in _layers(plan, cut))
-        counts = {name: _elements(plan, name, p, place.tp) for name, p in held.items()}
+        counts = {name: _elements(plan, shards, name, p, place) for name, p in held.items()}
         size = sum(counts[name] * plan.held_dtype(p).itemsize for name, p in held.items())
         found.append(Holding(place, cuts, layers, sum(counts.values()), size))
     return found
@@ -87,6 +89,7 @@ def report(plan: Plan, module: nn.Module, *, schedule: str, num_microbatches: in
         ("model", f"{whole:,} parameters, loss in {plan.partition.loss_modality}"),
         *_cuts(plan),
         *_copies(plan, module),
+        *_experts(plan),
         *(("whole", f"{path} on every tensor parallel rank: {why}") for path, why in plan.division.whole.items()),
     ]
     width = max(len(name) for name, _ in lines)
@@ -123,6 +126,22 @@ def _copies(plan: Plan, module: nn.Module) -> Iterable[tuple[str, str]]:
             yield "copies", f"{' = '.join(tied)} in {', '.join(_title(plan, stage) for stage in stages)}, kept equal"
 
 
+def _experts(plan: Plan) -> Iterable[tuple[str, str]]:
+    """Which ranks share the experts of how many layers, a line for each kind."""
+    shards, kinds = DataShards(plan), dict[str, int]()
+    for layer in plan.experts.values():
+        ranks = plan.ownership.ranks_holding(layer.parameters[0])
+        blocks = dict.fromkeys(shards.expert_block(layer, rank) for rank in ranks)
+        numbers = ", ".join(str(count) for count in dict.fromkeys(stop - start for start, stop in layer.ranges))
+        degree = plan.modalities[layer.modality].expert_tp_size
+        divided = f", each divided over {degree} tensor parallel ranks" if degree > 1 else ""
+        where = "; ".join(_span(block) for block in blocks)
+        text = f"{layer.number} of {layer.modality} shared by ranks {where}, {numbers} on each{divided}"
+        kinds[text] = kinds.get(text, 0) + 1
+    for text, count in kinds.items():
+        yield "experts", f"{text}, in {count} {'layer' if count == 1 else 'layers'}"
+
+
 def _stages(plan: Plan, module: nn.Module) -> Table:
     rows = []
     for stage, members in plan.topology.members.items():
@@ -153,11 +172,14 @@ def _parameters(module: nn.Module, plan: Plan, stages: Iterable[str]) -> dict[st
     return {name: p for name, p in {id(p): (name, p) for name, p in used.items()}.values()}
 
 
-def _elements(plan: Plan, name: str, parameter: nn.Parameter, tp: int) -> int:
-    """Elements of a parameter on one tensor parallel rank."""
-    shard = plan.division.shards.get(name)
-    count = parameter.numel()
-    return count if shard is None else count // shard.size * shard.lengths[tp]
+def _elements(plan: Plan, shards: DataShards, name: str, parameter: nn.Parameter, place: Place) -> int:
+    """Elements of a parameter that one rank computes with: its tensor parallel shard, of experts its own."""
+    shard, count = plan.division.shards.get(name), parameter.numel()
+    count = count if shard is None else count // shard.size * shard.lengths[place.tp]
+    owned = shards.of(name, place.rank) if plan.experts else None
+    if owned is None or not owned.of_experts:
+        return count
+    return count // owned.length * owned.own_shape((owned.length,))[0]
 
 
 def _layers(plan: Plan, cut: StageCut) -> tuple[str, ...]:

@@ -4,9 +4,10 @@ Three things are tried in this order, the first that fits is taken:
 
 1. the configured options;
 2. states of optimizers that replicas share (`zero_stage` 1), which takes no more communication;
-3. recomputation beside it, stage by stage: by operation, then of a quarter, a half, three quarters and all of the
+3. experts that replicas share beside it, over more and more of them (`ep_size`);
+4. recomputation beside both, stage by stage: by operation, then of a quarter, a half, three quarters and all of the
    layers, only in the stages of ranks that do not fit, and of the modality that keeps most there;
-4. the same with `zero_stage` 3.
+5. the same with `zero_stage` 3.
 
 Sharing is left alone where a modality says anything about it, where it has one replica, and where the optimizers look
 at more than one element at a time. Recomputation is left alone where a modality says anything about it.
@@ -14,15 +15,18 @@ at more than one element at a time. Recomputation is left alone where a modality
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality
+from lightning_mm5d.expert_parallel.expert_layer import find_experts
+from lightning_mm5d.partition.recomputed_layers import kept_of
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.planner.rank_memory import RankMemory, Step, changed, memory_of
+from lightning_mm5d.planner.rank_memory import RankMemory, Step, memory_of
 from lightning_mm5d.planner.tables import memory_text
 
 _KINDS: tuple[Any, ...] = ("none", "selective", {"fraction": 0.25}, {"fraction": 0.5}, {"fraction": 0.75}, "full")
@@ -51,8 +55,8 @@ class MemoryLimit:
     def fitted(self, modalities: Modalities) -> dict[str, Modality] | None:
         """Return a layout's modalities with the options with which it fits; None where nothing helps."""
         plan = self.plan_of(modalities)
-        for sharing in self._sharings(plan):
-            found = self._recomputed(changed(plan, sharing[1]), sharing[0])
+        for may_recompute, shared in self._sharings(plan):
+            found = self._recomputed(shared, may_recompute)
             if found is not None:
                 return found
         return None
@@ -70,8 +74,8 @@ class MemoryLimit:
 
     # --- the tries ---
 
-    def _sharings(self, plan: Plan) -> Iterator[tuple[bool, Modalities]]:
-        """Modalities with more and more that replicas share, and whether recomputation is tried with them."""
+    def _sharings(self, plan: Plan) -> Iterator[tuple[bool, Plan]]:
+        """Plans in which replicas share more and more, and whether recomputation is tried with them."""
         now = plan.modalities
         able = {
             name
@@ -81,9 +85,30 @@ class MemoryLimit:
             and one.dp_shard_size is None
             and plan.layout.sizes(name).dp * plan.layout.sizes(name).cp > 1
         }
-        yield not able, now
-        for stage in (1, 3) if able else ():
-            yield True, {name: replace(one, zero_stage=stage) if name in able else one for name, one in now.items()}
+        yield not able, plan
+        degrees = self._degrees(plan, able)
+        most = degrees[-1]
+        for stage, spread in [*((1, one) for one in degrees), (3, most)] if able else ():
+            modalities = {name: replace(one, zero_stage=stage) if name in able else one for name, one in now.items()}
+            modalities |= {name: replace(modalities[name], ep_size=degree) for name, degree in spread.items()}
+            shared = self.plan_of(modalities) if spread else plan
+            yield spread == most, changed(shared, modalities)
+
+    def _degrees(self, plan: Plan, able: Iterable[str]) -> list[dict[str, int]]:
+        """More and more ranks that could share the experts of modalities: none, then by modality."""
+        fits: dict[str, list[int]] = {}
+        for name in able:
+            size, tried = plan.layout.sizes(name), replace(plan.modalities[name], ep_size=2)
+            if plan.modalities[name].ep_size > 1 or "parameters" in tried.offloads:
+                continue
+            with suppress(ConfigError):  # it has no experts
+                layers = find_experts(self.step.module, plan.partition, {name: tried}).values()
+                most = min(layer.number for layer in layers)
+                copies = size.dp * size.cp
+                fits[name] = [degree for degree in range(2, min(copies, most) + 1) if copies % degree == 0]
+        fits = {name: found for name, found in fits.items() if found}
+        longest = max(map(len, fits.values()), default=0)
+        return [{}, *({name: each[min(n, len(each) - 1)] for name, each in fits.items()} for n in range(longest))]
 
     def _recomputed(self, plan: Plan, may_recompute: bool) -> dict[str, Modality] | None:
         levels = {
@@ -136,6 +161,19 @@ class MemoryLimit:
             }
             text = ", ".join(f"{memory_text(size)} of {name}" for name, size in parts.items())
             self._nearest = worst.peak, worst.rank, text
+
+
+def changed(plan: Plan, modalities: Modalities) -> Plan:
+    """Return the plan with other options of memory in its modalities, whose layers stay where they are.
+
+    Raises:
+        ConfigError: a modality has no layers that could run again.
+    """
+    partition = plan.partition
+    sizes = {name: [cut.last - cut.first for cut in cuts] for name, cuts in partition.stages.items()}
+    kept = {name: kept_of(name, modality, sizes[name]) for name, modality in modalities.items()}
+    partition = replace(partition, kept={name: one for name, one in kept.items() if one})
+    return replace(plan, modalities=modalities, partition=partition)
 
 
 def _said(modalities: Modalities, levels: Mapping[tuple[str, int], int]) -> dict[str, Modality]:

@@ -9,7 +9,8 @@ from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.memory import check_memory
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.planner.rank_memory import RankMemory, Step, changed, memory_of
+from lightning_mm5d.planner.memory_limit import changed
+from lightning_mm5d.planner.rank_memory import RankMemory, Step, memory_of
 from lightning_mm5d.planner.tables import Table, memory_text
 
 _UNKNOWN = "?"

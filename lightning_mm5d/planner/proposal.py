@@ -20,6 +20,7 @@ from torch import nn
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality, PipelineTemplate
+from lightning_mm5d.expert_parallel.expert_layer import find_experts
 from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.partition import StageCut, partition
 from lightning_mm5d.partition.costs import Unit, units
@@ -34,6 +35,7 @@ from lightning_mm5d.planner.search import Found, NothingFitsError, search
 from lightning_mm5d.planner.tables import Page, Table, memory_text
 from lightning_mm5d.planner.time_units import COSTS, WORK, TimeUnit
 from lightning_mm5d.schedule import AnySchedule, Outcome, compare
+from lightning_mm5d.tensor_parallel.division import divide
 
 
 @dataclass(frozen=True)
@@ -197,7 +199,13 @@ def propose(
         layout = Layout.build(
             modalities, world_size=size, loss_modality=loss_modality, ranks_per_node=plan.layout.ranks_per_node
         )
-        return replace(plan, layout=layout, partition=partition(module, modalities), modalities=modalities)
+        cut = partition(module, modalities)
+        found = replace(plan, layout=layout, partition=cut, modalities=modalities)
+        experts = find_experts(module, cut, modalities)
+        if experts == plan.experts:
+            return found
+        names = {path: layer.parameters for path, layer in experts.items()}
+        return replace(found, division=divide(module, cut, modalities, names), experts=experts)
 
     limit: MemoryLimit | None = None
     if memory_limit is not None:

@@ -18,18 +18,17 @@ else. Left out are the libraries themselves, batches that the dataloader prepare
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.config.recomputation import Kept
 from lightning_mm5d.partition import StageCut
-from lightning_mm5d.partition.recomputed_layers import kept_of
 from lightning_mm5d.plan.data_shards import DataShard, DataShards
+from lightning_mm5d.plan.meetings import replicas_meet
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.plan.sums import summed_by
 from lightning_mm5d.planner.activation_trace import Storages, Trace, UnitUse
@@ -140,19 +139,6 @@ def memory_of(plan: Plan, step: Step) -> list[RankMemory]:
     return _Estimate(plan, step).ranks()
 
 
-def changed(plan: Plan, modalities: Mapping[str, Modality]) -> Plan:
-    """Return the plan with other options of memory in its modalities, whose layers stay where they are.
-
-    Raises:
-        ConfigError: a modality has no layers that could run again.
-    """
-    partition = plan.partition
-    sizes = {name: [cut.last - cut.first for cut in cuts] for name, cuts in partition.stages.items()}
-    kept = {name: kept_of(name, modality, sizes[name]) for name, modality in modalities.items()}
-    partition = replace(partition, kept={name: one for name, one in kept.items() if one})
-    return replace(plan, modalities=modalities, partition=partition)
-
-
 class _Estimate:
     def __init__(self, plan: Plan, step: Step) -> None:
         self._plan, self._step = plan, step
@@ -178,6 +164,7 @@ class _Estimate:
         parameter, shape = step.parameters[name], self._shards.local_shape(name, rank)
         shard = self._shards.of(name, rank) if self._shards.exist else None
         own_shape = shape if shard is None else shard.own_shape(shape)
+        shape = self._shape_in_step(name, rank)
         dtype = plan.held_dtype(parameter)
         size, low = dtype.itemsize, parameter.element_size()
         states: StateBytes | None = StateBytes(0, 0, False)
@@ -197,6 +184,17 @@ class _Estimate:
             torch.Size(shape).numel() * low if low != size else 0,
             offloads,
         )
+
+    def _shape_in_step(self, name: str, rank: int) -> tuple[int, ...]:
+        """The shape of a parameter as layers compute with it: tokens travel to experts, which stay where they are."""
+        shape = self._shards.local_shape(name, rank)
+        shard = self._shards.of(name, rank) if self._tokens_travel else None
+        return shard.own_shape(shape) if shard is not None and shard.of_experts else shape
+
+    @cached_property
+    def _tokens_travel(self) -> bool:
+        plan, step = self._plan, self._step
+        return bool(plan.experts) and replicas_meet(plan, step.schedule, step.num_microbatches, step.trainable)
 
     # --- a rank ---
 
@@ -334,7 +332,7 @@ class _Estimate:
         found = {key: name for key, name in every.items() if key not in counted}
         counted.update(found)
         return {
-            name: torch.Size(self._shards.local_shape(name, rank)).numel()
+            name: torch.Size(self._shape_in_step(name, rank)).numel()
             * self._plan.held_dtype(self._step.parameters[name]).itemsize
             for name in found.values()
         }

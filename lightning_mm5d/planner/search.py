@@ -221,7 +221,7 @@ def _graph(
     Tensor and context parallel ranks of a stage run the same actions, so one rank stands for all of them.
     """
     placed = {
-        name: replace(modality, dp_size=None, tp_size=1, cp_size=1)
+        name: replace(modality, dp_size=None, dp_shard_size=None, tp_size=1, cp_size=1, ep_size=1, expert_tp_size=1)
         for name, modality in _written(modalities, placement, loss_modality).items()
     }
     stages: dict[str, tuple[StageCut, ...]] = {}
