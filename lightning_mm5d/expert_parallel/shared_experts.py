@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.expert_parallel.expert_layer import ExpertLayer
+from lightning_mm5d.expert_parallel.loads import Load
 from lightning_mm5d.expert_parallel.rounds import BACKWARD, FORWARD, Round, Rounds, Wish
 from lightning_mm5d.expert_parallel.token_exchange import (
     Lengths,
@@ -156,10 +157,10 @@ class SharedExperts:
             undo()
         self._undo.clear()
 
-    def loads(self) -> dict[str, list[int]]:
-        """Return how many rows each expert has had since the last call, by path of the layer."""
+    def loads(self) -> dict[str, Load]:
+        """Return how many rows experts and ranks have had in forwards since the last call, by path of the layer."""
         layers = [layer for stage in self._stages.values() for layer in stage]
-        found = {layer.path: layer.tokens.tolist() for layer in layers}
+        found = {layer.path: Load.of(layer.tokens.tolist(), layer.ranges) for layer in layers}
         for layer in layers:
             layer.tokens.zero_()
         return found

@@ -259,7 +259,7 @@ class Session:
             loss_group=groups.loss,
             shares_ranks=any(len(plan.layout.replicas_of_rank(other)) > 1 for other in range(plan.layout.size)),
         )
-        self._figures = DeviceFigures(self._engine, self._transport, plan.topology.stage_names(), device)
+        self._figures = DeviceFigures(self._engine, self._transport, plan, device, self._cut.experts)
 
     def share(self, optimizers: Sequence[Optimizer]) -> None:
         """Leave this rank the rows that it owns, and free what `optimizers` keep for other ranks."""
