@@ -40,7 +40,7 @@ from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Action, Graph, Kind, Schedule
 from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.sharded.collectives import TensorGroup
-from lightning_mm5d.stage import Deferred, Payload, Run, Runtime, SharedBuffers, StageError, StageView
+from lightning_mm5d.stage import Deferred, DeferredProducts, Payload, Run, Runtime, SharedBuffers, StageError, StageView
 from lightning_mm5d.stage.payload import tensors_in
 
 Ending = Callable[[StageKey, Sequence[nn.Parameter] | None], AbstractContextManager[None]]
@@ -152,9 +152,12 @@ class Engine:
                     bridge.post(self._promises.key(place))
                 moves.before(number)
                 stage, key = action.stage, (action.stage, action.microbatch)
-                gathered = gathers.during(key, forward=action.kind is Kind.F) if gathers else nullcontext()
+                deferred = Deferred() if stage in split_stages and action.kind is Kind.F else None
+                gathered: AbstractContextManager[None] = nullcontext()
+                if gathers is not None:
+                    products = nullcontext if deferred is None else partial(DeferredProducts, deferred)
+                    gathered = gathers.during(key, forward=action.kind is Kind.F, products=products)
                 if action.kind is Kind.F:
-                    deferred = Deferred() if stage in split_stages else None
                     uncounted = discards and not self._views[stage].is_last
                     with named(action), gathered, step.uncounted() if uncounted else nullcontext():
                         flight = self._forward(step, graph, action, moves, deferred)
@@ -283,9 +286,10 @@ class Engine:
             deferred: Deferred | None = due.pop(key)
         else:
             flight = flights.pop(key)
-            ends = ending(stage, None) if ending and flight.run.deferred is None else nullcontext()
-            with gathered:
-                deferred = self._backward(flight, ends)
+            deferred = flight.run.deferred
+            ends = ending(stage, None) if ending and deferred is None else nullcontext()
+            with deferred or nullcontext(), gathered:
+                self._backward(flight, ends)
             del flight
             if deferred is not None and action.kind is Kind.I:
                 due[key] = deferred
@@ -294,8 +298,8 @@ class Engine:
             with ending(stage, deferred.weights) if ending else nullcontext():
                 deferred.compute()
 
-    def _backward(self, flight: _Flight, ends: AbstractContextManager[None]) -> Deferred | None:
-        """Run a backward; return the weight gradients that it put off, None without a split.
+    def _backward(self, flight: _Flight, ends: AbstractContextManager[None]) -> None:
+        """Run a backward, inside of what takes the weight gradients that it puts off.
 
         It runs inside of `ends`, so that sums of gradients leave after what this rank receives and before what it sends
         on all ranks, whatever their batches are: else devices with one order for messages could wait in a circle.
@@ -323,7 +327,6 @@ class Engine:
             # copies: a parameter may have taken the same memory for its gradient, and later microbatches add to that
             grads = [tensors[index].grad.clone() for index in present]  # type: ignore[union-attr]
             bridge.send(missing, grads, own, shapes)
-        return flight.run.deferred
 
 
 def _count(step: Step) -> int:

@@ -19,7 +19,7 @@ from torch import nn
 from lightning_mm5d.data_parallel.gathering import Gathering
 from lightning_mm5d.data_parallel.shared_parameters import Groups, SharedParameters
 from lightning_mm5d.engine.step import Step
-from lightning_mm5d.expert_parallel.shared_experts import SharedExperts
+from lightning_mm5d.expert_parallel.shared_experts import Products, SharedExperts
 from lightning_mm5d.plan.meetings import replicas_meet
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Graph, Schedule
@@ -61,12 +61,18 @@ class StepGathers:
             self._experts.begin(step.context)
 
     @contextmanager
-    def during(self, flight: tuple[StageKey, int], *, forward: bool) -> Iterator[None]:
-        """Enter around a forward, or a backward that computes input gradients, of a microbatch in a stage."""
+    def during(self, flight: tuple[StageKey, int], *, forward: bool, products: Products) -> Iterator[None]:
+        """Enter around a forward, or a backward that computes input gradients, of a microbatch in a stage.
+
+        Args:
+            flight: the stage and the microbatch.
+            forward: whether it is a forward.
+            products: of a forward, entered around the products of experts.
+        """
         with ExitStack() as stack:
             stack.enter_context(self._gathering.during(flight[0], flight, forward=forward))
             if self._experts is not None:
-                stack.enter_context(self._experts.during(flight[0], flight, forward=forward))
+                stack.enter_context(self._experts.during(flight[0], flight, forward=forward, products=products))
             yield
 
     def end(self) -> None:

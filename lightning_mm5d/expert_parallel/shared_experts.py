@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
@@ -35,6 +35,7 @@ from lightning_mm5d.sharded.collectives import TensorGroup, gather, scatter
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 Context = Callable[[], AbstractContextManager[Any]]
+Products = Callable[[], AbstractContextManager[Any]]
 
 
 class ExpertGroups(NamedTuple):
@@ -57,6 +58,7 @@ class ExpertGroups(NamedTuple):
 class _Flight:
     """What is kept of the forward of a microbatch, by layer."""
 
+    products: Products  # entered around the experts
     records: dict[int, list[Record]] = field(default_factory=dict)
     of_forward: Counter[int] = field(default_factory=Counter)  # records that the forward has made
 
@@ -84,13 +86,14 @@ class _Layer:
             )
         return self._inner(*args, **kwargs)
 
-    def own(self, rows: Tensor, experts: Tensor) -> Tensor:
-        """Return what this rank's experts compute of rows of one expert each."""
+    def own(self, products: Products, rows: Tensor, experts: Tensor) -> Tensor:
+        """Return what this rank's experts compute of rows of one expert each, inside of `products`."""
         start, stop = self.ranges[self.groups.tokens.index]
         module: Any = self._module
         module.num_experts = stop - start
         try:
-            return self._inner(rows, experts.unsqueeze(1), rows.new_ones(len(rows), 1))
+            with products():
+                return self._inner(rows, experts.unsqueeze(1), rows.new_ones(len(rows), 1))
         finally:
             module.num_experts = self.number
 
@@ -138,7 +141,7 @@ class SharedExperts:
         self._context: Context | None = None  # of a step in which ranks meet
         self._flights: dict[Any, _Flight] = {}
         self._stage: Any = None
-        self._flight = _Flight()
+        self._flight = _Flight(nullcontext)
         self._is_forward = True
         self._calls: Counter[int] = Counter()
         self._undo: list[Callable[[], object]] = []
@@ -181,19 +184,20 @@ class SharedExperts:
         self._flights.clear()
 
     @contextmanager
-    def during(self, stage: Any, flight: Any, *, forward: bool) -> Iterator[None]:
+    def during(self, stage: Any, flight: Any, *, forward: bool, products: Products = nullcontext) -> Iterator[None]:
         """Enter around a forward, or a backward that computes input gradients, of a stage.
 
         Args:
             stage: that runs.
             flight: equal for a forward and its backward.
             forward: whether it is a forward.
+            products: of a forward, entered around the products of experts there and in its backward.
         """
         if self._context is None or stage not in self._stages:
             yield
             return
         self._stage, self._is_forward, self._calls = stage, forward, Counter()
-        self._flight = self._flights.setdefault(flight, _Flight())
+        self._flight = self._flights.setdefault(flight, _Flight(products))
         yield
         self._rounds[stage].reach(Wish(), forward=forward)
         self._stage = None
@@ -269,16 +273,16 @@ class SharedExperts:
     def _run_forward(self, layer: _Layer, found: Round, rows: Tensor) -> tuple[Tensor, Record | None]:
         flight, place, tokens = self._flight, layer.place, layer.groups.tokens
         self._calls[place] += 1
-        lengths = layer.lengths(found.counts)
+        lengths, own = layer.lengths(found.counts), partial(layer.own, flight.products)
         if self._is_forward:
             layer.note(found.counts)
         again = not self._is_forward and flight.of_forward[place] > 0
         if not found.trains or again or (self._is_forward and layer.recomputed):
             layer.recomputed |= again
             with torch.no_grad():
-                return forward(rows, lengths, tokens, layer.own), None
+                return forward(rows, lengths, tokens, own), None
         number = max((one.number for one in flight.records.get(place, ())), default=-1) + 1
-        results, record = recorded_forward(rows, lengths, tokens, layer.own, number, found)
+        results, record = recorded_forward(rows, lengths, tokens, own, number, found)
         flight.records.setdefault(place, []).append(record)
         flight.of_forward[place] += int(self._is_forward)
         return results, record

@@ -272,11 +272,9 @@ class ScatteredBucket(Bucket):
                 gradient = torch.zeros_like(piece.parameter, dtype=gradient_dtype(piece.parameter))
             parts.append(gradient.reshape(-1) * piece.weight)
             self._side.reads(gradient)
-        flat = torch.cat(parts)
-        if self._across is None:
-            return _There(flat)
         seed = None if self._compression is None else self._draw(self.pieces)
-        return _summed(flat, self._across, self._compression, seed)
+        # the sum over blocks begins in its turn among those of other buckets, which wait for what they scatter
+        return _Scattered(_Own(torch.cat(parts)), _summing(self._across, self._compression, seed))
 
     def take(self, total: Tensor, there: Container[int], rows: dict[int, Tensor]) -> None:
         parts = total.split([shared.numel_at(shared.shard.place) for _, shared in self._own])
@@ -285,18 +283,15 @@ class ScatteredBucket(Bucket):
                 rows[id(piece.parameter)] = part.view(shared.own.shape)
 
 
-class _There:
-    copies = False
+class _Own:
+    """Rows that nobody else has gradients of: there is nothing to scatter."""
 
     def __init__(self, flat: Tensor) -> None:
         self._flat = flat
 
-    def advance(self) -> bool:
-        """There is nothing to free."""
+    def is_there(self) -> bool:
+        """They are here."""
         return True
-
-    def summed(self) -> None:
-        """There is one rank."""
 
     def wait(self) -> Tensor:
         return self._flat
@@ -358,7 +353,9 @@ def _summing(
 
 
 class _Scattered:
-    def __init__(self, scattered: ScatteredSum | CompressedScatter, across: Callable[[Tensor], Sum] | None) -> None:
+    def __init__(
+        self, scattered: ScatteredSum | CompressedScatter | _Own, across: Callable[[Tensor], Sum] | None
+    ) -> None:
         self._scattered, self._across = scattered, across
         self._flat: Tensor | None = None
         self._work: Sum | None = None

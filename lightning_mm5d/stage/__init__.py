@@ -2,6 +2,7 @@
 
 from lightning_mm5d.stage.compiled_layers import CompiledLayers
 from lightning_mm5d.stage.deferred import Deferred
+from lightning_mm5d.stage.deferred_products import DeferredProducts
 from lightning_mm5d.stage.fused_heads import FusedHeads
 from lightning_mm5d.stage.patches import Patches
 from lightning_mm5d.stage.payload import Payload
@@ -15,6 +16,7 @@ from lightning_mm5d.stage.view import StageError, StageView, views
 __all__ = [
     "CompiledLayers",
     "Deferred",
+    "DeferredProducts",
     "FusedHeads",
     "Patches",
     "Payload",

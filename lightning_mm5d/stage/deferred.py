@@ -6,14 +6,16 @@ of them: they compute their input gradient alone and keep their input and the gr
 input-gradient pass frees everything else, as any backward does (the `WeightGradStore` of Qi et al. 2023,
 arXiv:2401.10241).
 
-Parameters of other modules (norms, embeddings, convolutions, experts in one tensor), and weights with hooks, get their
-gradients in the input-gradient pass: correct, but not deferred.
+Products of experts with parts of one tensor do the same (`deferred_products`).
+
+Parameters of other modules (norms, embeddings, convolutions), and weights with hooks, get their gradients in the
+input-gradient pass: correct, but not deferred.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +27,28 @@ from lightning_mm5d.config.errors import private
 _Part = Tensor | Callable[[], Tensor]
 
 
+class Place(NamedTuple):
+    """A part of a weight that a product takes: a view of it.
+
+    Attributes:
+        shape: of the weight.
+        part: size, strides and offset of the view in it.
+        offsets: where the rows of each expert end, of a product over groups of rows; else None.
+    """
+
+    shape: torch.Size
+    part: tuple[tuple[int, ...], tuple[int, ...], int]
+    offsets: Tensor | None = None
+
+
+class _Term(NamedTuple):
+    """``left.T @ right``, a term of the gradient of a weight or of a part of it."""
+
+    left: _Part
+    right: _Part
+    place: Place | None
+
+
 class Deferred:
     """The weight gradients of one microbatch in one stage that are still to be computed.
 
@@ -34,7 +58,7 @@ class Deferred:
 
     def __init__(self) -> None:
         self.is_open = False
-        self._due: dict[int, tuple[nn.Parameter, list[tuple[_Part, _Part]]]] = {}
+        self._due: dict[int, tuple[nn.Parameter, list[_Term]]] = {}
 
     def __enter__(self) -> Deferred:
         self.is_open = True
@@ -43,14 +67,21 @@ class Deferred:
     def __exit__(self, *_: object) -> None:
         self.is_open = False
 
-    def add(self, weight: nn.Parameter, left: Tensor, right: Tensor) -> None:
-        """Note that ``left.T @ right`` is a term of the gradient of `weight`; both have a row for each token."""
-        self._due.setdefault(id(weight), (weight, []))[1].append((left, right))
+    def add(self, weight: nn.Parameter, left: Tensor, right: Tensor, place: Place | None = None) -> None:
+        """Note that ``left.T @ right`` is a term of the gradient of `weight`; both have a row for each token.
+
+        Args:
+            weight: of which it is a term.
+            left: one factor.
+            right: the other factor.
+            place: the part of `weight` whose gradient this is; None for all of it.
+        """
+        self._due.setdefault(id(weight), (weight, []))[1].append(_Term(left, right, place))
 
     def keep(self, pack: Callable[[Tensor], Callable[[], Tensor]]) -> None:
         """Hold what `pack` returns for each tensor, which gives the tensor when it is called, instead of the tensor."""
-        for _, parts in self._due.values():
-            parts[:] = [(pack(_tensor(left)), pack(_tensor(right))) for left, right in parts]
+        for _, terms in self._due.values():
+            terms[:] = [_Term(pack(_tensor(one.left)), pack(_tensor(one.right)), one.place) for one in terms]
 
     @property
     def weights(self) -> list[nn.Parameter]:
@@ -60,13 +91,29 @@ class Deferred:
     def compute(self) -> None:
         """Compute the weight gradients and add them to ``.grad``, as a backward would, one weight at a time."""
         while self._due:
-            _, (weight, parts) = self._due.popitem()
+            _, (weight, terms) = self._due.popitem()
             total: Tensor | None = None
-            while parts:
-                left, right = map(_tensor, parts.pop())
-                total = left.t() @ right if total is None else total.addmm_(left.t(), right)
+            while terms:
+                left, right, place = terms.pop()
+                total = _added(total, _tensor(left), _tensor(right), place)
             assert total is not None
             torch.autograd.backward(weight, total.to(weight.dtype))
+
+
+def _added(total: Tensor | None, left: Tensor, right: Tensor, place: Place | None) -> Tensor:
+    """Add ``left.T @ right`` to `total`, at its place."""
+    if place is None:
+        return left.t() @ right if total is None else total.addmm_(left.t(), right)
+    if total is None:
+        total = right.new_zeros(place.shape)
+    part = total.as_strided(*place.part)
+    if place.offsets is not None:
+        part += F.grouped_mm(left.t(), right, offs=place.offsets)
+    elif left.dim() == 2:
+        part.addmm_(left.t(), right)
+    else:
+        part.baddbmm_(left.transpose(1, 2), right)
+    return total
 
 
 def _tensor(part: _Part) -> Tensor:
@@ -118,9 +165,14 @@ def defers(module: nn.Module, x: Tensor) -> bool:
         and weight.requires_grad
         and x.requires_grad
         and torch.is_grad_enabled()
-        and not (private(weight, "_backward_hooks") or private(weight, "_post_accumulate_grad_hooks"))
+        and not has_hooks(weight)
         and not weight.is_complex()
     )
+
+
+def has_hooks(weight: nn.Parameter) -> bool:
+    """Whether hooks wait for the gradient of a weight, which autograd would call without one."""
+    return bool(private(weight, "_backward_hooks") or private(weight, "_post_accumulate_grad_hooks"))
 
 
 def deferred_linear(module: nn.Module, x: Tensor, bias: Tensor | None, due: Deferred) -> Tensor:

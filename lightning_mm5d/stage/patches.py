@@ -3,7 +3,7 @@
 The modules stay the same objects of the same classes under the same names. Each of these callables gets an instance
 attribute in front of it, which asks the active run what to do and, without one, does what it always did:
 
-- linear layers, where a split backward puts their weight gradients off;
+- linear layers and experts, where a split backward puts their weight gradients off;
 - boundaries of encoders;
 - layers of lists that are split over stages;
 - remote leaf modules, which answer with placeholders.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import MethodType
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mm5d.config.errors import ConfigError, private
+from lightning_mm5d.expert_parallel.expert_layer import holds_experts
 from lightning_mm5d.partition.compiled import IN_PLACE, is_compiled, is_compiled_in_place
 from lightning_mm5d.partition.parts import is_in
 from lightning_mm5d.sharded.collectives import dry_run
@@ -28,6 +29,7 @@ from lightning_mm5d.sharded.remote_value import Origin, is_remote
 from lightning_mm5d.sharded.tensor import Sharded
 from lightning_mm5d.source.order import used_fields
 from lightning_mm5d.stage.deferred import Deferred, deferred_linear, defers, is_linear
+from lightning_mm5d.stage.deferred_products import DeferredProducts
 from lightning_mm5d.stage.layer_results import LayerResults
 from lightning_mm5d.stage.payload import tensors_in
 from lightning_mm5d.stage.remote import ShapeMemory
@@ -51,6 +53,7 @@ class Patches:
         self._undo: list[Callable[[], None]] = []
         if defers:
             self._patch_linears()
+            self._patch_experts()
         self._patch_boundaries()
         self._patch_lists()
         self._patch_leaves()
@@ -84,6 +87,12 @@ class Patches:
             if is_linear(module) and f"{path}.weight" in held and not any(is_in(path, one) for one in compiled):
                 found.append(module)
         self._patch_linears_of(found)
+
+    def _patch_experts(self) -> None:
+        held = frozenset().union(*self._runtime.stages.values())
+        for path, module in self._runtime.root.named_modules():
+            if holds_experts(module) and all(f"{path}.{name}" in held for name, _ in module.named_parameters()):
+                self._patch_experts_of(module)
 
     def _patch_boundaries(self) -> None:
         runtime = self._runtime
@@ -180,6 +189,18 @@ class Patches:
         for module in modules:
             # bound, so that a copy of the module computes with its own weights
             self._replace(module, "forward", MethodType(forward, module))
+
+    def _patch_experts_of(self, module: nn.Module) -> None:
+        own = vars(module).get("forward")
+
+        @torch.compiler.disable
+        def forward(experts: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            original = MethodType(type(experts).forward, experts) if own is None else own
+            run = self._runtime.active
+            with nullcontext() if run is None or run.deferred is None else DeferredProducts(run.deferred):
+                return original(*args, **kwargs)
+
+        self._replace(module, "forward", MethodType(forward, module))
 
     def _puts_off(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
         run = self._runtime.active

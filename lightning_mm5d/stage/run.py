@@ -185,9 +185,9 @@ class Run:
         self._runtime.guard.ends_here = None
 
     def backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """Backpropagate; a checkpointed layer runs again meanwhile and sees what it saw before."""
+        """Backpropagate, inside of `deferred`; a layer that runs again meanwhile sees what it saw before."""
         self._replays = True
-        with self, self.deferred or nullcontext(), self._runtime.replaying():
+        with self, self._runtime.replaying():
             torch.autograd.backward(outputs, gradients)
 
     @property
