@@ -23,9 +23,9 @@ from turns import WARMUP, Side, Turns, fit, milliseconds, race, row, run
 from two_ranks import BATCH, MICROBATCHES, STEPS, Accumulated, Llava, Samples
 
 from lightning_mm5d import Modality, MultimodalStrategy
-from lightning_mm5d.engine.engine import Engine
+from lightning_mm5d.engine.transport import Channel, Transport
 
-_execute = Engine.execute
+_recv = Transport.recv
 
 
 class Layout(NamedTuple):
@@ -62,11 +62,12 @@ class Meter(Callback):
         everything, main = time.process_time() - self._start[0], time.thread_time() - self._start[1]
         self.steps.append((everything, main, self.waited))
 
-    def execute(self, engine: Engine, *arguments: Any) -> None:
-        """Stand in for `Engine.execute`."""
-        before = engine.waited
-        _execute(engine, *arguments)
-        self.waited += engine.waited - before
+    def recv(self, transport: Transport, channel: Channel) -> Any:
+        """Stand in for `Transport.recv`."""
+        before = transport.waited
+        payload = _recv(transport, channel)
+        self.waited += transport.waited - before
+        return payload
 
 
 def train(turns: Turns, layout: Layout | None, *others: Callback) -> list[float]:
@@ -86,7 +87,7 @@ def train(turns: Turns, layout: Layout | None, *others: Callback) -> list[float]
 def metered(turns: Turns, layout: Layout | None) -> tuple[float, ...]:
     """Train without turns; return the medians of `Meter` over the steps."""
     meter = Meter()
-    with patch.object(Engine, "execute", lambda engine, *arguments: meter.execute(engine, *arguments)):
+    with patch.object(Transport, "recv", lambda transport, channel: meter.recv(transport, channel)):
         train(turns, layout, meter)
     return tuple(statistics.median(column) for column in zip(*meter.steps[WARMUP:], strict=True))
 
