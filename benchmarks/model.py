@@ -9,7 +9,7 @@ from typing import Any
 
 import lightning as L
 import torch
-import torch.nn.functional as F
+from gpu.towers import Encoder, Layer, Size, next_token_loss
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -20,49 +20,13 @@ VISION = Modality(module="encoder", boundary="encoder")
 LANGUAGE = Modality(module="decoder")
 
 
-class Layer(nn.Module):
-    """Pre-norm transformer layer on hidden states [B, P or S, D]."""
-
-    def __init__(self, causal: bool) -> None:
-        super().__init__()
-        self.causal = causal
-        self.attention_norm, self.mlp_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        q, k, v = (
-            part.unflatten(-1, (HEADS, -1)).transpose(1, 2)
-            for part in self.qkv(self.attention_norm(hidden)).chunk(3, dim=-1)
-        )
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
-        hidden = hidden + self.out(attended.transpose(1, 2).flatten(-2))
-        return hidden + self.down(F.gelu(self.up(self.mlp_norm(hidden))))
-
-
-class Encoder(nn.Module):
-    """Patches [B, P, C] -> features [B, P, D]."""
-
-    def __init__(self, layers: int) -> None:
-        super().__init__()
-        self.patches = nn.Linear(PATCH_WIDTH, WIDTH)
-        self.layers = nn.ModuleList([Layer(causal=False) for _ in range(layers)])
-        self.projector = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, patches: Tensor) -> Tensor:
-        hidden = self.patches(patches)
-        for layer in self.layers:
-            hidden = layer(hidden)
-        return self.projector(hidden)
-
-
 class Decoder(nn.Module):
     """Features [B, P, D], in the places where tokens [B, S] are `IMAGE` -> logits [B, S, VOCABULARY]."""
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self, size: Size) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList([Layer(causal=True) for _ in range(layers)])
+        self.layers = nn.ModuleList([Layer(size, causal=True) for _ in range(size.language)])
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
@@ -71,11 +35,6 @@ class Decoder(nn.Module):
         for layer in self.layers:
             hidden = layer(hidden)
         return self.head(self.norm(hidden))
-
-
-def next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Mean over all tokens but the first of each sample."""
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
@@ -89,8 +48,17 @@ class VisionLanguage(L.LightningModule):
     def __init__(self, vision_layers: int, language_layers: int) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.encoder = Encoder(vision_layers)
-        self.decoder = Decoder(language_layers)
+        size = Size(
+            width=WIDTH,
+            heads=HEADS,
+            vision=vision_layers,
+            language=language_layers,
+            patches=PATCHES,
+            tokens=TOKENS,
+            vocabulary=VOCABULARY,
+            values=PATCH_WIDTH,
+        )
+        self.encoder, self.decoder = Encoder(size), Decoder(size)
         self.losses: list[float] = []
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
