@@ -159,8 +159,8 @@ class Engine:
                     gathered = gathers.during(key, forward=action.kind is Kind.F, products=products)
                 if action.kind is Kind.F:
                     uncounted = discards and not self._views[stage].is_last
-                    with named(action), gathered, step.uncounted() if uncounted else nullcontext():
-                        flight = self._forward(step, graph, action, moves, deferred)
+                    with named(action), step.uncounted() if uncounted else nullcontext():
+                        flight = self._forward(step, graph, action, moves, gathered, deferred)
                     if step.trains and graph.has_backward(stage):
                         flights[key] = flight
                     del flight
@@ -197,26 +197,35 @@ class Engine:
         if self.recorder is not None:
             self.recorder.start()
 
-    def _forward(self, step: Step, graph: Graph, action: Action, moves: Moves, deferred: Deferred | None) -> _Flight:
+    def _forward(
+        self,
+        step: Step,
+        graph: Graph,
+        action: Action,
+        moves: Moves,
+        gathered: AbstractContextManager[None],
+        deferred: Deferred | None,
+    ) -> _Flight:
         stage = action.stage
         view = self._views[stage]
         place = replica, index = divmod(action.microbatch, self.count)
         bridges = [self._bridges.between(other, stage, place) for other in graph.predecessors(stage)]
-        payloads = [_unpacked(*bridge.recv()) for bridge in bridges]
-        self._starts()
         part = step.microbatches[replica][index]
         reseed = None
-        if step.random_key is not None:
-            seed_all(seed_of(*step.random_key, index, replica), self._device)
-            reseed = partial(seed_torch, seed_of(*step.random_key, index, replica, stage), self._device)
         training = step.trains and graph.has_backward(stage)
         loss = None
         with torch.set_grad_enabled(training):
-            structure = step.structure(part.batch)
-            run = Run(self._runtime, view, payloads, structure, reseed, deferred, trains=step.trains)
-            saved = moves.saving(run, action)
-            with saved or nullcontext(), self._watching(step, stage, place, payloads) as shapes:
-                result, ended = self._executed(run, step, part, index, stage)
+            with gathered:  # until replicas have met, and before anything is sent
+                payloads = [_unpacked(*bridge.recv()) for bridge in bridges]
+                self._starts()
+                if step.random_key is not None:
+                    seed_all(seed_of(*step.random_key, index, replica), self._device)
+                    reseed = partial(seed_torch, seed_of(*step.random_key, index, replica, stage), self._device)
+                structure = step.structure(part.batch)
+                run = Run(self._runtime, view, payloads, structure, reseed, deferred, trains=step.trains)
+                saved = moves.saving(run, action)
+                with saved or nullcontext(), self._watching(step, stage, place, payloads) as shapes:
+                    result, ended = self._executed(run, step, part, index, stage)
             if view.is_last and ended:
                 loss = step.finish(result, index)
                 if loss is not None:
@@ -288,8 +297,8 @@ class Engine:
             flight = flights.pop(key)
             deferred = flight.run.deferred
             ends = ending(stage, None) if ending and deferred is None else nullcontext()
-            with deferred or nullcontext(), gathered:
-                self._backward(flight, ends)
+            with deferred or nullcontext():
+                self._backward(flight, gathered, ends)
             del flight
             if deferred is not None and action.kind is Kind.I:
                 due[key] = deferred
@@ -298,25 +307,28 @@ class Engine:
             with ending(stage, deferred.weights) if ending else nullcontext():
                 deferred.compute()
 
-    def _backward(self, flight: _Flight, ends: AbstractContextManager[None]) -> None:
+    def _backward(
+        self, flight: _Flight, gathered: AbstractContextManager[None], ends: AbstractContextManager[None]
+    ) -> None:
         """Run a backward, inside of what takes the weight gradients that it puts off.
 
         It runs inside of `ends`, so that sums of gradients leave after what this rank receives and before what it sends
-        on all ranks, whatever their batches are: else devices with one order for messages could wait in a circle.
+        on all ranks, whatever their batches are: else devices with one order for messages could wait in a circle. What
+        replicas gather or exchange within the backward comes before these sums, too.
         """
         outputs: dict[int, Tensor] = {}
         gradients: dict[int, Tensor] = {}
         if flight.loss is not None and flight.loss.requires_grad:
             outputs[id(flight.loss)], gradients[id(flight.loss)] = flight.loss, torch.ones_like(flight.loss)
-        arrivals = [bridge.recv() for bridge, _ in flight.sent]
-        self._starts()
-        for (_, tensors), (missing, arrived) in zip(flight.sent, arrivals, strict=True):
-            wanted = [tensor for index, tensor in enumerate(tensors) if index not in missing]
-            for tensor, gradient in zip(wanted, arrived, strict=True):
-                key = id(tensor)
-                gradients[key] = gradients[key] + gradient if key in gradients else gradient
-                outputs[key] = tensor
-        with ends:
+        with ends, gathered:
+            arrivals = [bridge.recv() for bridge, _ in flight.sent]
+            self._starts()
+            for (_, tensors), (missing, arrived) in zip(flight.sent, arrivals, strict=True):
+                wanted = [tensor for index, tensor in enumerate(tensors) if index not in missing]
+                for tensor, gradient in zip(wanted, arrived, strict=True):
+                    key = id(tensor)
+                    gradients[key] = gradients[key] + gradient if key in gradients else gradient
+                    outputs[key] = tensor
             if outputs:
                 flight.run.backward(list(outputs.values()), list(gradients.values()))
         shapes = UNKNOWN if self._promises is None else self._promises.shapes(flight.run.stage.name, flight.place)

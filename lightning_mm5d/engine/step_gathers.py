@@ -14,16 +14,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
+from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.data_parallel.gathering import Gathering
 from lightning_mm5d.data_parallel.shared_parameters import Groups, SharedParameters
 from lightning_mm5d.engine.step import Step
 from lightning_mm5d.expert_parallel.shared_experts import Products, SharedExperts
-from lightning_mm5d.plan.meetings import replicas_meet
+from lightning_mm5d.plan.meetings import why_apart
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Graph, Schedule
 from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.sharded.backends import backend_of
 from lightning_mm5d.stage import Runtime, StageView
 
 
@@ -35,13 +38,26 @@ class StepGathers:
         gathering: of this rank.
         group: all ranks, in host memory; None where ranks never meet in an action.
         experts: that this rank shares; None without any.
+        device: where this rank computes.
+
+    Raises:
+        ConfigError: layers are gathered one by one around experts, where operations run in the order of issue.
     """
 
     def __init__(
-        self, plan: Plan, gathering: Gathering, group: dist.ProcessGroup | None, experts: SharedExperts | None
+        self,
+        plan: Plan,
+        gathering: Gathering,
+        group: dist.ProcessGroup | None,
+        experts: SharedExperts | None,
+        device: torch.device,
     ) -> None:
         self._plan, self._gathering, self._group, self._experts = plan, gathering, group, experts
-        self._known: dict[Any, bool] = {}
+        self._is_ordered = backend_of(device) != "gloo"
+        self._known: dict[Any, str | None] = {}
+        self._told = set[str]()
+        if self._is_ordered:
+            _refuse_gathers_around_experts(plan)
 
     def begin(
         self, step: Step, schedule: str | Callable[[Graph], Schedule], count: int, trainable: frozenset[str]
@@ -55,7 +71,12 @@ class StepGathers:
             trainable: names of the parameters that require a gradient.
         """
         full = all(len(parts) == count for parts in step.microbatches.values())
-        per_action = self._group is not None and self._agree(schedule, count, trainable, full=full)
+        per_action = False
+        if self._group is not None:
+            why = self._why_apart(schedule, count, trainable, full=full)
+            per_action = why is None
+            if why is not None:
+                self._warn(why)
         self._gathering.begin(per_action=per_action)
         if self._experts is not None and per_action:
             self._experts.begin(step.context)
@@ -81,18 +102,37 @@ class StepGathers:
         if self._experts is not None:
             self._experts.end()
 
-    def _agree(
+    def _why_apart(
         self, schedule: str | Callable[[Graph], Schedule], count: int, trainable: frozenset[str], *, full: bool
-    ) -> bool:
+    ) -> str | None:
         counts = torch.tensor([count, -count, int(not full)])
         dist.all_reduce(counts, dist.ReduceOp.MAX, group=self._group)
         most, least, ragged = counts.tolist()
         if most != -least or ragged:
-            return False
+            return "replicas have unequal numbers of microbatches, as they may at the end of an epoch"
         key = (count, trainable)
         if key not in self._known:
-            self._known[key] = replicas_meet(self._plan, schedule, count, trainable)
+            self._known[key] = why_apart(self._plan, schedule, count, trainable, is_ordered=self._is_ordered)
         return self._known[key]
+
+    def _warn(self, why: str) -> None:
+        """Say once for each reason that ranks hold all experts in a step."""
+        if self._plan.experts and why not in self._told:
+            self._told.add(why)
+            rank_zero_warn(f"ep_size: each rank gathers all experts of its layers for a step, because {why}")
+
+
+def _refuse_gathers_around_experts(plan: Plan) -> None:
+    """Refuse layers that are gathered at places that depend on the batch, between tokens that travel at such places."""
+    for name, modality in plan.modalities.items():
+        if modality.reshard_after_forward and modality.ep_size > 1:
+            raise ConfigError(
+                f"modalities.{name}.reshard_after_forward",
+                True,
+                "With ep_size tokens travel between the gathers of layers, and this backend runs both in the order of "
+                "issue, which replicas with unlike batches do not share",
+                "Leave it unset, which gathers layers once for a step, or use gloo",
+            )
 
 
 def make_gathering(

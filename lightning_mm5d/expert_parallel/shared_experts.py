@@ -32,6 +32,7 @@ from lightning_mm5d.expert_parallel.token_exchange import (
 )
 from lightning_mm5d.layout.even_split import even_lengths
 from lightning_mm5d.sharded.collectives import TensorGroup, gather, scatter
+from lightning_mm5d.sharded.tensor import Sharded
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 Context = Callable[[], AbstractContextManager[Any]]
@@ -222,15 +223,15 @@ class SharedExperts:
     def _called(self, layer: _Layer, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         if self._is_dry():
             return hidden * weights.sum(-1, keepdim=True).to(hidden.dtype)
-        if self._stage is None:
-            return layer.whole(hidden, index, weights)
         copies, length = layer.groups.copies, len(hidden)
         if copies is not None:  # each of the ranks that hold the same experts takes some of the tokens
+            hidden, index, weights = (x.full() if isinstance(x, Sharded) else x for x in (hidden, index, weights))
             lengths = even_lengths(length, copies.size)
             start = sum(lengths[: copies.index])
             hidden, weights = scatter(hidden, 0, lengths, copies), scatter(weights, 0, lengths, copies)
             index = index.narrow(0, start, lengths[copies.index])
-        result = self._dispatched(layer, hidden, index, weights)
+        meets = self._stage is not None
+        result = self._dispatched(layer, hidden, index, weights) if meets else layer.whole(hidden, index, weights)
         return result if copies is None else gather(result, 0, lengths, copies)
 
     def _dispatched(self, layer: _Layer, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:

@@ -9,19 +9,28 @@ message of a rank, because earlier sums could wait for ranks whose messages wait
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
+from lightning_mm5d.plan.data_shards import DataShards
 from lightning_mm5d.plan.pairs import pairs_of
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.plan.sum_timing import ordered_timing
 from lightning_mm5d.plan.sums import sums_of
-from lightning_mm5d.schedule import AnySchedule, IssueOrder, Kind, Message, Schedule
+from lightning_mm5d.schedule import Action, AnySchedule, IssueOrder, Kind, Message, Schedule
+from lightning_mm5d.schedule.meeting import gathers
 from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.schedule.streams import Operation, Step, check_streams
 
 
 def check_messages(
-    plan: Plan, schedule: AnySchedule, count: int, trainable: frozenset[str], *, forward_only: bool = False
+    plan: Plan,
+    schedule: AnySchedule,
+    count: int,
+    trainable: frozenset[str],
+    *,
+    forward_only: bool = False,
+    meets: bool = False,
 ) -> None:
     """Refuse a schedule whose messages, gathers and sums of gradients would not end.
 
@@ -31,11 +40,12 @@ def check_messages(
         count: microbatches per replica, M.
         trainable: names of the parameters that require a gradient.
         forward_only: leave out backwards.
+        meets: whether replicas meet in actions: they gather layers there, or share experts.
 
     Raises:
         ScheduleError: the ranks would wait for each other under a model of `streams`.
     """
-    issued = Issued(plan, schedule, count, trainable, forward_only=forward_only)
+    issued = Issued(plan, schedule, count, trainable, forward_only=forward_only, meets=meets)
     check_streams({rank: [issued.steps(rank)] for rank in range(plan.layout.size)})
 
 
@@ -43,13 +53,21 @@ class Issued:
     """What the ranks of a plan issue in one step of a schedule; arguments as of `check_messages`."""
 
     def __init__(
-        self, plan: Plan, schedule: AnySchedule, count: int, trainable: frozenset[str], *, forward_only: bool = False
+        self,
+        plan: Plan,
+        schedule: AnySchedule,
+        count: int,
+        trainable: frozenset[str],
+        *,
+        forward_only: bool = False,
+        meets: bool = False,
     ) -> None:
         self._plan, self._count, self._trainable = plan, count, trainable
         self._schedule, self._forward_only = schedule, forward_only
         self._built: dict[Any, tuple[Schedule, IssueOrder]] = {}
         self._known: dict[Message, list[Operation]] = {}
         self._timing = ordered_timing(plan)
+        self._shards = DataShards(plan) if meets else None
 
     def steps(self, rank: int) -> list[Step]:
         """Return what `rank` issues and waits for, in order."""
@@ -59,12 +77,14 @@ class Issued:
         sums = {} if self._forward_only else self._sums(rank)
         last = {action.stage: action for action in actions if action.kind is not Kind.F}
         found: list[Step] = []
+        met: Counter[Any] = Counter()
         for action, receives, sends in order.turns(actions):
             found += [Step(one) for message in receives for one in self._received(message, rank)]
             for message in order.needed(action):
                 found += [Step(one, waits=True) for one in self._received(message, rank)]
                 found += self._gather(message, rank)
             found += self._meeting(("collectives", action), action.stage, action.microbatch, rank)
+            found += self._replicas(action, rank, met)
             early = sums.pop(action.stage, []) if last.get(action.stage) == action else []
             left += early
             found += map(Step, early)
@@ -113,6 +133,14 @@ class Issued:
         ranks = self._ranks_at(stage, microbatch)
         operation = Operation(what, ranks, ("layers", *ranks))
         return [Step(operation), Step(operation, waits=True)] if len(ranks) > 1 else []
+
+    def _replicas(self, action: Action, rank: int, met: Counter[Any]) -> list[Step]:
+        """What replicas that meet in an action do there; `met` counts the actions of a kind."""
+        ranks = self._shards.meeting(action.stage, rank) if self._shards and gathers(action) else ()
+        kind = action.stage, action.kind
+        met[kind] += bool(ranks)
+        operation = Operation(("replicas", *kind, met[kind]), ranks, ("replicas", *ranks))
+        return [Step(operation), Step(operation, waits=True)] if ranks else []
 
     def _sums(self, rank: int) -> dict[StageKey | None, list[Operation]]:
         """The sums of gradients by the stage in whose last action they leave, or None, in one order on all ranks.

@@ -31,7 +31,8 @@ def ordered_timing(plan: Plan) -> SumTiming:
     Replicas that share ranks end their stages at different places among the messages of these ranks, and so do several
     encoders of one replica. Layers that are
     gathered for an action are gathered at places that depend on the batch. Context parallel ranks have other tokens,
-    and so may have other gradients at a time.
+    and so may have other gradients at a time; and a rank without tokens for some experts comes to its next gradients
+    before it serves those of other ranks.
     """
     topology, owners, layout = plan.topology, plan.partition.owners, plan.layout
     alone = all(len(topology.connected_replicas(rank)) == 1 for rank in range(layout.size))
@@ -39,6 +40,6 @@ def ordered_timing(plan: Plan) -> SumTiming:
     gathers = any(one.shared_stage == 3 and one.reshard_after_forward for one in plan.modalities.values())
     return SumTiming(
         early=not gathers and (alone or not topology.edges),
-        inside=all(layout.sizes(name).cp == 1 for name in layout.modalities),
+        inside=not plan.experts and all(layout.sizes(name).cp == 1 for name in layout.modalities),
         late=frozenset(name for name in plan.sizes if len({topology.stage_of[key] for key in owners[name]}) > 1),
     )

@@ -28,7 +28,7 @@ from torch import nn
 from lightning_mm5d.config.recomputation import Kept
 from lightning_mm5d.partition import StageCut
 from lightning_mm5d.plan.data_shards import DataShard, DataShards
-from lightning_mm5d.plan.meetings import replicas_meet
+from lightning_mm5d.plan.meetings import why_apart
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.plan.sums import summed_by
 from lightning_mm5d.planner.activation_trace import Storages, Trace, UnitUse
@@ -194,7 +194,9 @@ class _Estimate:
     @cached_property
     def _tokens_travel(self) -> bool:
         plan, step = self._plan, self._step
-        return bool(plan.experts) and replicas_meet(plan, step.schedule, step.num_microbatches, step.trainable)
+        if not plan.experts:
+            return False
+        return why_apart(plan, step.schedule, step.num_microbatches, step.trainable) is None
 
     # --- a rank ---
 

@@ -142,6 +142,7 @@ class Session:
         self._cut = CutModule(module, plan, groups, rank=rank, device=device, splits_backward=splits_backward)
         self.host_copies = self._cut.host_copies
         self._transport = None if groups.payloads is None else groups.payloads.transport(device, rank)
+        memory = HostMemory(device, min(plan.layout.ranks_per_node, plan.layout.size))
         self._engine = Engine(
             plan,
             self._cut.runtime,
@@ -153,9 +154,7 @@ class Session:
             device=device,
             instances=groups.instances,
             hosts=groups.hosts,
-            offload=Offload(
-                plan, self._cut.runtime, HostMemory(device, min(plan.layout.ranks_per_node, plan.layout.size))
-            ),
+            offload=Offload(plan, self._cut.runtime, memory),
         )
         if options.timeline is not None:
             self._engine.recorder = Recorder(device)
@@ -269,7 +268,8 @@ class Session:
             self._guards = SharingGuards(self._module, self._shared, self._cut.runtime.guard)
             self._gathering.attach()
         if self._shared.all or self._meets is not None:
-            self._engine.gathers = StepGathers(self.plan, self._gathering, self._meets, self._cut.experts)
+            shared = self._gathering, self._meets, self._cut.experts
+            self._engine.gathers = StepGathers(self.plan, *shared, self._options.device)
         if self._predicts:
             self._shared.show_whole()
             self._mains.show_computing()
