@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -235,6 +236,40 @@ class Gathering:
                 unit.show_rows()
         staying = [unit for unit in self._every() if unit not in apart]
         self._step = _Walk(staying, len(staying))
+
+    @contextmanager
+    def hiding_rows(self) -> Iterator[None]:
+        """Enter around a forward in which tokens travel: code of the step's own would take a rank's rows for all."""
+        for unit in self._experts:
+            for one in unit.parameters:
+                one.hide_rows(partial(self._touch_rows, one))
+        yield
+        for unit in self._experts:
+            unit.show_rows()
+
+    @contextmanager
+    def showing_rows(self, experts: nn.Module) -> Iterator[None]:
+        """Enter around the forward of experts that computes with this rank's rows."""
+        found = [one for parameter in experts.parameters() if (one := self._shared.get(parameter)) is not None]
+        hidden = [one for one in found if one.is_hidden]
+        for one in hidden:
+            one.show_rows()
+        try:
+            yield
+        finally:
+            for one in hidden:
+                one.hide_rows(partial(self._touch_rows, one))
+
+    def _touch_rows(self, touched: SharedParameter) -> None:
+        if not self._is_dry():
+            name = next(name for name, parameter in self._names if parameter is touched.parameter)
+            raise ConfigError(
+                name,
+                "read in a step",
+                "Ranks share these experts (ep_size), and each of them has its own rows alone while a step runs, so "
+                "that a result would be another one on each rank",
+                "Leave it to the layer, read it between steps, or use ep_size=1",
+            )
 
     def end(self) -> None:
         """End a step: all is closed."""

@@ -59,6 +59,7 @@ class SharedParameter:
         self._gathered: Tensor | None = None  # own rows of the whole tensor, where these are rounded
         self.gradient: Tensor | None = None
         self.shows_rows = False
+        self._rows: Tensor | None = None  # own rows in the precision of layers, in a step that computes with them
         self._version = parameter._version  # when it began to show its whole face
         self.whole: Tensor | None = parameter.data if parameter.shape == self.shape else None
         self.is_whole = self.whole is not None
@@ -83,6 +84,11 @@ class SharedParameter:
         """Whether own rows have memory of their own, beside those of the whole tensor."""
         return self.rests_own or self.traffic.parameters is not None
 
+    @property
+    def is_hidden(self) -> bool:
+        """Whether it shows NaN in a step that computes with own rows."""
+        return self.shows_rows and isinstance(self.parameter, Closed)
+
     def widen(self, dtype: torch.dtype) -> None:
         """Give it a main parameter of `dtype`, between batches."""
         assert self.gradient is None
@@ -103,6 +109,7 @@ class SharedParameter:
             self.parameter.data = self.own.contiguous()  # as optimizers take for granted
             self.parameter.grad, self.gradient = self.gradient, None
             self.is_whole = self.shows_rows = False
+            self._rows = None
         if self.rests_own:
             self.whole = None
         if self.dtype != self.own.dtype:
@@ -121,7 +128,7 @@ class SharedParameter:
         Args:
             opens: called before the first use of its values; must call `reopen`.
         """
-        self.shows_rows = False
+        self.shows_rows, self._rows = False, None
         if not self.is_whole:
             self._leave_own()
         elif self.rests_own and not isinstance(self.parameter, Closed):
@@ -140,8 +147,14 @@ class SharedParameter:
     def show_rows(self) -> None:
         """Let a closed parameter show own rows in a step that computes with them, in the precision of layers."""
         make_open(self.parameter)
-        self.parameter.data = self.own.to(self.dtype)
+        if self._rows is None:
+            self._rows = self.own.to(self.dtype)
+        self.parameter.data = self._rows
         self.shows_rows = True
+
+    def hide_rows(self, opens: Callable[[], None]) -> None:
+        """Show NaN in the shape of the local tensor until `show_rows`, with `opens` as for `show_closed`."""
+        make_closed(self.parameter, self.shape, self.dtype, opens)
 
     def _leave_own(self) -> None:
         self.keep_own()

@@ -79,7 +79,7 @@ class StepGathers:
                 self._warn(why)
         self._gathering.begin(per_action=per_action)
         if self._experts is not None and per_action:
-            self._experts.begin(step.context)
+            self._experts.begin(step.context, self._gathering.showing_rows)
 
     @contextmanager
     def during(self, flight: tuple[StageKey, int], *, forward: bool, products: Products) -> Iterator[None]:
@@ -93,6 +93,8 @@ class StepGathers:
         with ExitStack() as stack:
             stack.enter_context(self._gathering.during(flight[0], flight, forward=forward))
             if self._experts is not None:
+                if forward and self._experts.are_apart:
+                    stack.enter_context(self._gathering.hiding_rows())
                 stack.enter_context(self._experts.during(flight[0], flight, forward=forward, products=products))
             yield
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_mm5d.config.errors import ConfigError, nearest, one_of
 from lightning_mm5d.config.modality import Modality
+from lightning_mm5d.expert_parallel.adapters import adapters_around, check_adapters, factors_of
 from lightning_mm5d.layout.even_split import even_ranges
 from lightning_mm5d.partition import Partition
 from lightning_mm5d.sharded.shards import Range
@@ -30,6 +31,7 @@ class ExpertLayer:
         number: of experts.
         degree: ranks that share them.
         parameters: names of their parameters, each with an entry for every expert along its first dim.
+        factors: names of the parameters of adapters on them, which are whole on every rank.
     """
 
     path: str
@@ -37,6 +39,7 @@ class ExpertLayer:
     number: int
     degree: int
     parameters: tuple[str, ...]
+    factors: tuple[str, ...] = ()
 
     @property
     def ranges(self) -> tuple[Range, ...]:
@@ -53,7 +56,8 @@ def find_experts(root: nn.Module, partition: Partition, modalities: Mapping[str,
         modalities: the configuration.
 
     Raises:
-        ConfigError: a modality has nothing that its ranks could share, or too few experts.
+        ConfigError: a modality has nothing that its ranks could share, too few experts, or adapters on these that its
+            layout refuses.
     """
     degrees = {name: modality.ep_size for name, modality in modalities.items() if modality.ep_size > 1}
     found: dict[str, ExpertLayer] = {}
@@ -64,7 +68,10 @@ def find_experts(root: nn.Module, partition: Partition, modalities: Mapping[str,
         users = {stage.modality for name in names for stage in partition.owners.get(name, ())}
         modality = users.pop() if len(users) == 1 else ""
         if modality in degrees:
-            found[path] = layer = ExpertLayer(path, modality, module.num_experts, degrees[modality], names)
+            adapters = adapters_around(root, path)
+            check_adapters(adapters, modality, modalities[modality])
+            factors = tuple(factors_of(adapters))
+            found[path] = layer = ExpertLayer(path, modality, module.num_experts, degrees[modality], names, factors)
             _check_number(layer)
     for name, degree in degrees.items():
         if not any(layer.modality == name for layer in found.values()):

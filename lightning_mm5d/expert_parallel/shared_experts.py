@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.expert_parallel.adapters import Adapters, adapters_around
 from lightning_mm5d.expert_parallel.expert_layer import ExpertLayer
 from lightning_mm5d.expert_parallel.loads import Load
 from lightning_mm5d.expert_parallel.rounds import BACKWARD, FORWARD, Round, Rounds, Wish
@@ -36,6 +37,7 @@ from lightning_mm5d.sharded.tensor import Sharded
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 Context = Callable[[], AbstractContextManager[Any]]
+Showing = Callable[[nn.Module], AbstractContextManager[Any]]
 Products = Callable[[], AbstractContextManager[Any]]
 
 
@@ -67,17 +69,19 @@ class _Flight:
 class _Layer:
     """One module of experts."""
 
-    def __init__(self, layer: ExpertLayer, place: int, module: nn.Module, groups: ExpertGroups) -> None:
-        self.path, self.place, self.groups = layer.path, place, groups
+    def __init__(
+        self, layer: ExpertLayer, place: int, module: nn.Module, groups: ExpertGroups, adapters: Adapters
+    ) -> None:
+        self.path, self.place, self.groups, self.adapters = layer.path, place, groups, adapters
         self.number, self.ranges = layer.number, layer.ranges
         self.recomputed = False  # known after its first backward
-        self._module = module
+        self.module = module
         self._inner: Callable[..., Tensor] = module.forward
         self.tokens = torch.zeros(layer.number, dtype=torch.long)
 
     def whole(self, *args: Any, **kwargs: Any) -> Tensor:
         """Call the experts' own forward, with all of them."""
-        held = next(self._module.parameters()).shape[0]
+        held = next(self.module.parameters()).shape[0]
         if held != self.number:
             raise ConfigError(
                 self.path,
@@ -90,13 +94,17 @@ class _Layer:
     def own(self, products: Products, rows: Tensor, experts: Tensor) -> Tensor:
         """Return what this rank's experts compute of rows of one expert each, inside of `products`."""
         start, stop = self.ranges[self.groups.tokens.index]
-        module: Any = self._module
+        module: Any = self.module
+        adapted = self.adapters.adapted(module)
         module.num_experts = stop - start
+        vars(module).update(adapted)
         try:
             with products():
                 return self._inner(rows, experts.unsqueeze(1), rows.new_ones(len(rows), 1))
         finally:
             module.num_experts = self.number
+            for name in adapted:
+                del vars(module)[name]
 
     def lengths(self, counts: Sequence[Sequence[int]]) -> Lengths:
         """Return what travels, given the rows of each rank of the stage for each expert."""
@@ -140,6 +148,7 @@ class SharedExperts:
         self._stages: dict[Any, list[_Layer]] = {}
         self._rounds: dict[Any, Rounds] = {}
         self._context: Context | None = None  # of a step in which ranks meet
+        self._showing: Showing | None = None  # of such a step
         self._flights: dict[Any, _Flight] = {}
         self._stage: Any = None
         self._flight = _Flight(nullcontext)
@@ -147,7 +156,7 @@ class SharedExperts:
         self._calls: Counter[int] = Counter()
         self._undo: list[Callable[[], object]] = []
         for stage, held in layers.items():
-            own = [_Layer(one, place, root.get_submodule(one.path), groups[one.path]) for place, one in enumerate(held)]
+            own = [self._layer(root, one, place, groups[one.path]) for place, one in enumerate(held)]
             if own:
                 self._stages[stage] = own
                 most = max(layer.number for layer in own)
@@ -171,17 +180,23 @@ class SharedExperts:
 
     # --- a step ---
 
-    def begin(self, context: Context) -> None:
+    @property
+    def are_apart(self) -> bool:
+        """Whether a step runs in which each rank computes with its own experts."""
+        return self._context is not None
+
+    def begin(self, context: Context, showing: Showing) -> None:
         """Begin a step in whose actions ranks meet.
 
         Args:
             context: the precision of a forward.
+            showing: entered around the forward of experts with this rank's rows.
         """
-        self._context = context
+        self._context, self._showing = context, showing
 
     def end(self) -> None:
         """End a step."""
-        self._context = None
+        self._context = self._showing = None
         self._flights.clear()
 
     @contextmanager
@@ -206,6 +221,12 @@ class SharedExperts:
             del self._flights[flight]
 
     # --- calls ---
+
+    def _layer(self, root: nn.Module, layer: ExpertLayer, place: int, groups: ExpertGroups) -> _Layer:
+        wrappers = [*adapters_around(root, layer.path).values()]
+        adapters = Adapters(wrappers, layer.number, layer.ranges[groups.tokens.index], lambda: self._stage is not None)
+        self._undo += adapters.patch()
+        return _Layer(layer, place, root.get_submodule(layer.path), groups, adapters)
 
     def _patch(self, module: nn.Module, layer: _Layer) -> None:
         before = vars(module).get("forward")
@@ -274,7 +295,7 @@ class SharedExperts:
     def _run_forward(self, layer: _Layer, found: Round, rows: Tensor) -> tuple[Tensor, Record | None]:
         flight, place, tokens = self._flight, layer.place, layer.groups.tokens
         self._calls[place] += 1
-        lengths, own = layer.lengths(found.counts), partial(layer.own, flight.products)
+        lengths, own = layer.lengths(found.counts), partial(self._own, layer, flight.products)
         if self._is_forward:
             layer.note(found.counts)
         again = not self._is_forward and flight.of_forward[place] > 0
@@ -287,6 +308,11 @@ class SharedExperts:
         flight.records.setdefault(place, []).append(record)
         flight.of_forward[place] += int(self._is_forward)
         return results, record
+
+    def _own(self, layer: _Layer, products: Products, rows: Tensor, experts: Tensor) -> Tensor:
+        assert self._showing is not None
+        with self._showing(layer.module):
+            return layer.own(products, rows, experts)
 
     def _run_backward(self, layer: _Layer, found: Round, gradient: Tensor, record: Record) -> Tensor | None:
         record.left -= found.wishing

@@ -80,7 +80,7 @@ class Plan:
         check_backends(modalities)
         check_heads(module, modalities)
         experts = find_experts(module, cut, modalities)
-        names = {path: layer.parameters for path, layer in experts.items()}
+        names = {path: layer.parameters + layer.factors for path, layer in experts.items()}
         return replace(plan, division=divide(module, cut, modalities, names), experts=experts)
 
     def held_dtype(self, parameter: Tensor) -> torch.dtype:
