@@ -152,6 +152,7 @@ class SharedParameters:
 
     def show_own(self) -> None:
         """Let all show the rows that this rank owns."""
+        self._take_data()
         for one in self.all:
             one.show_own()
 
@@ -175,8 +176,18 @@ class SharedParameters:
         Call between batches: what still shows own rows there was in a step that only called the closure, or that
         stepped on the inner optimizer.
         """
+        self._take_data()
         self.stepped([one.parameter for one in self.all if not one.rests_own and not one.is_whole])
         self.rest()
+
+    def _take_data(self) -> None:
+        """Take over the data that somebody has set in place of a local tensor's."""
+        for one in self.all:
+            if one.is_whole and not one.rests_own and one.whole is not None:
+                data = one.parameter.data
+                if data.data_ptr() != one.whole.data_ptr():
+                    one.whole.copy_(data)
+                    one.parameter.data = one.whole
 
     def stepped(self, parameters: Iterable[Tensor]) -> None:
         """Exchange rows of `parameters` after an optimizer's step on this rank's; collective."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.sharded.data_accesses import accesses
 from lightning_mm5d.sharded.remote_value import is_remote, plain
 
 
@@ -61,7 +62,7 @@ class CastingOnce:
             enabled=torch.is_autocast_enabled(self._kind),
             cache_enabled=torch.is_autocast_cache_enabled(),
         )
-        with outermost, _accesses(self._accessed):
+        with outermost, accesses(self._accessed):
             yield
         self._check()
 
@@ -101,7 +102,7 @@ class CastingOnce:
         finally:
             self._is_inside = False
 
-    def _accessed(self, parameter: Tensor) -> None:
+    def _accessed(self, parameter: Tensor, data: Tensor, sets: bool) -> None:
         if self._is_inside and id(parameter) in self._ids:
             self._stop()
 
@@ -156,22 +157,3 @@ class _Uses(TorchDispatchMode):
             self.repeat |= id(args[0]) in self._cast
             self._cast.add(id(args[0]))
         return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _accesses(notice: Callable[[Tensor], None]) -> Iterator[None]:
-    """Call `notice` before each access to `data` of a parameter, a read or a write, inside of the block."""
-
-    def read(parameter: Tensor) -> Tensor:
-        notice(parameter)
-        return torch.Tensor.data.__get__(parameter)  # type: ignore[attr-defined]
-
-    def write(parameter: Tensor, data: Tensor) -> None:
-        notice(parameter)
-        torch.Tensor.data.__set__(parameter, data)  # type: ignore[attr-defined]
-
-    nn.Parameter.data = property(read, write)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        del nn.Parameter.data

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -35,6 +34,7 @@ from lightning_mm5d.gradients.gradients import Gradients
 from lightning_mm5d.gradients.parameter_hooks import set_aside
 from lightning_mm5d.gradients.publish import published
 from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.sharded.data_accesses import refused_writes
 from lightning_mm5d.sharded.remote_value import plain
 from lightning_mm5d.trainer.logs import LogCapture, replay
 from lightning_mm5d.trainer.metrics import MetricSync
@@ -177,8 +177,9 @@ class Steps:
         reduction = self._gradients.reduction(whole=summing.is_early, rows=True)
         rows: dict[int, Tensor] = {}
         try:
-            keeps = nullcontext() if is_gathered else self._casting_once.step()
-            with set_aside(self._gradients.parameters), keeps:
+            shows_copies = is_gathered or self._plan.main_params is not None
+            watched = refused_writes(self._named) if shows_copies else self._casting_once.step()
+            with set_aside(self._gradients.parameters), watched:
                 self._run(step, self.trainable(), reduction.ending)
             rows = self._gradients.finish(reduction)
             self._unread.learn(part for found in parts.values() for part in found)

@@ -85,9 +85,6 @@ def test_casts_are_not_kept_over_writes_to_weights() -> None:
     """the whole model: rank 0"""
 
     def both(rank: int) -> Any:
-        Run(ONE).trainer(precision="32-true").fit(
-            Writing(1), Run(ONE).training(Singles(16)), Run(ONE).loader(Singles(8))
-        )
         trained = []
         for layout in (None, ONE):
             module = Writing(0)
@@ -132,6 +129,23 @@ class Twice(Precise):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         other = {**batch, "images": batch["images"].flip(0)}
         return super().training_step(batch, batch_idx) + super().training_step(other, batch_idx)
+
+
+class Clamping(Precise):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            self.decoder.head.weight.clamp_(-0.1, 0.1)
+        return super().training_step(batch, batch_idx)
+
+
+def test_writes_to_weights_stay_allowed_without_autocast() -> None:
+    """the whole model: rank 0"""
+
+    def on_rank(rank: int) -> None:
+        run = Run(ONE)
+        run.trainer(precision="32-true").fit(Clamping(), run.training(Singles(16)), run.loader(Singles(8)))
+
+    run_ranks(1, on_rank)
 
 
 def test_casts_that_could_change_a_number_are_not_kept() -> None:
