@@ -93,6 +93,12 @@ def holds_experts(module: nn.Module) -> bool:
     return arguments == _ARGUMENTS and bool(shapes) and all(shape[:1] == (number,) for shape in shapes)
 
 
+def has_shared_expert(root: nn.Module, path: str) -> bool:
+    """Whether the block around some experts has an expert that all tokens go to."""
+    block = root.get_submodule(path.rpartition(".")[0])
+    return any(getattr(block, name, None) is not None for name in ("shared_expert", "shared_experts"))
+
+
 def parameters_of(layers: Mapping[str, ExpertLayer]) -> Iterator[tuple[str, ExpertLayer]]:
     """Yield the name of each parameter of some experts, with these."""
     for layer in layers.values():

@@ -20,14 +20,17 @@ from torch import Tensor, nn
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.expert_parallel.adapters import Adapters, adapters_around
-from lightning_mm5d.expert_parallel.expert_layer import ExpertLayer
+from lightning_mm5d.expert_parallel.awaited_result import awaited
+from lightning_mm5d.expert_parallel.expert_layer import ExpertLayer, has_shared_expert
 from lightning_mm5d.expert_parallel.loads import Load
 from lightning_mm5d.expert_parallel.rounds import BACKWARD, FORWARD, Round, Rounds, Wish
+from lightning_mm5d.expert_parallel.token_call import DTYPES, Arrive, Leave, TokenCall
 from lightning_mm5d.expert_parallel.token_exchange import (
+    Arriving,
+    Backward,
     Lengths,
     Record,
     TokenGroup,
-    backward,
     forward,
     recorded_forward,
 )
@@ -35,7 +38,6 @@ from lightning_mm5d.layout.even_split import even_lengths
 from lightning_mm5d.sharded.collectives import TensorGroup, gather, scatter
 from lightning_mm5d.sharded.tensor import Sharded
 
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 Context = Callable[[], AbstractContextManager[Any]]
 Showing = Callable[[nn.Module], AbstractContextManager[Any]]
 Products = Callable[[], AbstractContextManager[Any]]
@@ -74,6 +76,7 @@ class _Layer:
     ) -> None:
         self.path, self.place, self.groups, self.adapters = layer.path, place, groups, adapters
         self.number, self.ranges = layer.number, layer.ranges
+        self.overlaps = False
         self.recomputed = False  # known after its first backward
         self.module = module
         self._inner: Callable[..., Tensor] = module.forward
@@ -133,6 +136,7 @@ class SharedExperts:
         groups: of each layer, by its path.
         device: where this rank computes.
         is_dry: whether nothing but shapes is kept of what runs at the moment.
+        is_compiled: whether compiled code takes the results of experts, which then wait for them.
     """
 
     def __init__(
@@ -143,6 +147,7 @@ class SharedExperts:
         *,
         device: torch.device,
         is_dry: Callable[[], bool],
+        is_compiled: bool = False,
     ) -> None:
         self._device, self._is_dry = device, is_dry
         self._stages: dict[Any, list[_Layer]] = {}
@@ -154,6 +159,7 @@ class SharedExperts:
         self._flight = _Flight(nullcontext)
         self._is_forward = True
         self._calls: Counter[int] = Counter()
+        self._open: Backward | None = None  # between its two exchanges
         self._undo: list[Callable[[], object]] = []
         for stage, held in layers.items():
             own = [self._layer(root, one, place, groups[one.path]) for place, one in enumerate(held)]
@@ -162,6 +168,7 @@ class SharedExperts:
                 most = max(layer.number for layer in own)
                 self._rounds[stage] = Rounds(own[0].groups.host, most, self._serve)
             for layer in own:
+                layer.overlaps = not is_compiled and has_shared_expert(root, layer.path)
                 self._patch(root.get_submodule(layer.path), layer)
 
     def remove(self) -> None:
@@ -196,7 +203,7 @@ class SharedExperts:
 
     def end(self) -> None:
         """End a step."""
-        self._context = self._showing = None
+        self._context = self._showing = self._open = None
         self._flights.clear()
 
     @contextmanager
@@ -215,6 +222,7 @@ class SharedExperts:
         self._stage, self._is_forward, self._calls = stage, forward, Counter()
         self._flight = self._flights.setdefault(flight, _Flight(products))
         yield
+        self._settle()
         self._rounds[stage].reach(Wish(), forward=forward)
         self._stage = None
         if not forward:
@@ -251,36 +259,48 @@ class SharedExperts:
             start = sum(lengths[: copies.index])
             hidden, weights = scatter(hidden, 0, lengths, copies), scatter(weights, 0, lengths, copies)
             index = index.narrow(0, start, lengths[copies.index])
-        meets = self._stage is not None
-        result = self._dispatched(layer, hidden, index, weights) if meets else layer.whole(hidden, index, weights)
-        return result if copies is None else gather(result, 0, lengths, copies)
+        if self._stage is None:
+            result = layer.whole(hidden, index, weights)
+            return result if copies is None else gather(result, 0, lengths, copies)
+        finish = self._dispatched(layer, hidden, index, weights)
+        if copies is not None:
+            return gather(finish(), 0, lengths, copies)
+        return awaited(hidden, finish) if layer.overlaps and type(hidden) is Tensor else finish()
 
-    def _dispatched(self, layer: _Layer, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    def _dispatched(self, layer: _Layer, hidden: Tensor, index: Tensor, weights: Tensor) -> Callable[[], Tensor]:
+        """Bring rows to their experts; return what waits for the results and gives each token the sum of its own."""
         experts = index.reshape(-1)
         order = torch.argsort(experts, stable=True)
-        counts = torch.bincount(experts, minlength=layer.number).tolist()
+        counts = experts.new_zeros(layer.number).scatter_add_(0, experts, torch.ones_like(experts)).tolist()
         tokens = order // max(index.shape[1], 1)
-        rows = hidden[tokens]
-        call = _Call(self, layer, tuple(counts))
-        if torch.is_grad_enabled():
-            # experts have gradients of tokens that do not want any, and of those of other ranks
-            results = _Exchange.apply(torch.zeros((), device=rows.device, requires_grad=True), rows, call)
-        else:
-            results = call.forward(rows, trains=False, wants=False)[0]
-        weighted = results * weights.reshape(-1)[order].unsqueeze(1)
-        return torch.zeros_like(hidden).index_add(0, tokens, weighted.to(hidden.dtype))
+        rows = hidden.index_select(0, tokens)
+        trains = torch.is_grad_enabled()
+        call = TokenCall(partial(self.exchange, layer), partial(self.exchange_back, layer), tuple(counts))
+        # experts have gradients of tokens that do not want any, and of those of other ranks
+        anchor = torch.zeros((), device=rows.device, requires_grad=trains)
+        ticket = Leave.apply(anchor, rows, call)
+
+        def finish() -> Tensor:
+            with torch.set_grad_enabled(trains):
+                results = Arrive.apply(ticket, call)
+                weighted = results * weights.reshape(-1)[order].unsqueeze(1)
+                return torch.zeros_like(hidden).index_add_(0, tokens, weighted.to(hidden.dtype))
+
+        return finish
 
     # --- rounds ---
 
-    def exchange(self, layer: _Layer, rows: Tensor, wish: Wish) -> tuple[Tensor, Record | None]:
+    def exchange(self, layer: _Layer, rows: Tensor, wish: Wish) -> tuple[Arriving, Record | None]:
         """Have the experts of all ranks compute `rows`, when it is their turn."""
+        self._settle()
         wish = wish._replace(layer=layer.place, number=self._calls[layer.place])
         found = self._rounds[self._stage].reach(wish, forward=self._is_forward)
         assert found is not None
         return self._run_forward(layer, found, rows)
 
-    def exchange_back(self, layer: _Layer, gradient: Tensor, record: Record | None) -> Tensor | None:
-        """Bring gradients of results to the experts, and those of rows back, when it is their turn."""
+    def exchange_back(self, layer: _Layer, gradient: Tensor, record: Record | None) -> Backward:
+        """Begin to bring gradients of results to the experts, when it is their turn."""
+        self._settle()
         if record is None:  # of a forward whose layer is computed again
             place = self._rounds[self._stage].place
             made = [one for one in self._flight.records.get(layer.place, ()) if place in one.left]
@@ -290,9 +310,16 @@ class SharedExperts:
         wish = Wish(BACKWARD, layer.place, record.number)
         found = self._rounds[self._stage].reach(wish, forward=self._is_forward)
         assert found is not None
-        return self._run_backward(layer, found, gradient, record)
+        self._open = self._run_backward(layer, found, gradient, record)
+        return self._open
 
-    def _run_forward(self, layer: _Layer, found: Round, rows: Tensor) -> tuple[Tensor, Record | None]:
+    def _settle(self) -> None:
+        """End a backward that has begun: other ranks have no other exchange between its two."""
+        opened, self._open = self._open, None
+        if opened is not None:
+            opened.end()
+
+    def _run_forward(self, layer: _Layer, found: Round, rows: Tensor) -> tuple[Arriving, Record | None]:
         flight, place, tokens = self._flight, layer.place, layer.groups.tokens
         self._calls[place] += 1
         lengths, own = layer.lengths(found.counts), partial(self._own, layer, flight.products)
@@ -314,11 +341,11 @@ class SharedExperts:
         with self._showing(layer.module):
             return layer.own(products, rows, experts)
 
-    def _run_backward(self, layer: _Layer, found: Round, gradient: Tensor, record: Record) -> Tensor | None:
+    def _run_backward(self, layer: _Layer, found: Round, gradient: Tensor, record: Record) -> Backward:
         record.left -= found.wishing
         if not record.left:
             self._flight.records[layer.place].remove(record)
-        return backward(gradient, record, layer.groups.tokens)
+        return Backward(gradient, record, layer.groups.tokens)
 
     def _serve(self, found: Round) -> None:
         """Take part in what others want, without tokens of this rank."""
@@ -326,48 +353,10 @@ class SharedExperts:
         layer = self._stages[self._stage][chosen.layer]
         assert self._context is not None
         if chosen.kind == FORWARD:
-            none = torch.empty(0, chosen.width, dtype=_DTYPES[chosen.dtype], device=self._device)
+            none = torch.empty(0, chosen.width, dtype=DTYPES[chosen.dtype], device=self._device)
             with self._context():
-                self._run_forward(layer, found, none)
+                self._run_forward(layer, found, none)[0].wait()
             return
         record = next(one for one in self._flight.records[layer.place] if one.number == chosen.number)
         none = record.rows.new_zeros(sum(record.lengths.sent), record.rows.shape[1])
-        self._run_backward(layer, found, none, record)
-
-
-class _Call:
-    """One call of a layer's experts with tokens of this rank.
-
-    Attributes:
-        record: of the forward, where it is kept.
-    """
-
-    def __init__(self, shared: SharedExperts, layer: _Layer, counts: tuple[int, ...]) -> None:
-        self._shared, self._layer, self._counts = shared, layer, counts
-        self.record: Record | None = None
-
-    def forward(self, rows: Tensor, *, trains: bool, wants: bool) -> tuple[Tensor, Record | None]:
-        dtype = _DTYPES.index(rows.dtype)
-        wish = Wish(FORWARD, 0, 0, int(trains), int(wants), dtype, rows.shape[1], self._counts)
-        return self._shared.exchange(self._layer, rows, wish)
-
-    def backward(self, gradient: Tensor) -> Tensor | None:
-        return self._shared.exchange_back(self._layer, gradient, self.record)
-
-
-class _Exchange(torch.autograd.Function):
-    """Rows to their results, in the graph of the step."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, rows: Tensor, call: _Call) -> Tensor:
-        results, call.record = call.forward(rows, trains=True, wants=ctx.needs_input_grad[1])
-        ctx.call = call
-        # where the layer is computed again in the backward, asking for it has that done first
-        ctx.save_for_backward(rows.new_empty(0))
-        return results
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        _ = ctx.saved_tensors
-        found = ctx.call.backward(gradient)
-        return None, found if ctx.needs_input_grad[1] else None, None
+        self._run_backward(layer, found, none, record).end()

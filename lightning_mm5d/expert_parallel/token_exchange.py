@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_mm5d.expert_parallel.rounds import Round
+from lightning_mm5d.sharded.host_copies import on_device
 
 Experts = Callable[[Tensor, Tensor], Tensor]  # rows [P, H] and their local experts [P] to results [P, H]
 
@@ -77,25 +78,48 @@ class TokenGroup:
         self.size, self.index = dist.get_world_size(group), dist.get_rank(group)
         self.moved = 0
 
-    def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Send rows ``[sum(sent), H]`` to each rank in turn; return those of each rank, ``[sum(received), H]``."""
-        found = rows.new_empty(sum(received), *rows.shape[1:])
-        dist.all_to_all_single(found, rows.contiguous(), list(received), list(sent), group=self._group)
+    def begin(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Arriving:
+        """Begin to send rows ``[sum(sent), H]`` to each rank in turn; those of each arrive, ``[sum(received), H]``."""
+        rows, found = rows.contiguous(), rows.new_empty(sum(received), *rows.shape[1:])
+        work = dist.all_to_all_single(found, rows, list(received), list(sent), group=self._group, async_op=True)
         self.moved += (sum(sent) - sent[self.index]) * rows[:1].nbytes
-        return found
+        return Arriving(found, rows, work)
+
+    def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """As `begin`, and wait."""
+        return self.begin(rows, sent, received).wait()
 
 
-def forward(rows: Tensor, lengths: Lengths, group: TokenGroup, experts: Experts) -> Tensor:
-    """Return the results of `rows`, in their order, without a graph."""
+class Arriving(NamedTuple):
+    """Rows that are under way.
+
+    Attributes:
+        rows: where they arrive.
+        sent: what other ranks read until then.
+        work: that ends then.
+    """
+
+    rows: Tensor
+    sent: Tensor
+    work: Any
+
+    def wait(self) -> Tensor:
+        """Return the rows when they are there."""
+        self.work.wait()
+        return self.rows
+
+
+def forward(rows: Tensor, lengths: Lengths, group: TokenGroup, experts: Experts) -> Arriving:
+    """Return the results of `rows`, in their order, without a graph; they are under way."""
     came = group.exchange(rows, lengths.sent, lengths.received)
     results = came if not len(came) else experts(came, _experts_of(lengths, came.device))
-    return group.exchange(results.to(rows.dtype), lengths.received, lengths.sent)
+    return group.begin(results.to(rows.dtype), lengths.received, lengths.sent)
 
 
 def recorded_forward(
     rows: Tensor, lengths: Lengths, group: TokenGroup, experts: Experts, number: int, found: Round
-) -> tuple[Tensor, Record]:
-    """Return the results of `rows`, in their order, and what the backward needs."""
+) -> tuple[Arriving, Record]:
+    """Return the results of `rows`, in their order, which are under way, and what the backward needs."""
     came = group.exchange(rows, lengths.sent, lengths.received)
     results = None
     if len(came):
@@ -105,29 +129,48 @@ def recorded_forward(
             results = experts(came, _experts_of(lengths, came.device))
     returned = came.detach() if results is None else results.detach()
     record = Record(number, lengths, came, results, found.wants, found.wishing)
-    return group.exchange(returned.to(rows.dtype), lengths.received, lengths.sent), record
+    return group.begin(returned.to(rows.dtype), lengths.received, lengths.sent), record
 
 
-def backward(gradient: Tensor, record: Record, group: TokenGroup) -> Tensor | None:
-    """Give the experts their gradients; return those of the rows that this rank sent, None where nobody wants any.
+class Backward:
+    """The backward of a record: gradients of results are under way to the experts from its beginning.
 
-    The graph stays where some rank's backward of the record is still to come.
+    Args:
+        gradient: of the results, in the order of the rows that this rank sent.
+        record: of their forward.
+        group: the ranks that share the experts.
     """
-    lengths, record.rows.grad = record.lengths, None
-    came = group.exchange(gradient, lengths.sent, lengths.received)
-    if record.results is not None and record.results.requires_grad:
-        torch.autograd.backward(record.results, came.to(record.results.dtype), retain_graph=bool(record.left))
-    if not record.wants:
-        return None
-    own = record.rows.grad
-    if own is None:
-        own = torch.zeros_like(record.rows)
-    return group.exchange(own, lengths.received, lengths.sent)
+
+    def __init__(self, gradient: Tensor, record: Record, group: TokenGroup) -> None:
+        self._record, self._group, self._ended = record, group, False
+        self._found: Tensor | None = None
+        self._came = group.begin(gradient, record.lengths.sent, record.lengths.received)
+
+    def end(self) -> Tensor | None:
+        """Give the experts their gradients; return those of the rows that this rank sent, None where nobody wants any.
+
+        The first call does it, collectively. The graph stays where some rank's backward of the record is to come.
+        """
+        if not self._ended:
+            self._ended, self._found = True, self._run()
+        return self._found
+
+    def _run(self) -> Tensor | None:
+        record, came = self._record, self._came.wait()
+        record.rows.grad = None
+        if record.results is not None and record.results.requires_grad:
+            torch.autograd.backward(record.results, came.to(record.results.dtype), retain_graph=bool(record.left))
+        if not record.wants:
+            return None
+        own = record.rows.grad
+        if own is None:
+            own = torch.zeros_like(record.rows)
+        return self._group.exchange(own, record.lengths.received, record.lengths.sent)
 
 
 def _experts_of(lengths: Lengths, device: torch.device) -> Tensor:
     """The local expert of each received row."""
-    counts = torch.tensor(lengths.counts, device=device)
+    counts = on_device(torch.tensor(lengths.counts), device)
     experts = torch.arange(counts.shape[1], device=device).repeat(counts.shape[0])
     return experts.repeat_interleave(counts.flatten(), output_size=sum(lengths.received))
 

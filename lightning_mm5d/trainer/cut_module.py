@@ -106,6 +106,7 @@ class CutModule:
                 groups.experts,
                 device=device,
                 is_dry=lambda: guard.is_dry,
+                is_compiled=self._is_compiled,
             )
         self._patches: Patches | None = None
         if plan.topology.edges or groups.sharing:
