@@ -102,7 +102,7 @@ def run(rank: int, names: list[str], again: bool) -> list[tuple[State, State]]:
         layers, experts = shared(rank)
         for _ in range(2):  # the second step knows which layers are computed again
             layers.zero_grad()
-            experts.begin(nullcontext)
+            experts.begin(nullcontext, lambda _: nullcontext())
             with experts.during("stage", 0, forward=True):
                 loss, (hidden, _, weights) = loss_of(layers, rank, WAYS[name][rank], again)
             with experts.during("stage", 0, forward=False):
