@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -107,7 +108,12 @@ class Bridge:
                 self._transport.post(channel, key)
 
     def send(
-        self, meta: Any, tensors: Sequence[Tensor], own: frozenset[int] = frozenset(), shapes: Shapes = UNKNOWN
+        self,
+        meta: Any,
+        tensors: Sequence[Tensor],
+        own: frozenset[int] = frozenset(),
+        shapes: Shapes = UNKNOWN,
+        place: Hashable = None,
     ) -> None:
         """Send one payload without waiting; every source calls it with equal arguments. See `Transport.send`.
 
@@ -117,6 +123,7 @@ class Bridge:
             own: positions of tensors that go whole to the target of the same index; equal on all sources, which are
                 then as many as the targets.
             shapes: what sources and targets know of them; equal on all sources.
+            place: of the microbatch, by which a target that is a source takes it in any order; others keep the order.
 
         Raises:
             TransportError: when a peer is known to be lost.
@@ -130,7 +137,7 @@ class Bridge:
             meta, tensors = _encoded(meta, tensors, self._compression)
         if self._is_plain:
             for channel, _, _ in self._outgoing:
-                self._transport.send(channel, meta, tensors, shapes)
+                self._transport.send(_placed(channel, place), meta, tensors, shapes)
             return
         leaves = [tensor.detach() for tensor in tensors]
         split = [
@@ -146,10 +153,13 @@ class Bridge:
             pieces = [_overlap(tensor, i, a, j, b) for tensor in flat]
             if i == j * a // b:  # the first of those that send to this target
                 pieces += whole
-            self._transport.send(channel, [meta, split], pieces, shapes)
+            self._transport.send(_placed(channel, place), [meta, split], pieces, shapes)
 
-    def recv(self) -> tuple[Any, list[Tensor]]:
+    def recv(self, place: Hashable = None) -> tuple[Any, list[Tensor]]:
         """Return the next payload as (meta, tensors), equal on every target, waiting until it is there.
+
+        Args:
+            place: as it was sent.
 
         Tensors are contiguous, except where every target is a source: then they are the very memory that was sent, of
         any strides. A tensor that is not split may be that memory too, where it comes from this rank.
@@ -158,11 +168,11 @@ class Bridge:
             TransportError: when a peer was lost meanwhile, whichever it was.
             RuntimeError: of torch.distributed, when another target was lost and this one waits to gather.
         """
-        return _decoded(*self._received())
+        return _decoded(*self._received(place))
 
-    def _received(self) -> tuple[Any, list[Tensor]]:
+    def _received(self, place: Hashable) -> tuple[Any, list[Tensor]]:
         assert self._rank in self._targets, f"rank {self._rank} does not receive on {self._name}"
-        arrived = [self._transport.recv(channel) for channel in self._incoming]
+        arrived = [self._transport.recv(_placed(channel, place)) for channel in self._incoming]
         if self._is_plain:
             return arrived[0]
         meta, shapes = arrived[0][0]
@@ -205,6 +215,11 @@ class Bridge:
         dist.all_gather_single(whole, part, group=self._group)
         self.gathered += whole.nbytes - length
         return whole.to(device)
+
+
+def _placed(channel: Channel, place: Hashable) -> Channel:
+    """Return a channel of its own for a microbatch that stays on its rank, where schedules are free to reorder it."""
+    return replace(channel, name=f"{channel.name}, {place}") if channel.src_rank == channel.dst_rank else channel
 
 
 def _encoded(meta: Any, tensors: Sequence[Tensor], compression: Compression) -> tuple[Any, list[Tensor]]:

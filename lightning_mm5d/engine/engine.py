@@ -216,7 +216,7 @@ class Engine:
         loss = None
         with torch.set_grad_enabled(training):
             with gathered:  # until replicas have met, and before anything is sent
-                payloads = [_unpacked(*bridge.recv()) for bridge in bridges]
+                payloads = [_unpacked(*bridge.recv(place)) for bridge in bridges]
                 self._starts()
                 if step.random_key is not None:
                     seed_all(seed_of(*step.random_key, index, replica), self._device)
@@ -269,14 +269,15 @@ class Engine:
         stage = run.stage.name
         if fails:
             payload = Payload({"boundaries": [], "calls": [], "grads": [], "remote": [], "fails": True})
-            self._bridges.between(stage, other, place).send(payload.meta, [], payload.local)
+            self._bridges.between(stage, other, place).send(payload.meta, [], payload.local, place=place)
             return self._bridges.between(stage, other, place, back=True), []
         consumed = self._plan.topology.consumes.get(other, frozenset()) & frozenset(run.stage.cuts)
         modality, target = stage.modality, other.modality
         payload = run.payload(consumed, modality if modality == target else None)
         shapes = shapes._replace(promised=shapes.promised and not payload.has_values)
         meta = {**payload.meta, "local": sorted(payload.local)} if payload.local else payload.meta
-        self._bridges.between(stage, other, place).send(marked(meta, shapes), payload.tensors, payload.local, shapes)
+        bridge = self._bridges.between(stage, other, place)
+        bridge.send(marked(meta, shapes), payload.tensors, payload.local, shapes, place)
         passed += payload.tensors
         return self._bridges.between(stage, other, place, back=True), _with_grads(payload)[0]
 
@@ -321,7 +322,7 @@ class Engine:
         if flight.loss is not None and flight.loss.requires_grad:
             outputs[id(flight.loss)], gradients[id(flight.loss)] = flight.loss, torch.ones_like(flight.loss)
         with ends, gathered:
-            arrivals = [bridge.recv() for bridge, _ in flight.sent]
+            arrivals = [bridge.recv(flight.place) for bridge, _ in flight.sent]
             self._starts()
             for (_, tensors), (missing, arrived) in zip(flight.sent, arrivals, strict=True):
                 wanted = [tensor for index, tensor in enumerate(tensors) if index not in missing]
@@ -338,7 +339,7 @@ class Engine:
             own = frozenset(place for place, index in enumerate(present) if index in local)
             # copies: a parameter may have taken the same memory for its gradient, and later microbatches add to that
             grads = [tensors[index].grad.clone() for index in present]  # type: ignore[union-attr]
-            bridge.send(missing, grads, own, shapes)
+            bridge.send(missing, grads, own, shapes, flight.place)
 
 
 def _count(step: Step) -> int:

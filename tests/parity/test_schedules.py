@@ -1,6 +1,7 @@
 """Every schedule that runs gives what one process gives, together with what changes a step around it.
 
 vision: rank 0 (frozen or not); language: ranks 1-2, two chunks of its layers on each.
+A schedule of one's own: vision on both ranks; language: ranks 0-1 as stages.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from features.toys import LANGUAGE, VISION, Layout, Run, Samples, Toy, assert_same, outcomes, weights
 from lightning_mm5d import Modality
-from lightning_mm5d.schedule import SCHEDULES
+from lightning_mm5d import schedule as schedules
+from lightning_mm5d.schedule import SCHEDULES, Graph, Schedule
+from nccl_order import NAMES
 from parity.harness import fit, strategy
 from parity.test_parity import SAMPLES, build
 from ranks import call_ranks
@@ -44,3 +48,31 @@ def test_schedules_with_accumulation_and_clipping_equal_one_process(schedule: st
         torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected.losses), rtol=1e-6, atol=1e-7)
         if rank == 0:
             torch.testing.assert_close(state, module.state_dict(), rtol=1e-6, atol=1e-8)
+
+
+def _crossed(graph: Graph) -> Schedule:
+    """GPipe, but rank 0 runs its microbatches of vision in the other order, first of all and last of all."""
+    schedule = schedules.build("gpipe", graph)
+    own = [action for action in schedule[0] if action.stage.modality == "vision"][::-1]
+    others = [action for action in schedule[0] if action not in own]
+    forwards = [action for action in own if not action.passes_gradients]
+    schedule[0] = [*forwards, *others, *(action for action in own if action.passes_gradients)]
+    return schedule
+
+
+def stages_of_one_rank_in_other_orders(run: Run) -> Any:
+    module = Toy()
+    run.trainer(use_distributed_sampler=False).fit(module, run.loader(Samples(11), 11))
+    return weights(module)
+
+
+@pytest.mark.parametrize("backend", ["gloo", NAMES[1]])
+def test_what_stays_on_a_rank_may_be_taken_in_any_order(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Microbatches are of 3, 3, 3 and 2 samples; on one rank payloads of another one would be taken, and train."""
+    monkeypatch.setenv("TEST_BACKEND", backend)
+    layout = Layout(
+        {"vision": Modality(colocate_with="language", **VISION), "language": Modality(pp_size=2, **LANGUAGE)}, 2
+    )
+    found = outcomes(layout, stages_of_one_rank_in_other_orders, schedule=_crossed, num_microbatches=4)
+    outcome = found["stages_of_one_rank_in_other_orders"]
+    assert_same(outcome.ranks[0], outcome.one)
