@@ -32,6 +32,7 @@ from lightning_mm5d.gradients.flat import Flat
 from lightning_mm5d.gradients.presence import Presence
 from lightning_mm5d.gradients.reduction import Buckets
 from lightning_mm5d.gradients.side_stream import SideStream
+from lightning_mm5d.sharded.remote_value import plain
 
 _LAST, _LATE = 1.5, 2.0  # places of gradients that did not come, and of those that came again
 Groups = Mapping[tuple[int, ...], dist.ProcessGroup | None]
@@ -114,7 +115,8 @@ class BucketOrder:
 
         What was frozen in the midst of an accumulation has a gradient of earlier batches to be summed.
         """
-        self._unsent.update(id(one) for one in self._everything if one.requires_grad)
+        with plain():
+            self._unsent.update(id(one) for one in self._everything if one.requires_grad)
         trained = (len(self._shared.all), *[id(one) in self._unsent for one in self._everything])
         if trained != self._trained:
             for _, bucket in self._made.get(self._trained, ()):
