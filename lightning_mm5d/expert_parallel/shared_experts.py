@@ -80,7 +80,7 @@ class _Layer:
         self.recomputed = False  # known after its first backward
         self.module = module
         self._inner: Callable[..., Tensor] = module.forward
-        self.tokens = torch.zeros(layer.number, dtype=torch.long)
+        self.tokens = [0] * layer.number
 
     def whole(self, *args: Any, **kwargs: Any) -> Tensor:
         """Call the experts' own forward, with all of them."""
@@ -121,7 +121,7 @@ class _Layer:
 
     def note(self, counts: Sequence[Sequence[int]]) -> None:
         """Count rows by expert."""
-        self.tokens += torch.tensor(self._ranks(counts)).sum(0)[: self.number]
+        self.tokens = [sum(rows) for rows in zip(self.tokens, *self._ranks(counts), strict=False)]
 
     def _ranks(self, counts: Sequence[Sequence[int]]) -> list[Sequence[int]]:
         return [counts[place] for place in self.groups.places]
@@ -180,9 +180,9 @@ class SharedExperts:
     def loads(self) -> dict[str, Load]:
         """Return how many rows experts and ranks have had in forwards since the last call, by path of the layer."""
         layers = [layer for stage in self._stages.values() for layer in stage]
-        found = {layer.path: Load.of(layer.tokens.tolist(), layer.ranges) for layer in layers}
+        found = {layer.path: Load.of(layer.tokens, layer.ranges) for layer in layers}
         for layer in layers:
-            layer.tokens.zero_()
+            layer.tokens = [0] * layer.number
         return found
 
     # --- a step ---
