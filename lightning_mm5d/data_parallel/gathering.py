@@ -268,7 +268,7 @@ class Gathering:
                 "read in a step",
                 "Ranks share these experts (ep_size), and each of them has its own rows alone while a step runs, so "
                 "that a result would be another one on each rank",
-                "Leave it to the layer, read it between steps, or use ep_size=1",
+                "Use the optimizer's weight_decay in place of a penalty, or ep_size=1",
             )
 
     def end(self) -> None:

@@ -253,7 +253,7 @@ class Optimization:
         self._unsynced = False
         for one in self._gradients.shared.all:
             if has_hooks(one.parameter):
-                raise hooked(self._names[id(one.parameter)])
+                raise hooked(self._names[id(one.parameter)], one.shard)
         with nullcontext() if self._is_plain else called(self._gradients.parameters):
             if older:
                 self._gradients.add(older)

@@ -13,7 +13,7 @@ from lightning_mm5d.data_parallel.closed import Closed
 from lightning_mm5d.data_parallel.shared_parameter import SharedParameter
 from lightning_mm5d.data_parallel.shared_parameters import SharedParameters
 from lightning_mm5d.gradients.parameter_hooks import has_hooks
-from lightning_mm5d.plan.data_shards import DataShards
+from lightning_mm5d.plan.data_shards import DataShard, DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.remote_value import Guard
 
@@ -32,27 +32,29 @@ def check_shared(module: pl.LightningModule, plan: Plan) -> None:
             "automatic_optimization",
             False,
             "Manual optimization runs its own backward, and ranks that share parameters gather them for a step",
-            "Use automatic optimization, or zero_stage=0",
+            f"Use automatic optimization, or {'ep_size=1' if plan.experts else 'zero_stage=0'}",
         )
     sparse = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding) and part.sparse}
     for name, parameter in module.named_parameters():
         ranks = plan.ownership.ranks_holding(name) if name in plan.partition.owners else ()
-        if not any(shards.of(name, rank) for rank in ranks):
+        shard = next(filter(None, (shards.of(name, rank) for rank in ranks)), None)
+        if shard is None:
             continue
         if has_hooks(parameter):
-            raise hooked(name)
+            raise hooked(name, shard)
         if id(parameter) in sparse:
             rule = "Ranks that share a parameter sum gradients of its rows, which are dense"
             raise ConfigError(f"{name}.sparse", True, rule, "Use sparse=False, or zero_stage=0")
 
 
-def hooked(name: str) -> ConfigError:
+def hooked(name: str, shard: DataShard) -> ConfigError:
     """Return the error for a hook on the shared parameter `name`."""
+    other = "ep_size=1" if shard.of_experts else "zero_stage=0"
     return ConfigError(
         f"{name}.register_hook",
         "a hook on the gradient",
         "Ranks that share a parameter have the gradients of their rows alone",
-        "Register a hook on a module, change gradients by element in on_before_optimizer_step, or use zero_stage=0",
+        f"Register a hook on a module, change gradients by element in on_before_optimizer_step, or use {other}",
     )
 
 
