@@ -37,6 +37,7 @@ from lightning_mm5d.expert_parallel.token_exchange import (
 from lightning_mm5d.layout.even_split import even_lengths
 from lightning_mm5d.sharded.collectives import TensorGroup, gather, scatter
 from lightning_mm5d.sharded.tensor import Sharded
+from lightning_mm5d.sharded.torch_internals import in_checkpoint, unobserved
 
 Context = Callable[[], AbstractContextManager[Any]]
 Showing = Callable[[nn.Module], AbstractContextManager[Any]]
@@ -275,7 +276,9 @@ class SharedExperts:
         tokens = order // max(index.shape[1], 1)
         rows = hidden.index_select(0, tokens)
         trains = torch.is_grad_enabled()
-        call = TokenCall(partial(self.exchange, layer), partial(self.exchange_back, layer), tuple(counts))
+        again = self._is_forward and in_checkpoint()  # the record is made then
+        exchange = partial(self.exchange, layer)
+        call = TokenCall(exchange, partial(self.exchange_back, layer), tuple(counts), again=again)
         # experts have gradients of tokens that do not want any, and of those of other ranks
         anchor = torch.zeros((), device=rows.device, requires_grad=trains)
         ticket = Leave.apply(anchor, rows, call)
@@ -294,9 +297,10 @@ class SharedExperts:
         """Have the experts of all ranks compute `rows`, when it is their turn."""
         self._settle()
         wish = wish._replace(layer=layer.place, number=self._calls[layer.place])
-        found = self._rounds[self._stage].reach(wish, forward=self._is_forward)
-        assert found is not None
-        return self._run_forward(layer, found, rows)
+        with unobserved():  # what experts compute is no operation of the layer that waits for them
+            found = self._rounds[self._stage].reach(wish, forward=self._is_forward)
+            assert found is not None
+            return self._run_forward(layer, found, rows)
 
     def exchange_back(self, layer: _Layer, gradient: Tensor, record: Record | None) -> Backward:
         """Begin to bring gradients of results to the experts, when it is their turn."""

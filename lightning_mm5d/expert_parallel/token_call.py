@@ -27,10 +27,13 @@ class TokenCall:
         exchange: has the experts of all ranks compute rows.
         exchange_back: begins to bring gradients of results to the experts, given the record of the forward.
         counts: rows for each expert.
+        again: whether it is computed again in the backward, so that nothing is kept now.
     """
 
-    def __init__(self, exchange: Exchange, exchange_back: ExchangeBack, counts: tuple[int, ...]) -> None:
-        self._exchange, self._exchange_back, self._counts = exchange, exchange_back, counts
+    def __init__(
+        self, exchange: Exchange, exchange_back: ExchangeBack, counts: tuple[int, ...], *, again: bool
+    ) -> None:
+        self._exchange, self._exchange_back, self._counts, self._again = exchange, exchange_back, counts, again
         self._results: Arriving | None = None
         self._record: Record | None = None  # where it is kept
         self._backward: Backward | None = None
@@ -38,7 +41,7 @@ class TokenCall:
     def leave(self, rows: Tensor, *, trains: bool, wants: bool) -> None:
         """Bring rows to their experts; the results are under way then."""
         dtype = DTYPES.index(rows.dtype)
-        wish = Wish(FORWARD, 0, 0, int(trains), int(wants), dtype, rows.shape[1], self._counts)
+        wish = Wish(FORWARD, 0, 0, int(trains and not self._again), int(wants), dtype, rows.shape[1], self._counts)
         self._results, self._record = self._exchange(rows, wish)
 
     def arrive(self) -> Tensor:

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
-from torch.utils import _python_dispatch
+from torch.utils import _python_dispatch, checkpoint
 
 from lightning_mm5d.config.errors import private
 
@@ -59,3 +59,14 @@ def renumber_in_backward(x: Tensor, number: int) -> None:
 def is_observed() -> bool:
     """Whether a mode sees all operations, as selective checkpointing does, which keeps results of some."""
     return bool(private(_python_dispatch, "_get_current_dispatch_mode_stack")())
+
+
+def unobserved() -> AbstractContextManager[None]:
+    """Return a context in which no mode sees operations."""
+    return private(_python_dispatch, "_disable_current_modes")()
+
+
+def in_checkpoint() -> bool:
+    """Whether torch's checkpoint runs the code around, and keeps nothing of what autograd saves."""
+    hooks = private(torch._C._autograd, "_top_saved_tensors_default_hooks")(True)
+    return hooks is not None and hooks[0].__module__ == checkpoint.__name__
