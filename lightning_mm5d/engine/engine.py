@@ -324,22 +324,24 @@ class Engine:
         with ends, gathered:
             arrivals = [bridge.recv(flight.place) for bridge, _ in flight.sent]
             self._starts()
-            for (_, tensors), (missing, arrived) in zip(flight.sent, arrivals, strict=True):
-                wanted = [tensor for index, tensor in enumerate(tensors) if index not in missing]
+            for (_, tensors), (meta, arrived) in zip(flight.sent, arrivals, strict=True):
+                wanted = [tensor for index, tensor in enumerate(tensors) if index not in meta["missing"]]
                 for tensor, gradient in zip(wanted, arrived, strict=True):
                     key = id(tensor)
                     gradients[key] = gradients[key] + gradient if key in gradients else gradient
                     outputs[key] = tensor
             if outputs:
                 flight.run.backward(list(outputs.values()), list(gradients.values()))
-        shapes = UNKNOWN if self._promises is None else self._promises.shapes(flight.run.stage.name, flight.place)
+        shapes, metas, stage = UNKNOWN, [meta for meta, _ in arrivals], flight.run.stage.name
+        if self._promises is not None:
+            shapes = self._promises.shapes_back(stage, flight.place, metas)
         for bridge, tensors, local in flight.received:
             missing = [index for index, tensor in enumerate(tensors) if tensor.grad is None]
             present = [index for index, tensor in enumerate(tensors) if tensor.grad is not None]
             own = frozenset(place for place, index in enumerate(present) if index in local)
             # copies: a parameter may have taken the same memory for its gradient, and later microbatches add to that
             grads = [tensors[index].grad.clone() for index in present]  # type: ignore[union-attr]
-            bridge.send(missing, grads, own, shapes, flight.place)
+            bridge.send(marked({"missing": missing}, shapes), grads, own, shapes, flight.place)
 
 
 def _count(step: Step) -> int:

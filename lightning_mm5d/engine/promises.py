@@ -5,7 +5,8 @@ both ends know them from the microbatch alone. They do not where a stage makes s
 takes masked rows, or reads lengths into Python. So the first run of a stage on a microbatch of new shapes is watched,
 and payloads of later runs are promised if nothing of that kind was seen, here and in the stages before. Neither does a
 stage promise anything that draws random numbers in Python or numpy, reads the number of the step, or sends plain values
-beside tensors: they may be others the next time. Promises end with their epoch, because a module may read which it is.
+beside tensors: they may be others the next time. Gradients depend on later stages in the same way. Promises end with
+their epoch, because a module may read which it is.
 
 Both ends must derive one key from a microbatch, or one would send a header that the other does not expect. So the ranks
 of a replica compare the keys of a step before it, in host memory. Where plain values of a batch differ over ranks (a
@@ -55,6 +56,7 @@ class Promises:
         self._hosts, self._epoch = hosts or {}, -1
         self._fixed: dict[tuple[StageKey, Hashable], bool] = {}
         self._made: set[tuple[StageKey, Hashable]] = set()
+        self._made_back: set[tuple[StageKey, Hashable]] = set()
         self._keys: dict[tuple[int, int], Hashable] = {}
 
     def begin(self, step: Step, trainable: frozenset[str]) -> None:
@@ -69,6 +71,7 @@ class Promises:
             self._epoch = step.epoch
             self._fixed.clear()
             self._made.clear()
+            self._made_back.clear()
         for replica, parts in step.microbatches.items():
             batches = [_described_or_none(part.batch) if step.trains else None for part in parts]
             agree = not step.trains or self._agree(replica, batches)
@@ -103,6 +106,19 @@ class Promises:
         """
         key = self._keys[place]
         return Shapes(key, promised=(stage, key) in self._made)
+
+    def shapes_back(self, stage: StageKey, place: tuple[int, int], received: Sequence[Any]) -> Shapes:
+        """Return what is known of the shapes of a stage's gradients, which depend on later stages too.
+
+        Args:
+            stage: that sends.
+            place: replica and index of the microbatch.
+            received: `meta` of the gradients that it has received.
+        """
+        key, promised = self.shapes(stage, place)
+        if promised and not any(_VARIES in meta for meta in received):
+            self._made_back.add((stage, key))
+        return Shapes(key, promised=(stage, key) in self._made_back)
 
     @contextmanager
     def watching(

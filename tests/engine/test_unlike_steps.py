@@ -75,6 +75,16 @@ def longer_texts_with_each_step(run: Run) -> Any:
     return trained(run, way)
 
 
+def gradients_of_every_other_step(run: Run) -> Any:
+    """Only the last stage reads which step it is; the others pass on that there is no gradient."""
+
+    def way(module: Changed, batch: Batch) -> Tensor:
+        logits = module.decoder(batch["tokens"], module.encoder(batch["images"]))
+        return logits.detach() + module.decoder.head.bias if module.global_step % 2 else logits
+
+    return trained(run, way)
+
+
 def images_from_the_second_epoch_on(run: Run) -> Any:
     def way(module: Changed, batch: Batch) -> Tensor:
         features = module.encoder(batch["images"])
@@ -101,6 +111,7 @@ def test_payloads_that_shapes_do_not_tell_equal_one_process(monkeypatch: pytest.
         numbers_that_differ_over_ranks,
         a_number_beside_features,
         longer_texts_with_each_step,
+        gradients_of_every_other_step,
         images_from_the_second_epoch_on,
         features_of_some_samples,
     )
