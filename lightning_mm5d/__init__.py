@@ -23,6 +23,8 @@ if TYPE_CHECKING:
         WatchdogTimeoutError,
     )
     from lightning_mm5d.context_parallel.hooks.context_mask import multimodal_mask
+    from lightning_mm5d.expert_parallel.expert_lookup import register_expert_parallel_plan
+    from lightning_mm5d.expert_parallel.expert_plan import ExpertParallelPlan
     from lightning_mm5d.strategy import MultimodalStrategy
     from lightning_mm5d.tensor_parallel.layer_plan import TensorParallelPlan
     from lightning_mm5d.tensor_parallel.plan_lookup import register_tensor_parallel_plan
@@ -32,6 +34,7 @@ __all__ = [
     "CheckpointCorruptError",
     "CheckpointUntrustedError",
     "ConfigError",
+    "ExpertParallelPlan",
     "Modality",
     "MultimodalStrategy",
     "NonFiniteError",
@@ -43,6 +46,7 @@ __all__ = [
     "WatchdogTimeoutError",
     "from_pretrained",
     "multimodal_mask",
+    "register_expert_parallel_plan",
     "register_tensor_parallel_plan",
 ]
 
@@ -50,6 +54,7 @@ _HOMES = {
     "CheckpointCorruptError": "config.errors",
     "CheckpointUntrustedError": "config.errors",
     "ConfigError": "config",
+    "ExpertParallelPlan": "expert_parallel.expert_plan",
     "Modality": "config",
     "MultimodalStrategy": "strategy",
     "NonFiniteError": "config.errors",
@@ -61,6 +66,7 @@ _HOMES = {
     "WatchdogTimeoutError": "config.errors",
     "from_pretrained": "weights.pretrained",
     "multimodal_mask": "context_parallel.hooks.context_mask",
+    "register_expert_parallel_plan": "expert_parallel.expert_lookup",
     "register_tensor_parallel_plan": "tensor_parallel.plan_lookup",
 }
 

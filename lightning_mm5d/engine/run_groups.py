@@ -16,7 +16,7 @@ from lightning_mm5d.context_parallel.exchange.attention import ContextGroups
 from lightning_mm5d.engine.groups import Groups
 from lightning_mm5d.engine.ordered_transport import OrderedTransport, Wire
 from lightning_mm5d.engine.transport import Transport
-from lightning_mm5d.expert_parallel.shared_experts import ExpertGroups
+from lightning_mm5d.expert_parallel.held_experts import ExpertGroups
 from lightning_mm5d.expert_parallel.token_exchange import TokenGroup
 from lightning_mm5d.plan.compressions import compression_of
 from lightning_mm5d.plan.data_shards import DataShards

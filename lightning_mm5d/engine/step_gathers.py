@@ -21,7 +21,8 @@ from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.data_parallel.gathering import Gathering
 from lightning_mm5d.data_parallel.shared_parameters import Groups, SharedParameters
 from lightning_mm5d.engine.step import Step
-from lightning_mm5d.expert_parallel.shared_experts import Products, SharedExperts
+from lightning_mm5d.expert_parallel.held_experts import Products
+from lightning_mm5d.expert_parallel.shared_experts import SharedExperts
 from lightning_mm5d.plan.meetings import why_apart
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Graph, Schedule

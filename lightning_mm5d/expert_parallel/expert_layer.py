@@ -1,24 +1,26 @@
 """Finds the experts of a module that ranks share, and says which rank holds which of them.
 
-It refuses a modality with `ep_size` that has no experts it knows, and fewer experts than ranks.
+It refuses a modality with `ep_size` that has no experts it knows or some that it does not know, experts whose tensors
+are not theirs alone, and fewer experts than ranks.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 from torch import nn
 
 from lightning_mm5d.config.errors import ConfigError, nearest, one_of
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.expert_parallel.adapters import adapters_around, check_adapters, factors_of
+from lightning_mm5d.expert_parallel.expert_lookup import Found, find_plans
+from lightning_mm5d.expert_parallel.expert_plan import LISTS, ExpertParallelPlan
 from lightning_mm5d.layout.even_split import even_ranges
 from lightning_mm5d.partition import Partition
 from lightning_mm5d.sharded.shards import Range
-
-_ARGUMENTS = ["hidden_states", "top_k_index", "top_k_weights"]
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,13 @@ class ExpertLayer:
         modality: that it belongs to.
         number: of experts.
         degree: ranks that share them.
-        parameters: names of their parameters, each with an entry for every expert along its first dim.
+        parameters: names of their parameters, each with the entries of every expert in turn along its first dim, or
+            wholly of one expert.
         factors: names of the parameters of adapters on them, which are whole on every rank.
+        called: path of the module whose forward brings tokens to them; empty where it holds them.
+        plan: how tokens come to them; None where each module of a list is called with its own rows.
+        lengths: of the first dim of each parameter; `number` where nothing is said.
+        of_expert: the expert that a parameter is of, where it is of one.
     """
 
     path: str
@@ -40,11 +47,29 @@ class ExpertLayer:
     degree: int
     parameters: tuple[str, ...]
     factors: tuple[str, ...] = ()
+    called: str = ""
+    plan: ExpertParallelPlan | None = ExpertParallelPlan()  # noqa: RUF009 - frozen
+    lengths: Mapping[str, int] = field(default_factory=dict)
+    of_expert: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def ranges(self) -> tuple[Range, ...]:
         """Which experts each rank holds: ``((0, 3), (3, 5))`` of five on two ranks."""
         return tuple(even_ranges(self.number, self.degree))
+
+    def rows(self, name: str, length: int) -> tuple[Range, ...]:
+        """Return which rows of a parameter each rank holds.
+
+        Args:
+            name: of the parameter.
+            length: of its first dim.
+        """
+        expert = self.of_expert.get(name)
+        if expert is not None:
+            bounds = [0, *(length if expert < stop else 0 for _, stop in self.ranges)]
+            return tuple(pairwise(bounds))
+        each = length // self.number
+        return tuple((start * each, stop * each) for start, stop in self.ranges)
 
 
 def find_experts(root: nn.Module, partition: Partition, modalities: Mapping[str, Modality]) -> dict[str, ExpertLayer]:
@@ -56,41 +81,105 @@ def find_experts(root: nn.Module, partition: Partition, modalities: Mapping[str,
         modalities: the configuration.
 
     Raises:
-        ConfigError: a modality has nothing that its ranks could share, too few experts, or adapters on these that its
-            layout refuses.
+        ConfigError: a modality has nothing that its ranks could share, experts that nothing knows, too few, or adapters
+            on these that its layout refuses.
     """
     degrees = {name: modality.ep_size for name, modality in modalities.items() if modality.ep_size > 1}
+    if not degrees:
+        return {}
+    lists = [path for path in partition.layers.values() if path]
+    plans, unknown = find_plans(root, lambda path: any(path.startswith(f"{one}.") for one in lists))
     found: dict[str, ExpertLayer] = {}
-    for path, module in root.named_modules() if degrees else ():
-        if not holds_experts(module):
-            continue
-        names = tuple(f"{path}.{name}" for name, _ in module.named_parameters())
-        users = {stage.modality for name in names for stage in partition.owners.get(name, ())}
-        modality = users.pop() if len(users) == 1 else ""
-        if modality in degrees:
-            adapters = adapters_around(root, path)
-            check_adapters(adapters, modality, modalities[modality])
-            factors = tuple(factors_of(adapters))
-            found[path] = layer = ExpertLayer(path, modality, module.num_experts, degrees[modality], names, factors)
-            _check_number(layer)
+    for one in plans:
+        names = [name for name, _ in _inside(root, one.path).named_parameters(one.path)]
+        for modality in _users(partition, names) & degrees.keys():
+            _check_users(partition, names, one, modality, degrees[modality])
+            found[one.path] = _layer(root, one, modality, modalities[modality])
+    for path in unknown:
+        names = [name for name, _ in root.get_submodule(path).named_parameters(path)]
+        for modality in _users(partition, names) & degrees.keys():
+            cls = type(root.get_submodule(path)).__name__
+            raise ConfigError(
+                f"modalities.{modality}.ep_size",
+                degrees[modality],
+                f"{path} ({cls}) seems to hold experts, and nothing says how tokens come to them",
+                f"Say it by register_expert_parallel_plan({cls!r}, ExpertParallelPlan(...)); None as the plan leaves "
+                "it whole; or use ep_size=1",
+            )
     for name, degree in degrees.items():
         if not any(layer.modality == name for layer in found.values()):
             rule = f"{name!r} has no experts that are known, which ranks could share"
             raise ConfigError(f"modalities.{name}.ep_size", degree, rule, "Leave it unset")
-    return found
+    order = {path: place for place, (path, _) in enumerate(root.named_modules())}
+    return dict(sorted(found.items(), key=lambda item: order[item[0]]))
 
 
-def holds_experts(module: nn.Module) -> bool:
-    """Whether a module holds experts as transformers' models do: as tensors ``[experts, ...]``.
+def _layer(root: nn.Module, one: Found, modality: str, fields: Modality) -> ExpertLayer:
+    experts, degree = _inside(root, one.path), fields.ep_size
+    names, of_expert = tuple(name for name, _ in experts.named_parameters(one.path)), dict[str, int]()
+    number = (one.plan or ExpertParallelPlan()).count(experts)
+    if isinstance(experts, LISTS):
+        for place, (key, child) in enumerate(experts.named_children()):
+            of_expert |= {name: place for name, _ in child.named_parameters(f"{one.path}.{key}")}
+    shapes = {name: parameter.shape for name, parameter in experts.named_parameters(one.path)}
+    wrong = [
+        name for name, shape in shapes.items() if not shape or (name not in of_expert and shape[0] % (number or 1))
+    ]
+    if number is None or wrong or not names:
+        what = f"{wrong[0]} of shape {list(shapes[wrong[0]])}" if wrong else type(experts).__name__
+        raise ConfigError(
+            f"modalities.{modality}.ep_size",
+            degree,
+            f"{one.path} has {number or 'no number of'} experts, with equal parts of the first dim of every tensor; "
+            f"got {what}",
+            "Name the attribute with their number in its ExpertParallelPlan, or use ep_size=1",
+        )
+    _check_alone(root, one.path, modality, degree)
+    adapters = adapters_around(root, one.path)
+    check_adapters(adapters, modality, fields)
+    layer = ExpertLayer(
+        one.path,
+        modality,
+        number,
+        degree,
+        names,
+        factors=tuple(factors_of(adapters)),
+        called=one.called,
+        plan=one.plan,
+        lengths={name: shape[0] for name, shape in shapes.items()},
+        of_expert=of_expert,
+    )
+    _check_number(layer)
+    return layer
 
-    It is called with tokens ``[T, H]``, the numbers of their experts ``[T, K]`` and the weights of these ``[T, K]``.
-    """
-    number = getattr(module, "num_experts", None)
-    if not isinstance(number, int) or isinstance(number, bool):
-        return False
-    arguments = list(inspect.signature(type(module).forward).parameters)[1:4]
-    shapes = [parameter.shape for parameter in module.parameters()]
-    return arguments == _ARGUMENTS and bool(shapes) and all(shape[:1] == (number,) for shape in shapes)
+
+def _inside(root: nn.Module, path: str) -> nn.Module:
+    try:
+        return root.get_submodule(path)
+    except AttributeError:
+        rule = "The experts of an ExpertParallelPlan are a module, by its path from an instance of the class"
+        raise ConfigError("register_expert_parallel_plan", path, rule, "Name the module in `experts`") from None
+
+
+def _users(partition: Partition, names: Sequence[str]) -> set[str]:
+    return {stage.modality for name in names for stage in partition.owners.get(name, ())}
+
+
+def _check_users(partition: Partition, names: Sequence[str], one: Found, modality: str, degree: int) -> None:
+    users = sorted(_users(partition, names))
+    if len(users) > 1:
+        rule = f"{one.path} is used by {one_of(users).replace(' or ', ' and ')}, and experts are of one modality"
+        raise ConfigError(f"modalities.{modality}.ep_size", degree, rule, "Use ep_size=1")
+
+
+def _check_alone(root: nn.Module, path: str, modality: str, degree: int) -> None:
+    """Refuse a tensor of experts that another module uses too, or two of them."""
+    held = {id(parameter): name for name, parameter in root.get_submodule(path).named_parameters(path)}
+    uses = Counter(id(p) for module in root.modules() for p in module.parameters(recurse=False) if id(p) in held)
+    for key, count in uses.items():
+        if count > 1:
+            rule = f"{held[key]} is the tensor of {count} modules, and what ranks share of experts is of one"
+            raise ConfigError(f"modalities.{modality}.ep_size", degree, rule, "Untie it, or use ep_size=1")
 
 
 def has_shared_expert(root: nn.Module, path: str) -> bool:

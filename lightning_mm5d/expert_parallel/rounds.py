@@ -31,6 +31,8 @@ class Wish(NamedTuple):
         wants: whether tokens want a gradient.
         dtype: of tokens, a number.
         width: of a token.
+        expert: one more than the number of the expert that is called by itself, with rows of its own; 0 for none.
+        batch: the samples of such rows, where they are ``[B, S, H]``; 0 for ``[P, H]``.
         counts: rows for each expert; none of a backward.
     """
 
@@ -41,6 +43,8 @@ class Wish(NamedTuple):
     wants: int = 0
     dtype: int = 0
     width: int = 0
+    expert: int = 0
+    batch: int = 0
     counts: tuple[int, ...] = ()
 
 
@@ -56,6 +60,7 @@ class Round(NamedTuple):
         wants: whether tokens of any rank want a gradient.
         counts: rows of each rank for each expert, by place in the group.
         wishing: places of the ranks that wanted it; the others serve.
+        calls: what each rank called by itself: `Wish.expert` and `Wish.batch`.
     """
 
     chosen: Wish
@@ -63,6 +68,7 @@ class Round(NamedTuple):
     wants: bool
     counts: tuple[tuple[int, ...], ...]
     wishing: frozenset[int]
+    calls: tuple[tuple[int, int], ...]
 
 
 class Rounds:
@@ -100,7 +106,8 @@ class Rounds:
             counts = tuple(one.counts if one[:3] == chosen[:3] else (0,) * len(chosen.counts) for one in found)
             trains, wants = (any(getattr(one, name) for one in same) for name in ("trains", "wants"))
             wishing = frozenset(place for place, one in enumerate(found) if one[:3] == chosen[:3])
-            one_round = Round(chosen, trains, wants, counts, wishing)
+            calls = tuple((one.expert, one.batch) if one[:3] == chosen[:3] else (0, 0) for one in found)
+            one_round = Round(chosen, trains, wants, counts, wishing, calls)
             if wish[:3] == chosen[:3]:
                 return one_round
             self._serve(one_round)

@@ -12,16 +12,16 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.expert_parallel.adapters import Adapters, adapters_around
 from lightning_mm5d.expert_parallel.awaited_result import awaited
 from lightning_mm5d.expert_parallel.expert_layer import ExpertLayer, has_shared_expert
+from lightning_mm5d.expert_parallel.held_experts import ExpertGroups, HeldExperts, Products
 from lightning_mm5d.expert_parallel.loads import Load
 from lightning_mm5d.expert_parallel.rounds import BACKWARD, FORWARD, Round, Rounds, Wish
 from lightning_mm5d.expert_parallel.token_call import DTYPES, Arrive, Leave, TokenCall
@@ -30,34 +30,16 @@ from lightning_mm5d.expert_parallel.token_exchange import (
     Backward,
     Lengths,
     Record,
-    TokenGroup,
     forward,
     recorded_forward,
 )
 from lightning_mm5d.layout.even_split import even_lengths
-from lightning_mm5d.sharded.collectives import TensorGroup, gather, scatter
+from lightning_mm5d.sharded.collectives import gather, scatter
 from lightning_mm5d.sharded.tensor import Sharded
 from lightning_mm5d.sharded.torch_internals import in_checkpoint, unobserved
 
 Context = Callable[[], AbstractContextManager[Any]]
 Showing = Callable[[nn.Module], AbstractContextManager[Any]]
-Products = Callable[[], AbstractContextManager[Any]]
-
-
-class ExpertGroups(NamedTuple):
-    """The groups of one rank that share the experts of a layer.
-
-    Attributes:
-        tokens: between which rows travel.
-        places: of these ranks among those of `host`.
-        host: the ranks that run the layer's stage together, with messages in host memory.
-        copies: the tensor parallel ranks that hold the same experts; None where they hold other parts of them.
-    """
-
-    tokens: TokenGroup
-    places: tuple[int, ...]
-    host: dist.ProcessGroup
-    copies: TensorGroup | None
 
 
 @dataclass
@@ -67,65 +49,6 @@ class _Flight:
     products: Products  # entered around the experts
     records: dict[int, list[Record]] = field(default_factory=dict)
     of_forward: Counter[int] = field(default_factory=Counter)  # records that the forward has made
-
-
-class _Layer:
-    """One module of experts."""
-
-    def __init__(
-        self, layer: ExpertLayer, place: int, module: nn.Module, groups: ExpertGroups, adapters: Adapters
-    ) -> None:
-        self.path, self.place, self.groups, self.adapters = layer.path, place, groups, adapters
-        self.number, self.ranges = layer.number, layer.ranges
-        self.overlaps = False
-        self.recomputed = False  # known after its first backward
-        self.module = module
-        self._inner: Callable[..., Tensor] = module.forward
-        self.tokens = [0] * layer.number
-
-    def whole(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Call the experts' own forward, with all of them."""
-        held = next(self.module.parameters()).shape[0]
-        if held != self.number:
-            raise ConfigError(
-                self.path,
-                f"{held} of {self.number} experts",
-                "Ranks that share experts compute with them in the steps of the trainer",
-                "Call the layer in a step, or use ep_size=1",
-            )
-        return self._inner(*args, **kwargs)
-
-    def own(self, products: Products, rows: Tensor, experts: Tensor) -> Tensor:
-        """Return what this rank's experts compute of rows of one expert each, inside of `products`."""
-        start, stop = self.ranges[self.groups.tokens.index]
-        module: Any = self.module
-        adapted = self.adapters.adapted(module)
-        module.num_experts = stop - start
-        vars(module).update(adapted)
-        try:
-            with products():
-                return self._inner(rows, experts.unsqueeze(1), rows.new_ones(len(rows), 1))
-        finally:
-            module.num_experts = self.number
-            for name in adapted:
-                del vars(module)[name]
-
-    def lengths(self, counts: Sequence[Sequence[int]]) -> Lengths:
-        """Return what travels, given the rows of each rank of the stage for each expert."""
-        ranks, index = self._ranks(counts), self.groups.tokens.index
-        start, stop = self.ranges[index]
-        return Lengths(
-            [sum(ranks[index][first:last]) for first, last in self.ranges],
-            [sum(row[start:stop]) for row in ranks],
-            [[*row[start:stop]] for row in ranks],
-        )
-
-    def note(self, counts: Sequence[Sequence[int]]) -> None:
-        """Count rows by expert."""
-        self.tokens = [sum(rows) for rows in zip(self.tokens, *self._ranks(counts), strict=False)]
-
-    def _ranks(self, counts: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-        return [counts[place] for place in self.groups.places]
 
 
 class SharedExperts:
@@ -151,7 +74,7 @@ class SharedExperts:
         is_compiled: bool = False,
     ) -> None:
         self._device, self._is_dry = device, is_dry
-        self._stages: dict[Any, list[_Layer]] = {}
+        self._stages: dict[Any, list[HeldExperts]] = {}
         self._rounds: dict[Any, Rounds] = {}
         self._context: Context | None = None  # of a step in which ranks meet
         self._showing: Showing | None = None  # of such a step
@@ -163,14 +86,15 @@ class SharedExperts:
         self._open: Backward | None = None  # between its two exchanges
         self._undo: list[Callable[[], object]] = []
         for stage, held in layers.items():
-            own = [self._layer(root, one, place, groups[one.path]) for place, one in enumerate(held)]
+            own = [self._held(root, one, place, groups[one.path]) for place, one in enumerate(held)]
             if own:
                 self._stages[stage] = own
                 most = max(layer.number for layer in own)
                 self._rounds[stage] = Rounds(own[0].groups.host, most, self._serve)
             for layer in own:
                 layer.overlaps = not is_compiled and has_shared_expert(root, layer.path)
-                self._patch(root.get_submodule(layer.path), layer)
+                for number, module in enumerate(layer.called):
+                    self._patch(module, partial(self._called, layer, module, number))
 
     def remove(self) -> None:
         """Take the patches away again."""
@@ -231,18 +155,18 @@ class SharedExperts:
 
     # --- calls ---
 
-    def _layer(self, root: nn.Module, layer: ExpertLayer, place: int, groups: ExpertGroups) -> _Layer:
+    def _held(self, root: nn.Module, layer: ExpertLayer, place: int, groups: ExpertGroups) -> HeldExperts:
         wrappers = [*adapters_around(root, layer.path).values()]
         adapters = Adapters(wrappers, layer.number, layer.ranges[groups.tokens.index], lambda: self._stage is not None)
         self._undo += adapters.patch()
-        return _Layer(layer, place, root.get_submodule(layer.path), groups, adapters)
+        return HeldExperts(root, layer, place, groups, adapters)
 
-    def _patch(self, module: nn.Module, layer: _Layer) -> None:
+    def _patch(self, module: nn.Module, instead: Callable[..., Any]) -> None:
         before = vars(module).get("forward")
 
         @torch.compiler.disable
-        def called(_: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-            return self._called(layer, hidden_states, top_k_index, top_k_weights)
+        def called(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return instead(args, kwargs)
 
         vars(module)["forward"] = MethodType(called, module)
         if before is None:
@@ -250,50 +174,94 @@ class SharedExperts:
         else:
             self._undo.append(partial(setattr, module, "forward", before))
 
-    def _called(self, layer: _Layer, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    def _called(
+        self, layer: HeldExperts, module: nn.Module, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Answer a call of a module: of experts, of the layer around them, or of one of them."""
+        if self._stage is None and layer.groups.copies is None and not self._is_dry():
+            return layer.whole(module, *args, **kwargs)
+        if layer.plan is None:
+            return self._called_one(layer, module, number, *args, **kwargs)
+        if layer.plan.forward is not None:
+            return layer.plan.forward(module, partial(self._exchanged, layer), *args, **kwargs)
+        return self._exchanged(layer, *layer.arguments(module, args, kwargs))
+
+    def _exchanged(self, layer: HeldExperts, tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted sums of what experts compute of tokens, in their shape."""
         if self._is_dry():
-            return hidden * weights.sum(-1, keepdim=True).to(hidden.dtype)
-        copies, length = layer.groups.copies, len(hidden)
+            return tokens * weights.sum(-1).view(*tokens.shape[:-1], 1).to(tokens.dtype)
+        copies = layer.groups.copies
         if copies is not None:  # each of the ranks that hold the same experts takes some of the tokens
-            hidden, index, weights = (x.full() if isinstance(x, Sharded) else x for x in (hidden, index, weights))
-            lengths = even_lengths(length, copies.size)
+            tokens, index, weights = (_full(one) for one in (tokens, index, weights))
+        hidden = tokens.reshape(-1, tokens.shape[-1])
+        if copies is not None:
+            lengths = even_lengths(len(hidden), copies.size)
             start = sum(lengths[: copies.index])
             hidden, weights = scatter(hidden, 0, lengths, copies), scatter(weights, 0, lengths, copies)
             index = index.narrow(0, start, lengths[copies.index])
         if self._stage is None:
-            result = layer.whole(hidden, index, weights)
-            return result if copies is None else gather(result, 0, lengths, copies)
+            result = layer.all(hidden, index, weights)
+            return (result if copies is None else gather(result, 0, lengths, copies)).view(tokens.shape)
         finish = self._dispatched(layer, hidden, index, weights)
         if copies is not None:
-            return gather(finish(), 0, lengths, copies)
-        return awaited(hidden, finish) if layer.overlaps and type(hidden) is Tensor else finish()
+            return gather(finish(), 0, lengths, copies).view(tokens.shape)
+        return awaited(hidden, finish).view(tokens.shape) if self._overlaps(layer, hidden) else finish().view_as(tokens)
 
-    def _dispatched(self, layer: _Layer, hidden: Tensor, index: Tensor, weights: Tensor) -> Callable[[], Tensor]:
+    def _overlaps(self, layer: HeldExperts, hidden: Tensor) -> bool:
+        return layer.overlaps and type(hidden) is Tensor
+
+    def _dispatched(self, layer: HeldExperts, hidden: Tensor, index: Tensor, weights: Tensor) -> Callable[[], Tensor]:
         """Bring rows to their experts; return what waits for the results and gives each token the sum of its own."""
         experts = index.reshape(-1)
         order = torch.argsort(experts, stable=True)
         counts = experts.new_zeros(layer.number).scatter_add_(0, experts, torch.ones_like(experts)).tolist()
         tokens = order // max(index.shape[1], 1)
-        rows = hidden.index_select(0, tokens)
         trains = torch.is_grad_enabled()
-        again = self._is_forward and in_checkpoint()  # the record is made then
-        exchange = partial(self.exchange, layer)
-        call = TokenCall(exchange, partial(self.exchange_back, layer), tuple(counts), again=again)
-        # experts have gradients of tokens that do not want any, and of those of other ranks
-        anchor = torch.zeros((), device=rows.device, requires_grad=trains)
-        ticket = Leave.apply(anchor, rows, call)
+        arrive = self._sent(layer, hidden.index_select(0, tokens), Wish(FORWARD, counts=tuple(counts)))
 
         def finish() -> Tensor:
             with torch.set_grad_enabled(trains):
-                results = Arrive.apply(ticket, call)
-                weighted = results * weights.reshape(-1)[order].unsqueeze(1)
+                weighted = arrive() * weights.reshape(-1)[order].unsqueeze(1)
                 return torch.zeros_like(hidden).index_add_(0, tokens, weighted.to(hidden.dtype))
 
         return finish
 
+    def _called_one(self, layer: HeldExperts, module: nn.Module, number: int, rows: Tensor) -> Tensor:
+        """Answer the call of one expert of a list with rows of its own, ``[P, H]`` or ``[B, S, H]``."""
+        if self._is_dry():
+            return rows * 1
+        copies = layer.groups.copies
+        if copies is not None:
+            rows = _full(rows)
+        if rows.dim() not in (2, 3):
+            rule = "Experts of a list are called with rows [P, H] or [B, S, H]"
+            raise ConfigError(layer.path, f"a tensor of shape {list(rows.shape)}", rule, "Use ep_size=1")
+        flat, batch = rows.reshape(-1, rows.shape[-1]), len(rows) if rows.dim() == 3 else 0
+        if copies is not None:  # an expert may need its rows together, so one of the ranks that hold it sends them
+            lengths = [len(flat), *[0] * (copies.size - 1)]
+            flat, batch = scatter(flat, 0, lengths, copies), 0 if copies.index else batch
+        if self._stage is not None:
+            counts = tuple(len(flat) if place == number else 0 for place in range(layer.number))
+            wish = Wish(FORWARD, expert=number + 1, batch=batch, counts=counts)
+            result = self._sent(layer, flat, wish)()
+        elif copies is not None and copies.index > 0:
+            result = flat
+        else:
+            result = layer.whole(module, flat.view(rows.shape)).reshape(flat.shape)
+        return (result if copies is None else gather(result, 0, lengths, copies)).view(rows.shape)
+
+    def _sent(self, layer: HeldExperts, rows: Tensor, wish: Wish) -> Callable[[], Tensor]:
+        """Bring rows to their experts; return what waits for the results."""
+        again = self._is_forward and in_checkpoint()  # the record is made then
+        call = TokenCall(partial(self.exchange, layer), partial(self.exchange_back, layer), wish, again=again)
+        # experts have gradients of tokens that do not want any, and of those of other ranks
+        anchor = torch.zeros((), device=rows.device, requires_grad=torch.is_grad_enabled())
+        ticket = Leave.apply(anchor, rows, call)
+        return lambda: Arrive.apply(ticket, call)
+
     # --- rounds ---
 
-    def exchange(self, layer: _Layer, rows: Tensor, wish: Wish) -> tuple[Arriving, Record | None]:
+    def exchange(self, layer: HeldExperts, rows: Tensor, wish: Wish) -> tuple[Arriving, Record | None]:
         """Have the experts of all ranks compute `rows`, when it is their turn."""
         self._settle()
         wish = wish._replace(layer=layer.place, number=self._calls[layer.place])
@@ -302,7 +270,7 @@ class SharedExperts:
             assert found is not None
             return self._run_forward(layer, found, rows)
 
-    def exchange_back(self, layer: _Layer, gradient: Tensor, record: Record | None) -> Backward:
+    def exchange_back(self, layer: HeldExperts, gradient: Tensor, record: Record | None) -> Backward:
         """Begin to bring gradients of results to the experts, when it is their turn."""
         self._settle()
         if record is None:  # of a forward whose layer is computed again
@@ -323,12 +291,12 @@ class SharedExperts:
         if opened is not None:
             opened.end()
 
-    def _run_forward(self, layer: _Layer, found: Round, rows: Tensor) -> tuple[Arriving, Record | None]:
+    def _run_forward(self, layer: HeldExperts, found: Round, rows: Tensor) -> tuple[Arriving, Record | None]:
         flight, place, tokens = self._flight, layer.place, layer.groups.tokens
         self._calls[place] += 1
-        lengths, own = layer.lengths(found.counts), partial(self._own, layer, flight.products)
+        lengths, own = layer.lengths(found), partial(self._own, layer, flight.products)
         if self._is_forward:
-            layer.note(found.counts)
+            layer.note(found)
         again = not self._is_forward and flight.of_forward[place] > 0
         if not found.trains or again or (self._is_forward and layer.recomputed):
             layer.recomputed |= again
@@ -340,12 +308,12 @@ class SharedExperts:
         flight.of_forward[place] += int(self._is_forward)
         return results, record
 
-    def _own(self, layer: _Layer, products: Products, rows: Tensor, experts: Tensor) -> Tensor:
+    def _own(self, layer: HeldExperts, products: Products, rows: Tensor, lengths: Lengths) -> Tensor | None:
         assert self._showing is not None
-        with self._showing(layer.module):
-            return layer.own(products, rows, experts)
+        with self._showing(layer.own_module):
+            return layer.own(products, rows, lengths)
 
-    def _run_backward(self, layer: _Layer, found: Round, gradient: Tensor, record: Record) -> Backward:
+    def _run_backward(self, layer: HeldExperts, found: Round, gradient: Tensor, record: Record) -> Backward:
         record.left -= found.wishing
         if not record.left:
             self._flight.records[layer.place].remove(record)
@@ -364,3 +332,7 @@ class SharedExperts:
         record = next(one for one in self._flight.records[layer.place] if one.number == chosen.number)
         none = record.rows.new_zeros(sum(record.lengths.sent), record.rows.shape[1])
         self._run_backward(layer, found, none, record).end()
+
+
+def _full(tensor: Tensor) -> Tensor:
+    return tensor.full() if isinstance(tensor, Sharded) else tensor

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_mm5d.expert_parallel.rounds import FORWARD, Wish
+from lightning_mm5d.expert_parallel.rounds import Wish
 from lightning_mm5d.expert_parallel.token_exchange import Arriving, Backward, Record
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -26,14 +26,12 @@ class TokenCall:
     Args:
         exchange: has the experts of all ranks compute rows.
         exchange_back: begins to bring gradients of results to the experts, given the record of the forward.
-        counts: rows for each expert.
+        wish: the forward, without what its rows say.
         again: whether it is computed again in the backward, so that nothing is kept now.
     """
 
-    def __init__(
-        self, exchange: Exchange, exchange_back: ExchangeBack, counts: tuple[int, ...], *, again: bool
-    ) -> None:
-        self._exchange, self._exchange_back, self._counts, self._again = exchange, exchange_back, counts, again
+    def __init__(self, exchange: Exchange, exchange_back: ExchangeBack, wish: Wish, *, again: bool) -> None:
+        self._exchange, self._exchange_back, self._wish, self._again = exchange, exchange_back, wish, again
         self._results: Arriving | None = None
         self._record: Record | None = None  # where it is kept
         self._backward: Backward | None = None
@@ -41,7 +39,8 @@ class TokenCall:
     def leave(self, rows: Tensor, *, trains: bool, wants: bool) -> None:
         """Bring rows to their experts; the results are under way then."""
         dtype = DTYPES.index(rows.dtype)
-        wish = Wish(FORWARD, 0, 0, int(trains and not self._again), int(wants), dtype, rows.shape[1], self._counts)
+        trains = trains and not self._again
+        wish = self._wish._replace(trains=int(trains), wants=int(wants), dtype=dtype, width=rows.shape[1])
         self._results, self._record = self._exchange(rows, wish)
 
     def arrive(self) -> Tensor:

@@ -23,8 +23,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_mm5d.expert_parallel.rounds import Round
 from lightning_mm5d.sharded.host_copies import on_device
 
-Experts = Callable[[Tensor, Tensor], Tensor]  # rows [P, H] and their local experts [P] to results [P, H]
-
 
 class Lengths(NamedTuple):
     """Rows that travel between this rank and each rank of its group.
@@ -33,11 +31,22 @@ class Lengths(NamedTuple):
         sent: for each rank, those for its experts.
         received: from each rank, those for this rank's experts.
         counts: of the received ones for each of this rank's experts, by rank.
+        calls: where experts are called one by one, which one each rank called and for how many samples (`Round.calls`).
     """
 
     sent: list[int]
     received: list[int]
     counts: list[list[int]]
+    calls: list[tuple[int, int]]
+
+    def experts(self, device: torch.device) -> Tensor:
+        """Return the local expert of each received row."""
+        counts = on_device(torch.tensor(self.counts), device)
+        experts = torch.arange(counts.shape[1], device=device).repeat(counts.shape[0])
+        return experts.repeat_interleave(counts.flatten(), output_size=sum(self.received))
+
+
+Experts = Callable[[Tensor, Lengths], Tensor | None]  # rows [P, H] that came to results [P, H]; None: none was called
 
 
 @dataclass(eq=False)
@@ -48,7 +57,7 @@ class Record:
         number: of the record, the same on all ranks of the group.
         lengths: of the exchange.
         rows: that came, as a leaf of the graph.
-        results: of the experts; None where no row came.
+        results: of the experts; None where none was called.
         wants: whether any rank wants gradients of its rows.
         left: places of the ranks whose backward of it is still to come, of those whose forward it was.
     """
@@ -112,8 +121,9 @@ class Arriving(NamedTuple):
 def forward(rows: Tensor, lengths: Lengths, group: TokenGroup, experts: Experts) -> Arriving:
     """Return the results of `rows`, in their order, without a graph; they are under way."""
     came = group.exchange(rows, lengths.sent, lengths.received)
-    results = came if not len(came) else experts(came, _experts_of(lengths, came.device))
-    return group.begin(results.to(rows.dtype), lengths.received, lengths.sent)
+    results = experts(came, lengths)
+    returned = came if results is None else results
+    return group.begin(returned.to(rows.dtype), lengths.received, lengths.sent)
 
 
 def recorded_forward(
@@ -121,12 +131,10 @@ def recorded_forward(
 ) -> tuple[Arriving, Record]:
     """Return the results of `rows`, in their order, which are under way, and what the backward needs."""
     came = group.exchange(rows, lengths.sent, lengths.received)
-    results = None
-    if len(came):
-        # hooks of a checkpoint around the layer must not pack what belongs to the tokens of other ranks
-        with torch.enable_grad(), saved_tensors_hooks(_itself, _itself):
-            came = came.requires_grad_(found.wants)
-            results = experts(came, _experts_of(lengths, came.device))
+    # hooks of a checkpoint around the layer must not pack what belongs to the tokens of other ranks
+    with torch.enable_grad(), saved_tensors_hooks(_itself, _itself):
+        came = came.requires_grad_(found.wants)
+        results = experts(came, lengths)
     returned = came.detach() if results is None else results.detach()
     record = Record(number, lengths, came, results, found.wants, found.wishing)
     return group.begin(returned.to(rows.dtype), lengths.received, lengths.sent), record
@@ -166,13 +174,6 @@ class Backward:
         if own is None:
             own = torch.zeros_like(record.rows)
         return self._group.exchange(own, record.lengths.received, record.lengths.sent)
-
-
-def _experts_of(lengths: Lengths, device: torch.device) -> Tensor:
-    """The local expert of each received row."""
-    counts = on_device(torch.tensor(lengths.counts), device)
-    experts = torch.arange(counts.shape[1], device=device).repeat(counts.shape[0])
-    return experts.repeat_interleave(counts.flatten(), output_size=sum(lengths.received))
 
 
 def _itself(tensor: Any) -> Any:

@@ -93,8 +93,8 @@ class DataShards:
             return None
         copies = self._copies_of(name, rank)
         if copies and (experts := self._experts.get(name)):
-            place = copies.block.index(rank)
-            return DataShard(3, 0, experts.ranges, copies.block, copies.across, place, of_experts=True)
+            place, ranges = copies.block.index(rank), experts.rows(name, self.local_shape(name, rank)[0])
+            return DataShard(3, 0, ranges, copies.block, copies.across, place, of_experts=True)
         rests = copies and (copies.stage == 3 or self._plan.main_params is not None)
         cut = copies and _cut(self.local_shape(name, rank), copies, self._numbers[name], rests_own=bool(rests))
         if not copies or not cut:

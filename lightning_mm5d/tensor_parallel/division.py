@@ -81,6 +81,8 @@ def _without(plans: Mapping[str, Plans], paths: Collection[str]) -> dict[str, Pl
         kept = tuple(
             replace(
                 plan,
+                column={key: parts for key, parts in plan.column.items() if not is_in(join + key)},
+                row={key: parts for key, parts in plan.row.items() if not is_in(join + key)},
                 experts=tuple(key for key in plan.experts if not is_in(join + key)),
                 parameters={key: parts for key, parts in plan.parameters.items() if not is_in(join + key)},
             )
@@ -100,7 +102,8 @@ def _check_divided(
     for path, names in experts.items():
         found = place(names[0])
         given = 1 if found is None else modalities[found[0]].expert_tp_size
-        if found is not None and given > 1 and division.roles.get(path) != "experts":
+        cut = [shard for name in names if (shard := division.shards.get(name)) is not None]
+        if found is not None and given > 1 and (division.roles.get(path) != "experts" or any(s.dim == 0 for s in cut)):
             rule = f"No plan says how the experts of {path} are divided"
             raise ConfigError(f"modalities.{found[0]}.expert_tp_size", given, rule, "Use expert_tp_size=1")
 

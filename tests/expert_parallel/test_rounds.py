@@ -16,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from compare import State
 from lightning_mm5d.config.errors import ConfigError, RankMismatchError
 from lightning_mm5d.expert_parallel.expert_layer import ExpertLayer
+from lightning_mm5d.expert_parallel.held_experts import ExpertGroups
 from lightning_mm5d.expert_parallel.rounds import BACKWARD, FORWARD, Rounds, Wish
-from lightning_mm5d.expert_parallel.shared_experts import ExpertGroups, SharedExperts
+from lightning_mm5d.expert_parallel.shared_experts import SharedExperts
 from lightning_mm5d.expert_parallel.token_exchange import TokenGroup
 from ranks import call_ranks
 
@@ -148,4 +149,4 @@ def _disagree(rank: int) -> list[str]:
 def test_other_actions_and_calls_outside_of_a_step_are_refused() -> None:
     for different, outside in call_ranks(RANKS, _disagree, limit=60):
         assert "a forward and a backward at the same time" in different
-        assert "of 5 experts" in outside
+        assert "rows of 5 experts" in outside

@@ -1,0 +1,187 @@
+"""The experts of one layer on one rank: what it computes with its own, and which rows travel to and from it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.expert_parallel.adapters import Adapters
+from lightning_mm5d.expert_parallel.expert_layer import ExpertLayer
+from lightning_mm5d.expert_parallel.expert_plan import LISTS
+from lightning_mm5d.expert_parallel.rounds import Round
+from lightning_mm5d.expert_parallel.token_exchange import Lengths, TokenGroup
+from lightning_mm5d.sharded.collectives import TensorGroup
+
+Products = Callable[[], AbstractContextManager[Any]]
+
+
+class ExpertGroups(NamedTuple):
+    """The groups of one rank that share the experts of a layer.
+
+    Attributes:
+        tokens: between which rows travel.
+        places: of these ranks among those of `host`.
+        host: the ranks that run the layer's stage together, with messages in host memory.
+        copies: the tensor parallel ranks that hold the same experts; None where they hold other parts of them.
+    """
+
+    tokens: TokenGroup
+    places: tuple[int, ...]
+    host: dist.ProcessGroup
+    copies: TensorGroup | None
+
+
+class HeldExperts:
+    """The experts of one layer on one rank.
+
+    Args:
+        root: the LightningModule, before its forwards are patched.
+        layer: the experts.
+        place: of the layer among those of its stage.
+        groups: that share it.
+        adapters: on the experts.
+
+    Attributes:
+        recomputed: whether the layer is computed again in its backward, which is known after the first one.
+        overlaps: whether results may still be under way when the experts return.
+        tokens: rows of each expert since the last report.
+        own_module: that holds this rank's experts.
+        called: modules whose forwards bring tokens to experts: of a list without a plan its members, else one.
+    """
+
+    def __init__(
+        self, root: nn.Module, layer: ExpertLayer, place: int, groups: ExpertGroups, adapters: Adapters
+    ) -> None:
+        self.path, self.place, self.groups, self.plan = layer.path, place, groups, layer.plan
+        self.number, self.ranges = layer.number, layer.ranges
+        self.recomputed = self.overlaps = False
+        self.tokens = [0] * layer.number
+        self._module = root.get_submodule(layer.path)
+        self._members = [*self._module.children()] if isinstance(self._module, LISTS) else []
+        start, stop = self.ranges[groups.tokens.index]
+        self.own_module = nn.ModuleList(self._members[start:stop]) if self._members else self._module
+        self._adapters = adapters
+        self.called = self._members if layer.plan is None else [root.get_submodule(layer.called or layer.path)]
+        self._inner: dict[nn.Module, Callable[..., Any]] = {one: one.forward for one in self.called}
+        # a parameter of each, with the length that it has where experts are whole
+        lengths = {name: root.get_parameter(name) for name in layer.parameters}
+        self._lengths = {id(parameter): layer.lengths.get(name, layer.number) for name, parameter in lengths.items()}
+
+    def whole(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Call the own forward of one of the modules in `called`, with all experts."""
+        held = next((one for one in module.parameters() if id(one) in self._lengths), None)
+        if held is not None and len(held) != self._lengths[id(held)]:
+            raise ConfigError(
+                self.path,
+                f"{len(held)} of {self._lengths[id(held)]} rows of {self.number} experts",
+                "Ranks that share experts compute with them in the steps of the trainer",
+                "Call the layer in a step, or use ep_size=1",
+            )
+        return self._inner[module](*args, **kwargs)
+
+    def arguments(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Return tokens, the numbers of their experts and weights, under the names that the experts give them."""
+        if kwargs:
+            args = inspect.signature(self._inner[module]).bind(*args, **kwargs).args
+        hidden, index, weights = args
+        return hidden, index, weights
+
+    def own(self, products: Products, rows: Tensor, lengths: Lengths) -> Tensor | None:
+        """Compute the rows that came with own experts, inside of `products`; None where none is called."""
+        with products():
+            if self.plan is None:
+                results = self._of_calls(rows, lengths)
+            else:
+                results = self._of_rows(rows, lengths.experts(rows.device)) if len(rows) else None
+        return results if results is None else self._shaped(results, rows)
+
+    def all(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted sums of what experts compute of tokens ``[T, H]``, with all of them on this rank."""
+        assert self.plan is not None
+        if self.plan.forward is None:
+            found: Tensor = self.whole(self.called[0], hidden, index, weights)
+            return found.view(hidden.shape)
+        tokens = torch.arange(len(index), device=index.device).repeat_interleave(index.shape[1])
+        rows, experts = hidden[tokens], index.reshape(-1)
+        results = self._shaped(self._computed(self._module, rows, experts), rows) if len(rows) else rows
+        weighted = results * weights.reshape(-1, 1)
+        return torch.zeros_like(hidden).index_add(0, tokens, weighted.to(hidden.dtype))
+
+    def _of_rows(self, rows: Tensor, index: Tensor) -> Tensor:
+        """Compute rows of one expert each with the experts that this rank holds."""
+        assert self.plan is not None
+        if self._members:
+            return self._computed(self.own_module, rows, index)
+        holder: Any = self._module
+        start, stop = self.ranges[self.groups.tokens.index]
+        adapted, before = self._adapters.adapted(holder), getattr(holder, self.plan.number)
+        setattr(holder, self.plan.number, stop - start)
+        vars(holder).update(adapted)
+        try:
+            return self._computed(holder, rows, index)
+        finally:
+            setattr(holder, self.plan.number, before)
+            for name in adapted:
+                del vars(holder)[name]
+
+    def _computed(self, holder: nn.Module, rows: Tensor, index: Tensor) -> Tensor:
+        assert self.plan is not None
+        if self.plan.compute is not None:
+            return self.plan.compute(holder, rows, index)
+        if self._members:
+            return _each(holder.children(), rows, index)
+        found: Tensor = self._inner.get(holder, holder.forward)(rows, index.unsqueeze(1), rows.new_ones(len(rows), 1))
+        return found
+
+    def _of_calls(self, rows: Tensor, lengths: Lengths) -> Tensor | None:
+        """Call experts as each rank called one of them: with its rows alone, in their shape."""
+        start, stop = self.ranges[self.groups.tokens.index]
+        found, called = list[Tensor](), False
+        for part, (number, batch) in zip(rows.split(lengths.received), lengths.calls, strict=True):
+            if start < number <= stop:
+                shaped = part.view(batch, len(part) // batch, part.shape[1]) if batch else part
+                result = self._inner[self._members[number - 1]](shaped)
+                found.append(self._shaped(result, part))
+                called = True
+            else:
+                found.append(part)
+        return torch.cat(found) if called else None
+
+    def _shaped(self, results: Tensor, rows: Tensor) -> Tensor:
+        if results.numel() != rows.numel():
+            rule = f"Experts return rows as wide as theirs, {rows.shape[1]}"
+            got = f"results of shape {list(results.shape)} of rows {list(rows.shape)}"
+            raise ConfigError(self.path, got, rule, "Use ep_size=1")
+        return results.reshape(rows.shape)
+
+    def lengths(self, found: Round) -> Lengths:
+        """Return what travels in a round of the ranks of the stage."""
+        ranks, index = [found.counts[place] for place in self.groups.places], self.groups.tokens.index
+        start, stop = self.ranges[index]
+        return Lengths(
+            [sum(ranks[index][first:last]) for first, last in self.ranges],
+            [sum(row[start:stop]) for row in ranks],
+            [[*row[start:stop]] for row in ranks],
+            [found.calls[place] for place in self.groups.places],
+        )
+
+    def note(self, found: Round) -> None:
+        """Count rows by expert."""
+        ranks = [found.counts[place] for place in self.groups.places]
+        self.tokens = [sum(rows) for rows in zip(self.tokens, *ranks, strict=False)]
+
+
+def _each(members: Iterable[nn.Module], rows: Tensor, index: Tensor) -> Tensor:
+    result = torch.zeros_like(rows)
+    for number, member in enumerate(members):
+        chosen = torch.where(index == number)[0]
+        if len(chosen):
+            result = result.index_copy(0, chosen, member(rows[chosen]).to(rows.dtype))
+    return result
