@@ -69,6 +69,10 @@ def solve(modalities: Mapping[str, Modality], world_size: int, loss_modality: st
     raise ConfigError(problem.field, problem.got, problem.rule, fix)
 
 
+_SHARING = ("dp_shard_size", "ep_size")
+"""fields that say how many of the ranks that hold the same layers share something"""
+
+
 def _owner(modalities: Mapping[str, Modality], name: str) -> Modality:
     """The modality itself, or the one whose ranks it shares."""
     owner = modalities[name].owner
@@ -84,6 +88,9 @@ def _fits(modalities: Mapping[str, Modality], common: int, loss_modality: str) -
         if modality.owner is not None and modality.owner.pp is None:
             replicas[name], rest = divmod(replicas[name] * owner.ranks_per_replica, modality.ranks_per_replica)
         if rest or (owner is not modality and modality.dp_size not in (None, replicas[name])):
+            return False
+        copies = replicas[name] * modality.cp_size
+        if any(copies % (getattr(modality, field) or 1) for field in _SHARING):
             return False
     return all(_pair(dp, replicas[loss_modality]) for dp in replicas.values())
 
@@ -117,7 +124,7 @@ def _axes(modalities: Mapping[str, Modality], common: int, loss_modality: str) -
 
 def _check_shards(name: str, modality: Modality, size: Sizes) -> None:
     ranks = size.dp * size.cp
-    for field in ("dp_shard_size", "ep_size"):
+    for field in _SHARING:
         shards = getattr(modality, field)
         if shards is None or ranks % shards == 0:
             continue

@@ -54,6 +54,7 @@ def test_help_and_version_import_no_torch(arguments: list[str]) -> None:
     [
         ("tp: 2", "1f1b", "4", "modalities.vision.tp: got 2. There is no such field. Did you mean 'tp_size'?"),
         ("tp_size: 0", "1f1b", "4", "modalities.vision.tp_size: got 0"),
+        ("ep_size: two", "1f1b", "4", "modalities.vision.ep_size: got 'two'"),
         ("", "2f2b", "4", "schedule: got '2f2b'"),
         ("", "1f1b", "0", "num_microbatches: got 0"),
         ("colocate_with: langage", "1f1b", "4", "modalities.vision.colocate_with: got 'langage'"),
