@@ -1,0 +1,61 @@
+"""Every family of experts trains on ranks that share them as on one process.
+
+language: ranks 0 to `world`, data parallel, of which `ep` in turn share the experts; encoders are on the same ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from .expert_parity import Shared, compare
+from .families import FAMILIES
+from .test_expert_families import ROUTER_LOSSES
+
+# each form of experts, router and combination once
+QUICK = ("gpt_oss", "deepseek_v3", "llama4_text", "dbrx", "ernie4_5_vl_moe", "handwritten_gated_experts")
+MANY = [name for name, case in FAMILIES.items() if case.count >= 4]
+IMAGES = (0, 1, 2, 0, 1, 1)
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+def images_of(name: str) -> tuple[int, ...]:
+    """Unlike numbers of images, where their packing is known."""
+    return IMAGES if len(FAMILIES[name].image_counts) > 1 and not name.startswith("handwritten") else (1,)
+
+
+def all_of(names: tuple[str, ...] | list[str], ep: int, **options: object) -> list[Shared]:
+    return [Shared(name=name, ep=ep, images=images_of(name), **options) for name in names]  # type: ignore[arg-type]
+
+
+def test_two_ranks_share_experts_of_every_form() -> None:
+    compare(2, *all_of(QUICK, 2), Shared(name="handwritten_expert_list", ep=2, microbatches=2))
+
+
+def test_three_ranks_share_five_experts_and_lists() -> None:
+    compare(3, *all_of(("mixtral", "handwritten_expert_list"), 3))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("world", "ep"), [(2, 2), (3, 3), (4, 4), (4, 2)])
+def test_every_family_trains_as_on_one_process(world: int, ep: int) -> None:
+    compare(world, *all_of(MANY, ep), limit=600)
+
+
+@pytest.mark.exhaustive
+def test_every_family_trains_in_microbatches() -> None:
+    compare(2, *all_of(MANY, 2, microbatches=2, samples=3), limit=600)
+
+
+@pytest.mark.exhaustive
+def test_losses_of_routers_are_those_of_one_process() -> None:
+    compare(2, *all_of(ROUTER_LOSSES, 2, microbatches=2, router_loss=True), limit=600)
