@@ -271,7 +271,15 @@ class SharedExperts:
             return self._run_forward(layer, found, rows)
 
     def exchange_back(self, layer: HeldExperts, gradient: Tensor, record: Record | None) -> Backward:
-        """Begin to bring gradients of results to the experts, when it is their turn."""
+        """Begin to bring gradients of results to the experts, when it is their turn.
+
+        Raises:
+            ConfigError: the step differentiates by itself, outside of the backwards of its schedule.
+        """
+        if self._stage is None or self._is_forward:
+            rule = "Ranks that share experts (ep_size) give them their gradients in the backward of a step, and once"
+            fix = "Leave the backward to the trainer, or use ep_size=1"
+            raise ConfigError(layer.path, "differentiated in the step", rule, fix)
         self._settle()
         if record is None:  # of a forward whose layer is computed again
             place = self._rounds[self._stage].place

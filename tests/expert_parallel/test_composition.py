@@ -72,6 +72,37 @@ class Clamped(Mixture):
         return super().training_step(batch, batch_idx)
 
 
+class Saliency(Mixture):
+    """Takes a gradient by itself, of a pass that is not part of its loss."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        embedded = self.model.get_input_embeddings()(batch["input_ids"]).detach().requires_grad_()
+        logits = self.model(inputs_embeds=embedded, use_cache=False).logits
+        torch.autograd.grad(logits.sum(), embedded)
+        return super().training_step(batch, batch_idx)
+
+
+class TwoPasses(Mixture):
+    """Calls its model twice, and once more without a gradient."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        flipped = {name: tensor.flip(1) for name, tensor in batch.items()}
+        with torch.no_grad():
+            wanted = self.model(**batch, use_cache=False).logits
+        found = self.model(**flipped, use_cache=False)
+        return super().training_step(batch, batch_idx) + found.loss + (found.logits - wanted).square().mean()
+
+
+class CallsLayersTwice(Mixture):
+    """Runs each of its layers twice."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        model = self.model.model
+        model.layers = nn.ModuleList([*model.layers, *model.layers])
+        model.config.num_hidden_layers = len(model.layers)
+
+
 COMPOSITIONS = {
     "split backward": Composition(
         ranks=4, fields=PIPED, module=SPLIT, microbatches=2, options={"schedule": "zero_bubble"}
@@ -122,6 +153,17 @@ MORE = {
     "frozen routers": Composition(module={"frozen": "gate.weight"}),
     "only experts": Composition(cls=OnlyExperts),
     "groups of parameters": Composition(cls=InGroups),
+    "two passes": Composition(cls=TwoPasses),
+    "two passes, computed again": Composition(
+        fields={"ep_size": 2, "activation_checkpointing": "full"}, cls=TwoPasses, microbatches=2
+    ),
+    "layers twice": Composition(cls=CallsLayersTwice, module={"router_loss": False}),
+    "layers twice, computed again": Composition(
+        fields={"ep_size": 2, "activation_checkpointing": "full"},
+        cls=CallsLayersTwice,
+        module={"router_loss": False},
+        microbatches=2,
+    ),
     "clipping and accumulation": Composition(trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.3}),
     "clipping by value": Composition(trainer={"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"}),
     "compiled": Composition(fields={"ep_size": 2, "compile": "aot_eager"}),
@@ -268,8 +310,8 @@ def refusal(rank: int, composition: Composition) -> str:
     return str(found.value)
 
 
-@pytest.mark.parametrize("cls", [Penalty, Logged, Clamped])
-def test_a_step_that_reads_experts_is_refused(cls: type[Mixture]) -> None:
+@pytest.mark.parametrize("cls", [Penalty, Logged, Clamped, Saliency])
+def test_a_step_that_reads_or_differentiates_experts_is_refused(cls: type[Mixture]) -> None:
     for message in call_ranks(2, refusal, Composition(cls=cls)):
         assert "mlp.experts" in message
         assert "ep_size=1" in message
