@@ -19,10 +19,12 @@ from parity.harness import fit, strategy
 from ranks import call_ranks
 
 from .expert_case import ExpertCase
-from .families import FAMILIES
+from .expert_forms import FORMS, PLANS
+from .families import FAMILIES, handwritten
 from .handwritten_experts import StackedExperts
 
 STEPS = 2
+CASES = FAMILIES | {name: handwritten(name, layer, 4) for name, layer in FORMS.items()}
 Outcome = tuple[list[float], dict[str, Tensor], dict[str, Tensor]]
 
 
@@ -50,10 +52,12 @@ class Shared:
 
     @property
     def case(self) -> ExpertCase:
-        case = FAMILIES[self.name]
+        case = CASES[self.name]
         return case.router_loss() if self.router_loss else case
 
     def build(self) -> L.LightningModule:
+        for cls, plan in PLANS.items():
+            register_expert_parallel_plan(cls, plan)
         register_expert_parallel_plan(StackedExperts, ExpertParallelPlan(number="count"))
         module = self.case.build()
         module.configure_optimizers = lambda: torch.optim.AdamW(  # type: ignore[method-assign]

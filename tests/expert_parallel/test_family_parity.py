@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from .expert_forms import FORMS
 from .expert_parity import Shared, compare
 from .families import FAMILIES
 from .test_expert_families import ROUTER_LOSSES
@@ -43,6 +44,10 @@ def test_two_ranks_share_experts_of_every_form() -> None:
 
 def test_three_ranks_share_five_experts_and_lists() -> None:
     compare(3, *all_of(("mixtral", "handwritten_expert_list"), 3))
+
+
+def test_layers_of_ones_own_are_shared_by_rules_and_plans() -> None:
+    compare(2, *(Shared(name=name, ep=2, microbatches=2) for name in FORMS))
 
 
 @pytest.mark.exhaustive
