@@ -142,12 +142,15 @@ class SharedParameter:
         """Show the local tensor in place of NaN."""
         assert self.whole is not None
         make_open(self.parameter)
+        if self.shard.of_experts:
+            _forget_node(self.parameter)
         self.parameter.data = self.whole
 
     def show_rows(self) -> None:
         """Let a closed parameter show own rows in a step that computes with them, in the precision of layers."""
         make_open(self.parameter)
         if self._rows is None:
+            _forget_node(self.parameter)
             self._rows = self.own.to(self.dtype)
         self.parameter.data = self._rows
         self.shows_rows = True
@@ -206,3 +209,12 @@ class SharedParameter:
         start, stop = self.shard.ranges[place]
         length = self.shape[self.shard.dim]
         return torch.Size(self.shape).numel() // length * (stop - start)
+
+
+def _forget_node(parameter: nn.Parameter) -> None:
+    """Have autograd make a new node that adds up gradients, since that of an older graph expects another shape.
+
+    A node lasts as long as any graph that leads to it; data of another dtype lets go of it.
+    """
+    other = torch.float32 if parameter.dtype == torch.float16 else torch.float16
+    parameter.data = torch.empty(0, dtype=other, device=parameter.device)
