@@ -76,3 +76,9 @@ def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     NotebookClient(notebook, timeout=LIMIT, kernel_name="python3").execute()
     printed = [output["text"] for cell in notebook.cells for output in cell.get("outputs", []) if "text" in output]
     assert any("two ranks: loss" in text for text in printed)
+
+
+def test_a_mixture_of_experts_learns_on_two_ranks_that_share_its_experts() -> None:
+    output = run("examples/mixture/train.py", "fit", "--config", "examples/mixture/config.yaml")
+    assert "ranks 2:" in output
+    assert loss_of(output) < 3.0  # log(32) = 3.47 at the start
