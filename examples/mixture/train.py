@@ -76,4 +76,4 @@ class Counting(L.LightningDataModule):
 
 
 if __name__ == "__main__":
-    LightningCLI()
+    LightningCLI(save_config_callback=None)
