@@ -14,14 +14,20 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from lightning_mm5d import ExpertParallelPlan, Modality, register_expert_parallel_plan
+from lightning_mm5d import (
+    ExpertParallelPlan,
+    Modality,
+    TensorParallelPlan,
+    register_expert_parallel_plan,
+    register_tensor_parallel_plan,
+)
 from parity.harness import fit, strategy
 from ranks import call_ranks
 
 from .expert_case import ExpertCase
 from .expert_forms import FORMS, PLANS
 from .families import FAMILIES, handwritten
-from .handwritten_experts import StackedExperts
+from .handwritten_experts import MixtureLayer, StackedExperts
 
 STEPS = 2
 CASES = FAMILIES | {name: handwritten(name, layer, 4) for name, layer in FORMS.items()}
@@ -39,7 +45,8 @@ class Shared:
         microbatches: of each replica.
         samples: of each microbatch.
         router_loss: whether the loss of routers is added.
-        image: images of each sample, in turn.
+        images: of each sample, in turn.
+        schedule: on several ranks.
     """
 
     name: str
@@ -49,6 +56,11 @@ class Shared:
     samples: int = 2
     router_loss: bool = False
     images: tuple[int, ...] = (1,)
+    schedule: str = "1f1b"
+
+    def replicas(self, world: int) -> int:
+        """Replicas of the language modality on `world` ranks."""
+        return world // (self.fields.get("tp_size", 1) * self.fields.get("pp_size", 1))
 
     @property
     def case(self) -> ExpertCase:
@@ -59,6 +71,8 @@ class Shared:
         for cls, plan in PLANS.items():
             register_expert_parallel_plan(cls, plan)
         register_expert_parallel_plan(StackedExperts, ExpertParallelPlan(number="count"))
+        dense = TensorParallelPlan(column={"dense.up": ("width",)}, row={"dense.down": ("width",)})
+        register_tensor_parallel_plan(MixtureLayer, dense)
         module = self.case.build()
         module.configure_optimizers = lambda: torch.optim.AdamW(  # type: ignore[method-assign]
             module.parameters(), lr=0.01, eps=1e-2, weight_decay=0.1
@@ -84,13 +98,18 @@ class _States(Callback):
 
 
 def _alone(rank: int, cases: Sequence[Shared], world: int) -> list[Outcome]:
-    return [_train(one, {}, one.batches(world), 1, one.microbatches * world) for one in cases]
+    replicas = [one.replicas(world) for one in cases]
+    return [
+        _train(one, {}, one.batches(count), 1, one.microbatches * count)
+        for one, count in zip(cases, replicas, strict=True)
+    ]
 
 
 def _together(rank: int, cases: Sequence[Shared], world: int) -> list[Outcome]:
     found = []
     for one in cases:
-        batches = [part for batch in one.batches(world) for part in one.case.split(batch, world)]
+        replicas = one.replicas(world)
+        batches = [part for batch in one.batches(replicas) for part in one.case.split(batch, replicas)]
         fields = {"ep_size": one.ep, **one.fields}
         losses, states, parameters = _train(one, fields, batches, world, one.microbatches)
         found.append((losses, states if rank == 0 else {}, parameters if rank == 0 else {}))
@@ -102,7 +121,8 @@ def _train(one: Shared, fields: dict[str, Any], batches: list[Any], world: int, 
     modalities = {name: Modality(colocate_with=last, **one.case.modality_paths.get(name, {})) for name in encoders}
     modalities[last] = Modality(**one.case.modality_paths.get(last, {}), **fields)
     module, states = one.build(), _States()
-    chosen = strategy(modalities, num_microbatches=microbatches, schedule="1f1b")
+    schedule = one.schedule if world > 1 else "1f1b"
+    chosen = strategy(modalities, num_microbatches=microbatches, schedule=schedule)
     recorder = fit(module, batches, chosen, world, in_order=True, callbacks=[states])
     return recorder.losses, states.states, module.state_dict()
 

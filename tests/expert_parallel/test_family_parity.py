@@ -17,6 +17,7 @@ from .test_expert_families import ROUTER_LOSSES
 
 # each form of experts, router and combination once
 QUICK = ("gpt_oss", "deepseek_v3", "llama4_text", "dbrx", "ernie4_5_vl_moe", "handwritten_gated_experts")
+LISTS = ("handwritten_expert_list",)
 MANY = [name for name, case in FAMILIES.items() if case.count >= 4]
 IMAGES = (0, 1, 2, 0, 1, 1)
 
@@ -64,3 +65,22 @@ def test_every_family_trains_in_microbatches() -> None:
 @pytest.mark.exhaustive
 def test_losses_of_routers_are_those_of_one_process() -> None:
     compare(2, *all_of(ROUTER_LOSSES, 2, microbatches=2, router_loss=True), limit=600)
+
+
+@pytest.mark.exhaustive
+def test_experts_of_every_form_are_computed_again() -> None:
+    fields = {"activation_checkpointing": "full"}
+    compare(2, *(Shared(name=name, ep=2, microbatches=2, fields=fields) for name in (*FORMS, *QUICK, *LISTS)))
+
+
+@pytest.mark.exhaustive
+def test_experts_of_every_form_are_in_stages_with_a_split_backward() -> None:
+    fields, names = {"pp_size": 2}, (*FORMS, *LISTS, "llama4_text", "dbrx")
+    compare(4, *(Shared(name=name, ep=2, microbatches=2, fields=fields, schedule="zero_bubble") for name in names))
+
+
+@pytest.mark.exhaustive
+def test_tensor_parallel_ranks_hold_equal_experts_of_every_form() -> None:
+    """language: ranks 0 to 3; ranks 0 and 2 share experts, and so do ranks 1 and 3."""
+    fields, names = {"tp_size": 2}, (*FORMS, *LISTS)
+    compare(4, *(Shared(name=name, ep=2, microbatches=2, fields=fields) for name in names))
