@@ -134,6 +134,13 @@ def _layer(root: nn.Module, one: Found, modality: str, fields: Modality) -> Expe
             f"got {what}",
             "Name the attribute with their number in its ExpertParallelPlan, or use ep_size=1",
         )
+    if one.plan is None and fields.cp_size > 1:
+        rule = (
+            f"{one.path} calls each expert where its tokens need it, and ranks of one sequence must call the same ones"
+        )
+        cls = type(root.get_submodule(one.path.rpartition(".")[0])).__name__
+        fix = f"Use ep_size=1 or cp_size=1, or register_expert_parallel_plan({cls!r}, ExpertParallelPlan(...))"
+        raise ConfigError(f"modalities.{modality}.ep_size", degree, rule, fix)
     _check_alone(root, one.path, modality, degree)
     adapters = adapters_around(root, one.path)
     check_adapters(adapters, modality, fields)

@@ -28,8 +28,8 @@ def registered() -> None:
     register_expert_parallel_plan(StackedExperts, ExpertParallelPlan(number="count"))
 
 
-def found(module: nn.Module, ep: int = 2) -> dict[str, ExpertLayer]:
-    modalities = {"language": Modality(ep_size=ep)}
+def found(module: nn.Module, ep: int = 2, cp: int = 1) -> dict[str, ExpertLayer]:
+    modalities = {"language": Modality(ep_size=ep, cp_size=cp)}
     return find_experts(module, partition(module, modalities), modalities)
 
 
@@ -122,6 +122,12 @@ def test_a_list_beside_a_router_is_one_of_experts_whatever_its_name_in_layers_al
         f"layers.{n}.mlp.branches" for n in (0, 1)
     ]
     assert not find_plans(module, lambda path: False)[0]
+
+
+def test_lists_whose_calls_may_differ_over_ranks_of_one_sequence_are_refused() -> None:
+    with pytest.raises(ConfigError, match="ranks of one sequence must call the same ones"):
+        found(CASES["skipping"].make_module(), cp=2)
+    assert found(CASES["listed_by_plan"].make_module(), cp=2)
 
 
 def test_fewer_experts_than_ranks_are_refused() -> None:
