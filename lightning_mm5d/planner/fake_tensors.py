@@ -17,6 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_mm5d.config.errors import private
+
+_GROUPED = private(torch.ops.aten, "_grouped_mm").default
 _FEW = 64
 """elements of a new floating-point tensor that has values"""
 
@@ -56,12 +59,20 @@ class FakeTensors(TorchDispatchMode):
             result = func(*args, **kwargs)
         else:
             with self._fake:
-                result = func(*args, **kwargs)
+                result = _grouped(*args, **kwargs) if func is _GROUPED else func(*args, **kwargs)
             if not given and not any(one.is_floating_point() and one.numel() > _FEW for one in _tensors(result)):
                 result = func(*args, **kwargs)
         if self._watch is not None:
             self._watch(func, given, _tensors(result))
         return result
+
+
+def _grouped(a: Tensor, b: Tensor, ends: Tensor | None = None, bias: Any = None, out_dtype: Any = None) -> Tensor:
+    """The result of grouped matrix products, which torch knows without memory in bfloat16 alone."""
+    groups = (len(ends),) if ends is not None and a.dim() == b.dim() == 2 else ()
+    if a.dim() == b.dim() == 3:
+        groups = (a.shape[0],)
+    return a.new_empty(*groups, a.shape[-2], b.shape[-1], dtype=out_dtype or a.dtype)
 
 
 def _tensors(tree: Any) -> list[Tensor]:

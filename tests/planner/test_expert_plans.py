@@ -8,10 +8,11 @@ import pytest
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
 
-from expert_parallel.expert_case import BATCHED
+from expert_parallel.expert_case import BATCHED, GROUPED
 from expert_parallel.families import FAMILIES
 from lightning_mm5d import Modality
 from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.partition import partition
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.planner.activation_trace import trace
 from lightning_mm5d.planner.inspect import holdings, report
@@ -19,6 +20,7 @@ from lightning_mm5d.planner.optimizer_states import OptimizerStates
 from lightning_mm5d.planner.proposal import Proposal, propose
 from lightning_mm5d.planner.rank_memory import RankMemory, Step, memory_of
 from lightning_mm5d.planner.tables import as_text
+from lightning_mm5d.tensor_parallel.resolve import Division
 from lightning_mm5d.trainer.optimizer_probe import remade
 from parity.harness import strategy
 
@@ -60,6 +62,27 @@ def test_a_rank_is_estimated_to_hold_its_experts_alone_and_the_rows_under_way() 
 def test_experts_are_not_gathered_in_a_step_as_other_shared_parameters_are() -> None:
     shared, zero = memory(planned(2, ep_size=2))[1], memory(planned(2, zero_stage=3))[1]
     assert shared.buffers < zero.buffers
+
+
+@pytest.mark.filterwarnings("ignore:You are trying to `self.log")
+def test_what_grouped_products_keep_is_counted_though_they_have_no_memory() -> None:
+    case = FAMILIES["qwen3_moe"].implemented(GROUPED)
+    module, batch, modalities = case.make_module().float(), case.make_batch([0, 0]), {"language": Modality()}
+    cut, held = partition(module, modalities), dict[int, int]()
+    parameters = {p.data_ptr() for p in module.parameters()}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        held[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        _loss = module.training_step(batch, 0)
+    real = sum(size for key, size in held.items() if key not in parameters)
+    found = trace(module, batch, cut, modalities, Division())
+    kept = dict[int, int]()
+    for unit in found.units["language"]:
+        kept |= unit.saved
+    assert sum(kept.values()) == pytest.approx(real, rel=0.02)
 
 
 def test_the_page_says_which_ranks_share_which_experts() -> None:
