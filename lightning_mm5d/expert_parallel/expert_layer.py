@@ -1,7 +1,7 @@
 """Finds the experts of a module that ranks share, and says which rank holds which of them.
 
 It refuses a modality with `ep_size` that has no experts it knows or some that it does not know, experts whose tensors
-are not theirs alone, and fewer experts than ranks.
+are not theirs alone, buffers in experts, one module for several experts, and fewer experts than ranks.
 """
 
 from __future__ import annotations
@@ -90,10 +90,15 @@ def find_experts(root: nn.Module, partition: Partition, modalities: Mapping[str,
     lists = [path for path in partition.layers.values() if path]
     plans, unknown = find_plans(root, lambda path: any(path.startswith(f"{one}.") for one in lists))
     found: dict[str, ExpertLayer] = {}
+    order = {path: place for place, (path, _) in enumerate(root.named_modules())}
     for one in plans:
         names = [name for name, _ in _inside(root, one.path).named_parameters(one.path)]
         for modality in _users(partition, names) & degrees.keys():
             _check_users(partition, names, one, modality, degrees[modality])
+            if one.path not in order:
+                rule = f"The experts of {one.called} are those of another layer too, and a plan is for one layer's own"
+                fix = "Register the plan for the module of experts, or use ep_size=1"
+                raise ConfigError(f"modalities.{modality}.ep_size", degrees[modality], rule, fix)
             found[one.path] = _layer(root, one, modality, modalities[modality])
     for path in unknown:
         names = [name for name, _ in root.get_submodule(path).named_parameters(path)]
@@ -110,7 +115,6 @@ def find_experts(root: nn.Module, partition: Partition, modalities: Mapping[str,
         if not any(layer.modality == name for layer in found.values()):
             rule = f"{name!r} has no experts that are known, which ranks could share"
             raise ConfigError(f"modalities.{name}.ep_size", degree, rule, "Leave it unset")
-    order = {path: place for place, (path, _) in enumerate(root.named_modules())}
     return dict(sorted(found.items(), key=lambda item: order[item[0]]))
 
 
@@ -142,6 +146,7 @@ def _layer(root: nn.Module, one: Found, modality: str, fields: Modality) -> Expe
         fix = f"Use ep_size=1 or cp_size=1, or register_expert_parallel_plan({cls!r}, ExpertParallelPlan(...))"
         raise ConfigError(f"modalities.{modality}.ep_size", degree, rule, fix)
     _check_alone(root, one.path, modality, degree)
+    _check_contents(experts, one.path, modality, degree)
     adapters = adapters_around(root, one.path)
     check_adapters(adapters, modality, fields)
     layer = ExpertLayer(
@@ -187,6 +192,18 @@ def _check_alone(root: nn.Module, path: str, modality: str, degree: int) -> None
         if count > 1:
             rule = f"{held[key]} is the tensor of {count} modules, and what ranks share of experts is of one"
             raise ConfigError(f"modalities.{modality}.ep_size", degree, rule, "Untie it, or use ep_size=1")
+
+
+def _check_contents(experts: nn.Module, path: str, modality: str, degree: int) -> None:
+    """Refuse buffers in experts, and a module that is several experts of a list."""
+    field = f"modalities.{modality}.ep_size"
+    buffer = next((name for name, _ in experts.named_buffers(path)), None)
+    if buffer is not None:  # its entries are not those of own experts, and what own tokens write is on this rank alone
+        rule = f"{buffer} is a buffer in experts, and ranks share the parameters of these alone"
+        raise ConfigError(field, degree, rule, "Keep it in the module around them, or use ep_size=1")
+    if isinstance(experts, LISTS) and len({*experts.children()}) < len(experts):
+        rule = f"{path} has one module for several of its {len(experts)} experts, and ranks share modules"
+        raise ConfigError(field, degree, rule, "Use a module for each expert, or ep_size=1")
 
 
 def has_shared_expert(root: nn.Module, path: str) -> bool:

@@ -139,3 +139,29 @@ def test_fewer_experts_than_ranks_are_refused() -> None:
 def test_what_is_no_class_or_plan_is_refused(cls: object, plan: object) -> None:
     with pytest.raises(ConfigError, match="register_expert_parallel_plan"):
         register_expert_parallel_plan(cls, plan)  # type: ignore[arg-type]
+
+
+def test_buffers_in_experts_and_experts_that_are_used_twice_are_refused() -> None:
+    module = handwritten("list", Listed, 4).make_module()
+    experts = module.get_submodule(f"{PATHS[1]}.experts")
+    experts.get_submodule("2").register_buffer("seen", torch.zeros(()))
+    with pytest.raises(ConfigError, match=r"layers.1.mlp.experts.2.seen is a buffer in experts"):
+        found(module)
+    module = handwritten("list", Listed, 4).make_module()
+    experts = module.get_submodule(f"{PATHS[1]}.experts")
+    experts.register_module("2", experts.get_submodule("0"))
+    with pytest.raises(ConfigError, match=r"layers.1.mlp.experts has one module for several of its 4 experts"):
+        found(module)
+
+
+def test_experts_of_two_layers_with_plans_of_their_own_are_refused() -> None:
+    module = handwritten("list", Planned, 4).make_module()
+    first, second = (module.get_submodule(path) for path in PATHS)
+    second.register_module("experts", first.get_submodule("experts"))
+    register_expert_parallel_plan(Planned, ExpertParallelPlan(experts="experts", forward=lambda layer, *_: layer))
+    with pytest.raises(ConfigError, match=r"The experts of model.layers.1.mlp are those of another layer too"):
+        found(module)
+
+
+class Planned(Listed):
+    """Registered as a layer."""
