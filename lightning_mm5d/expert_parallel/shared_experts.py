@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.data.random_state import torch_states
 from lightning_mm5d.expert_parallel.adapters import Adapters, adapters_around
 from lightning_mm5d.expert_parallel.awaited_result import awaited
 from lightning_mm5d.expert_parallel.expert_layer import ExpertLayer, has_shared_expert
@@ -214,7 +215,9 @@ class SharedExperts:
         """Bring rows to their experts; return what waits for the results and gives each token the sum of its own."""
         experts = index.reshape(-1)
         order = torch.argsort(experts, stable=True)
-        counts = experts.new_zeros(layer.number).scatter_add_(0, experts, torch.ones_like(experts)).tolist()
+        # a number after the last expert's stands for none, as it does for the experts of transformers
+        counts = experts.new_zeros(layer.number + 1).scatter_add_(0, experts, torch.ones_like(experts)).tolist()
+        order = order[: len(order) - counts.pop()]
         tokens = order // max(index.shape[1], 1)
         trains = torch.is_grad_enabled()
         arrive = self._sent(layer, hidden.index_select(0, tokens), Wish(FORWARD, counts=tuple(counts)))
@@ -334,8 +337,16 @@ class SharedExperts:
         assert self._context is not None
         if chosen.kind == FORWARD:
             none = torch.empty(0, chosen.width, dtype=DTYPES[chosen.dtype], device=self._device)
+            states = torch_states(self._device)
             with self._context():
                 self._run_forward(layer, found, none)[0].wait()
+            if not self._is_forward and not all(map(torch.equal, states, torch_states(self._device))):
+                raise ConfigError(
+                    layer.path,
+                    "dropout in experts of a layer that is computed again",
+                    "This rank's own step skips the layer, so nothing restores what its experts have drawn",
+                    "Leave out dropout in experts, or recomputation of these layers",
+                )
             return
         record = next(one for one in self._flight.records[layer.place] if one.number == chosen.number)
         none = record.rows.new_zeros(sum(record.lengths.sent), record.rows.shape[1])

@@ -39,12 +39,14 @@ class Experts(nn.Module):
         super().__init__()
         self.num_experts = EXPERTS
         self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH))
+        self.dropout = nn.Dropout(0.0)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         found = torch.zeros_like(hidden_states)
         for expert in range(self.num_experts):
             token, place = (top_k_index == expert).nonzero(as_tuple=True)
-            results = F.linear(hidden_states[token], self.up[expert]).tanh() * top_k_weights[token, place, None]
+            results = F.linear(self.dropout(hidden_states[token]), self.up[expert]).tanh()
+            results = results * top_k_weights[token, place, None]
             found = found.index_add(0, token, results)
         return found
 
@@ -55,11 +57,14 @@ def model() -> nn.ModuleList:
 
 
 def tokens(rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of one rank: hidden states, experts and weights; the last rank's all go to the first expert."""
+    """Of one rank: hidden states, experts and weights; the last rank's all go to the first expert, or to none."""
     draw = torch.Generator().manual_seed(rank)
     hidden, weights = (torch.randn(TOKENS, n, generator=draw).requires_grad_() for n in (WIDTH, 2))
     index = torch.rand(TOKENS, EXPERTS, generator=draw).argsort(1)[:, :2]
-    return hidden, index * 0 if rank == RANKS - 1 else index, weights
+    if rank == RANKS - 1:
+        index = torch.zeros_like(index)
+    index[0, 1] = EXPERTS
+    return hidden, index, weights
 
 
 def loss_of(layers: nn.ModuleList, rank: int, way: tuple[list[int], list[int]], again: bool) -> tuple[Tensor, Any]:
@@ -150,3 +155,27 @@ def test_other_actions_and_calls_outside_of_a_step_are_refused() -> None:
     for different, outside in call_ranks(RANKS, _disagree, limit=60):
         assert "a forward and a backward at the same time" in different
         assert "rows of 5 experts" in outside
+
+
+def _draws(rank: int) -> str:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    layers, experts = shared(rank)
+    for layer in layers:
+        layer.dropout.p = 0.5
+    try:
+        experts.begin(nullcontext, lambda _: nullcontext())
+        with experts.during("stage", 0, forward=True):
+            loss, _ = loss_of(layers, rank, WAYS["none on one"][rank], again=True)
+        with experts.during("stage", 0, forward=False):
+            loss.backward()
+    except (ConfigError, RuntimeError) as error:
+        return str(error)
+    finally:
+        dist.destroy_process_group()
+    return ""
+
+
+def test_a_rank_that_skips_a_layer_does_not_draw_other_dropout_when_it_is_computed_again() -> None:
+    messages = call_ranks(RANKS, _draws, limit=60)
+    assert "nothing restores what its experts have drawn" in messages[1]
+    assert all(messages)
