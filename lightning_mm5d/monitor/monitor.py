@@ -41,6 +41,8 @@ READS_AFTER_S = 1.5
 """a wait that long has this rank read the entries of the others"""
 STUCK_S = 3.0
 """a wait that long, on all ranks, can be a mismatch"""
+MOVES_S = 2.0
+"""a thread that runs, and whose position has changed within that time, is not looked at"""
 
 ERRORS = {"lost": RankLostError, "mismatch": RankMismatchError, "watchdog": WatchdogTimeoutError}
 
@@ -91,6 +93,8 @@ class Monitor:
         self._unprinted: BaseException | None = None
         self._lock = threading.Lock()
         self._closing = threading.Event()
+        self._seen = stack.Look(stack.Place("", ""), None)
+        self._moved: tuple[Entry, float] = ({}, 0.0)  # the position, and when it changed
         self._thread = threading.Thread(target=self._run, name="mm5d-monitor", daemon=True)
 
     # --- the main thread ---
@@ -204,7 +208,7 @@ class Monitor:
                 self._tick(now)
 
     def _tick(self, now: float) -> None:
-        look = stack.look(self._main, self._blocking)
+        look = self._seen = self._look(now)
         waited = now - look.wait.since if look.wait is not None else 0.0
         if self.board is not None:
             self.board.post(self._entry(look, waited), fetches=waited > READS_AFTER_S or self._told_at is not None)
@@ -212,6 +216,18 @@ class Monitor:
             self._judge(look, waited, now)
         if self.cause is not None:
             self._enforce(look, now)
+
+    def _look(self, now: float) -> stack.Look:
+        """Return where the main thread is; what was seen last while it runs and comes forward.
+
+        CPython 3.11 may crash where the frames of a thread are read in the moment in which it leaves one of them.
+        """
+        position = self._position()
+        if position != self._moved[0]:
+            self._moved = position, now
+        if now - self._moved[1] < MOVES_S and stack.runs(self._main):
+            return stack.Look(self._seen.place, None)
+        return stack.look(self._main, self._blocking)
 
     def _entry(self, look: stack.Look, waited: float) -> Entry:
         wait = look.wait and {

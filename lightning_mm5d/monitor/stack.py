@@ -26,6 +26,7 @@ _DISTRIBUTED = str(Path(dist.__file__).parent)
 _PACKAGE = str(Path(__file__).parents[1])
 _STDLIB = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 _MARK = "mm5d seen"
+_GLANCE_S = 0.002
 _CALLS = frozenset(
     ("save_checkpoint", "all_gather", "barrier", "broadcast", "reduce", "log", "log_dict", "new_group", "state_dict")
 )
@@ -106,6 +107,16 @@ class Look:
 
     place: Place
     wait: Wait | None
+
+
+def runs(thread: int) -> bool:
+    """Whether a thread takes the time of a processor at the moment, and does not wait."""
+    if not hasattr(time, "pthread_getcpuclockid"):
+        return False
+    clock = time.pthread_getcpuclockid(thread)
+    before = time.clock_gettime(clock)
+    time.sleep(_GLANCE_S)
+    return time.clock_gettime(clock) - before > _GLANCE_S / 10
 
 
 def look(thread: int, blocking: Mapping[CodeType, str]) -> Look:
