@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,14 +22,7 @@ PIPED = {"ep_size": 2, "pp_size": 2}
 LORA = {"adapters": TENSORS}
 
 
-@pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
-    before, threads = torch.get_default_dtype(), torch.get_num_threads()
-    torch.set_default_dtype(torch.float64)
-    torch.set_num_threads(1)
-    yield
-    torch.set_default_dtype(before)
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 class OnlyExperts(Mixture):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 
 import lightning as L
 import pytest
@@ -25,14 +24,7 @@ ROUTER_LOSSES = (
 )
 
 
-@pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
-    before, threads = torch.get_default_dtype(), torch.get_num_threads()
-    torch.set_default_dtype(torch.float64)
-    torch.set_num_threads(1)
-    yield
-    torch.set_default_dtype(before)
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def loss_of(case: ExpertCase, samples: int = 4) -> tuple[L.LightningModule, Tensor]:

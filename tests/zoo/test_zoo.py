@@ -2,7 +2,6 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
@@ -18,14 +17,7 @@ MANY_COUNTS = [name for name, case in CASES.items() if 2 in case.image_counts]
 FROZEN = [(name, variant) for name, case in CASES.items() for variant in case.frozen]
 
 
-@pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
-    before, threads = torch.get_default_dtype(), torch.get_num_threads()
-    torch.set_default_dtype(torch.float64)
-    torch.set_num_threads(1)
-    yield
-    torch.set_default_dtype(before)
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def step(module: L.LightningModule, batch: Batch | None) -> Tensor:
