@@ -5,10 +5,7 @@ language: ranks 0 to `world`, data parallel, of which `ep` in turn share the exp
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 from .expert_forms import FORMS
 from .expert_parity import Shared, compare
@@ -22,12 +19,7 @@ MANY = [name for name, case in FAMILIES.items() if case.count >= 4]
 IMAGES = (0, 1, 2, 0, 1, 1)
 
 
-@pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def images_of(name: str) -> tuple[int, ...]:
