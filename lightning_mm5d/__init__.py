@@ -25,6 +25,14 @@ if TYPE_CHECKING:
     from lightning_mm5d.context_parallel.hooks.context_mask import multimodal_mask
     from lightning_mm5d.expert_parallel.expert_lookup import register_expert_parallel_plan
     from lightning_mm5d.expert_parallel.expert_plan import ExpertParallelPlan
+    from lightning_mm5d.models.collating import MultimodalCollator
+    from lightning_mm5d.models.modality_encoder import ModalityEncoder
+    from lightning_mm5d.models.multimodal_config import MultimodalConfig
+    from lightning_mm5d.models.multimodal_model import MultimodalModel
+    from lightning_mm5d.models.processing import MultimodalProcessor
+    from lightning_mm5d.models.projectors import ProjectorConfig
+    from lightning_mm5d.recipes.data import MultimodalDataModule
+    from lightning_mm5d.recipes.module import MultimodalModule
     from lightning_mm5d.strategy import MultimodalStrategy
     from lightning_mm5d.tensor_parallel.layer_plan import TensorParallelPlan
     from lightning_mm5d.tensor_parallel.plan_lookup import register_tensor_parallel_plan
@@ -36,9 +44,17 @@ __all__ = [
     "ConfigError",
     "ExpertParallelPlan",
     "Modality",
+    "ModalityEncoder",
+    "MultimodalCollator",
+    "MultimodalConfig",
+    "MultimodalDataModule",
+    "MultimodalModel",
+    "MultimodalModule",
+    "MultimodalProcessor",
     "MultimodalStrategy",
     "NonFiniteError",
     "PipelineTemplate",
+    "ProjectorConfig",
     "RankLostError",
     "RankMismatchError",
     "RemoteParameterError",
@@ -56,9 +72,17 @@ _HOMES = {
     "ConfigError": "config",
     "ExpertParallelPlan": "expert_parallel.expert_plan",
     "Modality": "config",
+    "ModalityEncoder": "models.modality_encoder",
+    "MultimodalCollator": "models.collating",
+    "MultimodalConfig": "models.multimodal_config",
+    "MultimodalDataModule": "recipes.data",
+    "MultimodalModel": "models.multimodal_model",
+    "MultimodalProcessor": "models.processing",
+    "MultimodalModule": "recipes.module",
     "MultimodalStrategy": "strategy",
     "NonFiniteError": "config.errors",
     "PipelineTemplate": "config",
+    "ProjectorConfig": "models.projectors",
     "RankLostError": "config.errors",
     "RankMismatchError": "config.errors",
     "RemoteParameterError": "config.errors",
@@ -97,3 +121,4 @@ def _register(strategies: Any) -> None:
 
 
 register_post_import_hook(_register, "lightning.pytorch.strategies")
+register_post_import_hook(_register, "pytorch_lightning.strategies")  # whose trainer is told what to change

@@ -28,14 +28,17 @@ from lightning_mm5d.data.batches import per_replica
 from lightning_mm5d.data.loader import group_batches, shard_loader
 from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.schedule import AnySchedule, Simulation, check_fields, loaded
+from lightning_mm5d.schedule import AnySchedule, Simulation, check_fields, loaded, name_of
 from lightning_mm5d.trainer.configured import configured, is_configured, try_configured
+from lightning_mm5d.trainer.fit_start import watch_fit_start
 from lightning_mm5d.trainer.gradient_strategy import GradientStrategy
 from lightning_mm5d.trainer.kept_shards import kept_plan, refuse_other_processes
 from lightning_mm5d.trainer.launch import ProcessLauncher
 from lightning_mm5d.trainer.main_precision import check_main_params
 from lightning_mm5d.trainer.offload_checks import check_offload
+from lightning_mm5d.trainer.other_package import check_package, explain_other_modules
 from lightning_mm5d.trainer.session import RunOptions, Session
+from lightning_mm5d.trainer.start_summary import show_start
 from lightning_mm5d.trainer.statements import layout_fields, loader, optimizers, structure
 from lightning_mm5d.trainer.validation import (
     check_backend,
@@ -55,9 +58,10 @@ class MultimodalStrategy(GradientStrategy):
         schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved"``, ``"zero_bubble"``, ``"zbv"`` or ``"auto"``; the path of a
             table of actions (``.csv``); or a function that makes one of the graph of stages.
         num_microbatches: parts that each replica's batch is split into, M.
-        microbatching: ``"split"`` splits a batch of the dataloader; ``"loader"`` takes one batch per microbatch.
+        microbatching: ``"split"`` splits a batch of the dataloader; ``"loader"`` takes one batch per microbatch; a
+            function of a batch and M returns the list of its microbatches.
         loss_weight: what the loss of a microbatch weighs: its ``"samples"``, or its label ``"tokens"``, which makes a
-            loss that is a mean over tokens equal to that of the whole batch.
+            loss that is a mean over tokens equal to that of the whole batch; or what a function of it returns.
         placement: rank of each position of the layout, instead of the automatic placement.
         start_method: how Lightning starts processes on one machine: ``"popen"``, ``"spawn"`` or ``"fork"``.
         process_group_backend: backend of torch.distributed; chosen by device where unset.
@@ -85,8 +89,8 @@ class MultimodalStrategy(GradientStrategy):
         modalities: dict[str, Modality] | None = None,
         schedule: AnySchedule = "1f1b",
         num_microbatches: int = 1,
-        microbatching: Literal["split", "loader"] = "split",
-        loss_weight: Literal["samples", "tokens"] = "samples",
+        microbatching: Literal["split", "loader"] | Callable[[Any, int], Any] = "split",
+        loss_weight: Literal["samples", "tokens"] | Callable[[Any], Any] = "samples",
         placement: list[int] | None = None,
         start_method: Literal["popen", "spawn", "fork"] = "popen",
         process_group_backend: str | None = None,
@@ -106,6 +110,7 @@ class MultimodalStrategy(GradientStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         fields = dict(locals())
+        explain_other_modules()
         super().__init__(
             accelerator,
             parallel_devices,
@@ -184,6 +189,7 @@ class MultimodalStrategy(GradientStrategy):
         return self._checked(configured(module, self.precision_plugin))
 
     def _check_data(self, module: pl.LightningModule, data: Sequence[Any]) -> None:
+        check_package("data", data)
         if self.microbatching == "split" and not callable(getattr(module, "split_batch", None)):
             check_batches(data, self.num_microbatches)
 
@@ -249,6 +255,7 @@ class MultimodalStrategy(GradientStrategy):
         options = RunOptions(
             schedule=loaded(self.schedule),
             num_microbatches=self.num_microbatches,
+            microbatching=self.microbatching,
             loss_weight=self.loss_weight,
             rank=self.global_rank,
             device=self.root_device,
@@ -269,6 +276,15 @@ class MultimodalStrategy(GradientStrategy):
         self.setup_precision_plugin()
         self._session.attach(trainer)
         self._attach_averages(trainer)
+        if (
+            trainer.state.fn == TrainerFn.FITTING
+            and not self._session.is_plain
+            and is_overridden("on_fit_start", module)
+        ):
+            watch_fit_start(module)
+        if trainer.state.fn == TrainerFn.FITTING and self.global_rank == 0:
+            said: Any = {"schedule": name_of(self.schedule), "num_microbatches": self.num_microbatches}
+            show_start(vars(trainer)["callbacks"], plan, **said)
 
     @override
     def model_to_device(self) -> None:

@@ -4,11 +4,12 @@
 `call_ranks` sends the call to processes that stay alive, which is faster where many cases train: function, arguments
 and results are pickled, and each call starts from the state that the processes were forked with. Both fail with the
 traceback of every rank that raised, and with the numbers of the ranks that did not end within the limit, so that a
-deadlock fails its own case only.
+deadlock fails its own case only. Ranks that did not end print the stacks of their threads.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import io
 import os
@@ -197,6 +198,9 @@ def _results(ranks: list[_Rank], limit: float, killed: Collection[int] = ()) -> 
                 end = min(end, time.monotonic() + GRACE_S)
             else:
                 results[rank.index] = torch.load(io.BytesIO(data), weights_only=False)
+    for rank in waiting.values():
+        os.kill(cast("int", rank.process.pid), signal.SIGUSR1)
+        time.sleep(0.5)  # for its stacks, which it prints by itself
     if errors:
         raise AssertionError("\n".join(errors[index] for index in sorted(errors)))
     assert not waiting, f"ranks {sorted(rank.index for rank in waiting.values())} did not end within {limit} s"
@@ -206,6 +210,7 @@ def _results(ranks: list[_Rank], limit: float, killed: Collection[int] = ()) -> 
 def _serve(index: int, pipe: Connection, other_end: Connection, call: Call | None) -> None:
     """A rank's process: run one call, or those that come through the pipe until None does."""
     other_end.close()
+    faulthandler.register(signal.SIGUSR1, file=2)
     POOL.forget()
     torch.set_num_threads(1)
     numbers, torch_numbers = random.getstate(), torch.get_rng_state()

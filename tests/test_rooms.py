@@ -19,6 +19,7 @@ ROOMS = (
     "storage",
     "schedule",
     "source",
+    "models",
     "data",
     "partition",
     "sharded",
@@ -37,6 +38,7 @@ ROOMS = (
     "export",
     "trainer",
     "strategy",
+    "recipes",
     "cli",
 )
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from lightning_mm5d.config.errors import CheckpointCorruptError, ConfigError
 from lightning_mm5d.config.imported import imported
+from lightning_mm5d.models.composed_fields import without_own_code
 
 VERSION = 1
 KEY, RECORD = "lightning_mm5d", "huggingface"  # checkpoint[KEY][RECORD] is the record, as text
@@ -130,7 +131,7 @@ def _pretrained(model: Any, own: Mapping[str, Tensor]) -> dict[str, Any]:
     ties = _tied(model, own)
     ignored = model._keys_to_ignore_on_save or ()  # documented in PreTrainedModel for those who derive from it
     return {
-        "class": _class(type(model)),
+        "class": _class(model),
         "dtype": str(model.dtype).removeprefix("torch."),
         "config": _config(model),
         "generation_config": json.loads(model.generation_config.to_json_string()) if generates else None,
@@ -142,9 +143,16 @@ def _pretrained(model: Any, own: Mapping[str, Tensor]) -> dict[str, Any]:
     }
 
 
-def _class(cls: type) -> str | None:
-    """Return the dotted name of the class, or of its nearest base that transformers defines; None without one."""
-    for base in cls.__mro__:
+def _class(model: Any) -> str | None:
+    """Return the dotted name of the class, or of its nearest base that transformers defines; None without one.
+
+    A composed model has its own class where all its parts are of transformers.
+    """
+    composed = imported("lightning_mm5d.models.multimodal_model", "MultimodalModel")
+    if composed is not None and isinstance(model, composed):
+        known = without_own_code(model.config.to_dict()) is not None
+        return f"{composed.__module__}.{composed.__qualname__}" if known else None
+    for base in type(model).__mro__:
         if base.__module__.startswith("transformers.models."):
             return f"{base.__module__}.{base.__qualname__}"
     return None

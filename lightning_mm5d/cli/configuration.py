@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import yaml
 
 from lightning_mm5d.config.checks import MOST
-from lightning_mm5d.config.errors import ConfigError, did_you_mean
+from lightning_mm5d.config.errors import OTHER_PACKAGE, ConfigError, did_you_mean, other_package
 from lightning_mm5d.config.modality import Modality, PipelineTemplate, for_schedule, loss_modality_of
+from lightning_mm5d.config.options import FUNCTIONS
 from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.schedule import check_fields, is_table
 
@@ -44,6 +45,7 @@ FIELDS = (
 )
 """What a user may say of the strategy."""
 _DURATION = re.compile(r"(-?\d+ days?, )?\d+:\d+:[\d.]+")
+_OTHER_IMPORT = re.compile(rf"^\s*(import|from)\s+{OTHER_PACKAGE}\b", re.MULTILINE)
 _PREFIXES = ("--trainer.strategy.init_args.", "--trainer.strategy.", "--")
 
 
@@ -88,12 +90,17 @@ def prepare(
     contents = [_read(config) for config in configs]
     if script is not None and not script.is_file():
         raise ConfigError("--script", str(script), "There is no such file", "Name the script that trains")
+    if script is not None and _OTHER_IMPORT.search(script.read_text(encoding="utf-8", errors="ignore")):
+        raise other_package("--script", str(script))
     check_early(contents, overrides)
     keys = {option[2:].split("=")[0].split(".")[0] for option in overrides if option.startswith("--")}
     if sizes_will_do and script is None and "model" not in keys.union(*contents):
         return Source(configs, contents, script, overrides, has_model=False)
     models = [content.get("model") for content in contents]
-    named = any(isinstance(model, str) or (isinstance(model, dict) and "class_path" in model) for model in models)
+    # `model.model` is what a MultimodalModule wants, the class where none is named
+    named = any(
+        isinstance(m, str) or (isinstance(m, dict) and not {"class_path", "model"}.isdisjoint(m)) for m in models
+    )
     named = named or any(option.split("=")[0] in ("--model", "--model.class_path") for option in overrides)
     if script is None and not named:
         rule = "Without model.class_path the classes are those of the script that makes the LightningCLI"
@@ -170,10 +177,16 @@ def check_early(contents: Sequence[Mapping[str, Any]], overrides: Sequence[str])
         raise
     made = (getattr(parser, "instantiate", None) or parser.instantiate_classes)(parsed)
     given = {field: value for field in FIELDS if (value := made[field]) is not None}
-    if isinstance(schedule := given.get("schedule"), str) and "." in schedule and not is_table(schedule):
-        del given["schedule"]  # the path of a function
+    _without_functions(given)
     check_fields(given)
     _check_world(contents, overrides, given)
+
+
+def _without_functions(given: dict[str, Any]) -> None:
+    """Take out the import paths of functions, which only the parser of the LightningCLI imports."""
+    for field in ("schedule", *FUNCTIONS):
+        if isinstance(path := given.get(field), str) and "." in path and not (field == "schedule" and is_table(path)):
+            del given[field]
 
 
 def _check_world(contents: Sequence[Mapping[str, Any]], overrides: Sequence[str], given: Mapping[str, Any]) -> None:
@@ -251,6 +264,7 @@ def _check_as_written(arguments: Sequence[str]) -> None:
         if duration is not None and not (isinstance(duration, str) and _DURATION.fullmatch(duration)):
             rule = "It is a duration, written as hours:minutes:seconds in quotes"
             raise ConfigError(field, duration, rule, f"Use for instance {usual!r}")
+    _without_functions(written)
     check_fields(written)
 
 

@@ -10,8 +10,8 @@ from lightning_utilities.core.apply_func import apply_to_collection
 
 from lightning_mm5d.cli.job import Job
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.data.packed_images import describe
-from lightning_mm5d.trainer.steps import microbatches
+from lightning_mm5d.data.batches import LoaderBatches
+from lightning_mm5d.trainer.batch_parts import BatchParts
 
 
 def first_microbatch(job: Job, *, prepares: bool = True) -> Any:
@@ -34,8 +34,9 @@ def first_microbatch(job: Job, *, prepares: bool = True) -> Any:
     batch = next(iter(loader), None)
     if batch is None:
         raise ConfigError("data", "nothing", "The training dataloader is empty", "Say --cost instead of --measure")
-    count = 1 if job.strategy.microbatching == "loader" else job.strategy.num_microbatches
-    part = microbatches(module, batch, count, describe(module))[0].batch
+    if job.strategy.microbatching == "loader":
+        batch = LoaderBatches([batch])
+    part = BatchParts(module, job.strategy).split(batch)[0].batch
     part = module.transfer_batch_to_device(module.on_before_batch_transfer(part, 0), module.device, 0)
     if module.dtype != torch.float32:  # as the precision plugins of Lightning do where the module is not 32-bit
         convert = partial(_to_dtype, dtype=module.dtype)

@@ -1,9 +1,8 @@
 """Reads what a LightningCLI configuration describes, without training, processes or process groups.
 
 The parser is that of the user's own LightningCLI, so that keys, defaults and links mean what they mean in training:
-the script that makes it runs until its parser exists. Without a script it is that of a LightningCLI whose classes the
-configuration names (``class_path``). Then only model, data module and strategy are made, the model without memory where
-its code allows it.
+the script that makes it runs until its parser exists. Without a script it is that of ``mm5d fit``. Then only model,
+data module and strategy are made, the model without memory where its code allows it.
 
 A configuration without a model holds ``trainer.strategy``, or the strategy's arguments alone. Refuses what the parser
 and the strategy refuse, and settings that only the training machine could resolve (``devices: auto``).
@@ -15,15 +14,16 @@ import inspect
 import runpy
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 import yaml
-from jsonargparse import ArgumentParser, Namespace
+from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningCLI
@@ -31,10 +31,12 @@ from lightning.pytorch.plugins import HalfPrecision
 from lightning.pytorch.strategies import Strategy
 
 from lightning_mm5d.cli.configuration import Source, devices
+from lightning_mm5d.cli.training import command_line
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.strategy import MultimodalStrategy
 from lightning_mm5d.trainer.configured import configured
+from lightning_mm5d.trainer.other_package import check_package
 from lightning_mm5d.weights import DeferredInit
 
 # what Lightning's precision plugins make of a module's parameters; all other settings leave them alone
@@ -78,11 +80,28 @@ def load(source: Source, *, with_memory: bool = False) -> Job:
     if not source.has_model:
         texts = [yaml.safe_dump(_without_model(content), sort_keys=False) for content in source.contents]
         arguments = [part for text in texts for part in ("--config", text)] + list(map(_in_full, source.overrides))
-        return _job_of(None, arguments, partial(LightningCLI, LightningModule))
+        return _job_of(None, arguments, partial(LightningCLI, LightningModule), with_model=False)
     arguments = [part for config in source.configs for part in ("--config", str(config))] + list(source.overrides)
     folders = [source.script.parent] if source.script else []
     with _importable([*folders, *(config.parent for config in source.configs), Path()]):
-        return _job_of(source.script, arguments, with_memory=with_memory)
+        try:
+            recipe = command_line(source.contents, source.overrides)
+            return _job_of(source.script, arguments, recipe, with_memory=with_memory)
+        except ArgumentError:
+            _check_models(source)
+            raise
+
+
+def _check_models(source: Source) -> None:
+    """Refuse a model of `pytorch_lightning`, of which the parser says that it is no LightningModule."""
+    models = [content.get("model") for content in source.contents]
+    paths = [model.get("class_path") if isinstance(model, dict) else model for model in models]
+    for path in filter(None, paths):
+        owner, _, name = str(path).rpartition(".")
+        found: list[Any] = []
+        with suppress(ImportError, ValueError):
+            found.append(getattr(import_module(owner), name, None))
+        check_package("model", found)
 
 
 def _without_model(content: dict[str, Any]) -> dict[str, Any]:
@@ -124,8 +143,9 @@ class _Finished(BaseException):
 def _job_of(
     script: Path | None,
     arguments: list[str],
-    without_model: Callable[[], Any] | None = None,
+    without_script: Callable[[], Any],
     *,
+    with_model: bool = True,
     with_memory: bool = False,
 ) -> Job:
     """Run what makes a LightningCLI until it has made its parser, and let that parser read `arguments`."""
@@ -135,13 +155,13 @@ def _job_of(
         setup_parser(cli, run, main_kwargs | {"exit_on_error": False}, sub_kwargs)
         try:
             command = ["fit"] if run else []
-            outcome: Job | Exception = _parsed(cli.parser, command, arguments, without_model is None, with_memory)
+            outcome: Job | Exception = _parsed(cli.parser, command, arguments, with_model, with_memory)
         except Exception as error:
             outcome = error
         raise _Finished(outcome)
 
     run_script = partial(runpy.run_path, str(script), run_name="__main__")
-    make: Callable[[], Any] = without_model or (LightningCLI if script is None else run_script)
+    make = without_script if script is None else run_script
     # a parser for each of the other subcommands would take most of the time
     patched = patch.multiple(LightningCLI, setup_parser=read, subcommands=staticmethod(lambda: fit))
     try:
@@ -159,9 +179,9 @@ def _parsed(parser: Any, command: list[str], arguments: list[str], with_model: b
     settings = (parsed[command[0]] if command else parsed).trainer
     strategy, modalities = _strategy(settings.strategy)
     if not with_model and settings.devices == "auto":
-        _settle(strategy, _needed(modalities), 1)
+        settle(strategy, needed_ranks(modalities), 1)
     else:
-        _settle(strategy, devices(settings.devices), settings.num_nodes)
+        settle(strategy, devices(settings.devices), settings.num_nodes)
     if not with_model:
         assert strategy.layout.size  # raises where the sizes do not fill the world
         return Job(strategy, None, modalities)
@@ -216,7 +236,7 @@ def _made(settings: dict[str, Any]) -> Any:
     return _instantiate(parser, parser.parse_object({"strategy": settings})).strategy
 
 
-def _settle(strategy: MultimodalStrategy, devices: int, nodes: int) -> None:
+def settle(strategy: MultimodalStrategy, devices: int, nodes: int) -> None:
     """Set the number of ranks of a strategy, as a trainer would."""
     strategy.parallel_devices, strategy.num_nodes = [torch.device("cpu")] * devices, nodes
     strategy.cluster_environment = LightningEnvironment()
@@ -227,8 +247,8 @@ def _instantiate(parser: Any, config: Namespace) -> Namespace:
     return (getattr(parser, "instantiate", None) or parser.instantiate_classes)(config)  # renamed in jsonargparse 4.49
 
 
-def _needed(modalities: Mapping[str, Modality]) -> int:
-    """Ranks of a world in which every modality that does not say otherwise has one replica."""
+def needed_ranks(modalities: Mapping[str, Modality]) -> int:
+    """Return the ranks of a world in which every modality that does not say otherwise has one replica."""
 
     def replicas(name: str) -> int:
         owner = modalities[name].owner

@@ -1,4 +1,7 @@
-"""The command ``mm5d``: plans multimodal training before it runs, and takes checkpoints out again, in one process.
+"""The command ``mm5d``: trains from YAML alone, plans training before it runs, and takes checkpoints out again.
+
+``mm5d fit`` and its siblings are a LightningCLI, with a ready module where the configuration names no class. All other
+commands run in one process.
 
 ``mm5d inspect`` prints which rank holds what; ``mm5d simulate`` prints, and draws, how long ranks would idle under
 every schedule; ``mm5d plan`` searches a better layout. These read the configuration of a LightningCLI; for ``simulate``
@@ -20,6 +23,7 @@ from itertools import islice
 from pathlib import Path
 
 _CONFIGURED = ("inspect", "simulate", "plan")  # commands whose other options override the configuration
+_TRAINING = ("fit", "validate", "test", "predict")
 _OPTIONS = ("--help", "--version", "--json", "--out", "--script", "--cost", "--frozen", "--measure", "--memory-limit")
 
 
@@ -33,7 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0; 1 where `doctor` finds that training cannot work; 2 where the configuration is refused; 130
         after an interrupt.
     """
-    own, overrides = _split(sys.argv[1:] if argv is None else argv)
+    given = list(sys.argv[1:] if argv is None else argv)
+    if next(iter(given), "") in _TRAINING:
+        return _train(given)
+    own, overrides = _split(given)
     parser = _parser()
     arguments = parser.parse_args(own)
     if "command" not in arguments:
@@ -59,11 +66,24 @@ def _run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     from jsonargparse import ArgumentError
 
     from lightning_mm5d.cli.configuration import prepare
+    from lightning_mm5d.cli.model_names import configuration_file, read_fields
     from lightning_mm5d.cli.refusals import one_line
     from lightning_mm5d.config.errors import ConfigError
     from lightning_mm5d.schedule.validate import ScheduleError
 
     try:
+        if arguments.command == "inspect" and arguments.model is not None and not arguments.configs:
+            if (file := configuration_file(arguments.model)) is not None:
+                read_fields(file)
+            from lightning_mm5d.cli.inspected_model import inspect_model  # imports torch
+
+            inspect_model(arguments)
+            return 0
+        if not arguments.configs:
+            rule = "It names the YAML file of a LightningCLI"
+            raise ConfigError(
+                "CONFIG", None, rule, "Name one" + ", or a model: --model NAME" * (arguments.command == "inspect")
+            )
         sizes_will_do = arguments.command == "simulate"
         source = prepare(arguments.configs, arguments.script, overrides, sizes_will_do=sizes_will_do)
         from lightning_mm5d.cli import commands  # imports torch
@@ -72,6 +92,20 @@ def _run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
             arguments, source
         )
     except (ConfigError, ArgumentError, ScheduleError) as error:
+        print(f"mm5d: error: {one_line(str(error))}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _train(arguments: Sequence[str]) -> int:
+    from lightning_mm5d.cli.refusals import one_line
+    from lightning_mm5d.config.errors import CheckpointUntrustedError, ConfigError
+
+    try:
+        from lightning_mm5d.cli.training import train  # imports torch
+
+        train(arguments)
+    except (ConfigError, CheckpointUntrustedError) as error:
         print(f"mm5d: error: {one_line(str(error))}", file=sys.stderr)
         return 2
     return 0
@@ -101,12 +135,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mm5d",
         allow_abbrev=False,
-        description="Plan multimodal training before it runs, and take checkpoints out again.",
+        description="Train from YAML, plan training before it runs, and take checkpoints out again.",
     )
     parser.add_argument("--version", action="version", version=f"mm5d {version('lightning_mm5d')}")
     commands = parser.add_subparsers(metavar="COMMAND")
+    for name, about in (("fit", "train"), ("validate", "validate"), ("test", "test"), ("predict", "predict")):
+        commands.add_parser(name, help=f"{about} what a YAML file says: a LightningCLI; {name} --help has its options")
     shared = argparse.ArgumentParser(add_help=False)
-    shared.add_argument("configs", nargs="+", type=Path, metavar="CONFIG", help="YAML files, later ones laid on top")
+    shared.add_argument("configs", nargs="*", type=Path, metavar="CONFIG", help="YAML files, later ones laid on top")
     shared.add_argument(
         "--script",
         type=Path,
@@ -115,8 +151,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     rest = "Further options override the configuration, for instance --trainer.devices=8."
 
-    one = commands.add_parser("inspect", parents=[shared], epilog=rest, help="show which rank holds what")
-    one.add_argument("--json", action="store_true", help="print a list with an entry per rank and modality")
+    about = (
+        "Show which rank holds what; or with --model and without CONFIG, what is found in a model and which degrees "
+        "of parallelism would work, without its weights."
+    )
+    one = commands.add_parser(
+        "inspect", parents=[shared], epilog=rest, description=about, help="show which rank holds what"
+    )
+    one.add_argument("--json", action="store_true", help="print what is found as JSON")
+    one.add_argument(
+        "--model", metavar="NAME", help="import path of a class, config.json of Hugging Face, or a folder with one"
+    )
+    one.add_argument("--tp", type=int, default=2, metavar="N", help="with --model: the tp_size that is tried (2)")
+    one.add_argument("--pp", type=int, default=2, metavar="N", help="with --model: the pp_size that is tried (2)")
+    one.add_argument("--config", type=Path, metavar="FILE", help="with --model: a layout, which is shown too")
     one.set_defaults(command="inspect")
 
     about = (
@@ -238,6 +286,8 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Arguments of this command, and those that override the configuration, each with its value."""
     if next(iter(argv), "") not in _CONFIGURED:
         return list(argv), []
+    if _names_model_alone(argv):
+        return list(argv), []
     own, overrides, rest = [], [], iter(argv)
     for argument in rest:
         if not argument.startswith("--") or argument.split("=")[0] in _OPTIONS:
@@ -245,6 +295,14 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         else:
             overrides += [argument] if "=" in argument else [argument, *islice(rest, 1)]
     return own, overrides
+
+
+def _names_model_alone(argv: Sequence[str]) -> bool:
+    """Whether ``inspect`` is given a model, and no configuration that the model's options would override."""
+    if argv[0] != "inspect" or not any(one.split("=")[0] == "--model" for one in argv):
+        return False
+    values = {at + 1 for at, one in enumerate(argv) if one.startswith("--") and one != "--json" and "=" not in one}
+    return all(one.startswith("--") or at in values for at, one in enumerate(argv[1:], start=1))
 
 
 if __name__ == "__main__":

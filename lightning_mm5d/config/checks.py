@@ -13,8 +13,17 @@ from dataclasses import fields
 from typing import Any, TypeGuard, get_args, get_type_hints
 
 from lightning_mm5d.config.errors import ConfigError, did_you_mean, one_of
+from lightning_mm5d.config.feeding import check_feeds_from
 from lightning_mm5d.config.memory import check_memory
-from lightning_mm5d.config.modality import Modality, PipelineTemplate, colocated_dp, for_schedule, loss_modality_of
+from lightning_mm5d.config.modality import (
+    Modality,
+    PipelineTemplate,
+    colocated_dp,
+    decoders_of,
+    for_schedule,
+    loss_modality_of,
+    main_modality_of,
+)
 from lightning_mm5d.config.recomputation import check_recomputation
 
 MOST = 2**20  # more ranks, stages or microbatches than any run has
@@ -41,22 +50,26 @@ def check(
         ConfigError: at the first field that cannot work.
     """
     _check_types(modalities)
+    check_feeds_from(modalities)
     loss_modality = loss_modality_of(modalities) if loss_modality is None else loss_modality
     if loss_modality not in modalities:
         rule = "The modality that computes the loss must be one of the modalities"
         raise ConfigError("loss_modality", loss_modality, rule, did_you_mean(loss_modality, modalities))
+    decoders = decoders_of(modalities)
+    main = main_modality_of(modalities) if decoders else loss_modality
     for name, modality in modalities.items():
+        is_encoder = name != main and name not in decoders
         _check_sizes(f"modalities.{name}", modality)
         _check_paths(f"modalities.{name}.module", modality.module)
         _check_paths(f"modalities.{name}.boundary", modality.boundary)
         _check_cost(f"modalities.{name}.cost", modality)
-        _check_context(f"modalities.{name}", modality, is_loss_modality=name == loss_modality)
+        _check_context(f"modalities.{name}", modality, is_encoder=is_encoder)
         check_memory(f"modalities.{name}", modality)
         _check_compile(f"modalities.{name}.compile", modality)
-        _check_head(f"modalities.{name}.fused_linear_cross_entropy", modality, is_loss_modality=name == loss_modality)
+        _check_head(f"modalities.{name}.fused_linear_cross_entropy", modality, is_encoder=is_encoder)
     _check_owners(modalities)
     for name in modalities:
-        _check_feeds(name, modalities, loss_modality)
+        _check_feeds(name, modalities, main)
         _check_colocation(name, modalities)
     for name, modality in for_schedule(modalities, schedule, loss_modality).items():
         check_recomputation(f"modalities.{name}.activation_checkpointing", modality)
@@ -119,15 +132,15 @@ def _check_sizes(field: str, modality: Modality) -> None:
         raise ConfigError(f"{field}.pp_size", modality.pp_size, rule, fix)
 
 
-def _check_context(field: str, modality: Modality, *, is_loss_modality: bool) -> None:
+def _check_context(field: str, modality: Modality, *, is_encoder: bool) -> None:
     mode, size, inner = modality.cp_mode, modality.cp_size, modality.ulysses_size
     for name in ("cp_mode", "cp_distribution"):
         known = get_args(get_type_hints(Modality)[name])
         if getattr(modality, name) not in known:
             got = getattr(modality, name)
             raise ConfigError(f"{field}.{name}", got, f"It is one of {', '.join(known)}", did_you_mean(got, known))
-    if mode == "items" and is_loss_modality:
-        rule = "Items are whole images, frames or clips of an encoder, and this modality computes the loss"
+    if mode == "items" and not is_encoder:
+        rule = "Items are whole images, frames or clips of an encoder, and this modality is none"
         raise ConfigError(f"{field}.cp_mode", mode, rule, "Use 'allgather', 'ring' or 'ulysses'")
     if mode != "hybrid":
         if inner is not None:
@@ -157,12 +170,12 @@ def _check_compile(field: str, modality: Modality) -> None:
         raise ConfigError(field, said, rule, "Leave out compile, or sequence_parallel")
 
 
-def _check_head(field: str, modality: Modality, *, is_loss_modality: bool) -> None:
+def _check_head(field: str, modality: Modality, *, is_encoder: bool) -> None:
     said = modality.fused_linear_cross_entropy
     if not isinstance(said, bool):
         raise ConfigError(field, said, "It is true or false", f"Use {bool(said)}")
-    if said and not is_loss_modality:
-        rule = "It fuses the head with the loss, which another modality computes"
+    if said and is_encoder:
+        rule = "It fuses a head with its loss, and an encoder has none"
         raise ConfigError(field, said, rule, "Leave it unset here")
 
 
@@ -234,12 +247,12 @@ def _check_owners(modalities: Mapping[str, Modality]) -> None:
                 raise ConfigError(f"modalities.{name}.module", path, rule, f"Name another module, or drop {name!r}")
 
 
-def _check_feeds(name: str, modalities: Mapping[str, Modality], loss_modality: str) -> None:
-    field, feeds, stages = f"modalities.{name}.feeds", modalities[name].feeds, modalities[loss_modality].num_cuts
+def _check_feeds(name: str, modalities: Mapping[str, Modality], main: str) -> None:
+    field, feeds, stages = f"modalities.{name}.feeds", modalities[name].feeds, modalities[main].num_cuts
     if not _is_list(feeds) and feeds not in ("first", "all"):
         rule = "It is 'first', 'all' or a list of stages"
         raise ConfigError(field, feeds, rule, did_you_mean(feeds, ("first", "all")))
-    if name == loss_modality:
+    if name == main:
         if feeds != "first":
             rule = f"{name!r} computes the loss, so it feeds no other modality"
             raise ConfigError(field, feeds, rule, "Leave feeds unset")
@@ -251,7 +264,7 @@ def _check_feeds(name: str, modalities: Mapping[str, Modality], loss_modality: s
         raise ConfigError(field, feeds, rule, "Use for instance [0]")
     for stage in feeds:
         if isinstance(stage, bool) or not isinstance(stage, int) or not 0 <= stage < stages:
-            rule = f"{loss_modality!r} has the stages 0 to {stages - 1}"
+            rule = f"{main!r} has the stages 0 to {stages - 1}"
             near = min(max(stage, 0), stages - 1) if isinstance(stage, int) else 0
             raise ConfigError(field, feeds, rule, f"The nearest to {stage!r} is {near}")
 

@@ -59,6 +59,20 @@ class RemoteParameterError(RuntimeError):
     """A value was asked of a parameter that other ranks hold."""
 
 
+OTHER_PACKAGE = "pytorch_lightning"
+"""The other name under which Lightning is packed, with classes of its own."""
+
+
+def other_package(field: str, got: str) -> ConfigError:
+    """Return the error for something of `pytorch_lightning`."""
+    return ConfigError(
+        field,
+        got,
+        f"It is of the package {OTHER_PACKAGE}, and MultimodalStrategy works with the classes of lightning.pytorch",
+        "Write `import lightning.pytorch as pl` in place of `import pytorch_lightning as pl`, wherever it is imported",
+    )
+
+
 def private(holder: Any, name: str) -> Any:
     """Return ``holder.name``, a private name of another package.
 

@@ -53,7 +53,11 @@ class Modality:
         boundary: Dotted path or paths of the callable whose result leaves the modality. Found by itself
             likewise.
         feeds: Stages that consume the result, of the modality that computes the loss: the ``first``, ``all``,
-            or a list of their indices.
+            or a list of their indices. Of an encoder, the modality that it feeds is the language model.
+        feeds_from: Name or names of the modalities whose results this one computes with: it runs after them, as a
+            speech talker or an image head runs after the language model. Of several, the last one that no other
+            feeds from computes the loss. Unset: an encoder, or the language model; ``language`` for a ``talker`` and an
+            ``image_head`` that are found by themselves.
         dp_size: Number of replicas. Inferred from the number of ranks when unset.
         dp_shard_size: Ranks that share one copy of what `zero_stage` says, of the dp_size * cp_size that hold the same
             layers. Unset: all of them.
@@ -103,6 +107,7 @@ class Modality:
     module: str | list[str] | None = None
     boundary: str | list[str] | None = None
     feeds: Literal["first", "all"] | list[int] = "first"
+    feeds_from: str | list[str] | None = None
     dp_size: int | None = None
     dp_shard_size: int | None = None
     zero_stage: int | None = None
@@ -179,14 +184,18 @@ class Modality:
 def for_schedule(modalities: Mapping[str, Modality], schedule: object, loss_modality: str) -> dict[str, Modality]:
     """The modalities as a schedule wants them: ``zbv`` runs two chunks of the loss modality on each of its ranks.
 
-    What the user said about chunks or layers per stage stays, and so do modalities with one pipeline rank.
+    So it does of the language model and of other modalities that run after it. What the user said about chunks or
+    layers per stage stays, and so do modalities with one pipeline rank.
     """
     found = dict(modalities)
-    modality = found.get(loss_modality)
-    if schedule != "zbv" or modality is None or any(not isinstance(other.feeds, str) for other in found.values()):
+    if schedule != "zbv" or any(not isinstance(other.feeds, str) for other in found.values()):
         return found  # lists in `feeds` count the stages that the user sees
-    if modality.pp_chunks == 1 and modality.stages > 1 and modality.pipeline_template is None:
-        found[loss_modality] = replace(modality, pp_chunks=2)
+    decoders = decoders_of(found)
+    for name in {loss_modality: None, **({main_modality_of(found): None} if decoders else {}), **decoders}:
+        modality = found.get(name)
+        if modality is None or modality.pp_chunks > 1 or modality.stages == 1 or modality.pipeline_template is not None:
+            continue
+        found[name] = replace(modality, pp_chunks=2)
     return found
 
 
@@ -223,15 +232,49 @@ _SYNONYMS = {
     "audio": {"audio", "speech", "sound"},
     "encoder": {"encoder"},
     "language": {"language", "text", "decoder", "llm", "lm"},
+    "talker": {"talker"},
+    "image_head": {"image_head", "generation_head"},
 }
+_DECODERS = ("talker", "image_head")
 
 
 def loss_modality_of(modalities: Mapping[str, Modality]) -> str:
     """Return the name of the modality that computes the loss, from the configuration alone.
 
-    It is the one with a customary name (``language``, ``text``, ``decoder``, ``llm``, ``lm``), else the last one
-    without a ``module``, else the last one.
+    It is the last of `decoders_of` that no other one feeds from; without any, it is `main_modality_of`.
     """
+    decoders = decoders_of(modalities)
+    fed = {source for sources in decoders.values() for source in sources}
+    return next((name for name in reversed(decoders) if name not in fed), None) or main_modality_of(modalities)
+
+
+def decoders_of(modalities: Mapping[str, Modality]) -> dict[str, tuple[str, ...]]:
+    """Return the modalities that run after others, each with the names of those that it feeds from."""
+    found: dict[str, tuple[str, ...]] = {}
+    for name, modality in modalities.items():
+        said = modality.feeds_from
+        if said is None and modality.module is None and canonical_name(name) in _DECODERS and len(modalities) > 1:
+            said = _main_of({one: other for one, other in modalities.items() if canonical_name(one) not in _DECODERS})
+        if isinstance(said, str | list | tuple):
+            found[name] = (said,) if isinstance(said, str) else tuple(said)
+    return found
+
+
+def main_modality_of(modalities: Mapping[str, Modality]) -> str:
+    """Return the name of the modality that encoders feed: the one with the language model.
+
+    It is the one with a customary name (``language``, ``text``, ``decoder``, ``llm``, ``lm``), else the last one
+    without a ``module``, else the last one. Modalities that feed from another are left out.
+    """
+    decoders = decoders_of(modalities)
+    others = {name: modality for name, modality in modalities.items() if name not in decoders}
+    name = _main_of(others or modalities)
+    if name is None:
+        raise ConfigError("modalities", {}, "there must be at least one modality", "Add `language`")
+    return name
+
+
+def _main_of(modalities: Mapping[str, Modality]) -> str | None:
     for names in (
         [name for name in modalities if name in _SYNONYMS["language"]],
         [name for name, modality in modalities.items() if modality.module is None and not canonical_name(name)],
@@ -240,7 +283,7 @@ def loss_modality_of(modalities: Mapping[str, Modality]) -> str:
     ):
         if names:
             return names[-1]
-    raise ConfigError("modalities", {}, "there must be at least one modality", "Add `language`")
+    return None
 
 
 def canonical_name(name: str) -> str | None:

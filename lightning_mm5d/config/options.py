@@ -25,6 +25,8 @@ CHOICES = {
     "on_corrupt_checkpoint": ("raise", "previous"),
 }
 """Options that are one of a few words."""
+FUNCTIONS = ("microbatching", "loss_weight")
+"""Options that may be a function instead."""
 MAIN_PARAMS = ("float32", "float64")
 """Precisions of main parameters."""
 BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
@@ -45,8 +47,11 @@ def check_options(options: Mapping[str, Any], backends: Collection[str] = BACKEN
     """
     for name, known in CHOICES.items():
         got = options.get(name, known[0])
+        if name in FUNCTIONS and callable(got):
+            continue
         if not isinstance(got, str) or got not in known:
-            raise ConfigError(name, got, f"It is one of {', '.join(known)}", did_you_mean(got, known))
+            rule = f"It is one of {', '.join(known)}" + (", or a function" if name in FUNCTIONS else "")
+            raise ConfigError(name, got, rule, did_you_mean(got, known))
     if options.get("placement") is not None:
         _check_placement(options["placement"])
     if options.get("process_group_backend") is not None:

@@ -34,8 +34,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_mm5d.data.batches import LoaderBatches, ReplicaBatches
+from lightning_mm5d.data.progress import Progress, TrainerProgress
 from lightning_mm5d.data.random_state import seed_all, seed_of, seeded
-from lightning_mm5d.data.resumable import Progress, Resumable, TrainerProgress
+from lightning_mm5d.data.resumable import Resumable
 from lightning_mm5d.data.samplers import ShardOrder, for_predictions, samplers_of_shards, unservable
 
 _Loader = TypeVar("_Loader")

@@ -57,14 +57,14 @@ def batch_samples(batch: Any) -> int | None:
     Returns:
         None where tensors disagree and no field's name decides, and where nothing has a length.
     """
-    arrays = {path: value for path, value in _leaves(batch) if _is_array(value)}
+    arrays = {path: value for path, value in leaves(batch) if _is_array(value)}
     for name in _SAMPLE_WISE:
         sizes = {len(value) for path, value in arrays.items() if path[-1:] == (name,)}
         if len(sizes) == 1:
             return sizes.pop()
     sizes = {len(value) for value in arrays.values()}
     if not arrays:
-        sizes = {len(value) for _, value in _leaves(batch) if _is_plain_sequence(value)}
+        sizes = {len(value) for _, value in leaves(batch) if _is_plain_sequence(value)}
     return sizes.pop() if len(sizes) == 1 else None
 
 
@@ -94,12 +94,12 @@ def split(batch: Any, num_microbatches: int, *, image_tokens: PackedTokens | Non
         raise ConfigError("batch", "0 samples", rule, "Use drop_last=True, or a sampler that gives no empty batch")
     if num_microbatches == 1:
         return [Microbatch(batch, 1 if samples is None else samples)]
-    if samples is None and not any(_has_length(value) for _, value in _leaves(batch)):
+    if samples is None and not any(_has_length(value) for _, value in leaves(batch)):
         rule = "A batch that is split into microbatches holds tensors or lists with one row per sample"
         raise ConfigError("batch", batch, rule, REMEDY)
     if samples is None:
         rule = "The tensors of a batch must agree on dim 0, or some must have names such as input_ids"
-        raise _disagreement(dict(_leaves(batch)), rule)
+        raise _disagreement(dict(leaves(batch)), rule)
     ends = list(accumulate(even_lengths(samples, min(samples, num_microbatches)), initial=0))
     cuts = _plan(batch, samples, ends, image_tokens or PackedTokens())
     return [Microbatch(_take(batch, (), cuts, m), end - start) for m, (start, end) in enumerate(pairwise(ends))]
@@ -152,6 +152,12 @@ def with_tensors(batch: Any, function: Callable[[Path, torch.Tensor], torch.Tens
     return _rebuild(batch, values)
 
 
+def copied(batch: Any) -> Any:
+    """Return ``batch`` with new containers of the same tensors and other leaves."""
+    children = _children(batch)
+    return _rebuild(batch, [copied(child) for _, child in children]) if children else batch
+
+
 def _merge_tensors(outputs: list[torch.Tensor], samples: list[int]) -> Any:
     first = outputs[0]
     if all(output.ndim == 0 and output.is_floating_point() for output in outputs):
@@ -171,17 +177,17 @@ def _hold_samples(outputs: list[Any], samples: list[int]) -> bool:
         return False
     if isinstance(outputs[0], tuple):
         return all(isinstance(element, str) for output in outputs for element in output)
-    return any({len(leaf) for _, leaf in _leaves(o) if _is_array(leaf)} != {size} for o, size in pairs)
+    return any({len(leaf) for _, leaf in leaves(o) if _is_array(leaf)} != {size} for o, size in pairs)
 
 
 def _plan(batch: Any, samples: int, ends: list[int], tokens: PackedTokens) -> dict[Path, _Cut]:
     """Decides for each leaf of ``batch`` where it is cut; leaves that are repeated have no entry."""
-    leaves = {path: value for path, value in _leaves(batch, samples) if _has_length(value)}
+    fields = {path: value for path, value in leaves(batch, samples) if _has_length(value)}
     rows: dict[Path, list[int]] = {}
-    for scope in _scopes(leaves):
+    for scope in _scopes(fields):
         rows |= packed_rows(scope, samples, tokens)
     cuts, unresolved = {}, {}
-    for path, value in leaves.items():
+    for path, value in fields.items():
         name = path[-1] if path else None
         mrope = name == "position_ids" and _is_array(value) and value.ndim == 3
         if path in rows:
@@ -220,22 +226,28 @@ def _take(node: Any, path: Path, cuts: dict[Path, _Cut], m: int) -> Any:
     return _rebuild(node, [_take(child, (*path, step), cuts, m) for step, child in children])
 
 
-def _leaves(node: Any, samples: int | None = None, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Walks to arrays, lists with one element per sample, lists of scalars, and all that is no container."""
+def leaves(node: Any, samples: int | None = None, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield the leaves of a batch: arrays, lists with one element per sample, lists of scalars, and what holds nothing.
+
+    Args:
+        node: the batch.
+        samples: that it has, where lists of samples are leaves.
+        path: of `node`.
+    """
     children = _children(node)
     nested = any(_is_array(child) or _children(child) is not None for _, child in children or ())
     if children is None or (_is_plain_sequence(node) and not nested) or _is_sample_list(node, samples):
         yield path, node
         return
     for step, child in children:
-        yield from _leaves(child, samples, (*path, step))
+        yield from leaves(child, samples, (*path, step))
 
 
 def _is_sample_list(node: Any, samples: int | None) -> bool:
     """Whether ``node`` lists samples (strings, tensors of any shapes, dicts of those) rather than fields."""
     if samples is None or not _is_plain_sequence(node) or len(node) != samples:
         return False
-    inside = [(path, value) for path, value in _leaves(node) if _is_array(value)]
+    inside = [(path, value) for path, value in leaves(node) if _is_array(value)]
     fields = any(path[-1] == "input_ids" for path, _ in inside)
     return not fields and (not inside or any(len(value) != samples for _, value in inside))
 

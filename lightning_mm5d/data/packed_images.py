@@ -2,10 +2,10 @@
 
 Multimodal batches pack what a sample may hold any number of: the patches of all images lie in a
 row along dim 0 of ``pixel_values``, the images themselves along dim 0 of ``image_grid_thw``, and so on for
-videos and audio. Nothing in such a tensor says where a sample ends; only the placeholder tokens in
-``input_ids`` do. This module counts them. An *item* is one image, video or piece of audio (or one tile, where
-a family packs tiles). It knows field names and token ids, no model's code, and refuses to guess: unless the
-counts fit every sample exactly, the batch is refused with the remedy.
+videos and audio. Nothing in such a tensor says where a sample ends. A field ``<modality>_items`` says how many
+items each sample has; without it this module counts the placeholder tokens in ``input_ids``. An *item* is one image,
+video or piece of audio (or one tile, where a family packs tiles). It knows field names and token ids, no model's code,
+and refuses to guess: unless the counts fit every sample exactly, the batch is refused with the remedy.
 
 Shapes: B batch (samples), S sequence, N items of one kind.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -26,8 +26,9 @@ Path = tuple[Hashable, ...]
 """The steps from the root of a batch to a leaf; the last one is the field's name."""
 
 REMEDY = (
-    "Define split_batch(batch, num_microbatches) on the LightningModule, which returns a list of batches, "
-    'or set microbatching="loader"'
+    "Give a function that returns a list of batches: microbatching=function of (batch, num_microbatches), in YAML its "
+    "import path, or a method split_batch(self, batch, num_microbatches) of the LightningModule; or set "
+    'microbatching="loader"'
 )
 
 _NAMES = {  # how processors name the fields that travel with each kind of item; the first match decides
@@ -35,33 +36,47 @@ _NAMES = {  # how processors name the fields that travel with each kind of item;
     "image": r"^pixel_|_pixel_values$|^image_(grid|sizes|merge|position|embeds)|^spatial_shapes$|^num_local",
     "audio": r"^(input|audio)_features?(_|$)|^feature_attention_mask$|^(input|audio)_values$",
 }
+_SYNONYMS = {"vision": "image", "speech": "audio"}
 _TYPE_IDS = {"image": 1, "video": 2, "audio": 3}  # in transformers' ``mm_token_type_ids``
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedTokens:
-    """Ids of the placeholder tokens that mark items in ``input_ids``; None where a model has no such kind."""
+    """Ids of the placeholder tokens that mark items in ``input_ids``; None where a model has no such kind.
+
+    Attributes:
+        image: of images.
+        video: of videos.
+        audio: of pieces of audio.
+        named: for modalities that a model names itself, the id and the fields of a batch that its encoder takes.
+    """
 
     image: int | None = None
     video: int | None = None
     audio: int | None = None
+    named: Mapping[str, tuple[int | None, frozenset[str]]] = field(default_factory=dict)
 
 
 def describe(module: torch.nn.Module) -> PackedTokens:
     """Reads the placeholder ids from the first ``config`` in ``module``'s tree that names each kind.
 
     Looked for are ``image_token_id`` and ``image_token_index``, likewise for video and audio, on the
-    ``config`` attribute of any submodule, outermost first.
+    ``config`` attribute of any submodule, outermost first. A submodule with ``encoder_inputs``, which holds for each
+    modality the fields of a batch by the names that its encoder has for them, says the names of its modalities.
     """
     found: dict[str, int] = {}
+    named: dict[str, tuple[int | None, frozenset[str]]] = {}
     for submodule in module.modules():
         config = getattr(submodule, "config", None)
+        inputs, ids = getattr(submodule, "encoder_inputs", None), getattr(config, "token_ids", None)
+        if isinstance(inputs, Mapping) and isinstance(ids, Mapping):
+            named |= {name: (ids.get(name), frozenset(keys.values())) for name, keys in inputs.items()}
         for kind in _NAMES:
             for name in (f"{kind}_token_id", f"{kind}_token_index"):
                 value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
                 if isinstance(value, int):
                     found.setdefault(kind, value)
-    return PackedTokens(**found)
+    return PackedTokens(**found, named=named)
 
 
 def kind_of(name: Hashable) -> str | None:
@@ -85,19 +100,25 @@ def packed_rows(fields: Mapping[Path, Any], samples: int, tokens: PackedTokens) 
         ConfigError: a field is packed, but no way of counting fits every sample exactly.
     """
     rows: dict[Path, list[int]] = {}
-    for kind in _NAMES:
-        members = {path: value for path, value in fields.items() if path and kind_of(path[-1]) == kind}
+    for kind, members in _members(fields, samples, tokens).items():
         rows |= {path: [0] * samples for path, value in members.items() if len(value) == 0}
         members = {path: value for path, value in members.items() if len(value) > 0}
-        masks = _placeholders(fields, samples, kind, getattr(tokens, kind))
-        if not members or not masks or _is_padded_per_sample(members, samples):
+        told = _told_items(fields, samples, kind)
+        token = tokens.named[kind][0] if kind in tokens.named else getattr(tokens, kind, None)
+        masks = _placeholders(fields, samples, kind, token)
+        if not members or (told is None and (not masks or _is_padded_per_sample(members, samples))):
             continue
         tables = [table for value in members.values() if (table := _table(value)) is not None]
         items = len(tables[0]) if tables else min(len(value) for value in members.values())
         tables = [table for table in tables if len(table) == items]
-        owned = _items_per_sample(masks, items, tables)
+        owned = _items_per_sample(masks, items, tables) if told is None else told if sum(told) == items else None
         if owned is None:
-            raise _cannot_count(kind, members, f"its {items} items fit the placeholders of the samples", masks)
+            rule = (
+                f"its {items} items fit the placeholders of the samples"
+                if told is None
+                else f"{told} adds up to {items}"
+            )
+            raise _cannot_count(kind, members, rule, masks)
         ways = [owned, *(_sum_by(owned, table) for table in tables)]
         strangers = {p: v for p, v in fields.items() if p and not kind_of(p[-1]) and len(v) != samples}
         for path, value in (members | strangers).items():
@@ -110,9 +131,35 @@ def packed_rows(fields: Mapping[Path, Any], samples: int, tokens: PackedTokens) 
     return rows
 
 
+def _members(fields: Mapping[Path, Any], samples: int, tokens: PackedTokens) -> dict[str, dict[Path, Any]]:
+    """The fields of each modality that the model names, of each that ``<modality>_items`` names, and of each kind."""
+    left = {path: value for path, value in fields.items() if path}
+    told = [str(path[-1]).removesuffix("_items") for path in left if str(path[-1]).endswith("_items")]
+    found: dict[str, dict[Path, Any]] = {}
+    for name in dict.fromkeys([*tokens.named, *(n for n in told if _SYNONYMS.get(n, n) not in _NAMES), *_NAMES]):
+        if name in tokens.named:
+            found[name] = {path: value for path, value in left.items() if path[-1] in tokens.named[name][1]}
+        elif name in _NAMES:
+            found[name] = {path: value for path, value in left.items() if kind_of(path[-1]) == name}
+        else:
+            found[name] = {path: value for path, value in left.items() if str(path[-1]).startswith(f"{name}_")}
+            found[name] = {path: value for path, value in found[name].items() if path[-1] != f"{name}_items"}
+        left = {path: value for path, value in left.items() if path not in found[name]}
+    return found
+
+
+def _told_items(fields: Mapping[Path, Any], samples: int, kind: str) -> list[int] | None:
+    """What ``<modality>_items`` says: how many items each of the B samples has."""
+    names = [f"{name}_items" for name in (kind, *(name for name, other in _SYNONYMS.items() if other == kind))]
+    for path, value in fields.items():
+        if path and path[-1] in names and len(value) == samples:
+            return [int(count) for count in value]
+    return None
+
+
 def _placeholders(fields: Mapping[Path, Any], samples: int, kind: str, token: int | None) -> list[torch.Tensor]:
     """The masks [B, S] that may mark ``kind``'s placeholders, those without any left out."""
-    marks = {"mm_token_type_ids": _TYPE_IDS[kind], "input_ids": token}
+    marks = {"mm_token_type_ids": _TYPE_IDS.get(kind), "input_ids": token}
     found = [(value, marks[str(path[-1])]) for path, value in fields.items() if path and path[-1] in marks]
     masks = [ids == mark for ids, mark in found if mark is not None and isinstance(ids, torch.Tensor)]
     return [mask for mask in masks if mask.ndim == 2 and len(mask) == samples and mask.any()]
@@ -182,6 +229,7 @@ def _cannot_count(kind: str, members: Mapping[Path, Any], rule: str, masks: list
     return ConfigError(
         "batch",
         {str(path[-1]): tuple(getattr(value, "shape", (len(value),))) for path, value in members.items()},
-        f"A batch is split only if {rule} (its samples hold {masks[-1].sum(dim=1).tolist()} {kind} tokens)",
+        f"A batch is split only if {rule}"
+        + (f" (its samples hold {masks[-1].sum(dim=1).tolist()} {kind} tokens)" if masks else ""),
         REMEDY,
     )

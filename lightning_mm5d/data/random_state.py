@@ -81,6 +81,35 @@ def seed_torch(seed: int, device: torch.device = CPU) -> None:
         torch.cuda.default_generators[index].manual_seed(seed)
 
 
+class StepDraws:
+    """What draws in one microbatch of one stage with streams of its own: layers, and boundaries after encoders.
+
+    The step's code around them then draws the same in every stage, wherever they are computed.
+
+    Args:
+        key: of the microbatch.
+        stage: key of the stage.
+        device: whose generators are meant, beside those of the CPU.
+    """
+
+    def __init__(self, key: tuple[int | str, ...], stage: str, device: torch.device) -> None:
+        self._key, self._stage, self._device = key, stage, device
+
+    def layers(self) -> None:
+        """Begin the stream of the stage's layers."""
+        seed_torch(seed_of(*self._key, self._stage), self._device)
+
+    @contextmanager
+    def apart(self, name: str) -> Iterator[None]:
+        """Draw from a stream of the boundary `name` meanwhile."""
+        states = torch_states(self._device)
+        seed_torch(seed_of(*self._key, "boundary", name), self._device)
+        try:
+            yield
+        finally:
+            set_torch_states(states, self._device)
+
+
 def torch_states(device: torch.device) -> list[Tensor]:
     """Return the states of torch's generators of the CPU and of `device`."""
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]

@@ -13,14 +13,17 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from torch.utils.data import IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.data.order_stream import OrderStream
 from lightning_mm5d.data.position import Kind, Position
+from lightning_mm5d.data.progress import Progress
 from lightning_mm5d.data.random_state import seeded
 from lightning_mm5d.data.remaining import batch_size_of, rest_of_shards
 from lightning_mm5d.data.sampler_generators import generator_states, set_generator_states
@@ -28,49 +31,6 @@ from lightning_mm5d.data.samplers import ShardOrder, Start, leaf_of
 
 _END = object()
 _AT_THE_END = "resume from a checkpoint of the end of an epoch"
-
-
-class TrainerProgress(Protocol):
-    """How far the trainer is in its epoch."""
-
-    def steps_taken(self) -> int:
-        """Return the steps that it has finished."""
-        ...
-
-    def fetching(self) -> None:
-        """Note that a batch is fetched, before the step that uses it and all that it draws."""
-        ...
-
-    @property
-    def order_seeds(self) -> dict[int, int]:
-        """For seeds of distributed samplers in this process, those of the run that it goes on with."""
-        ...
-
-
-@dataclass(frozen=True)
-class Progress:
-    """What a loader's position depends on, beside its order.
-
-    Attributes:
-        trainer: says how far the trainer is; None where no position is kept.
-        shards: replicas that this rank serves.
-        num_shards: replicas that share the data set.
-        batches_per_step: of each replica.
-    """
-
-    trainer: TrainerProgress | None
-    shards: tuple[int, ...]
-    num_shards: int
-    batches_per_step: int = 1
-
-    def taken(self) -> int:
-        """Return the batches of this epoch that each replica has consumed."""
-        return 0 if self.trainer is None else self.trainer.steps_taken() * self.batches_per_step
-
-    def fetching(self) -> None:
-        """Tell the trainer's side that a batch is fetched now."""
-        if self.trainer is not None:
-            self.trainer.fetching()
 
 
 class Resumable:
@@ -135,8 +95,8 @@ class Resumable:
             samples=self._samples(),
             workers=self._workers,
             order_seed=getattr(leaf_of(self.served_indices), "seed", None),
-            before=before,
-            now=self._generators(),
+            before={**(states := self._stream_states())[0], **before},
+            now={**states[1], **self._generators()},
             own={self._shard_key: self._own_state(taken)} if self.kind == "stateful" else {},
         )
 
@@ -160,6 +120,9 @@ class Resumable:
             self.progress.trainer.order_seeds[getattr(leaf, "seed", position.order_seed)] = position.order_seed
             self.take_order_seed()
         self._began, self._before = 0, None
+        trainer, stream, midst = self.progress.trainer, self._stream, epoch if position.epoch == epoch else None
+        if trainer is not None and stream is not None and not stream.resume(position.before, position.now, midst):
+            trainer.stream = None  # a run that drew by seeds goes on with them
         if position.epoch != epoch:
             set_generator_states(position.now, *self._holders())
             order.set_epoch(epoch)
@@ -219,6 +182,15 @@ class Resumable:
         if self._pending is not None:
             self._rest = [[] for _ in self.progress.shards]
 
+    @property
+    def _stream(self) -> OrderStream | None:
+        """What the order is drawn from; None where its sampler has a seed."""
+        is_drawn = self.served_indices is not None and not isinstance(leaf_of(self.served_indices), DistributedSampler)
+        return self.progress.trainer.stream if is_drawn and self.progress.trainer is not None else None
+
+    def _stream_states(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        return ({}, {}) if self._stream is None else self._stream.states(self.served_order.epoch)
+
     def begin_pass(self) -> tuple[int, int]:
         """Begin a pass; return the number of its first batch, and how many batches before it must be read again."""
         position, self._pending = self._pending, None
@@ -245,7 +217,10 @@ class Resumable:
                     self.own_loader().load_state_dict(state)
             elif position.kind == "iterable":
                 start, dropped = Start(self._began), batches
-        order.start = start
+        order.start, stream = start, self._stream
+        order.drawing = None
+        if stream is not None:
+            order.drawing = partial(stream.drawing, order.epoch, seeds_workers=self.reseeds_generator)
         return first, dropped
 
     def fetched(self, batches: Iterator[Any], key: tuple[int, ...], *shards: Sequence[int]) -> list[Any]:

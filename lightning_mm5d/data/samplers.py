@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,9 @@ from lightning_mm5d.data.random_state import seed_all, seed_of, seeded
 
 WRAPPERS = (DistributedSamplerWrapper, UnrepeatedDistributedSamplerWrapper)
 MOVABLE = (DistributedSampler, UnrepeatedDistributedSampler, *WRAPPERS)
+
+
+Drawing = Callable[[], AbstractContextManager[None]]
 
 
 class SeededBatch(list[Any]):
@@ -86,6 +90,7 @@ class ShardOrder(Sampler[Any]):
         wraps_items: whether each item is a `SeededItem`.
         start: where the next pass begins.
         epoch: of the order.
+        drawing: entered where the first item of a pass is drawn, in place of a seed; None for a seed.
     """
 
     def __init__(self, samplers: list[Any], seed: int, shards: Sequence[int], *, seeds_workers: bool) -> None:
@@ -96,6 +101,7 @@ class ShardOrder(Sampler[Any]):
         self.wraps_items = False
         self.start = Start()
         self.epoch = 0
+        self.drawing: Drawing | None = None
         self.sampler = self  # where Lightning looks for `set_epoch` when this stands as the batch sampler
 
     def __getattr__(self, name: str) -> Any:
@@ -112,7 +118,7 @@ class ShardOrder(Sampler[Any]):
     def __iter__(self) -> Iterator[Any]:
         start, end = self.start, object()
         streams = [
-            itertools.islice(drawn(sampler, self.seed, self.epoch), start.skipped, None)
+            itertools.islice(drawn(sampler, self.seed, self.epoch, self.drawing), start.skipped, None)
             for sampler in start.samplers or self.samplers
         ]
         for step, group in enumerate(itertools.zip_longest(*streams, fillvalue=end), start.batch):
@@ -145,15 +151,28 @@ class ShardOrder(Sampler[Any]):
         return SeededBatch(item, key) if self.seeds_workers and isinstance(item, list | tuple) else item
 
 
-_OF_ORDERS = {"samplers", "seed", "shards", "seeds_workers", "wraps_items", "start", "epoch", "sampler"}
+_OF_ORDERS = {"samplers", "seed", "shards", "seeds_workers", "wraps_items", "start", "epoch", "drawing", "sampler"}
 
 
-def drawn(sampler: Any, seed: int, epoch: int) -> Iterator[Any]:
-    """Yield a sampler's items, seeded for each; global random state stays as it is."""
-    end = object()
-    with seeded(seed, "order", epoch):
+def drawn(sampler: Any, seed: int, epoch: int, drawing: Drawing | None = None) -> Iterator[Any]:
+    """Yield a sampler's items, seeded for each; global random state stays as it is.
+
+    Args:
+        sampler: of batches or items.
+        seed: of the run.
+        epoch: of the order.
+        drawing: entered for the first item in place of a seed.
+    """
+    end, first = object(), 0
+    with seeded(seed, "order", epoch) if drawing is None else drawing():
         items = iter(sampler)
-    for step in itertools.count():
+        if drawing is not None:
+            item, first = next(items, end), 1
+    if first:
+        if item is end:
+            return
+        yield item
+    for step in itertools.count(first):
         with seeded(seed, "order", epoch, step):
             item = next(items, end)
         if item is end:

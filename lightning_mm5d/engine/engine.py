@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from lightning_mm5d.config.errors import ConfigError, RemoteParameterError
 from lightning_mm5d.data.microbatch import Microbatch
-from lightning_mm5d.data.random_state import kept_random_state, seed_all, seed_of, seed_torch
+from lightning_mm5d.data.random_state import StepDraws, kept_random_state, seed_all, seed_of
 from lightning_mm5d.engine.bridge import Bridge
 from lightning_mm5d.engine.bridges import Bridges
 from lightning_mm5d.engine.first_loss import FirstLoss
@@ -113,8 +113,8 @@ class Engine:
         self._preparation = Preparation(plan, self._bridges, schedule, num_microbatches, rank, is_ordered=is_ordered)
         self._promises = Promises(hosts) if is_ordered else None
         self._first_loss = FirstLoss(plan, runtime, views)
-        loss_modality = plan.partition.loss_modality
-        self._last = max(views, key=lambda key: (key.modality == loss_modality, key.number))  # of this rank
+        order = plan.topology.order
+        self._last = max(views, key=lambda key: (order.index(key.modality), key.number))  # of this rank
         names = () if len(views) == 1 else plan.ownership.written_by_all
         self._shared_buffers = SharedBuffers(runtime.root, names)
 
@@ -211,7 +211,7 @@ class Engine:
         place = replica, index = divmod(action.microbatch, self.count)
         bridges = [self._bridges.between(other, stage, place) for other in graph.predecessors(stage)]
         part = step.microbatches[replica][index]
-        reseed = None
+        draws = None
         training = step.trains and graph.has_backward(stage)
         loss = None
         with torch.set_grad_enabled(training):
@@ -220,9 +220,9 @@ class Engine:
                 self._starts()
                 if step.random_key is not None:
                     seed_all(seed_of(*step.random_key, index, replica), self._device)
-                    reseed = partial(seed_torch, seed_of(*step.random_key, index, replica, stage), self._device)
+                    draws = StepDraws((*step.random_key, index, replica), stage, self._device)
                 structure = step.structure(part.batch)
-                run = Run(self._runtime, view, payloads, structure, reseed, deferred, trains=step.trains)
+                run = Run(self._runtime, view, payloads, structure, draws, deferred, trains=step.trains)
                 saved = moves.saving(run, action)
                 with saved or nullcontext(), self._watching(step, stage, place, payloads) as shapes:
                     result, ended = self._executed(run, step, part, index, stage)
@@ -255,7 +255,8 @@ class Engine:
         if step.fails:
             return None, False
         try:
-            with step.context(), nullcontext() if stage == self._last else self._shared_buffers.spared():
+            uncounted = nullcontext() if self._views[stage].is_last or not run.is_traced else step.uncounted()
+            with step.context(), uncounted, nullcontext() if stage == self._last else self._shared_buffers.spared():
                 return run.execute(lambda: step.run(part, index)), True
         except (StageError, RemoteParameterError):
             if step.trains or not self._plan.topology.edges:
@@ -268,10 +269,10 @@ class Engine:
     ) -> tuple[Bridge, list[Tensor]]:
         stage = run.stage.name
         if fails:
-            payload = Payload({"boundaries": [], "calls": [], "grads": [], "remote": [], "fails": True})
+            payload = Payload({"boundaries": [], "calls": [], "taps": [], "grads": [], "remote": [], "fails": True})
             self._bridges.between(stage, other, place).send(payload.meta, [], payload.local, place=place)
             return self._bridges.between(stage, other, place, back=True), []
-        consumed = self._plan.topology.consumes.get(other, frozenset()) & frozenset(run.stage.cuts)
+        consumed = self._plan.topology.consumes.get(other, frozenset())
         modality, target = stage.modality, other.modality
         payload = run.payload(consumed, modality if modality == target else None)
         shapes = shapes._replace(promised=shapes.promised and not payload.has_values)

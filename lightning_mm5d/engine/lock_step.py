@@ -35,6 +35,7 @@ from lightning_mm5d.engine.effects import Effects
 from lightning_mm5d.engine.step import Step
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.sharded.remote_value import settled
 from lightning_mm5d.stage import Runtime, StageError
 from lightning_mm5d.stage.payload import map_tensors, unsharded
 
@@ -185,7 +186,7 @@ class LockStep:
         partition, root = self._plan.partition, self._runtime.root
         found = []
         for name, encoder in partition.encoders.items():
-            if len(partition.stages[name]) == 1:
+            if len(partition.stages[name]) == 1 and not self._holds_others(name):
                 stage = self._plan.topology.stage_of[partition.stages[name][0].name]
                 for cut in encoder.boundaries:
                     found.append(_Unit(root.get_submodule(cut.path), cut.method, cut.name, stage, cut.name))
@@ -196,6 +197,10 @@ class LockStep:
             if owner is not None and is_callable and (module, "forward") not in taken:
                 found.append(_Unit(module, "forward", path, owner))
         return found
+
+    def _holds_others(self, name: str) -> bool:
+        """Whether a call of a modality's boundary may call boundaries of others."""
+        return any(name in fed for fed in self._plan.topology.consumers.values())
 
     @functools.cached_property
     def _loose(self) -> list[tuple[nn.Module, str, str, StageKey]]:
@@ -303,7 +308,8 @@ class LockStep:
                 result = original(*effects.args, **effects.kwargs)
             if unit.boundary is not None:
                 result = self._runtime.read_fields(unit.boundary, result)
-            return unsharded(result)
+            use = f"the result of {unit.path}, which several passes share,"
+            return unsharded(map_tensors(result, lambda tensor: settled(tensor, use)))
         except Exception as error:
             if fails is not None:
                 fails.send([unit.path, f"{type(error).__name__}: {error}", None, None])

@@ -6,7 +6,7 @@ transformers does it for a whole state dict in memory. `ReverseConversion` does 
 belong together, and reads them when their turn comes.
 
 The model that transformers asks for is built on the meta device, without memory. Its class comes from transformers by
-name; no other class is imported.
+name, or is this package's composed model of such classes; no other class is imported.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ from transformers.core_model_loading import (
 
 from lightning_mm5d.checkpoint.huggingface_record import conversion_key
 from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.models.composed_fields import without_own_code
 
 Read = Callable[[str], Tensor]
-_CLASS = re.compile(r"(transformers\.models\.\w+\.modeling_\w+)\.(\w+)")
+_CLASS = re.compile(r"(transformers\.models\.\w+\.modeling_\w+|lightning_mm5d\.models\.multimodal_model)\.(\w+)")
 
 
 def empty_model(dotted: str, config: Mapping[str, Any], field: str) -> PreTrainedModel:
@@ -60,7 +61,10 @@ def empty_model(dotted: str, config: Mapping[str, Any], field: str) -> PreTraine
         rule = "Classes come from transformers by name, never from a checkpoint, and the installed one has none of it"
         raise ConfigError(field, dotted, rule, "Install the version of transformers that the model was trained with")
     try:
-        made = cls.config_class.from_dict(dict(deepcopy(config)))
+        fields = without_own_code(config) if cls.__module__.startswith("lightning_mm5d.") else deepcopy(dict(config))
+        if fields is None:
+            raise ValueError("it names classes that are not of transformers")
+        made = cls.config_class.from_dict(fields)
         with torch.device("meta"):
             return cls(made)
     except Exception as error:  # a configuration can be wrong in any way

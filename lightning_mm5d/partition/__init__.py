@@ -2,7 +2,8 @@
 
 from lightning_mm5d.partition.balance import balance
 from lightning_mm5d.partition.costs import Unit, stage_costs, step_costs, units
-from lightning_mm5d.partition.find import Boundary, Encoder, discover
+from lightning_mm5d.partition.find import discover
+from lightning_mm5d.partition.found import Boundary, Encoder
 from lightning_mm5d.partition.parts import Parts
 from lightning_mm5d.partition.split import Partition, StageCut, partition
 

@@ -14,14 +14,17 @@ What is not known counts in full.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
 from torch import nn
 
-from lightning_mm5d.partition.find import Found, position
+from lightning_mm5d.partition.find import position
+from lightning_mm5d.partition.found import Boundary, Found
+from lightning_mm5d.partition.parts import is_in
+from lightning_mm5d.partition.step_uses import StepUses
 from lightning_mm5d.source.trees import Source
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -65,11 +68,12 @@ def units(root: nn.Module, found: Found, source: Source | None = None) -> dict[s
         source: reads the code; shared with others that read the same.
     """
     owned = {path: name for name, encoder in found.encoders.items() for path in encoder.owns}
+    owned |= dict.fromkeys(() if found.ends is None else found.ends.owns, found.loss_modality)
     rows: dict[str, list[dict[str, float]]] = {
         name: [{} for _ in range(len(parts.paths) + 2)] for name, parts in found.parts.items()
     }
     around = cache(partial(position, source or Source(), root))
-    memo: dict[str, tuple[str, list[int]]] = {}
+    memo: dict[str, list[tuple[str, list[int]]]] = {}
     for full, cost, lookup in _costs(root, frozenset(path for path in found.layers.values() if path)):
         # whatever a leaf module holds stays together, so its parameters are placed once; not what is held by modules
         # that hold layers too
@@ -78,11 +82,11 @@ def units(root: nn.Module, found: Found, source: Source | None = None) -> dict[s
             holder = full
         if holder not in memo:
             memo[holder] = _place(full, found, owned, around)
-        name, places = memo[holder]
-        for place in places:
-            # a table that is looked up before the layers is a head where it is used again after them
-            free = lookup and (place == 0 or len(places) == 1)
-            rows[name][place][full] = 0.0 if free else cost
+        for name, places in memo[holder]:
+            for place in places:
+                # a table that is looked up before the layers is a head where it is used again after them
+                free = lookup and (place == 0 or len(places) == 1)
+                rows[name][place][full] = 0.0 if free else cost
     again = {
         name: [float(recomputes_itself(root, path)) for path in parts.paths] for name, parts in found.parts.items()
     }
@@ -134,27 +138,76 @@ def _place(
     found: Found,
     owned: Mapping[str, str],
     around: Callable[[str, str], tuple[bool, bool]],
-) -> tuple[str, list[int]]:
-    """The modality that a parameter or buffer belongs to, and the units in it that use it; `around` is `position`."""
+) -> list[tuple[str, list[int]]]:
+    """The modalities that use a parameter or buffer, and the units in each that do; `around` is `position`.
+
+    One modality, but for what the step itself uses before the language model's boundary and after it.
+    """
     prefixes = (full.rsplit(".", cut)[0] for cut in range(full.count(".") + 1))
-    name = next((owned[prefix] for prefix in prefixes if prefix in owned), found.loss_modality)
+    name = next((owned[prefix] for prefix in prefixes if prefix in owned), None)
+    if found.main is None or found.step is None:
+        return [(name or found.loss_modality, _units_of(full, name or found.loss_modality, found, around))]
+    if name is not None:
+        names = [name]
+        if name == found.main and any(is_in(full, path) for path in found.used_again):
+            names += _after_language(full, found, found.step)
+    else:
+        names = _users(full, found, found.step, around)
+    return [(one, _units_of(full, one, found, around)) for one in names]
+
+
+def _users(full: str, found: Found, step: StepUses, around: Callable[[str, str], tuple[bool, bool]]) -> list[str]:
+    """Of the language model and what runs after it those that use what the step itself uses."""
+    assert found.main is not None
+    sides = []
+    for cut in found.encoders[found.main].boundaries:
+        said = step.around(full, cut.path)
+        sides.append(said or around(_parted(full, cut.path), cut.path))
+    before, after = any(side[0] for side in sides), any(side[1] for side in sides)
+    return [found.main] * before + (_after_language(full, found, step) if after or not before else [])
+
+
+def _after_language(full: str, found: Found, step: StepUses) -> list[str]:
+    """The loss modality, and the others that run after the language model and after the step's first use of `full`.
+
+    Each of them runs the step up to its boundary, and any of its arguments may come from there. Where it does not, the
+    copy gets no gradient.
+    """
+    others = [name for name, encoder in found.encoders.items() if encoder.runs_after and name != found.main]
+    used = {name: [step.around(full, cut.path) or (True, False) for cut in _boundaries(name, found)] for name in others}
+    return [*(name for name in others if any(before for before, _ in used[name])), found.loss_modality]
+
+
+def _units_of(full: str, name: str, found: Found, around: Callable[[str, str], tuple[bool, bool]]) -> list[int]:
+    """The units of a modality that use a parameter or buffer."""
     layers, parts = found.layers[name], found.parts[name]
-    count, index = len(parts.paths), parts.index(full)
+    count, inside = len(parts.paths), [1 + index for index in parts.indices(full)]
     if not count:
-        return name, [0]
+        return [0]
     if parts.uses is not None:
         # what is used after a part runs on its stage; what the code does not name runs on all of them
         used = [gap if gap < count else count + 1 for gap in parts.gaps(full)]
-        inside = [] if index is None else [1 + index]
-        return name, sorted({*used, *inside}) or list(range(count + 2))
-    if index is not None:
-        return name, [1 + index]
+        return sorted({*used, *inside}) or list(range(count + 2))
+    if inside:
+        return inside
     assert layers is not None
-    # all that is below the module where it parts from the layers runs when that module does
-    path, other = full.split("."), layers.split(".")
-    shared = next(depth for depth, (mine, its) in enumerate(zip(path, other, strict=False)) if mine != its)
-    before, after = around(".".join(path[: shared + 1]), layers)
-    return name, [0] * before + [count + 1] * after
+    said = None
+    if found.step is not None and not any(is_in(full, cut.path) for cut in _boundaries(name, found)):
+        said = found.step.around(full, layers)  # a part of the step's own code
+    before, after = said or around(_parted(full, layers), layers)
+    return [0] * before + [count + 1] * after
+
+
+def _boundaries(name: str, found: Found) -> Sequence[Boundary]:
+    encoder = found.encoders.get(name, found.ends)
+    return () if encoder is None else encoder.boundaries
+
+
+def _parted(full: str, other: str) -> str:
+    """The module where `full` parts from `other`: all that is below it runs when that module does."""
+    one, two = full.split("."), other.split(".")
+    shared = next((depth for depth, (mine, its) in enumerate(zip(one, two, strict=False)) if mine != its), len(one) - 1)
+    return ".".join(one[: shared + 1])
 
 
 def _costs(root: nn.Module, layers: frozenset[str]) -> Iterator[tuple[str, float, bool]]:

@@ -1,9 +1,10 @@
 """Finds the modalities of a module: what each owns, where it is cut off, and its list of layers.
 
 Hugging Face multimodal models name their encoders by method (``get_image_features``, ``get_video_features``,
-``get_audio_features``), encoder-decoder models by ``encoder``; anything else says ``module`` and, where the result
-that leaves is not that of the module's own call, ``boundary``. The loss modality owns whatever no
-other modality does.
+``get_audio_features``), encoder-decoder models by ``encoder``, models with an ``nn.ModuleDict`` named ``encoders`` by
+its keys; anything else says ``module`` and, where the result that leaves is not that of the module's own call,
+``boundary``. The loss modality owns whatever no other modality does. With modalities that run after the language model
+(``talker``, ``generation_head``, or ``feeds_from``) the language model is cut off, too (`language_cut`).
 
 It refuses names that it cannot find, paths that are not in the model, and modules that nothing uses.
 """
@@ -12,15 +13,19 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.config.modality import Modality, canonical_name, loss_modality_of
+from lightning_mm5d.config.feeding import consumers_of
+from lightning_mm5d.config.modality import Modality, canonical_name, decoders_of, loss_modality_of, main_modality_of
+from lightning_mm5d.partition.found import Boundary, Encoder, Found
+from lightning_mm5d.partition.language_cut import cut_language, named_decoders
+from lightning_mm5d.partition.named_paths import has_no_forward, is_mentioned, resolve
 from lightning_mm5d.partition.parts import Parts, has_module, of_code, of_list
-from lightning_mm5d.source.names import mentions
+from lightning_mm5d.partition.repeats import repeated
+from lightning_mm5d.partition.step_uses import StepUses
 from lightning_mm5d.source.order import accesses
 from lightning_mm5d.source.trees import Source, method_of
 
@@ -38,50 +43,6 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step", "forw
 _MAIN_INPUT = {"input_features": "audio", "input_values": "audio", "pixel_values": "vision"}
 
 
-@dataclass(frozen=True)
-class Boundary:
-    """A callable whose result is all that other modalities need: `method` of the module at `path`."""
-
-    path: str
-    method: str = "forward"
-
-    @property
-    def name(self) -> str:
-        return self.path if self.method == "forward" else _join(self.path, self.method)
-
-
-@dataclass(frozen=True)
-class Encoder:
-    """A modality that another one consumes.
-
-    Attributes:
-        owns: paths of the modules and parameters that belong to it.
-        boundaries: where its result leaves it.
-        precedes: whether its result is made before the loss modality's first layer runs.
-        used_late: whether its result is used after the loss modality's last layer.
-    """
-
-    owns: tuple[str, ...]
-    boundaries: tuple[Boundary, ...]
-    precedes: bool = True
-    used_late: bool = False
-
-
-@dataclass(frozen=True)
-class Found:
-    """The modalities of a module: the `loss_modality` one, and the `encoders`.
-
-    Attributes:
-        layers: the list of layers of each, if any.
-        parts: what each can be cut between.
-    """
-
-    loss_modality: str
-    encoders: dict[str, Encoder]
-    layers: dict[str, str | None]
-    parts: dict[str, Parts]
-
-
 def find(root: nn.Module, modalities: Mapping[str, Modality], source: Source | None = None) -> Found:
     """Find the `modalities` in `root`.
 
@@ -93,29 +54,46 @@ def find(root: nn.Module, modalities: Mapping[str, Modality], source: Source | N
     Raises:
         ConfigError: a modality is not found, a path is not in the model, or nothing uses the module that it names.
     """
-    loss_modality = loss_modality_of(modalities)
+    loss_modality, main, decoders = loss_modality_of(modalities), main_modality_of(modalities), decoders_of(modalities)
     source = source or Source()
     candidates = discover(root, source)
     encoders: dict[str, Encoder] = {}
     for name, modality in modalities.items():
-        if name == loss_modality:
+        if name == main:
             for path in _listed(modality.module):
-                _resolve(root, path, f"modalities.{name}.module")
+                resolve(root, path, f"modalities.{name}.module", or_parameter=True)
         elif modality.module is None and modality.boundary is None:
-            encoders[name] = _by_name(root, name, candidates)
+            encoders[name] = _by_name(root, name, named_decoders(root) if name in decoders else candidates)
         else:
             encoders[name] = _by_path(source, root, name, modality)
     owned = [path for encoder in encoders.values() for path in encoder.owns]
     others = [path for encoder in candidates.values() for path in encoder.owns]
-    layers: dict[str, str | None] = {}
-    parts: dict[str, Parts] = {}
+    step, reused = None, list[str]()
+    if decoders:
+        step = StepUses(source, root)
+        if _rest_lists(root, [*owned, *(unused := step.unused(owned))], others):
+            owned += unused  # else its code cannot be read
+        rest = _rest_lists(root, owned, others)
+        said = modalities[main].module is not None or modalities[main].boundary is not None
+        given = _by_path(source, root, main, modalities[main]) if said else None
+        encoders[main] = cut_language(step, main, given, rest[0] if rest else None, encoders, decoders)
+        reused = [path for cut in encoders[main].boundaries for path in step.after(cut.path, rest[0] if rest else None)]
+        owned += encoders[main].owns
+    ends, layers, parts = encoders.get(loss_modality), dict[str, str | None](), dict[str, Parts]()
     for name, modality in modalities.items():
         encoder, wanted = encoders.get(name), modality.num_cuts
-        if encoder is not None:
-            lists = _longest_lists(root, encoder.owns)
+        if encoder is None:
+            lists = _rest_lists(root, owned, others)
+        elif name == main:
+            lists = _rest_lists(root, [path for path in owned if path not in encoder.owns], others)
         else:
-            lists = _longest_lists(root, ("",), without=(*owned, *others)) or _longest_lists(root, ("",), without=owned)
+            lists = _longest_lists(root, encoder.owns)
         by_code = None
+        within, without = (("",), (*owned, *others)) if encoder is None else (encoder.owns, ())
+        again_and_again = repeated(source, root, lists, wanted, within, without) if wanted > 1 else None
+        if again_and_again is not None:
+            layers[name], parts[name] = again_and_again
+            continue
         # of several nn.Sequential none is the list of layers
         if wanted > 1 and (not lists or (len(lists) > 1 and isinstance(root.get_submodule(lists[0]), nn.Sequential))):
             if encoder is None:
@@ -125,20 +103,55 @@ def find(root: nn.Module, modalities: Mapping[str, Modality], source: Source | N
                 by_code = of_code(source, root, (cut.path, cut.method), wanted, within=encoder.owns)
         layers[name] = lists[0] if lists and by_code is None else None
         parts[name] = by_code or (of_list(root, lists[0], wanted) if lists else Parts())
+    encoders.pop(loss_modality, None)
+    consumers = consumers_of(modalities)
+    passes = [step.paths.count(cut.path) for cut in encoders[main].boundaries] if step else [1]
     for name, encoder in encoders.items():
-        encoders[name] = _placed(source, root, encoder, parts[loss_modality], layers[loss_modality])
-    return Found(loss_modality, encoders, layers, parts)
+        fed = [_placed(source, root, encoder, parts[one], layers[one], step) for one in consumers[name]]
+        known = [one for one, other in zip(fed, consumers[name], strict=True) if parts[other].paths]
+        is_encoder = name not in (main, *decoders)
+        again = is_encoder and (len(fed) > 1 or max(passes) > 1)
+        precedes = bool(known) and all(one.precedes for one in known) and not again
+        late = is_encoder and fed[0].used_late
+        encoders[name] = Encoder(encoder.owns, encoder.boundaries, precedes, late, not is_encoder)
+    return Found(
+        loss_modality=loss_modality,
+        encoders=encoders,
+        layers=layers,
+        parts=parts,
+        ends=ends,
+        main=main if decoders else None,
+        used_again=tuple(reused),
+        step=step,
+    )
+
+
+def _rest_lists(root: nn.Module, owned: list[str], others: list[str]) -> list[str]:
+    """The lists of layers of the modality that owns what no other one does."""
+    return _longest_lists(root, ("",), without=(*owned, *others)) or _longest_lists(root, ("",), without=owned)
 
 
 def discover(root: nn.Module, source: Source | None = None) -> dict[str, Encoder]:
     """Return the encoders that `root` declares in the customary ways, by canonical name; `source` as for `find`."""
     source = source or Source()
+    if found := _in_dict(source, root):
+        return found
     found = _with_getters(source, root)
     for name, towers in _TOWERS.items():
         if name not in found and (tower := _tower(source, root, towers)):
-            found[name] = Encoder((tower,), (Boundary(tower),))
+            found[name] = tower
     found = found or _encoder_of_decoder(source, root)
     return {name: encoder for name, encoder in found.items() if encoder.boundaries}
+
+
+def _in_dict(source: Source, root: nn.Module) -> dict[str, Encoder]:
+    """The members of the outermost ``nn.ModuleDict`` named ``encoders`` that the module around it calls, by key."""
+    for path, module in root.named_modules():
+        held = getattr(module, "encoders", None)
+        if isinstance(held, nn.ModuleDict) and len(held) and "encoders" in accesses(source, module, *_STEPS):
+            paths = {key: _join(path, "encoders", key) for key in held}
+            return {key: Encoder((inner,), (Boundary(inner),)) for key, inner in paths.items()}
+    return {}
 
 
 def _with_getters(source: Source, root: nn.Module) -> dict[str, Encoder]:
@@ -165,12 +178,24 @@ def _with_getters(source: Source, root: nn.Module) -> dict[str, Encoder]:
     return {name: Encoder(tuple(owns), tuple(cuts)) for name, (owns, cuts) in found.items()}
 
 
-def _tower(source: Source, root: nn.Module, names: tuple[str, ...]) -> str | None:
-    """The path of the first submodule with one of `names` that the module around it uses."""
+def _tower(source: Source, root: nn.Module, names: tuple[str, ...]) -> Encoder | None:
+    """The first submodule with one of `names` that the module around it uses.
+
+    Where that module goes on with parts of the tower, as with its last norm, the next module is the boundary.
+    """
     for path, module in root.named_modules():
         held = next((name for name in names if isinstance(getattr(module, name, None), nn.Module)), None)
-        if held is not None and held in accesses(source, module, *_STEPS):
-            return _join(path, held)
+        touched = [] if held is None else accesses(source, module, *_STEPS)
+        if held is None or held not in touched:
+            continue
+        tower = _join(path, held)
+        after = touched[touched.index(held) + 1 :]
+        inside = [index for index, item in enumerate(after) if _under(item.rpartition(".")[0], [held])]
+        others = _submodules(module, after[inside[-1] + 1 :]) if inside else []
+        if len(others) > 1 and "." not in others[0]:
+            following = _join(path, others[0])
+            return Encoder((tower, following), (Boundary(following),))
+        return Encoder((tower,), (Boundary(tower),))
     return None
 
 
@@ -192,8 +217,9 @@ def _by_name(root: nn.Module, name: str, candidates: Mapping[str, Encoder]) -> E
     canonical = canonical_name(name) or name
     if canonical == "encoder" and len(candidates) == 1:
         return next(iter(candidates.values()))
-    if canonical in candidates:
-        return candidates[canonical]
+    synonyms = [key for key in candidates if (canonical_name(key) or key) == canonical]
+    if name in candidates or len(synonyms) == 1:
+        return candidates[name if name in candidates else synonyms[0]]
     seen = ", ".join(f"{key} ({', '.join(cut.name for cut in value.boundaries)})" for key, value in candidates.items())
     near = difflib.get_close_matches(name, candidates, n=1)
     fix = f"Did you mean {near[0]!r}? Otherwise set" if near else "Set"
@@ -223,16 +249,17 @@ def _branches(module: nn.Module, path: str = "") -> Iterator[str]:
 def _by_path(source: Source, root: nn.Module, name: str, modality: Modality) -> Encoder:
     owns = _listed(modality.module)
     for path in owns:
-        _resolve(root, path, f"modalities.{name}.module")
+        resolve(root, path, f"modalities.{name}.module", or_parameter=len(owns) > 1 or modality.boundary is not None)
+    modules = [path for path in owns if has_module(root, path)]
     boundaries = []
-    for path in _listed(modality.boundary) or owns[-1:]:
+    for path in _listed(modality.boundary) or modules[-1:]:
         field = f"modalities.{name}.{'boundary' if modality.boundary else 'module'}"
         owner, method = path, "forward"
         if not has_module(root, path):
             owner, _, method = path.rpartition(".")
             if not has_module(root, owner) or not callable(getattr(root.get_submodule(owner), method, None)):
-                _resolve(root, path, field)
-        elif _has_no_forward(root.get_submodule(path)):
+                resolve(root, path, field)
+        elif has_no_forward(root.get_submodule(path)):
             rule = "it is a container whose members are used one by one, so no call of it gives a result"
             members = [_join(path, name) for name, _ in root.get_submodule(path).named_children()]
             fix = f"Name the module that calls them, {path.rpartition('.')[0]!r}; pp_size splits the list"
@@ -250,7 +277,7 @@ def _by_path(source: Source, root: nn.Module, name: str, modality: Modality) -> 
             touched = [""] if cut.method == "forward" else _submodules(module, accesses(source, module, cut.method))
             owns += [_join(cut.path, item) for item in touched]
     for cut in boundaries:
-        if not _mentioned(source, root, cut):
+        if not is_mentioned(source, root, cut.path, cut.method):
             raise ConfigError(
                 f"modalities.{name}.module",
                 cut.name,
@@ -260,7 +287,9 @@ def _by_path(source: Source, root: nn.Module, name: str, modality: Modality) -> 
     return Encoder(tuple(owns), tuple(boundaries))
 
 
-def _placed(source: Source, root: nn.Module, encoder: Encoder, parts: Parts, layers: str | None) -> Encoder:
+def _placed(
+    source: Source, root: nn.Module, encoder: Encoder, parts: Parts, layers: str | None, step: StepUses | None
+) -> Encoder:
     """Find out whether `encoder` runs before the `parts`, and whether its result is used only after them."""
     precedes, late = bool(parts.paths), False
     for cut in encoder.boundaries if parts.paths else ():
@@ -268,7 +297,8 @@ def _placed(source: Source, root: nn.Module, encoder: Encoder, parts: Parts, lay
             gaps = parts.gaps(cut.name) or [0, len(parts.paths)]
             before, after = gaps[0] < len(parts.paths), gaps[-1] > 0
         else:
-            before, after = position(source, root, cut.name, layers)
+            said = None if step is None else step.around(cut.name, layers)
+            before, after = said or position(source, root, cut.name, layers)
         precedes = precedes and before and not after
         late = late or (after and not before)
         owner = root.get_submodule(cut.path)
@@ -338,10 +368,6 @@ def _longest_lists(root: nn.Module, within: tuple[str, ...], without: tuple[str,
     return []
 
 
-def _has_no_forward(module: nn.Module) -> bool:
-    return type(module).forward is nn.Module.forward and "forward" not in vars(module)
-
-
 def _submodules(module: nn.Module, touched: list[str]) -> list[str]:
     """The distinct submodules and parameters with parameters among `touched`, without those inside others."""
     kept: list[str] = []
@@ -360,24 +386,6 @@ def _submodules(module: nn.Module, touched: list[str]) -> list[str]:
 def _owner(module: nn.Module, path: str) -> nn.Module:
     parent = path.rpartition(".")[0]
     return module.get_submodule(parent) if has_module(module, parent) else module
-
-
-def _mentioned(source: Source, root: nn.Module, cut: Boundary) -> bool:
-    """Whether any ancestor's class mentions the callable outside of its constructor."""
-    parts = cut.path.split(".") if cut.path else []
-    word = parts[-1] if cut.method == "forward" and parts else cut.method
-    words = [word, "getattr", "named_children", "children", "_modules"]
-    classes = [cls for at in range(len(parts) + 1) for cls in type(root.get_submodule(".".join(parts[:at]))).__mro__]
-    own = [cls for cls in classes if not cls.__module__.startswith(("torch.", "lightning.")) and cls is not object]
-    return any(mentions(source, cls, words) for cls in own) or (parts[-1:] != [] and parts[-1].isdigit())
-
-
-def _resolve(root: nn.Module, path: str, field: str) -> None:
-    if not has_module(root, path):
-        names = [name for name, _ in root.named_modules() if name]
-        near = difflib.get_close_matches(path, names, n=1, cutoff=0.3) or names[:1]
-        fix = f"The nearest is {near[0]!r}" if near else "Build the model in configure_model or __init__"
-        raise ConfigError(field, path, "there is no such module in the model", fix)
 
 
 def _listed(value: Any) -> list[str]:

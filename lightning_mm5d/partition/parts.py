@@ -36,6 +36,10 @@ class Parts:
         """Return which part `full` is in, None where it is in none."""
         return next((index for index, path in enumerate(self.paths) if is_in(full, path)), None)
 
+    def indices(self, full: str) -> list[int]:
+        """Return which parts `full` is in: several where one module runs several times."""
+        return [index for index, path in enumerate(self.paths) if is_in(full, path)]
+
     def gaps(self, full: str) -> list[int]:
         """Return after how many parts the code uses `full`; empty where the code does not say."""
         return sorted({gap for path, gap in self.uses or () if is_in(full, path)})

@@ -21,12 +21,14 @@ from typing import Any
 from torch import nn
 
 from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.feeding import consumers_of
 from lightning_mm5d.config.modality import Modality, PipelineTemplate
 from lightning_mm5d.config.recomputation import Kept
 from lightning_mm5d.layout.even_split import even_lengths
 from lightning_mm5d.partition.balance import balance
 from lightning_mm5d.partition.costs import Unit, step_costs, units
-from lightning_mm5d.partition.find import Encoder, Found, find, position
+from lightning_mm5d.partition.find import find, position
+from lightning_mm5d.partition.found import Boundary, Encoder, Found
 from lightning_mm5d.partition.parts import Parts
 from lightning_mm5d.partition.recomputed_layers import costed, depends_on_cut, kept_of
 from lightning_mm5d.schedule.stage_key import StageKey
@@ -63,6 +65,7 @@ class Partition:
         owners: for every parameter and buffer (tied ones under each of their names), the stages that use it.
         units: what each stage consists of and costs, in the order in which it runs.
         kept: of the modalities with layers that are computed again, what is kept of each layer.
+        ends: the callables of the loss modality, where it feeds from another.
     """
 
     loss_modality: str
@@ -73,6 +76,7 @@ class Partition:
     owners: dict[str, tuple[StageKey, ...]]
     units: dict[StageKey, tuple[Unit, ...]]
     kept: dict[str, tuple[Kept, ...]] = field(default_factory=dict)
+    ends: tuple[Boundary, ...] = ()
 
 
 def partition(root: nn.Module, modalities: Mapping[str, Modality]) -> Partition:
@@ -96,11 +100,10 @@ def partition(root: nn.Module, modalities: Mapping[str, Modality]) -> Partition:
         if not depends_on_cut(modality):
             kept[name] = kept_of(name, modality, [count])
             rows[name] = costed(rows[name], kept[name])
-        _check_distinct(root, name, modality, found.parts[name])
         if template is None:
             sizes[name] = even_lengths(_enough(name, modality, count), modality.num_cuts)
             if modality.num_cuts > 1:
-                passes_on = name == found.loss_modality and _after_trained(found, modalities, rows, trainable)
+                passes_on = _after_trained(name, found, modalities, rows, trainable)
                 sizes[name] = _balanced(name, modality, rows[name], trainable, passes_on)
         elif template.offsets is not None:
             sizes[name] = _from_offsets(name, template.offsets, count)
@@ -119,20 +122,24 @@ def partition(root: nn.Module, modalities: Mapping[str, Modality]) -> Partition:
     held = _held(source, root, found, rows, stages, named)
     owners = _owners(root, held)
     kept = {name: one for name, one in kept.items() if one}
-    return Partition(found.loss_modality, found.encoders, found.layers, found.parts, stages, owners, held, kept)
+    calls = () if found.ends is None else found.ends.boundaries
+    return Partition(found.loss_modality, found.encoders, found.layers, found.parts, stages, owners, held, kept, calls)
 
 
 def _after_trained(
+    name: str,
     found: Found,
     modalities: Mapping[str, Modality],
     rows: Mapping[str, Sequence[Unit]],
     trainable: frozenset[str],
 ) -> bool:
-    """Whether the loss modality's layers pass gradients on to an encoder."""
+    """Whether a modality's layers pass gradients on to another one."""
+    consumers = consumers_of(modalities)
     return any(
-        any(not trainable.isdisjoint(unit.costs) for unit in rows[name])
-        and not (encoder.used_late and modalities[name].feeds == "first")
-        for name, encoder in found.encoders.items()
+        any(not trainable.isdisjoint(unit.costs) for unit in rows[one])
+        or _after_trained(one, found, modalities, rows, trainable)
+        for one, encoder in found.encoders.items()
+        if (where := consumers[one].get(name, "last")) != "last" and not (encoder.used_late and where == "first")
     )
 
 
@@ -173,15 +180,6 @@ def _enough(name: str, modality: Modality, num_layers: int) -> int:
         fewer = ", or fewer chunks (pp_chunks; the schedule zbv takes 2)" if chunks > 1 else ""
         raise ConfigError(f"modalities.{name}.pp_size", ranks, rule, f"Use at most {most // chunks or most}{fewer}")
     return num_layers
-
-
-def _check_distinct(root: nn.Module, name: str, modality: Modality, parts: Parts) -> None:
-    seen: dict[int, str] = {}
-    for path in parts.paths if modality.num_cuts > 1 else ():
-        other = seen.setdefault(id(root.get_submodule(path)), path)
-        if other != path:
-            rule = f"{other} and {path} are the same module, and a module is in one stage only"
-            raise ConfigError(f"modalities.{name}.pp_size", modality.stages, rule, "Use 1, or modules of their own")
 
 
 def _from_sizes(name: str, template: PipelineTemplate, num_layers: int) -> list[int]:

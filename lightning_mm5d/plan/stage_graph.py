@@ -57,15 +57,15 @@ class StageGraphs:
 
     @cached_property
     def timed_units(self) -> dict[StageKey, tuple[Unit, ...]]:
-        """For each stage its units with their costs, in the order in which they run: encoders before the loss modality.
+        """For each stage its units with their costs, in the order in which they run: encoders before what they feed.
 
         A cost is in multiply-adds per token, or in the unit of `Modality.cost` where that is given.
         """
-        loss_modality = self.topology.partition.loss_modality
+        order = self.topology.order
         return {
             key: tuple(
                 unit
-                for member in sorted(members, key=lambda member: member.modality == loss_modality)
+                for member in sorted(members, key=lambda member: order.index(member.modality))
                 for unit in self._timed(member)
             )
             for key, members in self.topology.members.items()

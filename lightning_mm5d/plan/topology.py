@@ -1,16 +1,16 @@
 """Which rank runs which stages, and the edges between stages: a layout and a partition combined.
 
-Modalities with equal ranks run as one stage, so no message passes between them.
+Modalities with equal ranks run as one stage, so no message passes between them, unless others run between them.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
+from lightning_mm5d.config.feeding import Where, consumers_of, running_order
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.layout import Layout
 from lightning_mm5d.partition import Partition, StageCut
@@ -40,16 +40,58 @@ class Topology:
         return len(self.members) == 1 and len(self.instances(self.last_stage)[0]) == 1
 
     @cached_property
+    def consumers(self) -> dict[str, dict[str, Where]]:
+        """For each modality those that it feeds, and which of their stages."""
+        return consumers_of(self.modalities)
+
+    @cached_property
+    def order(self) -> tuple[str, ...]:
+        """The modalities, those that feed another before it; the loss modality is last."""
+        others = [name for name in running_order(self.modalities) if name != self.partition.loss_modality]
+        return (*others, self.partition.loss_modality)
+
+    @cached_property
     def members(self) -> dict[StageKey, tuple[StageKey, ...]]:
         """For each stage, the stages of the partition that it runs: ``{"language.0": ("vision.0", "language.0")}``."""
         found: dict[StageKey, list[StageKey]] = {}
         for name, cuts in self.partition.stages.items():
-            owner = next(
-                other for other in self.layout.modalities if other == name or self.layout.same_ranks(other, name)
-            )
             for cut in cuts:
-                found.setdefault(StageKey(owner, cut.index), []).append(cut.name)
+                found.setdefault(StageKey(self._owners[name], cut.index), []).append(cut.name)
         return {key: tuple(names) for key, names in found.items()}
+
+    @cached_property
+    def _owners(self) -> dict[str, str]:
+        """For each modality the one whose stages it runs in: itself, or one on the same ranks.
+
+        Two on the same ranks run apart where a third on others runs between them: it would wait for itself.
+        """
+        reached: dict[str, set[str]] = {}
+        for name in reversed(self.order):
+            fed = self.consumers.get(name, {})
+            reached[name] = set(fed).union(*(reached[one] for one in fed))
+        found: dict[str, str] = {}
+        for name in self.layout.modalities:
+            groups: dict[str, list[str]] = {}
+            for other, owner in found.items():
+                groups.setdefault(owner, []).append(other)
+            found[name] = next(
+                (
+                    owner
+                    for owner, group in groups.items()
+                    if self.layout.same_ranks(owner, name) and not self._is_between([*group, name], reached)
+                ),
+                name,
+            )
+        return found
+
+    def _is_between(self, group: Sequence[str], reached: Mapping[str, set[str]]) -> bool:
+        """Whether a modality on other ranks runs after one of `group` and before another one."""
+        return any(
+            not self.layout.same_ranks(other, group[0])
+            and any(other in reached[one] for one in group)
+            and not reached[other].isdisjoint(group)
+            for other in self.layout.modalities
+        )
 
     @cached_property
     def stage_of(self) -> dict[StageKey, StageKey]:
@@ -65,16 +107,13 @@ class Topology:
     def consumes(self) -> dict[StageKey, frozenset[str]]:
         """For each stage that receives encoders' results, the names of these encoders."""
         found: dict[StageKey, set[str]] = {}
-        loss_modality = [cut.name for cut in self.partition.stages[self.partition.loss_modality]]
         for name, encoder in self.partition.encoders.items():
-            feeds: Literal["first", "all"] | list[int] = self.modalities[name].feeds
-            if feeds == "first":
-                targets = [loss_modality[-1] if encoder.used_late else loss_modality[0]]
-            else:
-                targets = loss_modality if feeds == "all" else [loss_modality[index] for index in feeds]
-            for target in targets:
-                if self.stage_of[target] != self.stage_of[self.partition.stages[name][-1].name]:
-                    found.setdefault(self.stage_of[target], set()).add(name)
+            source = self.stage_of[self.partition.stages[name][-1].name]
+            for consumer, where in self.consumers[name].items():
+                stages = [self.stage_of[cut.name] for cut in self.partition.stages[consumer]]
+                for target in _targets(stages, where, used_late=encoder.used_late):
+                    if target != source:
+                        found.setdefault(target, set()).add(name)
         return {key: frozenset(names) for key, names in found.items()}
 
     @cached_property
@@ -192,3 +231,14 @@ class Topology:
             for action in schedule[self.lead_of_rank[rank]]
             if rank in self.ranks_at(action.stage, *divmod(action.microbatch, count))
         ]
+
+
+def _targets(stages: Sequence[StageKey], where: Where, *, used_late: bool) -> Sequence[StageKey]:
+    """The stages of a modality that are sent the result of another one."""
+    if not isinstance(where, str):
+        return [stages[index] for index in where]
+    if where == "all":
+        return stages
+    if where == "ends":
+        return [stages[0], stages[-1]]
+    return [stages[-1] if where == "last" or used_late else stages[0]]

@@ -16,7 +16,7 @@ from lightning_mm5d.partition import StageCut
 from lightning_mm5d.plan.data_shards import DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.planner.rank_memory import RankMemory
-from lightning_mm5d.planner.tables import Page, Table, memory_text
+from lightning_mm5d.planner.tables import Page, Table, memory_text, spans
 from lightning_mm5d.schedule.stage_key import StageKey
 
 
@@ -61,13 +61,13 @@ def as_json(held: Sequence[Holding], memory: Sequence[RankMemory]) -> list[dict[
 
     Args:
         held: of all places.
-        memory: of all ranks.
+        memory: of all ranks; where there is none, entries have none.
     """
     sizes = [one._asdict() for one in memory]
     return [
         one.place._asdict()
         | {"layers": list(one.layers), "parameters": one.parameters}
-        | {"memory": {key: value for key, value in sizes[one.place.rank].items() if key != "rank"}}
+        | ({"memory": {key: v for key, v in sizes[one.place.rank].items() if key != "rank"}} if sizes else {})
         for one in held
     ]
 
@@ -100,8 +100,8 @@ def warnings(layout: Layout) -> list[str]:
     """Return a sentence for each group of ranks that talk much over a link between nodes."""
     words = {"tp": "tensor parallel group", "cp": "context parallel block"}
     return [
-        f"ranks {_span(ranks)}, a {words[axis]} of {modality}, are on the nodes "
-        f"{_span({rank // layout.ranks_per_node for rank in ranks})}: their traffic crosses the slower link"
+        f"ranks {spans(ranks)}, a {words[axis]} of {modality}, are on the nodes "
+        f"{spans({rank // layout.ranks_per_node for rank in ranks})}: their traffic crosses the slower link"
         for modality, axis, ranks in layout.straddling
     ]
 
@@ -135,7 +135,7 @@ def _experts(plan: Plan) -> Iterable[tuple[str, str]]:
         numbers = ", ".join(str(count) for count in dict.fromkeys(stop - start for start, stop in layer.ranges))
         degree = plan.modalities[layer.modality].expert_tp_size
         divided = f", each divided over {degree} tensor parallel ranks" if degree > 1 else ""
-        where = "; ".join(_span(block) for block in blocks)
+        where = "; ".join(spans(block) for block in blocks)
         text = f"{layer.number} of {layer.modality} shared by ranks {where}, {numbers} on each{divided}"
         kinds[text] = kinds.get(text, 0) + 1
     for text, count in kinds.items():
@@ -149,7 +149,7 @@ def _stages(plan: Plan, module: nn.Module) -> Table:
         targets = [_title(plan, target) for source, target in plan.topology.edges if source == stage]
         total, trained = (sum(p.numel() for p in held.values() if p.requires_grad >= flag) for flag in (False, True))
         rows.append(
-            (_title(plan, stage), _span(plan.topology.ranks_of(stage)), total, trained, ", ".join(targets) or "-")
+            (_title(plan, stage), spans(plan.topology.ranks_of(stage)), total, trained, ", ".join(targets) or "-")
         )
     return Table.of(("stage", "ranks", "parameters", "trainable", "feeds"), rows)
 
@@ -188,14 +188,3 @@ def _layers(plan: Plan, cut: StageCut) -> tuple[str, ...]:
 
 def _title(plan: Plan, stage: StageKey) -> str:
     return "+".join(plan.topology.members[stage])
-
-
-def _span(numbers: Iterable[int]) -> str:
-    """``0-3, 6`` for 0, 1, 2, 3 and 6."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

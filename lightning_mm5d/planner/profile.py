@@ -23,7 +23,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.partition.costs import Unit
-from lightning_mm5d.partition.find import Found
+from lightning_mm5d.partition.found import Found
 from lightning_mm5d.planner.tables import Table
 from lightning_mm5d.planner.time_units import SECONDS
 from lightning_mm5d.planner.watched_calls import watched

@@ -19,7 +19,7 @@ import yaml
 from torch import nn
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.config.modality import Modality, PipelineTemplate
+from lightning_mm5d.config.modality import Modality, PipelineTemplate, decoders_of
 from lightning_mm5d.expert_parallel.expert_layer import find_experts
 from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.partition import StageCut, partition
@@ -182,6 +182,11 @@ def propose(
             or the search refuses.
     """
     loss_modality, size = plan.partition.loss_modality, plan.layout.size
+    if decoders := decoders_of(plan.modalities):
+        rule = f"The search places encoders before one modality, and {', '.join(decoders)} runs after that"
+        raise ConfigError(
+            "modalities", list(plan.modalities), rule, "Choose sizes by hand; mm5d simulate compares them"
+        )
     replicas = plan.modalities[loss_modality].dp_size or 1
     if size % replicas:
         rule = f"The {replicas} replicas of {loss_modality!r} must divide the {size} ranks"

@@ -299,7 +299,7 @@ class _Estimate:
         plan, step = self._plan, self._step
         cuts = {cut.name: cut for cuts in plan.partition.stages.values() for cut in cuts}
         members = plan.topology.members[key]
-        order = sorted(members, key=lambda member: member.modality == plan.partition.loss_modality)
+        order = sorted(members, key=lambda member: plan.topology.order.index(member.modality))
         gradients: list[int] = []
         laid: list[int] = []
         kept: list[Storages] = []

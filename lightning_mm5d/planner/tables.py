@@ -46,3 +46,22 @@ def memory_text(size: int) -> str:
     """Return a number of bytes with its unit: ``1.5 GiB``."""
     power = min((max(size, 1).bit_length() - 1) // 10, 4)
     return f"{size / 1024**power:.1f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+
+
+def spans(numbers: Iterable[int], most: int | None = None) -> str:
+    """Return ``0-3, 6`` for 0, 1, 2, 3 and 6.
+
+    Args:
+        numbers: in any order.
+        most: stretches to name; what is left is counted, as in ``0-3, 6 and 5 more``.
+    """
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    most = len(runs) if most is None else most
+    shown = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs[:most]]
+    more = sum(map(len, runs[most:]))
+    return ", ".join(shown) + (f" and {more} more" if more else "")

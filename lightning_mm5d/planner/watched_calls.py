@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_mm5d.partition.find import Encoder
+from lightning_mm5d.partition.found import Encoder
 from lightning_mm5d.partition.parts import Parts
 
 

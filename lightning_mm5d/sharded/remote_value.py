@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mm5d.config.errors import RemoteParameterError, private
+from lightning_mm5d.sharded.nested_tensors import replaced, tensors_of
 from lightning_mm5d.sharded.tensor import WRITING
 from lightning_mm5d.sharded.value_functions import AS, CASTING, CUTTING, JOINING, LEAVING, LIKE, MOVING, TELLING
 
@@ -35,12 +36,14 @@ class Guard:
     Attributes:
         ends_here: whether the step that is under way runs to its end on this rank; None outside of steps.
         is_dry: whether nothing but shapes is kept of what runs.
+        received: parameters of other ranks that the step under way has received, by name.
     """
 
     def __init__(self, where: Callable[[str], str], parameters: Callable[[], Iterable[Tensor]] = tuple) -> None:
         self._where, self._parameters = where, parameters
         self.ends_here: bool | None = None
         self.is_dry = False
+        self.received: Mapping[str, Tensor] = {}
 
     @contextmanager
     def dry_run(self) -> Iterator[None]:
@@ -264,7 +267,7 @@ _VALUELESS = TELLING | LIKE
 
 def _call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     name = getattr(func, "__name__", "")
-    used = _tensors(args[:1] if func in AS else (args, kwargs))
+    used = tensors_of(args[:1] if func in AS else (args, kwargs))
     remote = [one for one in used if is_remote(one)]
     if not remote:  # another tensor is shown in the shape of a remote one
         with plain():
@@ -273,6 +276,9 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return used[0] is used[-1]  # Lightning asks so whether an optimizer has a parameter
     origin = remote[0].origin
     guard = origin.guard
+    if guard.received and not guard.is_dry and any(_arrived(one) is not None for one in remote):
+        first = args[:1] if name in WRITING or (name.endswith("_") and not name.endswith("__")) else ()
+        return func(*first, *replaced(args[len(first) :], _arrived), **replaced(kwargs, _arrived))
     if name in LEAVING and not guard.is_dry:
         raise guard.error(origin.name, f"{name}()")
     if kwargs.get("out") is not None or name in WRITING or (name.endswith("_") and not name.endswith("__")):
@@ -286,6 +292,11 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         exact = all(one.exact for one in remote)  # of attributes, `data` and transposed views are left
     mixed = any(one.mixed for one in remote) or (name in JOINING and len(remote) < len(used))
     return _result(result, name, used, origin, exact=exact, mixed=mixed)
+
+
+def _arrived(value: Any) -> Tensor | None:
+    """What was received in the place of a parameter."""
+    return value.origin.guard.received.get(value.origin.name) if isinstance(value, Placeholder) else None
 
 
 def _result(result: Any, name: str, used: Sequence[Tensor], origin: Origin, *, exact: bool, mixed: bool) -> Any:
@@ -333,7 +344,7 @@ def _write(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any
     with plain():
         func(*args, **kwargs)
         base = targets._base
-    others = [one for one in _tensors((args[1:], kwargs)) if is_remote(one)]
+    others = [one for one in tensors_of((args[1:], kwargs)) if is_remote(one)]
     exact = name in JOINING and all(one.exact for one in others)
     for tensor in (targets, base):
         if tensor is not None and not is_remote(tensor):
@@ -343,7 +354,7 @@ def _write(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 
 def _write_remote(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> None:
-    others = [one for one in _tensors((args[1:], kwargs)) if is_remote(one)]
+    others = [one for one in tensors_of((args[1:], kwargs)) if is_remote(one)]
     with plain():
         func(*args, **kwargs)
     target.exact = target.exact and name in JOINING and all(one.exact for one in others)
@@ -359,7 +370,7 @@ def _write_each(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str
             return type(value)([value[index]]) if is_list else value
 
         one, options = tuple(map(own, args)), {key: own(value) for key, value in kwargs.items()}
-        remote = [tensor for tensor in _tensors((one, options)) if is_remote(tensor)]
+        remote = [tensor for tensor in tensors_of((one, options)) if is_remote(tensor)]
         target = targets[index]
         if is_remote(target) and (isinstance(target, Placeholder) or _has_no_memory(target)):
             continue
@@ -386,13 +397,3 @@ def _cast(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 def _has_no_memory(tensor: Tensor) -> bool:
     return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    if isinstance(tree, Tensor):
-        return [tree]
-    if isinstance(tree, dict):
-        tree = tree.values()
-    elif not isinstance(tree, (tuple, list)):
-        return []
-    return [tensor for value in tree for tensor in _tensors(value)]

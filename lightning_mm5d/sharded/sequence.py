@@ -108,6 +108,20 @@ class ShardedSequence:
             lambda gradient: self.local_of(gradient, dim, lengths) * self.factor,
         )
 
+    def mixed(self, x: Tensor, dim: int) -> Tensor:
+        """The full tensor of this rank's tokens `x`, for work on all tokens of which each rank keeps its own tokens."""
+        ranks, lengths = self.holders.ranks, self.lengths
+        if not x.requires_grad:
+            return self.gather(x, dim, lengths)
+
+        def own(gradient: Tensor) -> Tensor:
+            if not self._in_order:
+                parts = [self.split.indices(rank, gradient.device) for rank in range(self.size)]
+                gradient = gradient.index_select(dim, torch.cat(parts))
+            return ranks.sum_scattered(gradient, dim, lengths)
+
+        return differentiable(x, lambda x: self.gather(x, dim, lengths), own)
+
     def total(self, x: Tensor) -> Tensor:
         """The sum over ranks of what each computed of its tokens, replicated."""
         factor = self.factor

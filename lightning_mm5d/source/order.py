@@ -45,6 +45,17 @@ def accesses(source: Source, module: nn.Module, *methods: str) -> list[str]:
     return [path for one in functions if one is not None for path in _Reader(source, module, (one,)).read()]
 
 
+def calls(source: Source, module: nn.Module, *methods: str) -> list[str]:
+    """Return the submodules that `methods` of `module` call, in evaluation order; arguments as of `accesses`."""
+    functions = [method_of(type(module), name) for name in methods]
+    readers = [_Reader(source, module, (one,)) for one in functions if one is not None]
+    found: list[str] = []
+    for reader in readers:
+        touched = reader.read()
+        found += [path for path in touched if path in reader.called]
+    return found
+
+
 def is_followed(function: FunctionType) -> bool:
     """Whether `function` is no bookkeeping of a framework."""
     return not function.__module__.startswith(_NOT_FOLLOWED)
@@ -56,6 +67,7 @@ class _Reader:
     def __init__(self, source: Source, module: nn.Module, trail: tuple[FunctionType, ...]) -> None:
         self._source, self._module, self._trail = source, module, trail
         self._found: list[str] = []
+        self.called: set[str] = set()
 
     def read(self) -> list[str]:
         tree = self._source.tree(self._trail[-1])
@@ -118,6 +130,8 @@ class _Reader:
     def _touch(self, chain: list[str], called: bool = False) -> None:
         here: nn.Module = self._module
         path: list[str] = []
+        if called:
+            self.called.add(".".join(chain))
         for name in chain:
             if name in here._modules and here._modules[name] is not None:
                 path.append(name)
@@ -139,7 +153,9 @@ class _Reader:
         if function is None or function in self._trail or len(self._trail) > 8:
             return
         if is_followed(function):
-            self._found += _Reader(self._source, self._module, (*self._trail, function)).read()
+            reader = _Reader(self._source, self._module, (*self._trail, function))
+            self._found += reader.read()
+            self.called |= reader.called
 
     def _next_in_mro(self, name: str) -> FunctionType | None:
         mro = type(self._module).__mro__
@@ -172,16 +188,18 @@ def used_fields(root: nn.Module, path: str, method: str) -> frozenset[str] | Non
         root: the LightningModule.
         path: dotted path of the module that has the method; its ancestors' code is read too. Ancestors' methods of
             the same name only hand the call on.
-        method: its name; for ``"forward"`` the answer is None.
+        method: its name; of ``"forward"`` the calls of the module itself count.
     """
     source = Source()
+    if method == "forward":
+        return _fields_of_calls(source, root, path)
     parts = path.split(".") if path else []
     ancestors = {type(root.get_submodule(".".join(parts[:depth]))) for depth in range(len(parts) + 1)}
     functions = {method_of(cls, name) for cls in ancestors for name in dir(cls) if name != method} - {None}
     fields: set[str] = set()
     calls = 0
     for function in functions:
-        if method == "forward" or function is None or function.__module__.startswith(_NOT_FOLLOWED):
+        if function is None or function.__module__.startswith(_NOT_FOLLOWED):
             continue
         tree = source.tree(function)
         if tree is None:
@@ -201,14 +219,61 @@ def used_fields(root: nn.Module, path: str, method: str) -> frozenset[str] | Non
     return frozenset(fields) if calls else None
 
 
+def _fields_of_calls(source: Source, root: nn.Module, path: str) -> frozenset[str] | None:
+    """`used_fields` of calls of the module at `path`, by the names that lead to it; None where it is also passed on."""
+    parts, fields, calls = path.split("."), set[str](), 0
+    for depth in range(len(parts) if path else 0):
+        cls = type(root.get_submodule(".".join(parts[:depth])))
+        for function in {method_of(cls, name) for name in dir(cls)} - {None}:
+            if function is None or function.__module__.startswith(_NOT_FOLLOWED):
+                continue
+            tree = source.tree(function)
+            if tree is None or not tree.args.args:
+                continue
+            parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+            for node in ast.walk(tree):
+                if not (isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)):
+                    continue
+                if _names(node) != [tree.args.args[0].arg, *parts[depth:]]:
+                    continue
+                user = parents[node]
+                if isinstance(user, ast.Attribute) and user.attr != "forward":
+                    continue
+                read = _fields_read(user, parents, tree) if isinstance(user, ast.Call) and user.func is node else None
+                if read is None:
+                    return None
+                calls += 1
+                fields |= read
+    return frozenset(fields) if calls else None
+
+
+def _names(node: ast.AST) -> list[str]:
+    """The names of ``a.b.c``; nothing for anything else."""
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    return [node.id, *reversed(names)] if isinstance(node, ast.Name) else []
+
+
 def _fields_read(call: ast.Call, parents: dict[ast.AST, ast.AST], tree: ast.AST) -> set[str] | None:
     user = parents[call]
-    if isinstance(user, ast.Attribute):
-        return {user.attr}
+    if (field := _field(user)) is not None:
+        return {field}
     if isinstance(user, ast.Assign) and len(user.targets) == 1 and isinstance(user.targets[0], ast.Name):
         name = user.targets[0].id
         uses = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == name]
         readers = [parents[node] for node in uses if isinstance(node.ctx, ast.Load)]
-        if readers and all(isinstance(reader, ast.Attribute) for reader in readers):
-            return {reader.attr for reader in readers if isinstance(reader, ast.Attribute)}
+        found = {_field(reader) for reader in readers}
+        if readers and None not in found:
+            return {field for field in found if field is not None}
+    return None
+
+
+def _field(node: ast.AST) -> str | None:
+    """The name in ``result.name`` and ``result["name"]``."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str):
+        return node.slice.value
     return None

@@ -64,11 +64,11 @@ class LayerResults:
                 return found.hidden
             with self._quiet():
                 result = self._shapes.placeholder(layer, origin, original, args, kwargs)
-            result = map_tensors(result, lambda tensor: _stand_in(tensor, origin))
+            result = map_tensors(result, lambda tensor: _stand_in(tensor, origin, found.is_later))
             if found.received == "first" and isinstance(result, list | tuple):
                 return type(result)([found.hidden, *result[1:]])
             return result
-        hidden = found.hidden if found.received else _stand_in(found.hidden, origin)
+        hidden = found.hidden if found.received else _stand_in(found.hidden, origin, found.is_later)
         return hidden if kind == "tensor" else (hidden, *[None] * (int(kind) - 1))
 
     def _probe(self, layer: nn.Module, original: Callable, args: tuple, kwargs: dict[str, Any], hidden: Any) -> Kind:
@@ -101,13 +101,13 @@ def _structure(layer: nn.Module) -> Any:
     return modules, tuple((name, parameter.shape) for name, parameter in layer.named_parameters())
 
 
-def _stand_in(hidden: Tensor, origin: Origin) -> Tensor:
+def _stand_in(hidden: Tensor, origin: Origin, later: bool) -> Tensor:
     """Return a remote value like `hidden`.
 
     It carries a gradient, because hooks may be registered on it, and may be written to.
     """
     if isinstance(hidden, Sharded):
-        local = _stand_in(hidden.local, origin)
+        local = _stand_in(hidden.local, origin, later)
         found: Tensor = from_local(local, hidden.sharded_dim, hidden.lengths, hidden.group)
     elif isinstance(hidden, RemoteValue):
         found = marked(hidden, origin, exact=False)
@@ -115,7 +115,7 @@ def _stand_in(hidden: Tensor, origin: Origin) -> Tensor:
         real = hidden.is_floating_point() or hidden.is_complex()
         filler = torch.full((), float("nan") if real else 0, dtype=hidden.dtype, device=hidden.device)
         filler.requires_grad_(real and torch.is_grad_enabled())
-        mark_stand_in(filler)
+        mark_stand_in(filler, later=later)
         found = marked(filler.expand(hidden.shape).clone(), origin)
-    mark_stand_in(found)
+    mark_stand_in(found, later=later)
     return found

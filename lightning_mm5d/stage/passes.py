@@ -8,6 +8,7 @@ a layer is entered, on every rank. Within a stage layers may run in any order, s
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 
 from lightning_mm5d.partition import Partition
 from lightning_mm5d.stage.view import StageError
@@ -26,6 +27,10 @@ class Pass:
         self._firsts = [cut.first for cut in partition.stages[modality]]
         self._stage = self._last = len(self._firsts) - 1
         self._layer = -1
+
+    def following(self, layers: Sequence[int]) -> int:
+        """Return which of `layers`, the calls of one module, is the next one."""
+        return next((layer for layer in layers if layer > self._layer), layers[0])
 
     def enter(self, layer: int) -> None:
         """Note that the step enters a layer.

@@ -30,10 +30,10 @@ from lightning_mm5d.sharded.tensor import Sharded
 from lightning_mm5d.source.order import used_fields
 from lightning_mm5d.stage.deferred import Deferred, deferred_linear, defers, is_linear
 from lightning_mm5d.stage.deferred_products import DeferredProducts
+from lightning_mm5d.stage.layer_call import hidden_of
 from lightning_mm5d.stage.layer_results import LayerResults
 from lightning_mm5d.stage.payload import tensors_in
 from lightning_mm5d.stage.remote import ShapeMemory
-from lightning_mm5d.stage.run import hidden_of
 from lightning_mm5d.stage.runtime import Runtime
 from lightning_mm5d.tensor_parallel.region import linear
 
@@ -57,6 +57,8 @@ class Patches:
         self._patch_boundaries()
         self._patch_lists()
         self._patch_leaves()
+        for path, module in runtime.watched.items():
+            self._undo.append(module.register_forward_hook(functools.partial(self._computed, path)).remove)
 
     def remove(self) -> None:
         """Take the patches away again."""
@@ -99,15 +101,20 @@ class Patches:
         for name, encoder in runtime.partition.encoders.items():
             for cut in encoder.boundaries:
                 runtime.wanted[cut.name] = used_fields(runtime.root, cut.path, cut.method)
-                if any(name not in stage.cuts or not stage.is_last for stage in runtime.stages):
+                remote = any(name not in stage.cuts or not stage.is_last for stage in runtime.stages)
+                if remote or encoder.runs_after:
                     self._patch_boundary(runtime.root.get_submodule(cut.path), cut.method, cut.name, name)
+                if encoder.runs_after:
+                    self._draw_apart(runtime.root.get_submodule(cut.path), cut.method, cut.name)
+        for cut in runtime.partition.ends:
+            self._draw_apart(runtime.root.get_submodule(cut.path), cut.method, cut.name)
 
     def _patch_lists(self) -> None:
         for name, layers in self._runtime.lists.items():
             cuts = [stage.cuts.get(name) for stage in self._runtime.stages]
             if not all(cut is not None and cut.last - cut.first == len(layers) for cut in cuts):
-                for index, layer in enumerate(layers):
-                    self._patch_layer(layer, name, index)
+                for layer in dict.fromkeys(layers):
+                    self._patch_layer(layer, name, [index for index, one in enumerate(layers) if one is layer])
                 self._watch_parents(self._runtime.partition.layers[name] or "", name)
 
     def _watch_parents(self, layers: str, modality: str) -> None:
@@ -166,17 +173,36 @@ class Patches:
 
         self._replace(module, method, boundary)
 
+    def _draw_apart(self, module: nn.Module, method: str, name: str) -> None:
+        """Let a call draw from a stream of its own, so that the step draws the same after it wherever it ran."""
+        original = getattr(module, method)
+
+        @functools.wraps(original, updated=())
+        def apart(*args: Any, **kwargs: Any) -> Any:
+            run = self._runtime.active
+            with nullcontext() if run is None or run.draws is None else run.draws.apart(name):
+                return original(*args, **kwargs)
+
+        self._replace(module, method, apart)
+
     def _patch_leaf(self, module: nn.Module, path: str, remote: frozenset[str]) -> None:
         original, origin = module.forward, Origin(path, self._runtime.guard)
+        names = [f"{path}.{name}" for name in module._parameters]
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             run = self._runtime.active
             if run is None or run.stage.name not in remote:
                 return original(*args, **kwargs)
             with self._quiet():
-                return self._shapes.placeholder(module, origin, original, args, kwargs)
+                result = self._shapes.placeholder(module, origin, original, args, kwargs)
+            run.answered(names, args, kwargs, result)
+            return result
 
         self._replace(module, "forward", forward)
+
+    def _computed(self, path: str, module: nn.Module, args: tuple, result: Any) -> Any:
+        run = self._runtime.active
+        return result if run is None or self._runtime.guard.is_dry else run.computed(path, result)
 
     def _patch_linears_of(self, modules: list[nn.Module]) -> None:
         # one function for all, outside of compiled layers, which are bound to the functions that they call
@@ -218,11 +244,12 @@ class Patches:
         run = self._runtime.active
         return run.deferred if run is not None and run.deferred is not None and defers(layer, x) else None
 
-    def _patch_layer(self, layer: nn.Module, modality: str, index: int) -> None:
+    def _patch_layer(self, layer: nn.Module, modality: str, indices: list[int]) -> None:
         method = IN_PLACE if is_compiled_in_place(layer) else "forward"
         original = getattr(layer, method)
         results = self._results[modality]
         arrived: tuple[tuple, dict[str, Any]] = (), {}
+        index = indices[0]
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             run = self._runtime.active
@@ -232,15 +259,19 @@ class Patches:
             if method == IN_PLACE:  # called in place of the hooks
                 args, kwargs = enter(layer, args, kwargs) or (args, kwargs)
             if cut is not None and cut.first <= index < cut.last:
-                result = original(*args, **kwargs)
-                run.leaves(modality, index, result)
-                return result
+                with run.inside(layer, modality, index, hidden_of(args, kwargs)):
+                    result = original(*args, **kwargs)
+                return run.leaves(modality, index, result)
             args, kwargs = arrived
-            return results.of(layer, original, args, kwargs, run.skip(modality, index, args, kwargs))
+            known = run.skip(modality, index, args, kwargs)
+            result = results.of(layer, original, args, kwargs, known)
+            return run.passed(modality, index, result, known, hidden_of(args, kwargs))
 
         def enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-            nonlocal arrived
+            nonlocal arrived, index
             run = self._runtime.active
+            if run is not None and len(indices) > 1:
+                index = run.turn(modality, indices, args, kwargs)
             cut = run.stage.cuts.get(modality) if run is not None else None
             if run is None:
                 return None

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lightning_mm5d.sharded.lazy_logits import LazyLogits
 from lightning_mm5d.sharded.tensor import Group, Sharded, from_local
+from lightning_mm5d.stage.view import StageError
 
 Path = tuple[str | int, ...]
 _VALUES = (bool, int, float, str, bytes, pathlib.PurePath, np.generic)
@@ -43,6 +44,46 @@ class Payload:
     tensors: list[Tensor] = field(default_factory=list)
     local: frozenset[int] = frozenset()
     has_values: bool = False
+
+
+class NotSent:
+    """Stands for a value of a result that cannot cross to other ranks, such as a cache; any use of it raises.
+
+    Args:
+        what: its name and type, for the message.
+    """
+
+    def __init__(self, what: str) -> None:
+        self.__dict__["what"] = what
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise StageError(
+            f"{self.what} cannot be sent to other ranks, and the step uses it: use tensors of the result, or give "
+            "both modalities the same ranks with colocate_with"
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self.is_set)
+
+    def __len__(self) -> int:
+        return int(self.length)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.items)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.items[key]
+
+
+def sendable(name: str, value: Any) -> Any:
+    """Return a value of the result `name`, or what stands for it on other ranks where it cannot cross."""
+    try:
+        Packer().describe(value)
+    except ValueError:
+        return NotSent(f"{name}, of type {type(value).__name__},")
+    return value
 
 
 class Packer:
@@ -98,6 +139,8 @@ class Packer:
             return {"s": [self.describe(value) for value in tree]}
         if isinstance(tree, np.generic):
             return tree.item()
+        if isinstance(tree, NotSent):
+            return {"x": tree.what}
         if isinstance(tree, torch.Size):
             return {"u": list(tree)}
         if isinstance(tree, torch.dtype):
@@ -137,6 +180,8 @@ def rebuild(description: Any, tensors: list[Tensor], group: Callable[[Any], Grou
         return from_local(tensors[description["t"]], dim, lengths, group(holders))
     if "t" in description:
         return tensors[description["t"]]
+    if "x" in description:
+        return NotSent(description["x"])
     if "f" in description:
         return pathlib.Path(description["f"])
     if "b" in description:
@@ -159,6 +204,17 @@ def map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
     packer = Packer()
     description = packer.describe(tree)
     return rebuild(description, [function(tensor) for tensor in packer.tensors])
+
+
+def copies(tree: Any) -> Any:
+    """Return `tree` with copies of its tensors, which a model may write to, and register hooks on, in their places.
+
+    A sharded tensor stays, and so does all of a tree with objects of the user's own.
+    """
+    try:
+        return map_tensors(tree, lambda tensor: tensor if isinstance(tensor, Sharded) else tensor.clone())
+    except ValueError:
+        return tree
 
 
 def unsharded(tree: Any) -> Any:

@@ -53,11 +53,12 @@ class Recompute:
         done = set[int]()
         for modality, kept in runtime.partition.kept.items():
             cuts = [stage.cuts[modality] for stage in runtime.stages if modality in stage.cuts]
-            for index, (layer, operations) in enumerate(zip(runtime.lists[modality], kept, strict=True)):
-                here = any(cut.first <= index < cut.last for cut in cuts)
+            for layer, operations in zip(runtime.lists[modality], kept, strict=True):
+                calls = [call for call, other in enumerate(runtime.lists[modality]) if other is layer]
+                here = any(cut.first <= call < cut.last for cut in cuts for call in calls)
                 if here and operations is not None and id(layer) not in done:
                     done.add(id(layer))
-                    self._patch(layer, modality, index, operations_named(operations))
+                    self._patch(layer, modality, calls, operations_named(operations))
 
     def remove(self) -> None:
         """Take the patches away again."""
@@ -65,14 +66,14 @@ class Recompute:
             undo()
         self._undo.clear()
 
-    def _patch(self, layer: nn.Module, modality: str, index: int, operations: frozenset[str]) -> None:
+    def _patch(self, layer: nn.Module, modality: str, calls: list[int], operations: frozenset[str]) -> None:
         method = IN_PLACE if is_compiled_in_place(layer) else "forward"
         own = vars(layer).get(method)
         buffers, watch = _Buffers(layer), _Watch(layer)
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             inner = partial(type(module).forward, module) if own is None else own
-            if watch.found or not self._applies(module, modality, index, args, kwargs):
+            if watch.found or not self._applies(module, modality, calls, args, kwargs):
                 return inner(*args, **kwargs)
             is_watched = watch.found is None
             if is_watched:
@@ -89,7 +90,7 @@ class Recompute:
 
         self._undo.append(undo)
 
-    def _applies(self, layer: nn.Module, modality: str, index: int, args: tuple, kwargs: dict[str, Any]) -> bool:
+    def _applies(self, layer: nn.Module, modality: str, calls: list[int], args: tuple, kwargs: dict[str, Any]) -> bool:
         """Whether a call of a layer runs again in its backward."""
         if not torch.is_grad_enabled() or torch.compiler.is_compiling() or _is_checkpointed():
             return False
@@ -98,9 +99,9 @@ class Recompute:
         run = self._runtime.active
         if run is not None:
             cut = run.stage.cuts.get(modality)
-            if cut is None or not cut.first <= index < cut.last:
+            if cut is None or not any(cut.first <= call < cut.last for call in calls):
                 return False
-        if any(_tokens_in(value, index) for value in (*args, *kwargs.values())):
+        if any(_tokens_in(value, calls[0]) for value in (*args, *kwargs.values())):
             return False
         tensors = tensors_in((args, kwargs))
         return any(x.requires_grad for _, x in tensors) or any(p.requires_grad for p in layer.parameters())

@@ -5,12 +5,16 @@ Both give remote values, which are NaN and mark all that is computed from them (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_mm5d.config.errors import private
 from lightning_mm5d.data.random_state import CPU, kept_random_state
 from lightning_mm5d.sharded.remote_value import (
     Guard,
@@ -67,6 +71,25 @@ def give_memory(parameters: Iterable[nn.Parameter]) -> None:
             make_parameter(parameter, torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device))
 
 
+@contextmanager
+def unhooked(module: nn.Module) -> Iterator[None]:
+    """Leave out the forward hooks in `module` that are not this package's: they keep what they see."""
+    before = {part: private(part, "_forward_hooks") for part in module.modules()}
+    before = {part: hooks for part, hooks in before.items() if hooks}
+    for part, hooks in before.items():
+        vars(part)["_forward_hooks"] = OrderedDict((key, hook) for key, hook in hooks.items() if _is_ours(hook))
+    try:
+        yield
+    finally:
+        for part, hooks in before.items():
+            vars(part)["_forward_hooks"] = hooks
+
+
+def _is_ours(hook: Any) -> bool:
+    function = hook.func if isinstance(hook, partial) else hook
+    return getattr(function, "__module__", "").startswith("lightning_mm5d.")
+
+
 class ShapeMemory:
     """The shapes that remote modules return, found by running each once for each shape of its input."""
 
@@ -110,7 +133,8 @@ class ShapeMemory:
         buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
         device = next((one.device for one in module.parameters()), CPU)
         eager = torch.compiler.set_stance("force_eager")
-        with torch.no_grad(), in_memory(module.parameters()), kept_random_state(device), eager:
+        quiet = unhooked(module)
+        with torch.no_grad(), in_memory(module.parameters()), kept_random_state(device), eager, quiet:
             result = original(*args, **kwargs)
             for buffer, before in buffers:
                 buffer.copy_(before)

@@ -14,51 +14,27 @@ It refuses a second pass through layers that are split over stages, and layers t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_mm5d.partition.hidden_state import at, hidden_place
+from lightning_mm5d.data.random_state import StepDraws
 from lightning_mm5d.sharded.remote_value import Origin, is_remote, marked
-from lightning_mm5d.sharded.tensor import Sharded
 from lightning_mm5d.stage.deferred import Deferred
+from lightning_mm5d.stage.layer_call import LayerCall, hidden_of, hidden_path, place_in
 from lightning_mm5d.stage.passes import Pass
-from lightning_mm5d.stage.payload import (
-    Packer,
-    Path,
-    Payload,
-    arguments,
-    map_tensors,
-    put,
-    rebuild,
-    tensors_in,
-    unsharded,
-)
+from lightning_mm5d.stage.payload import Packer, Path, Payload, arguments, copies, put, rebuild, tensors_in, unsharded
 from lightning_mm5d.stage.runtime import Runtime
-from lightning_mm5d.stage.taint import mark_dependent, must_travel, traced
-from lightning_mm5d.stage.view import Received, StageError, StageView, StandIn, Stop
+from lightning_mm5d.stage.tail import Tail
+from lightning_mm5d.stage.taint import mark_dependent, mark_stand_in, must_travel, traced
+from lightning_mm5d.stage.taps import Taps
+from lightning_mm5d.stage.unused import check_used
+from lightning_mm5d.stage.view import StageError, StageView, StandIn, Stop
 from lightning_mm5d.stage.written import StaleAttributes, Written, attributes, written
-
-
-@dataclass
-class LayerCall:
-    """One pass through a list of layers, as it leaves a stage.
-
-    Attributes:
-        hidden: the hidden state at the entry of the first layer after the stage: a tensor, or a tree of tensors.
-        skip_inputs: other arguments of later layers, by (layer, path in ``(args, kwargs)``): tensors, and entries of
-            dicts that layers share states in.
-        returned: where the hidden state is in the result of the stage's last layer; None where code made it from that.
-    """
-
-    hidden: Any
-    skip_inputs: dict[tuple[int, Path], Any]
-    returned: Received
 
 
 class Run:
@@ -69,7 +45,7 @@ class Run:
         stage: what is local.
         received: payloads of earlier stages.
         structure: key of batches that take the same way through the model, and so have the same skip inputs.
-        reseed: called where the local layers begin, for a random state of their own; None leaves generators alone.
+        draws: gives the local layers a random state of their own where they begin; None leaves generators alone.
         deferred: collects the weight gradients that a split backward puts off; None puts none off.
         trains: whether it is a run of a training step.
 
@@ -83,7 +59,7 @@ class Run:
         stage: StageView,
         received: Sequence[Payload],
         structure: Any,
-        reseed: Callable[[], None] | None = None,
+        draws: StepDraws | None = None,
         deferred: Deferred | None = None,
         *,
         trains: bool = True,
@@ -91,26 +67,26 @@ class Run:
         self.stage, self.trains = stage, trains
         self.deferred = deferred
         self.received = received
-        self.result: Any = None
-        self._runtime = runtime
+        self.result, self._runtime = None, runtime
         self._structure = (stage.name, structure)
-        self._reseed = reseed
+        self.draws = draws
         self._replays = False
-        self._inside: str | None = None  # the encoder whose boundary is being computed
+        self._inside: list[str] = []  # modalities whose boundaries are being computed, the inner one last
         self._boundaries_in: dict[str, list[Any]] = {}
-        self._boundaries_out: list[tuple[str, Any]] = []
+        self._boundaries_out: list[tuple[str, Any, frozenset[str]]] = []  # with the modalities that it is inside of
         self._stale, self._stale_of = StaleAttributes(runtime.root, runtime.guard), dict[str, list[Written]]()
         self._consumed: dict[str, int] = {}
-        self._calls_in: dict[str, list[LayerCall]] = {}
-        self._calls_out: dict[str, list[LayerCall]] = {}
+        self._calls_in, self._calls_out = dict[str, list[LayerCall]](), dict[str, list[LayerCall]]()
         self._entered: dict[str, int] = {}
         self._passes: dict[str, Pass] = {}
         self._results: dict[str, Any] = {}
-        self._known_skips = runtime.skip_inputs.get(self._structure)
+        self._known_skips, self._found = runtime.skip_inputs.get(self._structure), set[tuple[str, int, Path]]()
         self.is_traced = self._known_skips is None and any(
             cut.last < runtime.num_layers(modality) for modality, cut in stage.cuts.items()
         )
-        self._found: set[tuple[str, int, Path]] = set()
+        self._trace = runtime.trace(stage) if self.is_traced else None
+        self._taps = Taps(runtime.taps.get(self._structure, frozenset()), self._trace)
+        self._tail: Tail | None = None
         for payload in received:
             self._accept(payload)
 
@@ -126,6 +102,8 @@ class Run:
         for name, description, stale in payload.meta["boundaries"]:
             self._boundaries_in.setdefault(name, []).append(rebuild(description, payload.tensors))
             self._stale_of[name] = stale
+        for modality, rows in payload.meta["taps"]:
+            self._taps.accept(rows, payload.tensors, partial(self._runtime.holders, modality))
         for modality, hidden, returned, sides in payload.meta["calls"]:
             group = partial(self._runtime.holders, modality)
             found = {(layer, tuple(path)): rebuild(value, payload.tensors, group) for layer, path, value in sides}
@@ -138,51 +116,47 @@ class Run:
 
     def execute(self, step: Callable[[], Any]) -> Any:
         """Run `step` as this stage; return its result in the last stage, else None."""
-        with self, traced() if self.is_traced else nullcontext():
+        with self, nullcontext() if self._trace is None else traced(self._trace):
             try:
-                self.result = step()
-                for end in self._runtime.ends:
-                    end()
-                for one in self._passes.values():
-                    one.end()
+                self._run(step)
             except Stop:
                 self.result = None
-        self._check_used()
-        if self.is_traced and self._calls_out:
+            except Exception:
+                if self._tail is None:  # what comes after the layers is only looked at
+                    raise
+            finally:
+                if self._tail is not None:
+                    self._tail.undo()
+        check_used(self.stage, self._runtime, self._boundaries_in, self._consumed, self._calls_in, self._entered)
+        if self._trace is not None and self._calls_out:
             self._runtime.skip_inputs[self._structure] = frozenset(self._found)
+            self._runtime.taps[self._structure] = self._taps.needed
         if not self.stage.is_last:
             self.result = None
         return self.result
 
-    def _check_used(self) -> None:
-        """Refuse results of an encoder that arrived in its last consumer and were not used: they get no gradient."""
-        for name, results in self._boundaries_in.items():
-            used, modality = self._consumed.get(name, 0), self._runtime.modality_of(name)
-            if modality in self.stage.must_use and used < len(results):
-                raise StageError(
-                    f"{len(results)} results of {name} arrived in stage {self.stage.name}, and the step used {used} of "
-                    f"them there: set modalities.{modality}.feeds to the stages whose layers follow its use, or "
-                    f"modalities.{modality}.boundary to the callable whose result the step uses"
-                )
-
-        for modality, calls in self._calls_in.items():
-            if self._entered.get(modality, 0) < len(calls):
-                raise StageError(
-                    f"{len(calls)} hidden states arrived in stage {self.stage.name}, and the step entered its first "
-                    f"layer {self._entered.get(modality, 0)} times: a layer that a stage begins with must run in every "
-                    f"step. Choose another cut with modalities.{modality}.pipeline_template, or set pp_size to 1"
-                )
+    def _run(self, step: Callable[[], Any]) -> None:
+        self.result = step()
+        if self._trace is not None:
+            self._trace.needs(self.result)
+        if self._tail is None:
+            for end in self._runtime.ends:
+                end()
+            for one in self._passes.values():
+                one.end()
 
     def __enter__(self) -> Run:
         assert self._runtime.active is None, "stages do not nest"
         self._runtime.active = self
         self._runtime.guard.ends_here = self.stage.is_last
+        self._runtime.guard.received = self._taps.received_parameters()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stale.restore()
         self._runtime.active = None
         self._runtime.guard.ends_here = None
+        self._runtime.guard.received = {}
 
     def backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Backpropagate, inside of `deferred`; a layer that runs again meanwhile sees what it saw before."""
@@ -193,20 +167,21 @@ class Run:
     @property
     def computes(self) -> str | None:
         """The modality that is being computed: of several in one stage, an encoder while its boundary is called."""
-        if self._inside is not None:
-            return self._inside
+        if self._inside:
+            return self._inside[-1]
         cuts = self.stage.cuts
         return next(iter(cuts)) if len(cuts) == 1 else self._runtime.loss_modality
 
     def passes_back(self, modality: str) -> bool:
         """Whether a gradient goes back into what this run computed of an encoder."""
-        results = [result for name, result in self._boundaries_out if self._runtime.modality_of(name) == modality]
+        results = [result for name, result, _ in self._boundaries_out if self._runtime.modality_of(name) == modality]
         return any(tensor.requires_grad for _, tensor in tensors_in(results))
 
     def boundary(self, name: str, modality: str, original: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Stand in for a call of the boundary `name`."""
-        if self._inside is not None:
+        if modality in self._inside:
             return original(*args, **kwargs)
+        call = self._taps.next_call("boundary", name)
         if self.trains and modality not in self.stage.cuts:
             self._runtime.handed |= {id(tensor) for _, tensor in tensors_in((args, kwargs))}
         if modality in self.stage.consumes:
@@ -219,19 +194,24 @@ class Run:
                     f"called it {len(results)} times: what the step does must not depend on the stage"
                 )
             self._stale.mark(self._stale_of[name])
-            return _copies(results[index])
+            return self._taps.result(call, copies(results[index]), own=modality in self.stage.must_use)
         cut = self.stage.cuts.get(modality)
-        self._inside = modality
+        outside = frozenset(self._inside)
+        self._inside.append(modality)
         try:
             # what is compiled expects no stand-ins
             with nullcontext() if cut is not None else torch.compiler.set_stance("force_eager"):
                 result = self._watched(name, original, args, kwargs)
         finally:
-            self._inside = None
+            self._inside.pop()
+        if cut is not None and self._runtime.partition.encoders[modality].runs_after:
+            result = unsharded(self._runtime.read_fields(name, result))
         if cut is not None and cut.index == self._runtime.last_stage(modality):
-            self._boundaries_out.append((name, result))
-            return _copies(result)
-        return result
+            self._boundaries_out.append((name, result, outside))
+            return self._taps.result(call, copies(result), own=True)
+        if cut is not None and self._trace is not None:
+            self._trace.needs(self._runtime.read_fields(name, result))
+        return self._taps.result(call, result, own=False)
 
     def _watched(self, name: str, original: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Call a boundary; of the first call for a structure, note which attributes of modules it writes."""
@@ -245,14 +225,24 @@ class Run:
         known[key] = written(before, attributes(module, path))
         return result
 
+    def turn(self, modality: str, layers: Sequence[int], args: tuple, kwargs: dict[str, Any]) -> int:
+        """Return which of `layers`, the calls of one module, is being made."""
+        if (cut := self.stage.cuts.get(modality)) is None:
+            return layers[0]
+        if not self._replays:
+            return self._pass(modality).following(layers)
+        here = [layer for layer in layers if cut.first <= layer < cut.last]
+        return here[0 if any(is_remote(tensor) for _, tensor in tensors_in(hidden_of(args, kwargs))) else -1]
+
     def enters(self, modality: str, layer: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Return the arguments of a local or later layer, with received tensors in their places."""
         cut = self.stage.cuts[modality]
         if not self._replays and layer < cut.last:
+            self._check_tail(modality)
             self._pass(modality).enter(layer)
         if layer == cut.first and not self._replays:
-            if self._reseed is not None:
-                self._reseed()
+            if self.draws is not None:
+                self.draws.layers()
             self._entered[modality] = self._entered.get(modality, 0) + 1
         if cut.index == 0:
             return args, kwargs
@@ -274,37 +264,77 @@ class Run:
             )
         return calls[index]
 
-    def leaves(self, modality: str, layer: int, result: Any) -> None:
-        """Note the result of a local layer."""
+    def leaves(self, modality: str, layer: int, result: Any) -> Any:
+        """Note the result of a local layer, and return it."""
+        if self._replays:
+            return result
         if layer == self.stage.cuts[modality].last - 1:
             self._results[modality] = result
+        return self._taps.result(("layer", modality, layer, 0), result, own=True)
+
+    def inside(self, layer: nn.Module, modality: str, index: int, hidden: Any) -> AbstractContextManager[None]:
+        """Enter around the forward of a local layer with `hidden`."""
+        if self._replays:
+            return nullcontext()
+        return self._taps.watching(layer, self._runtime.partition.parts[modality].paths[index], index, hidden)
+
+    def passed(self, modality: str, layer: int, result: Any, known: StandIn, hidden: Any) -> Any:
+        """Return the result of a remote layer, of which `result` stands in for what was not received."""
+        if known.is_later or self._replays:
+            return result
+        path = self._runtime.partition.parts[modality].paths[layer]
+        self._taps.call_hooks(self._runtime.root, path, layer, hidden, self._runtime.guard)
+        own = {"result": (None,), "first": (0,), None: ()}[known.received]
+        return self._taps.result(("layer", modality, layer, 0), result, own=own)
+
+    def computed(self, path: str, result: Any) -> Any:
+        """Return the result of a module beside layers, or what was received of it."""
+        if not self.stage.cuts.keys() >= {*self._inside}:
+            return result
+        if self._replays:
+            return self._taps.again(("module", path, -1, 0), result)
+        own = path in self._runtime.points[self.stage].modules
+        return self._taps.result(self._taps.next_call("module", path), result, own=own)
+
+    def answered(self, names: Collection[str], args: tuple, kwargs: dict[str, Any], result: Any) -> None:
+        """Note that a remote module with parameters `names` gave a placeholder."""
+        if self._trace is not None and not self._runtime.points[self.stage].later.isdisjoint(names):
+            self._trace.needs((args, kwargs))
+            for _, tensor in tensors_in(result):
+                mark_stand_in(tensor)
+
+    def _check_tail(self, modality: str) -> None:
+        if self._tail is not None and modality == self._runtime.loss_modality:
+            raise Stop
 
     def skip(self, modality: str, layer: int, args: tuple, kwargs: dict[str, Any]) -> StandIn:
         """Stand in for a remote layer."""
         cut, origin = self.stage.cuts.get(modality), self._runtime.partition.parts[modality].paths[layer]
-        loss_modality = self._runtime.loss_modality
         if cut is None:
-            if modality == loss_modality and self.stage.stops_early:
+            if modality in self.stage.stops_at:
                 raise Stop
             return StandIn(hidden_of(args, kwargs), origin)
         if not self._replays:
+            self._check_tail(modality)
             self._pass(modality).enter(layer)
         if layer < cut.first:
             calls, index = self._calls_in.get(modality, []), self._entered.get(modality, 0)
             # the last one before the stage shows the real state to hooks that record it, as a copy: hooks on its
             # gradient have acted where it was computed
             if layer == cut.first - 1 and index < len(calls) and calls[index].returned:
-                return StandIn(map_tensors(calls[index].hidden, _copy), origin, calls[index].returned)
+                return StandIn(copies(calls[index].hidden), origin, calls[index].returned)
             return StandIn(hidden_of(args, kwargs), origin)
         args, kwargs = self.enters(modality, layer, args, kwargs)
         hidden = hidden_of(args, kwargs)
         if layer == cut.last:
-            returned = _place_in(self._results.pop(modality, None), hidden)
+            returned = place_in(self._results.pop(modality, None), hidden)
             self._calls_out.setdefault(modality, []).append(LayerCall(hidden, {}, returned))
         self._collect(modality, layer, args, kwargs)
-        if modality == loss_modality and self._is_over(modality, layer):
-            raise Stop
-        return StandIn(hidden, origin)
+        if modality == self._runtime.loss_modality and self._is_over(modality, layer):
+            if self._trace is None:
+                raise Stop
+            self._tail = Tail(self._runtime.root)
+        return StandIn(hidden, origin, is_later=True)
 
     def _pass(self, modality: str) -> Pass:
         if modality not in self._passes:
@@ -316,6 +346,8 @@ class Run:
         hidden = hidden_path(args, kwargs)
         for path, value in arguments(args, kwargs):
             if path == hidden:
+                if self._trace is not None and layer > self.stage.cuts[modality].last:
+                    self._trace.needs(value)
                 continue
             if self._known_skips is None:
                 if not any(must_travel(tensor) for _, tensor in tensors_in(value)):
@@ -328,7 +360,8 @@ class Run:
     def _is_over(self, modality: str, layer: int) -> bool:
         if self._known_skips is None:
             return layer == self._runtime.num_layers(modality) - 1
-        return all(later <= layer for name, later, _ in self._known_skips if name == modality)
+        later = any(other > layer for name, other, _ in self._known_skips if name == modality)
+        return self._taps.is_complete and not later
 
     # --- out ---
 
@@ -336,7 +369,7 @@ class Run:
         """Return the payload for one later stage; its tensors still have their autograd history.
 
         Args:
-            modalities: the encoders whose boundaries it consumes.
+            modalities: those whose boundaries it consumes; it makes no calls inside of these.
             calls_of: the modality that it continues, if any.
         """
         packer = Packer(keeps_sharded=True)
@@ -347,8 +380,8 @@ class Run:
                 packer.describe(unsharded(self._runtime.read_fields(name, result))),
                 [[*one] for one in self._runtime.written[self._structure, name]],
             ]
-            for name, result in self._boundaries_out
-            if self._runtime.modality_of(name) in modalities
+            for name, result, outside in self._boundaries_out
+            if self._runtime.modality_of(name) in modalities and outside.isdisjoint(modalities)
         ]
         calls = [
             [
@@ -359,42 +392,9 @@ class Run:
             ]
             for call in (self._calls_out.get(calls_of, []) if calls_of else [])
         ]
+        taps = [[calls_of, self._taps.described(packer, self._runtime.parameters)]] if calls_of else []
         grads = [tensor.requires_grad and not is_remote(tensor) for tensor in packer.tensors]
         remote = [[index, x.origin.name, x.exact] for index, x in enumerate(packer.tensors) if is_remote(x)]
         tensors = [tensor.as_subclass(Tensor) if is_remote(tensor) else tensor for tensor in packer.tensors]
-        meta = {"boundaries": boundaries, "calls": calls, "grads": grads, "remote": remote}
+        meta = {"boundaries": boundaries, "calls": calls, "taps": taps, "grads": grads, "remote": remote}
         return Payload(meta, tensors, frozenset(packer.local), packer.has_values)
-
-
-def hidden_path(args: tuple, kwargs: Mapping[str, Any]) -> Path:
-    """Return where in ``(args, kwargs)`` the hidden state is: a tensor, else the first tuple or dict of tensors."""
-    place: Path | None = hidden_place(args, kwargs)
-    if place is None:
-        place = next((path[:2] for path, _ in tensors_in((args, kwargs))), None)
-    if place is None:
-        raise StageError("a layer that is split over stages takes no tensor")
-    return place
-
-
-def hidden_of(args: tuple, kwargs: Mapping[str, Any]) -> Any:
-    """Return the hidden state among a layer's arguments."""
-    return at(hidden_path(args, kwargs), args, kwargs)  # type: ignore[arg-type]
-
-
-def _place_in(result: Any, hidden: Any) -> Received:
-    if hidden is result:
-        return "result"
-    return "first" if isinstance(result, (tuple, list)) and result and hidden is result[0] else None
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    """Return a copy that the model may write to, and register hooks on, while the original is sent or computed with."""
-    return tensor if isinstance(tensor, Sharded) else tensor.clone()
-
-
-def _copies(result: Any) -> Any:
-    """Return `result` with copies of its tensors; a result with objects of the user's own stays as it is."""
-    try:
-        return map_tensors(result, _copy)
-    except ValueError:
-        return result

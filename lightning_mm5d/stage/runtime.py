@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
 
 from torch import nn
 
 from lightning_mm5d.context_parallel.hooks.apply import ContextParallel
+from lightning_mm5d.data.random_state import StepDraws
 from lightning_mm5d.partition import Partition
 from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.sharded.remote_value import Guard
 from lightning_mm5d.sharded.tensor import Group
 from lightning_mm5d.stage.deferred import Deferred
+from lightning_mm5d.stage.payload import sendable
+from lightning_mm5d.stage.taint import Tap, Trace
+from lightning_mm5d.stage.tap_points import tap_points, watched_modules
 from lightning_mm5d.stage.view import StageView, StandIn
 from lightning_mm5d.stage.written import Written
 from lightning_mm5d.tensor_parallel.apply import TensorParallel
@@ -29,15 +33,31 @@ class ActiveRun(Protocol):
     deferred: Deferred | None
     trains: bool
     is_traced: bool
+    draws: StepDraws | None
 
     def boundary(self, name: str, modality: str, original: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Stand in for a call of an encoder's boundary."""
 
+    def turn(self, modality: str, layers: Sequence[int], args: tuple, kwargs: dict[str, Any]) -> int:
+        """Return which of `layers`, the calls of one module, is being made."""
+
     def enters(self, modality: str, layer: int, args: tuple, kwargs: dict[str, Any]) -> Call:
         """Return the arguments of a local layer."""
 
-    def leaves(self, modality: str, layer: int, result: Any) -> None:
-        """Note the result of a local layer."""
+    def leaves(self, modality: str, layer: int, result: Any) -> Any:
+        """Note the result of a local layer, and return it."""
+
+    def inside(self, layer: nn.Module, modality: str, index: int, hidden: Any) -> AbstractContextManager[None]:
+        """Enter around the forward of a local layer with `hidden`."""
+
+    def passed(self, modality: str, layer: int, result: Any, known: StandIn, hidden: Any) -> Any:
+        """Return the result of a remote layer, of which `result` stands in for what was not received."""
+
+    def computed(self, path: str, result: Any) -> Any:
+        """Return the result of a module beside the layers."""
+
+    def answered(self, names: Collection[str], args: tuple, kwargs: dict[str, Any], result: Any) -> None:
+        """Note that a remote module with parameters `names` gave a placeholder."""
 
     def skip(self, modality: str, layer: int, args: tuple, kwargs: dict[str, Any]) -> StandIn:
         """Stand in for a remote layer."""
@@ -60,6 +80,9 @@ class Runtime:
         ends: called at the end of each step that a run executes.
         in_lock_step: whether all ranks of a replica run the same code at the moment, with remote modules answered.
         skip_inputs: the inputs of later layers that travel beside the hidden state, by structure of the batch.
+        taps: results of this stage and earlier ones that code of later stages uses again, by structure of the batch.
+        watched: the modules beside layers whose results may be among these, by path.
+        points: for each stage, which modules and parameters it has and later ones have not.
         written: the attributes of modules that a call of a boundary wrote here, by structure of the batch and boundary.
         groups: all groups of ranks that share layers or sequences with this one.
         lists: the layers of each modality, or the parts that stand for them.
@@ -83,6 +106,12 @@ class Runtime:
         self.in_lock_step = False
         self.guard = guard
         self.skip_inputs: dict[Any, frozenset[SkipInput]] = {}
+        self.taps: dict[Any, frozenset[Tap]] = {}
+        self.watched = watched_modules(root, partition)
+        self.points = {
+            stage: tap_points(root, partition, [cut.name for cut in stage.cuts.values()], self.watched)
+            for stage in stages
+        }
         self.written: dict[Any, list[Written]] = {}
         self.loss_modality = partition.loss_modality
         self.root, self.partition, self.stages, self.tensor = root, partition, stages, tensor
@@ -99,6 +128,20 @@ class Runtime:
         self.lists: dict[str, list[nn.Module]] = {
             name: [root.get_submodule(path) for path in parts.paths] for name, parts in partition.parts.items()
         }
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """All parameters by name, tied ones under each of their names."""
+        return dict(self.root.named_parameters(remove_duplicate=False))
+
+    def trace(self, stage: StageView) -> Trace:
+        """Return what finds the values that travel from `stage` to later ones."""
+        points, parameters = self.points[stage], self.parameters
+        own: dict[int, Tap] = {}
+        for name, parameter in parameters.items():
+            if name in points.parameters:
+                own.setdefault(id(parameter), ("parameter", name, -1, 0, None))
+        return Trace(own, {id(parameters[name]) for name in points.later})
 
     def num_layers(self, modality: str) -> int:
         """Return the length of a modality's list of layers."""
@@ -135,8 +178,11 @@ class Runtime:
         return self._modality_of[boundary]
 
     def read_fields(self, boundary: str, result: Any) -> Any:
-        """Return `result` of a boundary without the fields that no caller reads."""
+        """Return `result` of a boundary without the fields that no caller reads, and without what cannot be sent."""
         fields = self.wanted[boundary]
-        if fields is None or not isinstance(result, Mapping) or not fields.issubset(result):
+        if not isinstance(result, Mapping):
             return result
+        if fields is None or not fields.issubset(result):
+            kept = {name: sendable(f"{boundary}().{name}", value) for name, value in result.items()}
+            return result if all(value is result[name] for name, value in kept.items()) else type(result)(**kept)
         return type(result)(**{name: value for name, value in result.items() if name in fields})

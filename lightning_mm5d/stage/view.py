@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,11 +28,13 @@ class StandIn:
         hidden: the hidden state that the layer was called with, or what was received of its result.
         origin: path of the layer.
         received: which part of its result was received: all of it, the first entry of a tuple, or nothing.
+        is_later: whether a later stage computes the layer, in place of an earlier one.
     """
 
     hidden: Any
     origin: str
     received: Received = None
+    is_later: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +47,7 @@ class StageView:
         consumes: the encoders whose results it is sent.
         must_use: those of them that no later stage is sent.
         is_last: whether the step runs to its end here.
-        stops_early: whether everything that it computes is made before the layers of the loss modality run.
+        stops_at: modalities before whose layers everything is made that it computes.
     """
 
     name: StageKey
@@ -53,11 +55,14 @@ class StageView:
     consumes: frozenset[str]
     must_use: frozenset[str]
     is_last: bool
-    stops_early: bool
+    stops_at: frozenset[str]
 
 
 def views(
-    partition: Partition, members: Mapping[StageKey, Sequence[StageKey]], consumes: Mapping[StageKey, frozenset[str]]
+    partition: Partition,
+    members: Mapping[StageKey, Sequence[StageKey]],
+    consumes: Mapping[StageKey, frozenset[str]],
+    consumers: Mapping[str, Iterable[str]],
 ) -> dict[StageKey, StageView]:
     """Return a `StageView` for each stage.
 
@@ -65,7 +70,14 @@ def views(
         partition: what is cut where.
         members: for each stage, the partition's stages that run as this one.
         consumes: for each stage, the encoders whose results it is sent.
+        consumers: for each modality but the last, those that it feeds.
     """
+
+    def precedes(name: str) -> set[str]:
+        if name not in partition.encoders or not partition.encoders[name].precedes:
+            return set()
+        return {*consumers[name]}.union(*map(precedes, consumers[name]))
+
     cuts = {cut.name: cut for stages in partition.stages.values() for cut in stages}
     last = partition.stages[partition.loss_modality][-1].name
     final = {encoder: key for key in members for encoder in consumes.get(key, ())}  # stages stand in their order
@@ -78,6 +90,6 @@ def views(
             consumes=consumes.get(key, frozenset()),
             must_use=frozenset(encoder for encoder, last_key in final.items() if last_key == key),
             is_last=last in names,
-            stops_early=all(name in partition.encoders and partition.encoders[name].precedes for name in held),
+            stops_at=frozenset(set.intersection(*map(precedes, held)) - set(held)),
         )
     return found

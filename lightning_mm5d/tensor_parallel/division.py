@@ -1,6 +1,6 @@
 """Shards the modalities of a module that have a tensor parallel degree: which plans apply, and what follows.
 
-It refuses layers that no plan is known for, and parameters that colocated modalities of different degrees share.
+It refuses plans that do not fit, and parameters that colocated modalities of different degrees share.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import nn
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.partition import Partition
-from lightning_mm5d.tensor_parallel.plan_lookup import Plans, plans_of
+from lightning_mm5d.tensor_parallel.plan_lookup import Plans, plans_of, unplanned
 from lightning_mm5d.tensor_parallel.resolve import Division, resolve
 
 _log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ def divide(
         experts: modules whose experts ranks share besides, by path, with the names of their parameters.
 
     Raises:
-        ConfigError: a layer has no plan, or a plan does not fit.
+        ConfigError: a plan does not fit.
     """
     _check_shared(partition, modalities)
     degrees = {name: modality.tp_size for name, modality in modalities.items()}
@@ -49,8 +49,9 @@ def divide(
 
     sharded = [name for name in partition.owners if (found := place(name)) is not None and found[1] > 1]
     around = {name.rsplit(".", cut)[0] for name in sharded for cut in range(1, name.count(".") + 1)} | {""}
-    layers = {name: path for name, path in partition.layers.items() if degrees[name] > 1}
-    plans, whole = plans_of(root, around.__contains__, layers), dict[str, tuple[str, str]]()
+    layers = [path for name, path in partition.layers.items() if path is not None and degrees[name] > 1]
+    plans, whole = plans_of(root, around.__contains__), dict[str, tuple[str, str]]()
+    full = {path: why for path, why in unplanned(root, plans, layers).items() if path in around}
     for path, names in (experts or {}).items():
         found = place(names[0])
         if found is not None and found[1] > 1 and modalities[found[0]].expert_tp_size == 1:
@@ -63,9 +64,12 @@ def divide(
         division,
         shared=division.shared | whole.keys(),
         groups={**division.groups, **{name: modality for name, (_, modality) in whole.items()}},
+        whole={**division.whole, **full},
     )
-    for path, why in division.whole.items():
-        _log.warning("%s is computed in full on every tensor parallel rank: %s", path, why)
+    for why in dict.fromkeys(division.whole.values()):
+        paths = [path for path, said in division.whole.items() if said == why]
+        others = f" (and {len(paths) - 1} more)" if len(paths) > 1 else ""
+        _log.warning("%s%s is computed in full on every tensor parallel rank: %s", paths[0], others, why)
     return division
 
 

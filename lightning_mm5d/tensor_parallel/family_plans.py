@@ -121,6 +121,11 @@ def _internvl(module: Any) -> TensorParallelPlan | None:
     return replace(_SEPARATE, row={"projection_layer": ("heads",)}, heads="num_heads", local={"embed_dim": "heads"})
 
 
+def _phi4_audio(module: Any) -> TensorParallelPlan:
+    heads = module.q_proj.out_features // module.head_dim
+    return replace(_SEPARATE, heads=heads, arguments={"attention_mask": 1})  # it holds a bias of each head
+
+
 def _phi3(module: Any) -> TensorParallelPlan:
     return TensorParallelPlan(
         column={"qkv_proj": ("heads", "key_value_heads", "key_value_heads")},
@@ -179,6 +184,7 @@ FAMILIES: Mapping[str, Entry] = {
     "MLP": _chatglm_mlp,
     "MT5Attention": _T5,
     "Phi3Attention": _phi3,
+    "Phi4MultimodalAudioAttention": _phi4_audio,
     "SamAttention": _SEPARATE_OUT,
     "SamVisionAttention": _SAM_VISION,
     "SelfAttention": _chatglm_attention,

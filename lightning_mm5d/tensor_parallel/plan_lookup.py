@@ -2,14 +2,14 @@
 
 For each module, the first of these that knows it: what the user registered, the model's own ``tp_plan``, the table of
 families, rules by names of linear layers. What none of them knows stays full: every rank computes the same, which is
-right and gains nothing.
+right and gains nothing. `unplanned` lists the layers of which nothing is sharded.
 
-It refuses a layer of a sharded modality in which no module can be sharded.
+It refuses what is registered and is no plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -54,18 +54,12 @@ def register_tensor_parallel_plan(cls: type[nn.Module] | str, *plans: TensorPara
 def plans_of(
     root: nn.Module,
     wanted: Callable[[str], bool] = lambda path: True,
-    layers: Mapping[str, str | None] | None = None,
 ) -> dict[str, Plans]:
     """Return the plans for the modules of `root`, by path of the module that they are relative to.
 
     Args:
         root: the LightningModule, on any device.
         wanted: whether the module at a path is to be sharded.
-        layers: path of the list of layers of each modality, None where it has none. In each layer of these that is
-            wanted and has a linear layer a plan must shard something.
-
-    Raises:
-        ConfigError: there is a layer in which nothing can be sharded.
     """
     found: dict[str, Plans] = {}
     registered: list[str] = []
@@ -93,8 +87,36 @@ def plans_of(
                 chosen.append(plan)
         if chosen:
             found[path] = tuple(chosen)
-    _check_layers(root, wanted, layers or {}, {id(root.get_submodule(path)) for path in found})
     return found
+
+
+def origins(root: nn.Module, paths: Iterable[str]) -> dict[str, int]:
+    """Return where the plans of sharded layers come from, each with the number of layers.
+
+    Args:
+        root: the LightningModule, on any device.
+        paths: of the layers that plans name.
+    """
+    counts: dict[str, int] = {}
+    own = metadata(Source(), root)
+    for path in paths:
+        parts = path.split(".")
+        around = [(".".join(parts[:at]), ".".join(parts[at:])) for at in range(len(parts))]
+        modules = [(root.get_submodule(parent), parent, inside) for parent, inside in around]
+        if any(_registered(type(module)) for module, _, _ in modules):
+            origin = "register_tensor_parallel_plan"
+        elif any(_names(plan, inside) for _, parent, inside in modules for plan in own.get(parent, ())):
+            origin = "the model's tp_plan"
+        elif any((plan := family_plan(module)) and _names(plan, inside) for module, _, inside in modules):
+            origin = "the table of families"
+        else:
+            origin = "rules by names"
+        counts[origin] = counts.get(origin, 0) + 1
+    return counts
+
+
+def _names(plan: TensorParallelPlan, inside: str) -> bool:
+    return inside in (*plan.column, *plan.row, *plan.experts)
 
 
 def _candidates(source: Source, module: nn.Module, own: Plans, in_layers: bool) -> Iterator[TensorParallelPlan]:
@@ -120,21 +142,24 @@ def _is_in(path: str, parents: list[str] | tuple[str, ...]) -> bool:
 # --- layers in which nothing is sharded ---
 
 
-def _check_layers(
-    root: nn.Module, wanted: Callable[[str], bool], layers: Mapping[str, str | None], planned: set[int]
-) -> None:
-    for modality, path in layers.items():
-        if path is None:
-            continue
+def unplanned(root: nn.Module, plans: Mapping[str, Plans], layers: Iterable[str]) -> dict[str, str]:
+    """Return the layers with linear layers of which no plan shards anything, by path, and how to shard them.
+
+    Args:
+        root: the LightningModule, on any device.
+        plans: what is sharded, by path.
+        layers: paths of lists of layers.
+    """
+    planned = {id(root.get_submodule(path)) for path in plans}
+    found = {}
+    for path in layers:
         for name, layer in root.get_submodule(path).named_children():
-            inside = {id(module) for module in layer.modules()}
-            if wanted(f"{path}.{name}") and not inside & planned and _has_linear(layer):
-                raise ConfigError(
-                    f"modalities.{modality}.tp_size",
-                    type(layer).__name__,
-                    f"No tensor parallel plan is known for the layers of {path}: {_linears(layer)}",
-                    f"Use tp_size=1, or say how they are sharded: {_example(layer)}",
+            if not planned & {id(module) for module in layer.modules()} and _has_linear(layer):
+                found[f"{path}.{name}"] = (
+                    f"no tensor parallel plan is known for {type(layer).__name__} ({_linears(layer)}). "
+                    f"Say how it is sharded: {_example(layer)}"
                 )
+    return found
 
 
 def _has_linear(layer: nn.Module) -> bool:

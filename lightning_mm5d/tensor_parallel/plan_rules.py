@@ -61,7 +61,7 @@ _SIBLING_PERCEPTRONS = (("intermediate", "output"), ("intermediate_query", "outp
 
 _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads", "n_local_kv_heads")
 _GROUP_SIZES = ("num_key_value_groups", "n_rep", "num_queries_per_kv")
-_WIDTHS = ("all_head_size", "inner_dim", "q_dim", "qkv_dim")  # of all heads, never of anything else
+_WIDTHS = ("all_head_size", "inner_dim", "q_dim", "qkv_dim", "attn_dim")  # of all heads, never of anything else
 _OTHER_NUMBERS = frozenset(
     [
         *(*HEAD_WIDTHS, "layer_idx", "layer_id", "layer_index", "layer_number", "sliding_window", "window_size"),
@@ -273,7 +273,8 @@ def mlp_rule(source: Source, module: nn.Module, columns: tuple[str, ...], row: s
         value = getattr(module, name, None)
         if isinstance(value, nn.Module) and not _is_elementwise(value):
             return None
-        if name in module._parameters or name in module._buffers or _is_number(value):
+        # a number below zero is a dim
+        if name in module._parameters or name in module._buffers or (_is_number(value) and value != -1):
             return None
     allowed = _ELEMENTWISE_CALLS | own | {*columns, row} | ({"chunk"} if packed else frozenset())
     if code.calls - allowed or any(callable(getattr(type(module), name, None)) for name in own):

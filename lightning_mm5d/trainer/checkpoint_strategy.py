@@ -304,10 +304,16 @@ class CheckpointStrategy(WeightsStrategy, ABC):
             trainer,
             layout=self._layout_of_states(),
             device=self.root_device,
+            wire=message_device(self.root_device),
             replica=replica.replicas_of_rank(self.global_rank)[0],
             rank=self.global_rank,
         )
         self._checkpoints.attach(trainer)
+
+    @override
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._resume.on_validation(self._module("on_validation_start").trainer)
 
     @override
     def on_train_end(self) -> None:

@@ -20,18 +20,24 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins import AsyncCheckpointIO, Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from typing_extensions import override
+from wrapt import register_post_import_hook
 
 from lightning_mm5d.checkpoint.full_file import FullFileIO
 from lightning_mm5d.config.environment import check_environment
-from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.errors import OTHER_PACKAGE, ConfigError, other_package
 from lightning_mm5d.engine.agreement import Agreement
 from lightning_mm5d.engine.codec import broadcast_tree
 from lightning_mm5d.sharded.backends import message_device
 from lightning_mm5d.trainer.guard import Guard
 from lightning_mm5d.trainer.launch import ScriptLauncher, cpu_threads, make_launcher
+from lightning_mm5d.trainer.other_package import is_of_other_package
 from lightning_mm5d.trainer.process_group import agreed_seed, connect, decided, rendezvous_store
 from lightning_mm5d.trainer.session import Session
 from lightning_mm5d.trainer.statements import configuration
+
+
+def _known_to_other_package(strategies: Any) -> None:
+    strategies.Strategy.register(ProcessStrategy)
 
 
 class ProcessStrategy(ParallelStrategy, ABC):
@@ -112,6 +118,8 @@ class ProcessStrategy(ParallelStrategy, ABC):
 
     @override
     def _configure_launcher(self) -> None:
+        if is_of_other_package(self.accelerator):  # in the constructor of the trainer, which made the accelerator
+            raise other_package("trainer", f"{OTHER_PACKAGE}.Trainer")
         self._launcher = make_launcher(self, start_method=self._start_method)
 
     def run_guarded(
@@ -234,3 +242,7 @@ class ProcessStrategy(ParallelStrategy, ABC):
         except ValueError as error:
             fix = "Send what the object is made of, such as its `state_dict()` or `str()`"
             raise ConfigError("broadcast", type(obj).__name__, str(error), fix) from None
+
+
+# its trainer then asks the strategy, which says what to change, and does not call it an invalid name
+register_post_import_hook(_known_to_other_package, f"{OTHER_PACKAGE}.strategies")

@@ -25,9 +25,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
 
 from lightning_mm5d.checkpoint.huggingface_record import KEY
 from lightning_mm5d.config.errors import ConfigError, private
+from lightning_mm5d.data.order_stream import OrderStream, packed_state
 from lightning_mm5d.data.position import Position
 from lightning_mm5d.data.random_state import all_states, pack_states, seed_all, seed_of, unpack_states
 from lightning_mm5d.data.resumable import Resumable, with_own
@@ -48,10 +50,12 @@ class Watch:
         step: epoch and number of the step that was fetched for last, and the states before it.
         window: the same for the first step of the accumulation window.
         order_seeds: for seeds of distributed samplers in this process, those of the run that it goes on with.
+        stream: what orders are drawn from that no sampler seeds; None before training, and with several dataloaders.
     """
 
     def __init__(self, trainer: pl.Trainer, device: torch.device) -> None:
         self._trainer, self._device = trainer, device
+        self.stream: OrderStream | None = None
         self.order_seeds: dict[int, int] = {}
         self.forget()
 
@@ -95,6 +99,13 @@ class Resume:
         if self._watch is None or not self._watch.belongs_to(trainer):
             self._watch = Watch(trainer, trainer.strategy.root_device)
         return self._watch
+
+    def on_validation(self, trainer: pl.Trainer) -> None:
+        """Draw what a validation in the midst of training draws on one process."""
+        if self._watch is not None and self._watch.stream is not None and not trainer.sanity_checking:
+            loaders = tree_leaves(trainer.val_dataloaders, is_leaf=lambda one: isinstance(one, DataLoader))
+            served = [one for one in loaders if isinstance(one, Resumable) and one.reseeds_generator]
+            self._watch.stream.pass_over(one.served_indices for one in served)
 
     # --- saving ---
 
@@ -148,13 +159,16 @@ class Resume:
         self._foreign = state.pop(_COMBINED, [])
         return None if self.saved is None else int(self.saved["seed"])
 
-    def begin(self, trainer: pl.Trainer, *, layout: Any, device: torch.device, replica: int, rank: int) -> None:
-        """Go on from the checkpoint that was loaded, if any.
+    def begin(
+        self, trainer: pl.Trainer, *, layout: Any, device: torch.device, wire: torch.device, replica: int, rank: int
+    ) -> None:
+        """Go on from the checkpoint that was loaded, if any. Collective.
 
         Args:
             trainer: about to train.
             layout: as for `collect`.
             device: where this rank computes.
+            wire: where messages live.
             replica: the first that this rank serves.
             rank: global rank.
 
@@ -163,11 +177,14 @@ class Resume:
         """
         saved, self.saved = self.saved, None
         is_loaded, self._is_loaded = self._is_loaded, False
-        if self._watch is not None:
-            self._watch.forget()
+        loaders = list(training_loaders(trainer))
+        watch, state = self.watch(trainer), packed_state().to(wire)
+        watch.forget()
+        if dist.is_initialized():
+            dist.broadcast(state, 0)
+        watch.stream = OrderStream(state.cpu()) if len(loaders) == 1 else None
         if not is_loaded:
             return
-        loaders = list(training_loaders(trainer))
         if saved is None:
             self._begin_foreign(trainer, loaders)
             return

@@ -42,6 +42,7 @@ from lightning_mm5d.plan.sums import sum_groups
 from lightning_mm5d.schedule import UNSPLIT_SCHEDULES, Graph, Schedule
 from lightning_mm5d.sharded.backends import backend_of, message_device
 from lightning_mm5d.stage import is_placeholder
+from lightning_mm5d.trainer.batch_parts import BatchParts, Splitting, Weighing
 from lightning_mm5d.trainer.cut_module import CutModule
 from lightning_mm5d.trainer.device import DeviceFigures
 from lightning_mm5d.trainer.kept_shards import has_rows, keep_shards, lose_rows
@@ -67,6 +68,7 @@ class RunOptions:
     Attributes:
         schedule: its name, a table or a function.
         num_microbatches: M.
+        microbatching: how a batch is split.
         loss_weight: what microbatches weigh.
         rank: global rank.
         device: where this rank computes.
@@ -80,7 +82,8 @@ class RunOptions:
 
     schedule: str | Callable[[Graph], Schedule]
     num_microbatches: int
-    loss_weight: Literal["samples", "tokens"]
+    microbatching: Splitting
+    loss_weight: Weighing
     rank: int
     device: torch.device
     timeout: timedelta
@@ -111,10 +114,11 @@ class Session:
     """
 
     def __init__(self, module: pl.LightningModule, plan: Plan, options: RunOptions) -> None:
-        weighs = options.loss_weight != "samples" or callable(getattr(module, "loss_weight", None))
+        self._batch_parts = BatchParts(module, options)
         is_replicated = plan.topology.is_replicated and options.num_microbatches == 1
         shards = DataShards(plan)
-        self.is_plain = is_replicated and not (weighs and plan.layout.num_replicas > 1) and not shards.exist
+        self.is_plain = is_replicated and not shards.exist
+        self.is_plain &= self._batch_parts.counts_samples or plan.layout.num_replicas == 1
         self.is_plain &= not offloads_parameters(plan.modalities) and plan.main_params is None
         self.is_plain &= not any(modality.fused_linear_cross_entropy for modality in plan.modalities.values())
         self.plan = plan
@@ -224,19 +228,15 @@ class Session:
                 device=device,
                 wire=message_device(device),
             )
+        runs = self._engine, self._lock_step, gradients, replicas, self._metrics
         self.steps = Steps(
             module,
             plan,
-            self._engine,
-            self._lock_step,
-            gradients,
-            replicas,
-            self._metrics,
+            *runs,
             rank=rank,
             device=device,
             loss_group=loss_group,
-            num_microbatches=self._options.num_microbatches,
-            loss_weight=self._options.loss_weight,
+            batch_parts=self._batch_parts,
             seed=None if alone else self._options.seed,
             unread=self.unread,
         )

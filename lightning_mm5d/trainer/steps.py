@@ -17,16 +17,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.data.batches import LoaderBatches, split_replicas
-from lightning_mm5d.data.microbatch import Microbatch, batch_samples, merge, split
-from lightning_mm5d.data.packed_images import PackedTokens, describe
+from lightning_mm5d.data.batches import split_replicas
+from lightning_mm5d.data.microbatch import Microbatch, merge
 from lightning_mm5d.engine.engine import Ending, Engine
 from lightning_mm5d.engine.kept_casts import CastingOnce
 from lightning_mm5d.engine.lock_step import LockStep
@@ -36,6 +35,7 @@ from lightning_mm5d.gradients.publish import published
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.data_accesses import refused_writes
 from lightning_mm5d.sharded.remote_value import plain
+from lightning_mm5d.trainer.batch_parts import BatchParts
 from lightning_mm5d.trainer.logs import LogCapture, replay
 from lightning_mm5d.trainer.metrics import MetricSync
 from lightning_mm5d.trainer.optimization import Summing
@@ -66,23 +66,6 @@ class Replica:
     results: ResultChannel
 
 
-def microbatches(module: LightningModule, batch: Any, count: int, packed: PackedTokens) -> list[Microbatch]:
-    """Return the microbatches of one replica's batch: as the module splits it, else as `split` does.
-
-    Args:
-        module: may have `split_batch`.
-        batch: of the dataloader, or several of them.
-        count: M.
-        packed: what `describe` says of the module.
-    """
-    override = getattr(module, "split_batch", None)
-    if isinstance(batch, LoaderBatches):
-        return [Microbatch(part, batch_samples(part) or 1) for part in batch]
-    if callable(override):
-        return [Microbatch(part, batch_samples(part) or 1) for part in override(batch, count)]
-    return split(batch, count, image_tokens=packed)
-
-
 class Steps:
     """Runs the steps of a LightningModule.
 
@@ -97,8 +80,7 @@ class Steps:
         rank: global rank.
         device: where results are.
         loss_group: the ranks where steps end; None where there is one.
-        num_microbatches: M.
-        loss_weight: whether microbatches weigh as many samples or as many label tokens as they hold.
+        batch_parts: splits batches, and weighs their parts.
         seed: for random state, the same on all ranks; None leaves it alone.
         unread: learns which tensors of batches this rank does not read.
     """
@@ -116,18 +98,16 @@ class Steps:
         rank: int,
         device: torch.device,
         loss_group: dist.ProcessGroup | None,
-        num_microbatches: int,
-        loss_weight: Literal["samples", "tokens"],
+        batch_parts: BatchParts,
         seed: int | None,
         unread: UnreadTensors,
     ) -> None:
         self._module, self._plan, self._engine, self._gradients = module, plan, engine, gradients
         self._replicas, self._metrics, self._rank, self._device = replicas, metrics, rank, device
-        self._loss_group, self._num_microbatches = loss_group, num_microbatches
-        self._loss_weight, self._seed, self._unread = loss_weight, seed, unread
+        self._loss_group, self._batch_parts, self._seed, self._unread = loss_group, batch_parts, seed, unread
         self._lock_step, self._several = lock_step, dict[str, set[int]]()
         self._capture = LogCapture(module)
-        self._packed, self._casting_once = describe(module), CastingOnce(module, device)
+        self._casting_once = CastingOnce(module, device)
         self._own = next((number for number, replica in replicas.items() if replica.ends_here), None)
         self._named = list(module.named_parameters(remove_duplicate=False))
         self._trainable: tuple[tuple[bool, ...], frozenset[str]] = ((), frozenset())
@@ -170,7 +150,7 @@ class Steps:
             parts,
             self._weights(parts),
             scale=scaled,
-            **self._options(context, arguments),
+            **self._options(context, arguments, "training_step", parts),
         )
         older = None if summing.continues else self._gradients.take()
         self._gradients.lay()
@@ -225,7 +205,7 @@ class Steps:
         """
         batch, *arguments = arguments
         parts = {number: part for number, part in self._split(batch, arguments).items() if part}
-        weights, options = self._weights(parts), self._options(context, arguments)
+        weights, options = self._weights(parts), self._options(context, arguments, name, parts)
         results: dict[int, StepResult] = {}
         walking = self._walking(name)
         piped = {number: part for number, part in parts.items() if number not in walking}
@@ -251,61 +231,34 @@ class Steps:
 
     def _split(self, batch: Any, arguments: Sequence[Any]) -> dict[int, list[Microbatch]]:
         batches = split_replicas(batch, len(self._replicas))
-        parts: dict[int, list[Microbatch]] = {}
-        for number, one in zip(self._replicas, batches, strict=True):
-            found = [] if one is None else microbatches(self._module, one, self._num_microbatches, self._packed)
-            parts[number] = found
-        if self._module.training and arguments and arguments[0] == 0:
-            for found in parts.values():
-                if 0 < len(found) < self._num_microbatches:
-                    samples = sum(part.samples for part in found)
-                    raise ConfigError(
-                        "num_microbatches",
-                        self._num_microbatches,
-                        f"a batch of {samples} samples gives at most {len(found)} microbatches",
-                        f"Use {len(found)} or fewer, or larger batches",
-                    )
-        return parts
+        is_first = self._module.training and bool(arguments) and arguments[0] == 0
+        return {
+            number: [] if one is None else self._batch_parts.split(one, is_first=is_first)
+            for number, one in zip(self._replicas, batches, strict=True)
+        }
 
     def _weights(self, parts: Parts) -> Weights:
         """Weigh the microbatches of this rank's own replica; a sum over all replicas gives the total."""
+        for found in parts.values():
+            self._batch_parts.check(found)
         if self._own is None or self._own not in parts:
             return Weights()
-        override = getattr(self._module, "loss_weight", None)
-        if callable(override):
-            own = tuple(float(override(part.batch)) for part in parts[self._own])
-        elif self._loss_weight == "tokens":
-            counts = [self._label_tokens(part.batch) for part in parts[self._own]]
-            own = tuple(map(float, torch.stack(counts).tolist())) if counts else ()  # one read of the device
-        else:
-            own = tuple(float(part.samples) for part in parts[self._own])
-            if not callable(override):
-                return Weights(own, sum(own) * self._plan.layout.num_replicas)
+        own = self._batch_parts.weights(parts[self._own])
+        if self._batch_parts.counts_samples:
+            return Weights(own, sum(own) * self._plan.layout.num_replicas)
         total = torch.tensor([sum(own)], dtype=torch.float64, device=self._device)
         if self._loss_group is not None:
             dist.all_reduce(total, group=self._loss_group)
         return Weights(own, float(total))
 
-    def _label_tokens(self, batch: Any) -> Tensor:
-        labels = batch.get("labels") if isinstance(batch, Mapping) else None
-        if not isinstance(labels, Tensor):
-            raise ConfigError(
-                "loss_weight",
-                "tokens",
-                "label tokens are counted in batch['labels'], and this batch has none",
-                "Define `loss_weight(batch)` on the LightningModule: the number of tokens of a microbatch",
-            )
-        configs = (getattr(module, "config", None) for module in self._module.modules())
-        shifts = not any(getattr(config, "is_encoder_decoder", False) for config in configs)
-        return (labels[..., 1:] if shifts and labels.dim() > 1 else labels).ne(-100).sum()
-
     # --- phase 2 ---
 
-    def _options(self, context: Context, arguments: Sequence[Any]) -> dict[str, Any]:
+    def _options(self, context: Context, arguments: Sequence[Any], name: str, parts: Parts) -> dict[str, Any]:
         module = self._module
         index = arguments[0] if arguments and isinstance(arguments[0], int) else module.global_step
         key = None if self._seed is None else (self._seed, module.current_epoch, index)
-        return {"context": context, "capture": self._capture, "metrics": self._metrics, "random_key": key}
+        options = {"context": context, "capture": self._capture, "metrics": self._metrics, "random_key": key}
+        return {**options, "watches": self._batch_parts.watches(name, parts.values())}
 
     def _run(self, step: UserStep, trainable: frozenset[str], ending: Ending | None = None) -> None:
         with self._capture.capture(), self._metrics.local():

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.data.microbatch import Microbatch
+from lightning_mm5d.data.microbatch import Microbatch, copied
 from lightning_mm5d.sharded.remote_value import is_remote, settled
 from lightning_mm5d.stage.payload import Packer, map_tensors, unsharded
 from lightning_mm5d.trainer.logs import LogCapture
 from lightning_mm5d.trainer.metrics import MetricSync
+from lightning_mm5d.trainer.row_indices import RowIndices
 from lightning_mm5d.trainer.step_result import Weights
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class UserStep:
         capture: records what the step logs.
         metrics: the module's metrics.
         random_key: what random state depends on; None leaves generators alone.
+        watches: whether it refuses fields that hold positions of samples, see `RowIndices`.
 
     Attributes:
         epoch: of the run.
@@ -57,11 +59,13 @@ class UserStep:
         capture: LogCapture,
         metrics: MetricSync,
         random_key: tuple[int, ...] | None,
+        watches: bool = False,
     ) -> None:
         self.microbatches, self.random_key, self.context = microbatches, random_key, context
         self.weights, self.results, self.epoch = weights, dict[int, Any](), module.current_epoch
         self._module, self._name, self._arguments = module, name, arguments
-        self._capture, self._metrics = capture, metrics
+        self._capture, self._metrics, self._watches = capture, metrics, watches
+        self._unchanged: dict[int, Any] = {}
 
     def structure(self, batch: Any) -> Hashable:
         """Return a key that is equal for batches of equal nesting, dtypes and numbers of dims, whatever their sizes."""
@@ -94,10 +98,18 @@ class UserStep:
         weight = own[index] if index < len(own) else microbatch.samples  # of another replica
         self._capture.begin_microbatch(index, weight)
         try:
-            result = unsharded(getattr(self._module, self._name)(microbatch.batch, *self._arguments))
+            with RowIndices(self._module, microbatch) if self._watches else nullcontext():
+                result = unsharded(getattr(self._module, self._name)(self._batch(microbatch), *self._arguments))
         except StopIteration as error:  # Lightning would take it for the end of the data, on this rank only
             raise RuntimeError(f"{self._name} raised StopIteration") from error
         return _settled(result, f"what {self._name} returns")
+
+    def _batch(self, microbatch: Microbatch) -> Any:
+        """The batch of a microbatch as it was before an earlier stage of this rank took something out of it."""
+        if id(microbatch) not in self._unchanged:
+            self._unchanged[id(microbatch)] = copied(microbatch.batch)
+            return microbatch.batch
+        return copied(self._unchanged[id(microbatch)])
 
     def finish(self, result: Any, index: int) -> Tensor | None:
         """Keep `result`."""

@@ -22,6 +22,7 @@ from lightning_mm5d.plan.issued import check_messages
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Graph, Schedule, build, is_table
 from lightning_mm5d.trainer.averages import check_averages
+from lightning_mm5d.trainer.other_package import check_package
 from lightning_mm5d.trainer.own_norms import check_norms
 from lightning_mm5d.trainer.sharing_guards import check_shared
 
@@ -47,8 +48,8 @@ def check_module(
     """Refuse modules that cannot run in stages, and a user's own schedule that does not fit them.
 
     Raises:
-        ConfigError: it optimizes manually, its loss needs all layers, it takes norms of gradients by itself, or it is
-            tuned by prefixes, and the layout has several stages or shards.
+        ConfigError: it optimizes manually, its loss needs routers of sharded layers, it takes norms of gradients by
+            itself, or it is tuned by prefixes, and the layout has several stages or shards.
         ScheduleError: the schedule is not one of the stages of this module.
     """
     if callable(schedule) or is_table(schedule):
@@ -67,12 +68,13 @@ def check_module(
     configs = [getattr(part, "config", None) for part in module.modules()]
     if any(getattr(config, "output_router_logits", False) is True for config in configs):
         for name, axes in plan.layout.axes.items():
-            if axes.pp > 1:
+            field = "cp_size" if axes.cp > 1 else "sequence_parallel"
+            if axes.pp > 1 and getattr(plan.modalities[name], field) not in (1, False):
                 raise ConfigError(
-                    f"modalities.{name}.pp_size",
-                    axes.pp,
-                    "A loss over the routers of all layers (output_router_logits) needs all layers on one rank",
-                    "Use 1, or set output_router_logits to False in the model's config",
+                    f"modalities.{name}.{field}",
+                    getattr(plan.modalities[name], field),
+                    "What the routers of some tokens return does not cross from stage to stage (output_router_logits)",
+                    f"Leave {field} unset, use pp_size=1, or set output_router_logits to False in the model's config",
                 )
     _check_prefix_tuning(module, plan)
 
@@ -124,6 +126,7 @@ def check_callbacks(callbacks: Sequence[pl.Callback], plan: Plan) -> None:
         ConfigError: `ModelPruning` with several stages, tensor parallelism or `zero_stage`; averages of weights that
             are not computed element by element, and callbacks that take norms of gradients by themselves.
     """
+    check_package("callbacks", callbacks)
     check_norms(callbacks, plan)
     check_averages(callbacks, plan)
     for callback in callbacks:

@@ -2,7 +2,8 @@
 
 Most are those that tensor parallelism knows, fed with 29 tokens of which some are padding. More are defined here, for
 what matters to sequences alone: masks that differ by layer, keys that layers share, attention to another sequence,
-images that see themselves both ways, tokens packed in one row. `REFUSED` are those that cannot be shared.
+images that see themselves both ways, tokens packed in one row. In `PARTLY` are those of
+which modules or layers run on whole sequences.
 """
 
 from __future__ import annotations
@@ -469,63 +470,45 @@ SHARED: dict[str, Shared] = OF_TENSOR_PARALLELISM | {
     ),
 }
 
-# families that cannot be shared, and what the message says of them
-REFUSED: dict[str, tuple[Shared, str]] = {
-    "beit": (known("beit", "vision"), r"attention_mask=\[2, 4, 10, 10\]'. A mask has the shape \[B, 1, Sq, Sk\]"),
-    "bloom": (known("bloom"), r"transformer\.h\.0\.self_attention \(BloomAttention\) works on whole sequences"),
-    "convbert": (
-        masked("ConvBertForMaskedLM", "ConvBertConfig", **NO_DROPOUT, embedding_size=32),
-        r"key_conv_attn_layer\.depthwise \(Conv1d\) mixes tokens",
+# families of which some modules, or whole layers, run on whole sequences on every rank
+PARTLY: dict[str, Shared] = {
+    "beit": known("beit", "vision"),
+    "beit_shared_bias": known("beit_shared_bias", "vision"),
+    "bloom": known("bloom"),
+    "chatglm": known("chatglm"),
+    "convbert": masked("ConvBertForMaskedLM", "ConvBertConfig", **NO_DROPOUT, embedding_size=32),
+    "deberta": known("deberta"),
+    "dinov3": tower(
+        "DINOv3ViTModel", "DINOv3ViTConfig", num_register_tokens=2, drop_path_rate=0.0, pos_embed_rescale=None
     ),
-    "deberta": (known("deberta"), r"encoder\.layer\.0 \(DebertaLayer\) has no attention"),
-    "dinov3": (
-        tower("DINOv3ViTModel", "DINOv3ViTConfig", num_register_tokens=2, drop_path_rate=0.0),
-        r"'DINOv3ViTLayer'. This layer fails on some of its tokens",
+    "falcon_alibi": known("falcon_alibi"),
+    "falcon_alibi_eager": known("falcon_alibi_eager"),
+    "falcon_groups": known("falcon_groups"),
+    "falcon_multi_query": known("falcon_multi_query"),
+    "falcon_mamba": causal("FalconMambaForCausalLM", "FalconMambaConfig", MAMBA),
+    "fnet": masked("FNetForMaskedLM", "FNetConfig", **NO_DROPOUT),
+    "gpt_neo": known("gpt_neo"),
+    "gptj": known("gptj"),
+    "granite_speech_tower": replace(SHARED["granite_speech"], modalities=("audio", "language")),
+    "jamba": causal("JambaForCausalLM", "JambaConfig", GROUPED | {"mamba_d_state": 8, "attn_layer_offset": 1}),
+    "lfm2": causal("Lfm2ForCausalLM", "Lfm2Config", **CONVOLUTIONS),
+    "llama4_tuned": causal(
+        "Llama4ForCausalLM", "Llama4TextConfig", LLAMA4 | {"attn_temperature_tuning": True, "floor_scale": 8}
     ),
-    "falcon_alibi": (known("falcon_alibi"), r"FalconAttention\) adds a bias by position to its scores \(alibi\)"),
-    "falcon_mamba": (causal("FalconMambaForCausalLM", "FalconMambaConfig", MAMBA), r"layers\.0\.mixer \(FalconMamba"),
-    "fnet": (masked("FNetForMaskedLM", "FNetConfig"), r"FNetLayer\) has no attention"),
-    "gpt_neo": (known("gpt_neo"), r"transformer\.h\.0 \(GPTNeoBlock\) has no attention"),
-    "gptj": (known("gptj"), r"transformer\.h\.0 \(GPTJBlock\) has no attention"),
-    "granite_speech": (
-        replace(SHARED["granite_speech"], modalities=("audio", "language")),
-        r"encoder\.layers\.0\.attn \(GraniteSpeechConformerAttention\) adds a bias by position",
+    "mamba": causal("MambaForCausalLM", "MambaConfig", MAMBA),
+    "qwen3_5": causal("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", LINEAR_ATTENTION),
+    "qwen3_next": causal(
+        "Qwen3NextForCausalLM", "Qwen3NextConfig", LINEAR_ATTENTION | EXPERTS | {"moe_intermediate_size": 20}
     ),
-    "jamba": (
-        causal("JambaForCausalLM", "JambaConfig", GROUPED | {"mamba_d_state": 8, "attn_layer_offset": 1}),
-        r"layers\.0\.mamba \(JambaMambaMixer\) works on whole sequences",
-    ),
-    "lfm2": (
-        causal("Lfm2ForCausalLM", "Lfm2Config", **CONVOLUTIONS),
-        r"layers\.1\.conv \(Lfm2ShortConv\) works on whole",
-    ),
-    "llama4_tuned": (
-        causal("Llama4ForCausalLM", "Llama4TextConfig", LLAMA4 | {"attn_temperature_tuning": True, "floor_scale": 8}),
-        r"layers\.3\.self_attn \(Llama4TextAttention\) counts positions",
-    ),
-    "mamba": (causal("MambaForCausalLM", "MambaConfig", MAMBA), r"layers\.0\.mixer \(MambaMixer\) works on whole"),
-    "qwen3_5": (
-        causal("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", LINEAR_ATTENTION),
-        r"layers\.0\.linear_attn \(Qwen3_5GatedDeltaNet\) works on whole sequences",
-    ),
-    "qwen3_next": (
-        causal("Qwen3NextForCausalLM", "Qwen3NextConfig", LINEAR_ATTENTION | EXPERTS | {"moe_intermediate_size": 20}),
-        r"layers\.0\.linear_attn \(Qwen3NextGatedDeltaNet\) works on whole sequences",
-    ),
-    "rwkv": (
-        causal("RwkvForCausalLM", "RwkvConfig", IDS | {"hidden_size": 32, "num_hidden_layers": 2}),
-        r"blocks\.0 \(RwkvBlock\) has no attention",
-    ),
-    "sam": (known("sam", "vision", "language"), r"layers\.0\.attn \(SamVisionSdpaAttention\) adds a bias by position"),
-    "sparse": (
-        causal("DeepseekV32ForCausalLM", "DeepseekV32Config", SPARSE),
-        r"'DeepseekV32DecoderLayer'. This layer fails on some of its tokens",
-    ),
-    "swin": (known("swin", "vision"), r"SwinAttention\) adds a bias by position to its scores"),
-    "swinv2": (known("swinv2", "vision"), r"encoder\.layers\.0 \(Swinv2Stage\) has no attention"),
-    "t5": (known("t5"), r"decoder\.block\.0\.layer\.0\.SelfAttention \(T5Attention\) adds a bias by position"),
-    "t5_encoder": (known("t5", "encoder", "language"), r"modalities\.encoder\.cp_size: .* adds a bias by position"),
+    "rwkv": causal("RwkvForCausalLM", "RwkvConfig", IDS | {"hidden_size": 32, "num_hidden_layers": 2}),
+    "sam": known("sam", "vision", "language"),
+    "sparse": causal("DeepseekV32ForCausalLM", "DeepseekV32Config", SPARSE),
+    "swin": known("swin", "vision"),
+    "swinv2": known("swinv2", "vision"),
+    "t5": known("t5"),
+    "t5_encoder": known("t5", "encoder", "language"),
 }
+SHARED |= PARTLY
 # they come to float32 in many places, and some of their gradients are near zero
 for one in ("gemma3n_text", "gemma4_text", "gemma4"):
     SHARED[one] = replace(SHARED[one], family=replace(SHARED[one].family, tolerance=2e-4))

@@ -65,7 +65,7 @@ def test_draws_of_a_device_are_taken_back_with_those_of_the_cpu(gpus: list[torch
 
 
 def test_finding_the_shapes_of_a_remote_module_leaves_the_device_s_generator_alone(gpus: list[torch.Generator]) -> None:
-    module = SimpleNamespace(parameters=lambda: iter([torch.ones(())]), buffers=lambda: iter([]))
+    module = SimpleNamespace(buffers=lambda: iter([]), modules=lambda: iter([]))
     module.parameters = lambda: iter([SimpleNamespace(device=torch.device("cuda", 0))])
     before, drawn = gpus[0].get_state(), []
     ShapeMemory().computed(module, lambda: drawn.append(draw(gpus[0])), (), {})  # type: ignore[arg-type]

@@ -153,7 +153,8 @@ def test_a_layer_exchanges_twice_each_way_and_reads_the_host_once() -> None:
         assert found["events"].count("send") == found["events"].count("wait") == 4 * calls
         assert found["rounds"] == 2 * calls + 2 * actions  # one more as an action ends
         reads = {key: count for key, count in found["reads"].items() if key.startswith("expert_parallel/shared")}
-        assert reads.pop("expert_parallel/shared_experts.py _dispatched: tolist") == calls
+        # the first step is watched for indices of rows, and that watch makes its reads
+        assert reads.pop("expert_parallel/shared_experts.py _dispatched: tolist") == calls - layers * MICROBATCHES
         assert not reads, reads
 
 
@@ -162,7 +163,8 @@ def test_the_shared_expert_computes_while_results_are_under_way_and_their_gradie
         forward = ["send", "wait", "send", "shared", "wait"]
         backward = ["send", "shared back", "wait", "send", "wait"]
         layers = len(found["chosen"])
-        assert found["events"] == (forward * layers + backward * layers) * MICROBATCHES * STEPS
+        later = (forward * layers + backward * layers) * MICROBATCHES * (STEPS - 1)
+        assert found["events"][-len(later) :] == later  # what watches the first step looks at results at once
 
 
 def test_devices_figures_are_the_loads_of_a_step() -> None:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from features.toys import PIPE, VISION, WIDTH, Layout, Run, Toy, assert_same, outcomes, weights
+from features.toys import PIPE, PIXELS, VISION, WIDTH, Layout, Run, Toy, assert_same, outcomes, weights
 from lightning_mm5d import Modality
 
 
@@ -59,4 +60,36 @@ def test_microbatches_may_do_without_an_encoder_or_its_result() -> None:
 def test_a_result_may_be_used_in_a_later_stage_only(feeds: Any) -> None:
     layout = Layout({**PIPE.modalities, "vision": Modality(feeds=feeds, **VISION)}, 3)
     found = outcomes(layout, twice)["twice"]
+    assert_same(found.ranks[0]["weights"], found.one["weights"])
+
+
+class Translator(L.LightningModule):
+    """An `nn.Transformer`, whose own forward, which is torch's, calls the encoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            self.patch = nn.Linear(PIXELS, WIDTH)
+            self.embedding = nn.Embedding(16, WIDTH)
+            self.transformer = nn.Transformer(WIDTH, 2, 2, 2, 16, 0.0, batch_first=True)
+        self.double()
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        patches = self.patch(batch["images"]).unsqueeze(1).expand(-1, 3, -1)
+        return self.transformer(patches, self.embedding(batch["tokens"])).pow(3).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def translation(run: Run) -> Any:
+    module = Translator()
+    run.trainer().fit(module, run.training(16))
+    return {"weights": weights(module)}
+
+
+def test_parts_of_torchs_own_modules_are_modalities() -> None:
+    layout = Layout({"vision": Modality(module=["patch", "transformer.encoder"]), "language": Modality(pp_size=2)}, 3)
+    found = outcomes(layout, translation)["translation"]
     assert_same(found.ranks[0]["weights"], found.one["weights"])

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from features.toys import PAIR, PIPE, SHARED, TWINS, VISION, Layout, Run, Samples, Scenario, Toy, together
-from lightning_mm5d import Modality
+from features.toys import PAIR, PIPE, SHARED, TWINS, Layout, Run, Samples, Scenario, Toy, together
 from lightning_mm5d.config.errors import ConfigError
 
 
@@ -39,21 +38,6 @@ class UsesTheEncoderLate(Toy):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.loss(batch) + self.encoder.patch.weight.norm()
-
-
-class UsesFeaturesAfterTheLayers(Toy):
-    """What the encoder gives is used in the last stage only."""
-
-    def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        decoder = self.decoder
-        hidden = decoder.embedding(batch["tokens"])
-        for layer in decoder.layers:
-            hidden = layer(hidden)
-        features = self.encoder(batch["images"])
-        return decoder.head(decoder.norm(hidden + features.unsqueeze(1)).mean(dim=1))
-
-
-FED_TOO_EARLY = Layout({**PIPE.modalities, "vision": Modality(feeds=[0], **VISION)}, 3)
 
 
 class CallsTwice(Toy):
@@ -129,7 +113,6 @@ def fit(module: type[Toy], **options: Any) -> Scenario:
 CASES = {
     "a remote weight in the loss": (UsesTheEncoderLate, PAIR, "RemoteParameterError", "encoder.patch.weight"),
     "a model called twice": (CallsTwice, PIPE, "StageError", "pp_size=1"),
-    "features that no step uses": (UsesFeaturesAfterTheLayers, FED_TOO_EARLY, "StageError", "feeds"),
     "an optimizer over all parameters": (OverAllParameters, PAIR, "ConfigError", "AdamW"),
     "a backward hook around split layers": (HooksAroundLayers, PIPE, "ConfigError", "decoder.register_full_backward"),
     "no loss": (NoLoss, TWINS, "ConfigError", "training_step"),

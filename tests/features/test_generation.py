@@ -274,14 +274,36 @@ def hurried(run: Run) -> None:
     run.trainer().validate(Hurried(), run.loader(8), verbose=False)
 
 
+class Borrowing(Rollout):
+    """Its encoder computes with the embedding of the language model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        borrowed, own = self.decoder.embedding, self.encoder.forward
+        self.encoder.forward = lambda images: own(images) * borrowed.weight.mean()  # type: ignore[method-assign]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("val_loss", self.generate(batch).argmax(1).double().mean())
+
+
+def borrowed(run: Run) -> None:
+    run.trainer().validate(Borrowing(), run.loader(8), verbose=False)
+
+
 @pytest.mark.parametrize(
     ("layout", "scenario", "message"),
     [
         (PIPE, hurried, "max_time=0.5, and the clock of each rank"),
         (PIPE, rolled_out, "self.generate is called in training_step"),
+        (PIPE, borrowed, "the result of encoder, .* depends on `decoder.embedding.weight`"),
         (TWINS, narrated, "outside of a step, where rank 0 works for the replicas"),
     ],
-    ids=["by the clock", "in training", "in a hook of replicas that share ranks"],
+    ids=[
+        "by the clock",
+        "in training",
+        "by an encoder with a weight of another rank",
+        "in a hook of replicas that share ranks",
+    ],
 )
 def test_generation_that_cannot_work_is_refused_by_name(layout: Layout, scenario: Any, message: str) -> None:
     with pytest.raises(AssertionError, match=message):

@@ -227,6 +227,44 @@ def test_weights_by_tokens_make_a_token_mean_that_of_the_whole_batch(layout: Lay
     assert_same(got[0]["weights"], expected["weights"], 1e-6)
 
 
+class Pairs(Rows):
+    """Tuples, as published notebooks yield them."""
+
+    def __getitem__(self, index: int) -> Any:
+        return {"input_ids": self.batch["input_ids"][index]}, self.batch["labels"][index]
+
+
+def uneven_tokens_in_tuples(run: Run) -> Any:
+    module = CASES["llama"].build()
+
+    class Unpacks(type(module)):  # type: ignore[misc]
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            inputs, labels = batch
+            return self.model(**inputs, labels=labels, **self.fixed).loss
+
+    module.__class__ = Unpacks
+    trainer = run.trainer(max_epochs=2)
+    trainer.fit(module, run.training(Pairs()))
+    return {"weights": weights(module)}
+
+
+def halves_and_rest(batch: Any, count: int) -> list[Any]:
+    inputs, labels = batch
+    return [({"input_ids": inputs["input_ids"][at]}, labels[at]) for at in (slice(0, 1), slice(1, None))]
+
+
+def label_tokens(batch: Any) -> Tensor:
+    return (batch[1][:, 1:] != -100).sum()
+
+
+def test_tokens_of_tuples_are_counted_where_the_step_says_so_and_by_functions(float64: None) -> None:
+    """language: ranks 0-1 as stages, and twice in full"""
+    expected = alone(uneven_tokens)["weights"]
+    assert_same(together(TEXT_TWINS, uneven_tokens_in_tuples, loss_weight="tokens")[0]["weights"], expected, 1e-6)
+    functions = {"microbatching": halves_and_rest, "loss_weight": label_tokens}
+    assert_same(together(TEXT, uneven_tokens_in_tuples, **functions)[0]["weights"], expected, 1e-6)
+
+
 def test_weights_by_samples_do_not(float64: None) -> None:
     expected = alone(uneven_tokens)
     got = together(TEXT, uneven_tokens, loss_weight="samples")

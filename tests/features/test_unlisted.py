@@ -16,7 +16,19 @@ from torch.utils.data import DataLoader
 
 from features import unlisted
 from features.toys import assert_same, figures, weights
-from features.unlisted import Encoded, Pyramid, ResNet, TwoLinears, Walked, batches, build, nested, sequential, trees
+from features.unlisted import (
+    Encoded,
+    Pyramid,
+    ResNet,
+    Tapped,
+    TwoLinears,
+    Walked,
+    batches,
+    build,
+    nested,
+    sequential,
+    trees,
+)
 from lightning_mm5d import Modality
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.partition import partition
@@ -54,14 +66,37 @@ CASES: dict[int, dict[str, Case]] = {
         "a frozen stem": (ResNet, stages(2), {"frozen": ("net.conv1", "net.bn1", "net.layer1")}),
         "a dict walked in order": (Walked, stages(2), {}),
         "chunks": (sequential, {**stages(2, 2), "schedule": "interleaved", "num_microbatches": 4}, {}),
+        "a part that runs twice": (unlisted.Repeats, stages(2), {}),
+        "a module that all layers share": (
+            unlisted.Universal,
+            {**stages(2, 2), "schedule": "interleaved", "num_microbatches": 4},
+            {},
+        ),
+        "a state of each shared layer": (unlisted.Grouped, stages(2), {}),
+        "skip connections of a decoder": (unlisted.UNet, stages(2), {}),
+        "a loss of all states, frozen at first": (Tapped, stages(2), {"frozen": ("net.before", "net.layers.0")}),
         "lists in lists": (nested, {**stages(2), "schedule": "gpipe", "num_microbatches": 2}, {}),
     },
     3: {
         "leaves": (sequential, {**stages(3), "schedule": "zero_bubble", "num_microbatches": 2}, {}),
         "batch norms": (ResNet, stages(3), {}),
+        "a skip connection": (unlisted.Skips, stages(3), {}),
+        "a decision": (unlisted.Decides, {**stages(3), "num_microbatches": 2}, {}),
+        "skip connections, split backward": (
+            unlisted.Transformer,
+            {**stages(3), "schedule": "zero_bubble", "num_microbatches": 4},
+            {},
+        ),
+        "shared layers, split backward": (
+            unlisted.Grouped,
+            {**stages(3), "schedule": "zero_bubble", "num_microbatches": 4},
+            {},
+        ),
+        "a loss of all states": (Tapped, {**stages(3), "num_microbatches": 2}, {}),
         "a list that changes shapes": (Pyramid, stages(3), {}),
     },
     4: {
+        "chunks with skip connections": (unlisted.Transformer, {**stages(4), "num_microbatches": 4}, {}),
         "trees that cross": (trees, {**stages(4), "num_microbatches": 4}, {}),
         "an encoder | a head without a list": (Encoded, {"modalities": ENCODER, "schedule": "zero_bubble"}, {}),
     },
@@ -87,14 +122,10 @@ def _all(rank: int, world: int) -> list[Any]:
 
 
 REFUSED: dict[str, tuple[Model, int, str]] = {
-    "a skip connection": (unlisted.Skips, 3, "depends on `net.a`"),
     "one without a gradient, later": (unlisted.SkipsUnseen, 3, "depends on `net.a`"),
-    "a decision": (unlisted.Decides, 3, r"__bool__\(\) needs a value that depends on `net.a`"),
-    "a part that runs twice": (unlisted.Repeats, 2, "enters net.b twice"),
+    "a part that runs twice": (unlisted.Repeats, 3, "enters net.b twice"),
     "a part that is left out": (unlisted.LeavesOut, 4, "enters net.d after net.b"),
     "another order than the code's": (unlisted.Turns, 3, "enters net.c after net.a"),
-    "a decoder's skip connections": (unlisted.UNet, 2, "depends on `net.downs"),
-    "skip connections within a list": (unlisted.Transformer, 2, "depends on `net.layers"),
     "a layer that is left out": (unlisted.LayerDrop, 2, "enters net.layers.3 after net.layers.1"),
 }
 

@@ -289,6 +289,72 @@ class Transformer(nn.Module):
         return hidden[:, :CLASSES]
 
 
+class Tapped(nn.Module):
+    """A loss of all states: of a parameter, of what comes before the layers, of each layer and of a module in each.
+
+    A hook keeps the results of the inner modules, and each layer's result is written to afterwards.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.late = nn.Parameter(torch.linspace(0, 1, 6)), nn.Linear(6, CLASSES)
+        self.before = nn.Sequential(nn.Linear(192, 6), nn.Tanh())
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)) for _ in range(4)])
+        self.head = nn.Linear(6, CLASSES)
+        self.inner: list[Tensor] = []
+        for layer in self.layers:
+            layer[0].register_forward_hook(lambda module, args, result: self.inner.append(result))
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.inner.clear()
+        hidden = first = self.before(images.flatten(1))
+        hidden = hidden + self.start
+        states, early = [], []
+        for layer in self.layers:
+            hidden = layer(hidden)
+            states.append(hidden * 1)
+            early.append(self.late(hidden * 1))
+            hidden += first
+        kept = torch.cat([*states, *self.inner, first], dim=1).square().sum(dim=1, keepdim=True)
+        return self.head(hidden + self.start.square()) + kept * torch.stack(early).mean(dim=0)
+
+
+class Universal(nn.Module):
+    """One module runs several times, in a loop over a range or as each member of a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        block = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+        self.before, self.head = nn.Linear(192, 6), nn.Linear(6, CLASSES)
+        self.layers = nn.ModuleList([block] * 4)
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = self.before(images.flatten(1))
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        return self.head(hidden)
+
+
+class Grouped(Universal):
+    """Six calls of two modules, as the code of ALBERT has them, and hooks that keep the state of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.depth = 6
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2)])
+        self.inner: list[Tensor] = []
+        for layer in self.layers:
+            layer[1].register_forward_hook(lambda module, args, result: self.inner.append(result))
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.inner.clear()
+        hidden = self.before(images.flatten(1))
+        for i in range(self.depth):
+            group = int(i / (self.depth / len(self.layers)))
+            hidden = self.layers[group](hidden)
+        return self.head(hidden) * (1 + torch.stack(self.inner).square().sum(dim=0).sum(dim=1, keepdim=True))
+
+
 class LayerDrop(Transformer):
     def forward(self, images: Tensor) -> Tensor:
         hidden = images.flatten(1)

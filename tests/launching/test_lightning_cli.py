@@ -125,6 +125,21 @@ def test_one_field_of_a_modality_is_overridden_on_the_command_line(tmp_path: Pat
     assert strategy.modalities == {"vision": Modality(module="encoder"), "language": Modality(pp_size=2)}
 
 
+def test_functions_of_a_batch_are_given_by_import_path(tmp_path: Path) -> None:
+    path = __name__
+    options = (f"--trainer.strategy.loss_weight={path}.weigh", f"--trainer.strategy.microbatching={path}.halves")
+    strategy, _ = parse(tmp_path, SMALL, *options)
+    assert (strategy.loss_weight, strategy.microbatching) == (weigh, halves)
+
+
+def weigh(batch: Any) -> Any:
+    return len(batch)
+
+
+def halves(batch: Any, count: int) -> Any:
+    return [batch]
+
+
 def test_a_modality_is_added_on_the_command_line(tmp_path: Path) -> None:
     strategy, _ = parse(tmp_path, SMALL, "--trainer.strategy.modalities.audio.module=hearing")
     assert strategy.modalities["audio"] == Modality(module="hearing")

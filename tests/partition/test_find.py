@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from features.toys import LANGUAGE, Toy
 from lightning_mm5d import ConfigError, Modality
 from lightning_mm5d.partition import partition
+from lightning_mm5d.partition.find import discover
+from lightning_mm5d.partition.found import Boundary
 
 
 @pytest.mark.parametrize(
@@ -31,3 +34,39 @@ def test_a_list_of_layers_is_no_module_that_is_called(field: str) -> None:
     modalities = {"vision": Modality(**{field: "encoder.layers"}), "language": Modality(**LANGUAGE)}
     with pytest.raises(ConfigError, match=rf"modalities.vision.{field}: got 'encoder.layers'.*Name .* 'encoder'"):
         partition(Toy(), modalities)
+
+
+class Beside(Toy):
+    """An encoder with a parameter and a buffer beside it, which the module around both uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.ones(2))
+        self.register_buffer("table", torch.ones(2))
+
+
+@pytest.mark.parametrize("path", ["token", "table", "encoder.patch.weight"])
+def test_a_modality_that_is_a_tensor_is_told_that_it_is_one(path: str) -> None:
+    modalities = {"vision": Modality(module=path), "language": Modality(**LANGUAGE)}
+    kind = "buffer" if path == "table" else "parameter"
+    fix = "'encoder.patch'" if "." in path else "a module whose forward returns it"
+    with pytest.raises(ConfigError, match=rf"modalities.vision.module: got '{path}'. It is a {kind}.*{fix}"):
+        partition(Beside(), modalities)
+
+
+def test_a_parameter_beside_a_module_belongs_to_its_modality() -> None:
+    modalities = {"vision": Modality(module=["encoder", "token"]), "language": Modality(**LANGUAGE)}
+    found = partition(Beside(), modalities)
+    assert found.owners["token"] == ("vision.0",)
+    assert [cut.name for cut in found.encoders["vision"].boundaries] == ["encoder"]
+
+
+def test_a_tower_whose_last_norm_the_model_calls_by_itself_ends_with_the_next_module() -> None:
+    config = transformers.Kosmos2Config(
+        text_config={"vocab_size": 67, "embed_dim": 32, "layers": 2, "ffn_dim": 50, "attention_heads": 4},
+        vision_config={"hidden_size": 32, "intermediate_size": 50, "num_hidden_layers": 2, "num_attention_heads": 4},
+    )
+    with torch.device("meta"):
+        found = discover(transformers.Kosmos2ForConditionalGeneration(config))
+    assert found["vision"].owns == ("vision_model", "image_to_text_projection")
+    assert found["vision"].boundaries == (Boundary("image_to_text_projection"),)

@@ -10,9 +10,7 @@ import pytest
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.config.modality import Modality
-from lightning_mm5d.context_parallel.hooks.support import check_layers
+from lightning_mm5d.context_parallel.hooks.support import Reader
 from lightning_mm5d.source.names import class_names, forward_names, mentions, names
 from lightning_mm5d.source.reads import reads, weights_read
 from lightning_mm5d.source.trees import Source, decorated, function_of, method_of, own_functions
@@ -116,18 +114,14 @@ def test_code_without_source_may_drop_values_out() -> None:
     assert not drops(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
 
 
-def test_a_layer_without_source_may_mix_tokens_and_is_refused() -> None:
+def test_a_module_without_source_may_mix_tokens_and_runs_on_whole_sequences() -> None:
     class Layer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.attention, self.mixer = Attention(), without_source("x.cumsum(1)")()
 
-    root = nn.Module()
-    root.layers = nn.ModuleList([Layer()])
-    with pytest.raises(ConfigError, match=r"layers\.0\.mixer \(Hidden\) has code without source"):
-        check_layers({"language": Modality(cp_size=2)}, root, {"language": "layers"})
-    root.layers = nn.ModuleList([Attention()])
-    check_layers({"language": Modality(cp_size=2)}, root, {"language": "layers"})
+    assert list(Reader().mixers(Layer()).whole) == ["mixer"]
+    assert not Reader().mixers(Attention()).whole
 
 
 def test_each_function_is_parsed_once() -> None:

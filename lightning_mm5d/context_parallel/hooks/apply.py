@@ -7,13 +7,16 @@ them is right, and costs a gather only where it needs one.
 
 While a model generates, every rank computes full sequences: it looks at one token at a time, and at a cache.
 
-It refuses (`ConfigError`) keys of earlier calls, and layers in which tokens mix beside the attention (probe.py).
+Modules that mix tokens beside the attention run on whole sequences, and so do layers where nothing else is right
+(layer_ways.py, whole_modules.py).
+
+It refuses (`ConfigError`) keys of earlier calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -24,7 +27,7 @@ from torch import Tensor, nn
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.context_parallel.hooks.arguments import Arguments, names_of, replaced
-from lightning_mm5d.context_parallel.hooks.assignment import Assigned, Assignment, Ranks
+from lightning_mm5d.context_parallel.hooks.assignment import Assignment, Ranks
 from lightning_mm5d.context_parallel.hooks.draws import Draws, drawing
 from lightning_mm5d.context_parallel.hooks.interface import Interface
 from lightning_mm5d.context_parallel.hooks.layer_attention import Attention
@@ -34,9 +37,11 @@ from lightning_mm5d.context_parallel.hooks.layer_tensors import (
     shard_entries,
     sharded_result,
 )
-from lightning_mm5d.context_parallel.hooks.probe import LayerInput, mixed, probe
-from lightning_mm5d.context_parallel.hooks.recorded_states import nothing, sharded_records
+from lightning_mm5d.context_parallel.hooks.layer_ways import LayerWays
+from lightning_mm5d.context_parallel.hooks.probe import LayerInput
+from lightning_mm5d.context_parallel.hooks.recorded_states import sharded_records
 from lightning_mm5d.context_parallel.hooks.support import takes_products
+from lightning_mm5d.context_parallel.hooks.whole_modules import WholeCall, WholeModules
 from lightning_mm5d.context_parallel.masks.caches import Cache
 from lightning_mm5d.partition.hidden_state import at, hidden_place
 from lightning_mm5d.sharded.kept_results import unseen
@@ -79,7 +84,6 @@ class ContextParallel:
         drawers = drawing(layers.modules())
         self._stream = Region(self._group, drops=drops(layers) or bool(drawers), device=device)
         self._undo: list[Callable[[], object]] = []
-        self._known: dict[Any, tuple[tuple[bool, ...], nn.Module]] = {}
         self._recent = Cache(16)
         self._generates = False
         members = [module for layer in layers.children() for module in layer.modules()]
@@ -87,12 +91,20 @@ class ContextParallel:
         self._attention = Attention(name, mode, ranks.context, members, active, interface.caches)
         self._attention.takes_products = takes_products(members)
         self.replaying = self._attention.replaying
+        self._modules = WholeModules(
+            name,
+            partial(self._left_alone, interface),
+            active,
+            lambda: self._attention.is_replaying,
+            drops=drops(layers),
+        )
         work = self._attention.masks.work
         self._assignment = Assignment(modality, ranks, averages, work, interface.caches)
         parent = root.get_submodule(path.rpartition(".")[0])
         holders = [module for module in (*members, parent) if hasattr(getattr(module, "config", None), "model_type")]
         packed = any("cu_seqlens" in names_of(module.forward) for module in members)
         interface.add(self._attention, {id(one.config): one.config for one in holders}.values(), packed)
+        self._ways = LayerWays(name, layers, self._attention, self._modules, ranks, self._patch_whole, device)
         for index, layer in enumerate(layers.children()):
             self._patch(layer, index)
         if modality.cp_mode != "items":
@@ -156,6 +168,17 @@ class ContextParallel:
 
         self._put(module, "generate", generate)
 
+    def _patch_whole(self, module: nn.Module) -> None:
+        forward = self._modules.forward_of(module)
+        if forward is not None:
+            self._put(module, "forward", forward)
+
+    @contextmanager
+    def _left_alone(self, interface: Interface) -> Iterator[None]:
+        """Run modules as without context parallelism; all ranks draw the same random numbers."""
+        with interface.left_alone(self._attention), self._stream.outside():
+            yield
+
     def _put(self, module: nn.Module, name: str, value: Any) -> None:
         """Set an instance attribute until `remove`."""
         own = vars(module).get(name)
@@ -188,54 +211,47 @@ class ContextParallel:
 
         1. Assign tokens to ranks; run the layer as it is where every rank works on all of them.
         2. Make the arguments local.
-        3. Find out, once for a layer, whether only its attention mixes tokens.
+        3. Find out, once for a layer, which of its modules work on whole sequences.
         4. Run the layer.
         5. Return its results as sharded tensors.
         """
         where = hidden_place(*given)
         if where is None or self._generates:
-            return inner(*given.args, **given.kwargs)
+            return self._run_whole(layer, inner, given)
         state = at(where, *given)
         with unseen():
             assigned = self._assignment.of(state, given.kwargs)
-        if assigned is None:
-            return inner(*given.args, **given.kwargs)
+        if assigned is None or self._ways.is_whole(layer):
+            return self._run_whole(layer, inner, given)
         tokens = local_state(state, assigned, is_assigned=self._assignment.holds(state))
         local = replaced(given, names, partial(local_argument, assigned, self._recent), where, tokens)
-        call = assigned.call
-        call.crosses = self._crosses(layer, LayerInput(inner, local, names, assigned.dim), assigned)
+        way = self._ways.of(layer, LayerInput(inner, local, names, assigned.dim), assigned)
+        if way is None:
+            return self._run_whole(layer, inner, given)
+        call, whole = assigned.call, WholeCall(way.modules, assigned.sequence.coarser, way.dims)
+        call.crosses = way.crosses
         call.is_differentiated = state.requires_grad or any(one.requires_grad for one in layer.parameters())
+        if way.modules:
+            whole.note(given, local)
         with ExitStack() as stack:
             stack.enter_context(self._attention.during(call))
             if layer.training:
                 stack.enter_context(self._stream.inside())
+            stack.enter_context(self._modules.inside() if way.is_left_alone else self._modules.during(whole))
             if assigned.dim == -2:
                 batch = state.shape[0] if state.dim() > 2 else 1
                 stack.enter_context(sharded_records(self._name, assigned.sequence.coarser, batch))
             result = inner(*local.args, **local.kwargs)
         shard_entries(given, assigned)
-        return sharded_result(result, assigned, self._name)
+        return sharded_result(result, assigned, self._name, whole.is_whole)
 
-    def _crosses(self, layer: nn.Module, given: LayerInput, assigned: Assigned) -> tuple[bool, ...]:
-        """For each attention of a layer, whether its keys are of another sequence; found out once for each layer."""
-        key = (id(layer), given.dim, given.argument_names)
-        if key in self._known:
-            return self._known[key][0]
-        lengths = assigned.sequence.coarse.lengths
-        if min(lengths) < 2 or self._attention.is_silent:  # too short to tell this time
-            return ()
-        found: tuple[bool, ...] = ()
-        failed = None
-        try:
-            with nothing(), unseen(), torch.compiler.set_stance("force_eager"):
-                found = probe(self._name, layer, given, self._attention, lengths[self._group.index])
-        except ConfigError as error:
-            failed = error
-        # all ranks raise or none does: a rank that went on alone would wait for the others
-        somewhere = self._group.max(torch.tensor(float(failed is not None), device=self._device))
-        if failed is not None:
-            raise failed
-        if somewhere:
-            raise mixed(self._name, layer, "was refused on another rank")
-        self._known[key] = found, layer  # which keeps its id
-        return found
+    def _run_whole(self, layer: nn.Module, inner: Callable[..., Any], given: Arguments) -> Any:
+        """Run a layer on all tokens, as every rank does."""
+
+        def full(x: Any) -> Any:
+            return x.full() if self._assignment.holds(x) else x
+
+        args, kwargs = tuple(map(full, given.args)), {name: full(value) for name, value in given.kwargs.items()}
+        alone = self._modules.inside() if self._ways.mixes(layer) else nullcontext()
+        with alone:
+            return inner(*args, **kwargs)

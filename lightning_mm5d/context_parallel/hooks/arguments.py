@@ -40,6 +40,8 @@ def token_dim(name: str, x: Tensor, size: int) -> int | None:
     """Return the dim of `x` that counts the `size` tokens of a sequence, from the last; None where none does."""
     if name in _OF_ANOTHER or ("mask" in name and name != _MASK_BY_TOKEN):
         return None
+    if "bias" in name:  # of scores
+        return None
     if x.is_floating_point() or x.is_complex():
         return -2 if x.dim() >= 2 and x.shape[-2] == size else None
     return -1 if x.dim() and x.shape[-1] == size else None

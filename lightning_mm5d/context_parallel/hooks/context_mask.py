@@ -50,7 +50,7 @@ class ContextMask(Tensor):
         kwargs = kwargs or {}
         if func in _OF_SHAPE:
             return super().__torch_function__(func, types, args, kwargs)
-        if func is Tensor.to and not kwargs and args[1:] in ((args[0].device,), (torch.bool,)):
+        if func is Tensor.to and not kwargs and args[1:] in ((args[0].device,), (args[0].dtype,)):
             return args[0]
 
         def dense(value: Any) -> Any:

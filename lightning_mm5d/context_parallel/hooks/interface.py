@@ -10,7 +10,8 @@ config. An `Interface` finds the attention of a module.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -48,7 +49,7 @@ class Interface:
         self.caches = Caches()
         self._attention: list[tuple[Attention, set[int]]] = []
         self._adds: set[int] = set()  # configs whose own attention adds its masks
-        self._undo: list[Callable[[], object]] = []
+        self._named: dict[int, tuple[Any, str | None]] = {}  # configs by their id, and the attention of their own
         own = weakref.ref(self)
         for name in (_NAME, _PACKED):
             AttentionInterface.register(name, partial(_attend, own))
@@ -65,22 +66,36 @@ class Interface:
         found = list(configs)
         self._attention.append((attention, {id(config) for config in found}))
         for config in found:
-            own, *parts = [(one, attention_name(one)) for one in _with_parts(config)]
-            if own[1] == "eager":
+            own = attention_name(config)
+            if own == "eager":
                 self._adds.add(id(config))
-            name_attention(config, _PACKED if packed else _NAME)
-            for part, name in parts:  # transformers has set them as well
-                name_attention(part, name)
-            self._undo.append(partial(name_attention, *own))
+            self._named.setdefault(id(config), (config, own))
+            _name(config, _PACKED if packed else _NAME)
 
     def remove(self) -> None:
         """Let the configs name what they named before."""
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
+        for config, name in self._named.values():
+            _name(config, name)
+        self._named.clear()
         self._attention.clear()
         self._adds.clear()
         self.caches.clear()
+
+    @contextmanager
+    def left_alone(self, attention: Attention) -> Iterator[None]:
+        """Let the modules of `attention` attend as without context parallelism meanwhile."""
+        configs = next(ids for one, ids in self._attention if one is attention)
+        changed = [
+            (config, own, attention_name(config)) for key, (config, own) in self._named.items() if key in configs
+        ]
+        for config, own, _ in changed:
+            _name(config, own)
+        try:
+            with attention.off():
+                yield
+        finally:
+            for config, _, name in changed:
+                _name(config, name)
 
     def attend(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         """Attend as the modality of `module` does; the arguments are those of `Attention.attend`."""
@@ -130,7 +145,15 @@ def _make_mask(own: Callable[[], Interface | None], *args: Any, **kwargs: Any) -
     return interface.make_mask(*args, **kwargs)
 
 
-def _with_parts(config: Any) -> list[Any]:
-    """A config and those that it sets together with itself."""
+def _name(config: Any, name: str | None) -> None:
+    """Choose an attention for `config` alone; transformers sets its parts as well."""
+    parts = [(part, attention_name(part)) for part in _parts(config)]
+    name_attention(config, name)
+    for part, own in parts:
+        name_attention(part, own)
+
+
+def _parts(config: Any) -> list[Any]:
+    """The configs that a config sets together with itself."""
     parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
-    return [config, *(one for part in parts if part is not None for one in _with_parts(part))]
+    return [one for part in parts if part is not None for one in (part, *_parts(part))]

@@ -80,6 +80,7 @@ class Attention:
     Attributes:
         masks: the masks of the step.
         takes_products: whether layers call ``scaled_dot_product_attention`` by themselves.
+        is_replaying: whether a backward is under way, in which attention may be computed again.
     """
 
     def __init__(
@@ -93,9 +94,9 @@ class Attention:
     ) -> None:
         self._name, self._mode, self._groups = name, mode, groups
         self.takes_products = False
-        self.masks, self._host = StepMasks(self._refusal, caches), caches.host
+        self.masks, self._host = StepMasks(self._refusal, caches, active), caches.host
         self._members = {id(module): module for module in members}  # kept, so that no other takes an id
-        self._replays = False
+        self.is_replaying, self._is_off = False, False
         self._call: Call | None = None
         self._active = active
         self._noted: weakref.WeakKeyDictionary[Any, dict[_Place, set[_Turn]]] = weakref.WeakKeyDictionary()
@@ -117,29 +118,38 @@ class Attention:
 
     def claims(self, module: nn.Module) -> bool:
         """Whether an unknown module attends inside of a sharded layer, as the copy of a layer does."""
-        return self._call is not None or (self._replays and any(key[0] == id(module) for key in self._noted_now()))
+        return self._call is not None or (self.is_replaying and any(key[0] == id(module) for key in self._noted_now()))
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
         """Around a backward, in which attention may be computed again."""
-        self._replays = True
+        self.is_replaying = True
         try:
             yield
         finally:
-            self._replays = False
+            self.is_replaying = False
 
     @contextmanager
     def during(self, call: Call) -> Iterator[Call]:
         """Attend as `call` says meanwhile."""
         before, self._call = self._call, call
-        takes = (
-            TorchAttention(self._name, self.attend, call.is_differentiated) if self.takes_products else nullcontext()
-        )
+        options = (call.is_differentiated, lambda: self._is_off)
+        takes = TorchAttention(self._name, self.attend, *options) if self.takes_products else nullcontext()
         try:
             with takes:
                 yield call
         finally:
             self._call = before
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Leave attention alone meanwhile: what attends has all tokens."""
+        before = self._call, self._is_off
+        self._call, self._is_off = None, True
+        try:
+            yield
+        finally:
+            self._call, self._is_off = before
 
     @torch.compiler.disable
     def attend(
@@ -182,6 +192,7 @@ class Attention:
         if isinstance(query, Sharded) or isinstance(key, Sharded):  # of modules that are not in the sharded layers
             query, key, value = (x.full() if isinstance(x, Sharded) else x for x in (query, key, value))
         if self._call is not None and self._call.is_probe:
+            self.masks.check(attention_mask)
             self._call.enters(query.shape[2], key.shape[2])
             return _by_token(query, key, value), None
         split, crosses = self._turn(module, query.shape[2], key.shape[2])
@@ -223,7 +234,7 @@ class Attention:
             if run is not None:
                 self._noted.setdefault(run, {}).setdefault(place, set()).add(turn)
             return turn
-        found = self._noted_now().get(place, set()) if self._replays else set()
+        found = self._noted_now().get(place, set()) if self.is_replaying else set()
         if len(found) > 1:
             raise ConfigError(
                 f"modalities.{self._name}.cp_distribution",

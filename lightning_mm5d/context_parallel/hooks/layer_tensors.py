@@ -87,13 +87,14 @@ def shard_entries(given: Arguments, assigned: Assigned) -> None:
             _each_entry(value, sharded)
 
 
-def sharded_result(result: Any, assigned: Assigned, name: str) -> Any:
+def sharded_result(result: Any, assigned: Assigned, name: str, is_whole: Callable[[Tensor], bool]) -> Any:
     """Return what a layer computed of local tensors, as sharded tensors.
 
     Args:
         result: the hidden state, or a tuple or list of it and more.
         assigned: the split of the hidden state.
         name: the modality, for errors.
+        is_whole: whether a tensor is the same on all ranks, as a module of whole sequences returned it.
 
     Raises:
         ConfigError: something else in `result` has a gradient and no entry for each token.
@@ -105,8 +106,11 @@ def sharded_result(result: Any, assigned: Assigned, name: str) -> Any:
         return sequence.wrapped(result, assigned.dim)
     if isinstance(result, (tuple, list)) and result and isinstance(result[0], Tensor):
         batch = result[0].shape[0] if result[0].dim() > 2 else 1
-        rest = (_sharded_beside(one, assigned, batch, name) for one in result[1:])
-        parts = (sharded_result(result[0], assigned, name), *rest)
+        rest = (
+            one if isinstance(one, Tensor) and is_whole(one) else _sharded_beside(one, assigned, batch, name)
+            for one in result[1:]
+        )
+        parts = (sharded_result(result[0], assigned, name, is_whole), *rest)
         return type(result)(*parts) if hasattr(result, "_fields") else type(result)(parts)
     return result
 
@@ -126,7 +130,7 @@ def _sharded_beside(x: Any, assigned: Assigned, batch: int, name: str) -> Any:
             f"a result of shape {list(x.shape)}",
             "A layer returns, beside its hidden state, something made of this rank's tokens, of which all ranks "
             "would need to be asked",
-            "Return it for each token, or use cp_size=1",
+            "Return it for each token, use another cp_mode than 'items', or cp_size=1",
         )
     return x if found is None else found
 

@@ -3,13 +3,13 @@
 Meanwhile the attention works on each token by itself. Where ranks have whole items of a batch, the layer runs on some
 items, with its own attention.
 
-It refuses (`ConfigError`) layers that mix tokens beside their attention.
+It raises `MixingError` for layers that mix tokens beside their attention.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.context_parallel.hooks.arguments import Arguments, item_dim, replaced, token_dim
 from lightning_mm5d.context_parallel.hooks.layer_attention import Attention, Call
+from lightning_mm5d.context_parallel.hooks.whole_modules import Surveying
 from lightning_mm5d.data.random_state import kept_random_state
 from lightning_mm5d.partition.hidden_state import at, hidden_place
 from lightning_mm5d.sharded.tensor import Sharded
@@ -25,6 +26,10 @@ from lightning_mm5d.sharded.tensor import Sharded
 _TOKENS = 8  # that a probe looks at
 _OFF = {torch.float64: 1e-4, torch.float32: 1e-3}  # rounding differs by how many tokens there are, mixing by much more
 _OFF_16 = 3e-2
+
+
+class MixingError(Exception):
+    """Says what a layer does that depends on other tokens."""
 
 
 class LayerInput(NamedTuple):
@@ -61,44 +66,43 @@ class _Result(NamedTuple):
     is_own: list[bool]
 
 
-def probe(name: str, layer: nn.Module, given: LayerInput, attention: Attention, size: int) -> tuple[bool, ...]:
+def probe(
+    layer: nn.Module, given: LayerInput, attention: Attention, size: int, whole: Surveying | None = None
+) -> tuple[bool, ...]:
     """Return, for each attention of a layer in turn, whether its keys are the tokens of another sequence.
 
     A token that is alone is the first and the last, so special treatment of an end shows as well.
 
     Args:
-        name: the modality, for errors.
         layer: runs in eval mode meanwhile.
         given: its input.
         attention: of the modality.
-        size: tokens or items of this rank, at least 2.
+        size: tokens of this rank, at least 2, or its items.
+        whole: the modules that work on whole sequences, if any.
 
     Raises:
-        ConfigError: tokens mix, or what is given with them does not follow them.
+        MixingError: tokens mix, or what is given with them does not follow them.
     """
+
+    def run(tokens: Tensor) -> _Result:
+        return _run(given, attention, tokens, size, whole)
+
     try:
         with _in_eval_mode(layer), torch.no_grad(), kept_random_state(_device_of(given)):
-            for count in range(min(size, _TOKENS), 1, -1):
+            for count in range(min(size, _TOKENS), 1, -1) if size > 1 else (1,):
                 few = torch.arange(count)
+                if whole is not None:
+                    whole.learn(lambda tokens, few=few: run(few[:tokens]), count)  # type: ignore[misc]
                 places = [*range(count)] if count <= 3 else [1, count // 2, count - 2]
-                together = _run(given, attention, few, size)
-                alone = [_run(given, attention, few[place : place + 1], size) for place in places]
+                together = run(few)
+                alone = [run(few[place : place + 1]) for place in places]
                 if all(one.is_own == together.is_own for one in alone):
                     break  # else another sequence happens to be of this length
-    except (RuntimeError, ValueError, IndexError, TypeError) as error:
-        raise mixed(name, layer, f"fails on some of its tokens: {error}") from error
-    _compare(name, layer, together.hidden, [one.hidden for one in alone], places, count, given.dim)
+    except Exception as error:
+        said = f"{error.got}: {error.rule}" if isinstance(error, ConfigError) else error
+        raise MixingError(f"fails on some of its tokens ({said})") from error
+    _compare(layer, together.hidden, [one.hidden for one in alone], places, count, given.dim)
     return tuple(not is_own for is_own in together.is_own)
-
-
-def mixed(name: str, layer: nn.Module, why: str) -> ConfigError:
-    """Return the error of a layer that mixes the tokens of several ranks."""
-    return ConfigError(
-        f"modalities.{name}.cp_size",
-        type(layer).__name__,
-        f"This layer {why}, beside its attention",
-        "Use cp_size=1; tp_size, pp_size and dp_size have no such limit",
-    )
 
 
 def _device_of(given: LayerInput) -> torch.device:
@@ -108,7 +112,7 @@ def _device_of(given: LayerInput) -> torch.device:
     return device
 
 
-def _run(given: LayerInput, attention: Attention, tokens: Tensor, size: int) -> _Result:
+def _run(given: LayerInput, attention: Attention, tokens: Tensor, size: int, whole: Surveying | None = None) -> _Result:
     """Run the layer on some of its `size` tokens or items."""
     where = hidden_place(*given.local)
     assert where is not None
@@ -127,8 +131,11 @@ def _run(given: LayerInput, attention: Attention, tokens: Tensor, size: int) -> 
         return value if along is None else value.index_select(along, tokens)
 
     args, kwargs = replaced(given.local, given.names, only, where, state.index_select(given.dim, tokens))
-    with attention.during(Call(None, is_probe=given.dim == -2)) as call:
+    surveyed = nullcontext() if whole is None else whole.during()
+    with surveyed, attention.during(Call(None, is_probe=given.dim == -2)) as call:
         result = given.forward(*args, **kwargs)
+    if any(queries != len(tokens) for queries, _ in call.seen):
+        raise ValueError(f"its attention has {call.seen[0][0]} queries for {len(tokens)} tokens")
     found: Tensor = result[0] if isinstance(result, (tuple, list)) else result
     is_own = [queries == keys for queries, keys in call.seen]
     return _Result(found.full() if isinstance(found, Sharded) else found, is_own)
@@ -143,12 +150,12 @@ def _entry_of(entry: Any, tokens: Tensor, size: int) -> Any:
 
 
 def _compare(
-    name: str, layer: nn.Module, together: Tensor, alone: Sequence[Tensor], places: Sequence[int], count: int, dim: int
+    layer: nn.Module, together: Tensor, alone: Sequence[Tensor], places: Sequence[int], count: int, dim: int
 ) -> None:
-    """Refuse a layer whose results of single tokens differ from those of `count` tokens."""
+    """Raise `MixingError` where results of single tokens differ from those of `count` tokens."""
     single = torch.cat([*alone], dim)
     if together.shape[dim] != count or single.shape[dim] != len(places):
-        raise mixed(name, layer, f"returns {together.shape[dim]} tokens for {count}")
+        raise MixingError(f"returns {together.shape[dim]} tokens for {count}")
     same = together.index_select(dim, torch.tensor(places, device=together.device))
     is_rounded = torch.is_autocast_enabled(single.device.type)
     is_rounded = is_rounded or any(p.dtype.itemsize < 4 for p in layer.parameters())
@@ -156,7 +163,7 @@ def _compare(
     off = (same - single).abs().amax(-1) > allowed * single.abs().amax(-1).clamp_min(1e-6)
     # a router may send a token elsewhere for a rounding; where tokens mix, all of them differ
     if off.float().mean() >= 0.5:
-        raise mixed(name, layer, "computes something else of a token when other tokens are elsewhere")
+        raise MixingError("computes something else of a token when other tokens are elsewhere")
 
 
 @contextmanager

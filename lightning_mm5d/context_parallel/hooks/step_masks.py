@@ -6,6 +6,7 @@ It refuses (`ConfigError`) masks that add a bias to scores and masks of another 
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -29,10 +30,12 @@ class StepMasks:
     Args:
         refusal: makes the error of a field, what it got and the rule.
         caches: of the session.
+        active: returns what runs now, or None; another one makes masks of its own.
     """
 
-    def __init__(self, refusal: Refusal, caches: Caches) -> None:
-        self._refusal, self._caches = refusal, caches
+    def __init__(self, refusal: Refusal, caches: Caches, active: Callable[[], Any] = lambda: None) -> None:
+        self._refusal, self._caches, self._active = refusal, caches, active
+        self._made_in: Callable[[], Any] = lambda: None
         self._made: list[Mask] = []
         self._layers: dict[int, int] = {}  # how many layers of all steps took the first mask of a step, the second ...
         self._ran = False
@@ -44,9 +47,14 @@ class StepMasks:
         self._recent.clear()
 
     def note(self, mask: Mask) -> None:
-        """Remember a mask that the model made; the first one after layers ran begins a new step."""
-        if self._ran:
+        """Remember a mask that the model made; the first one of a run, and after layers ran, begins a new step.
+
+        A run may make masks of one microbatch and run no layers, where it computes an encoder alone.
+        """
+        now = self._active()
+        if self._ran or now is not self._made_in():
             self._made, self._ran = [], False
+            self._made_in = (lambda: None) if now is None else weakref.ref(now)
         self._made.append(mask)
 
     def work(self, size: int, block: int) -> Tensor:
@@ -124,17 +132,24 @@ class StepMasks:
         host.note(segments, known)
         return segments
 
-    def _dense(self, given: Tensor, shape: Mapping[str, Any]) -> Mask:
-        """The mask of a dense one, bool or added to scores."""
+    def check(self, given: Tensor | None) -> None:
+        """Refuse a tensor that adds a bias to scores, or has another shape than ``[B, 1, Sq, Sk]``."""
+        if given is None or isinstance(given, ContextMask):
+            return
         if given.dim() != 4 or given.shape[1] != 1:
             raise self._refusal("attention_mask", list(given.shape), "A mask has the shape [B, 1, Sq, Sk]")
+        if given.dtype != torch.bool:
+            known = self._caches.host.of(given)
+            if given.requires_grad or bool(((known > _LOW) & (known != 0)).any()):
+                raise self._refusal("attention_mask", list(given.shape), "It adds a bias to scores")
+
+    def _dense(self, given: Tensor, shape: Mapping[str, Any]) -> Mask:
+        """The mask of a dense one, bool or added to scores."""
+        self.check(given)
         allowed = given
         if given.dtype != torch.bool:
             allowed = given == 0
             self._caches.host.note(allowed, self._caches.host.of(given) == 0)
-            known = self._caches.host.of(given)
-            if given.requires_grad or bool(((known > _LOW) & (known != 0)).any()):
-                raise self._refusal("attention_mask", list(given.shape), "It adds a bias to scores")
         lengths = {name: given.shape[dim] for name, dim in (("q_length", 2), ("k_length", 3)) if given.shape[dim] > 1}
         rows, _, queries, keys = (int(size > 1) for size in given.shape)  # a dim of size 1 has one entry for all
         function: MaskFunction = lambda b, h, q, k: allowed[b * rows, 0, q * queries, k * keys]  # noqa: E731

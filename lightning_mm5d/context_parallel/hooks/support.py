@@ -1,15 +1,16 @@
-"""Finds layers whose sequences cannot be sharded by their code, before a run.
+"""Finds the modules of layers that mix tokens in a way of their own, by their code, before a run.
 
-Only the attention may mix tokens, and only through transformers' attention interface or torch's
-``scaled_dot_product_attention``, where this library takes its place. What code does not show, the first step does
-(probe.py).
+An attention that goes through transformers' attention interface, or through torch's ``scaled_dot_product_attention``,
+is replaced by one of this library that knows the tokens of other ranks. Other modules that mix tokens run on whole
+sequences (whole_modules.py). What code does not show, the first step does (probe.py).
 
-It refuses (`ConfigError`) layers whose code mixes tokens otherwise.
+It refuses (`ConfigError`) attention weights that are dropped out while they lie on several ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from torch import nn
 
@@ -21,16 +22,34 @@ from lightning_mm5d.source.trees import Source
 _PRODUCT = "scaled_dot_product_attention"
 
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+_KNOWN = {_INTERFACE, _PRODUCT}
+_NONE: frozenset[str] = frozenset()
 _BIASES = ("position_bias", "rel_pos", "relative_position", "alibi")
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-_MIXERS = (*_CONVOLUTIONS, *_BATCH_NORMS, nn.RNNBase, nn.MultiheadAttention)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_OF_TORCH = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+_MIXERS = (*_CONVOLUTIONS, *BATCH_NORMS, *_OF_TORCH, nn.RNNBase, nn.MultiheadAttention)
 _MIXES = ("baddbmm", "conv1d", "causal_conv1d_fn", "cumsum", "multi_head_attention_forward")
+_PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum"}
 _DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "attn_dropout")
 
 
+class Mixers(NamedTuple):
+    """The modules of one layer that mix tokens, by their path in it.
+
+    Attributes:
+        whole: those that run on whole sequences, and why; the layer itself is "".
+        attends: those whose attention is replaced.
+        likely: those that may mix tokens, where running the layer shows that something does.
+    """
+
+    whole: dict[str, str]
+    attends: list[str]
+    likely: list[str]
+
+
 def check_layers(modalities: Mapping[str, Modality], root: nn.Module, layers: Mapping[str, str | None]) -> None:
-    """Refuse to share sequences of layers in which tokens mix beside the attention interface.
+    """Refuse modalities whose sequences cannot be shared.
 
     Args:
         modalities: the configuration.
@@ -40,7 +59,7 @@ def check_layers(modalities: Mapping[str, Modality], root: nn.Module, layers: Ma
     Raises:
         ConfigError: with the path of the module.
     """
-    source = Source()
+    read = Reader()
     for name, modality in modalities.items():
         if modality.cp_size == 1:
             continue
@@ -50,50 +69,73 @@ def check_layers(modalities: Mapping[str, Modality], root: nn.Module, layers: Ma
             raise ConfigError(f"modalities.{name}.cp_size", modality.cp_size, rule, "Use 1")
         if modality.cp_mode == "items":
             continue
-        classes = {type(module) for module in root.get_submodule(path).modules()}
-        read = {cls: (class_names(source, cls), forward_names(source, cls) or frozenset()) for cls in classes}
         for index, layer in root.get_submodule(path).named_children():
-            _check_layer(name, modality, f"{path}.{index}", layer, read)
+            _check_dropout(name, modality, f"{path}.{index}", layer, read.mixers(layer))
 
 
-def _check_layer(
-    name: str,
-    modality: Modality,
-    path: str,
-    layer: nn.Module,
-    read: Mapping[type[nn.Module], tuple[frozenset[str] | None, frozenset[str]]],
-) -> None:
-    def refuse(module: str, why: str) -> ConfigError:
-        where = f"{path}.{module}" if module else path
-        return ConfigError(
-            f"modalities.{name}.cp_size",
-            modality.cp_size,
-            f"{where} ({type(layer.get_submodule(module)).__name__}) {why}",
-            "Use cp_size=1; tp_size, pp_size and dp_size have no such limit",
-        )
+class Reader:
+    """Reads the code of layers."""
 
-    attends: list[str] = []
-    for module, part in layer.named_modules():
-        every, _ = read[type(part)]
-        if every is None:
-            raise refuse(module, "has code without source, which does not tell whether it mixes tokens")
-        attends += [module] * bool(every & {_INTERFACE, _PRODUCT})
-    for module, part in layer.named_modules():
-        _, names = read[type(part)]
+    def __init__(self) -> None:
+        self._source = Source()
+        self._read: dict[type[nn.Module], tuple[frozenset[str] | None, frozenset[str]]] = {}
+
+    def mixers(self, layer: nn.Module) -> Mixers:
+        """Return the modules of a layer that mix tokens, as far as code shows; none inside of one that is whole."""
+        attends = [path for path, part in layer.named_modules() if (self._every(part) or _NONE) & _KNOWN]
+        found = {path: self._why(part, path in attends) for path, part in layer.named_modules()}
+        whole = _outermost({path: why for path, why in found.items() if why is not None})
+        if not attends and not whole:
+            products = [path for path, part in layer.named_modules() if self._multiplies(part)]
+            whole = _outermost(dict.fromkeys(products, "multiplies queries and keys by itself"))
+        if not attends and not whole:
+            whole = {"": "has no attention that is known"}
+        attends = [path for path in attends if not any(_is_in(path, one) for one in whole)]
+        likely = [path for path, part in layer.named_modules() if path in attends or self._multiplies(part)]
+        return Mixers(whole, attends, likely)
+
+    def _why(self, part: nn.Module, attends: bool) -> str | None:
+        """Why a module runs on whole sequences, if it does."""
+        names = self._names(part)
         bias = next((found for found in sorted(names) if found.startswith(_BIASES)), None)
         mixes = next((found for found in _MIXES if found in names), None)
-        if module in attends and bias is not None:
-            raise refuse(module, f"adds a bias by position to its scores ({bias}), which would have to be sharded")
-        if module in attends and "arange" in names and _scales_by_position(part):
-            how = " (with attn_temperature_tuning; set it to False)" if hasattr(part, "attn_temperature_tuning") else ""
-            raise refuse(module, f"counts positions in what it is given, which are some of the tokens{how}")
+        if self._every(part) is None:
+            return "has code without source"
+        if attends and bias is not None:
+            return f"adds a bias by position to its scores ({bias})"
+        if attends and "arange" in names and _scales_by_position(part):
+            return "counts positions in what it is given"
         if isinstance(part, _MIXERS):
-            raise refuse(module, "mixes tokens of which each rank has some")
-        if module not in attends and mixes is not None:
-            raise refuse(module, f"works on whole sequences ({mixes}), not through an attention that is known")
-    if not attends:
-        raise refuse("", f"has no attention through transformers' attention interface or torch's {_PRODUCT}")
-    for module in attends:
+            return "mixes tokens"
+        return f"works on whole sequences ({mixes})" if not attends and mixes is not None else None
+
+    def _multiplies(self, part: nn.Module) -> bool:
+        every = self._every(part) or _NONE
+        return "softmax" in every and not every.isdisjoint(_PRODUCTS)
+
+    def _every(self, part: nn.Module) -> frozenset[str] | None:
+        return self._of(type(part))[0]
+
+    def _names(self, part: nn.Module) -> frozenset[str]:
+        return self._of(type(part))[1]
+
+    def _of(self, cls: type[nn.Module]) -> tuple[frozenset[str] | None, frozenset[str]]:
+        if cls not in self._read:
+            self._read[cls] = class_names(self._source, cls), forward_names(self._source, cls) or _NONE
+        return self._read[cls]
+
+
+def _outermost(found: dict[str, str]) -> dict[str, str]:
+    return {path: why for path, why in found.items() if not any(one != path and _is_in(path, one) for one in found)}
+
+
+def _is_in(path: str, other: str) -> bool:
+    """Whether the module at `path` is the one at `other` or inside of it."""
+    return path == other or not other or path.startswith(f"{other}.")
+
+
+def _check_dropout(name: str, modality: Modality, path: str, layer: nn.Module, mixers: Mixers) -> None:
+    for module in mixers.attends:
         config = getattr(layer.get_submodule(module), "config", None)
         rates = {field: getattr(config, field, 0.0) for field in _DROPOUTS}
         dropped = next((field for field, rate in rates.items() if isinstance(rate, (int, float)) and rate > 0), None)

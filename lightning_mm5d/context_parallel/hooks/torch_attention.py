@@ -28,18 +28,25 @@ class TorchAttention(TorchFunctionMode):
         name: the modality, for errors.
         attend: takes what transformers gives an attention: module, query, key, value, mask and options.
         is_differentiated: whether a backward passes through the layer.
+        is_off: whether the attention that runs now is torch's.
     """
 
-    def __init__(self, name: str, attend: Callable[..., tuple[Tensor, None]], is_differentiated: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        attend: Callable[..., tuple[Tensor, None]],
+        is_differentiated: bool,
+        is_off: Callable[[], bool],
+    ) -> None:
         super().__init__()
-        self._name, self._attend = name, attend
+        self._name, self._attend, self._is_off = name, attend, is_off
         self._records = is_differentiated and torch.is_grad_enabled()
         self._hooks = saved_tensor_hooks() if self._records else None
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is not F.scaled_dot_product_attention:
+        if func is not F.scaled_dot_product_attention or self._is_off():
             return func(*args, **(kwargs or {}))
         if self._is_checkpointed():
             raise ConfigError(

@@ -1,0 +1,61 @@
+"""Computes torch's attention for the queries of a rank's own tokens, where a module has the tokens of all ranks.
+
+Rows of other ranks' queries are zero: the module's result of these tokens is thrown away. Scores take the memory of the
+own rows alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from lightning_mm5d.sharded.sequence import ShardedSequence
+
+
+class OwnRows(TorchFunctionMode):
+    """Computes ``scaled_dot_product_attention`` for the queries of this rank's tokens; other rows are zero.
+
+    Args:
+        sequence: the tokens of all ranks.
+    """
+
+    def __init__(self, sequence: ShardedSequence) -> None:
+        super().__init__()
+        self._sequence = sequence
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.scaled_dot_product_attention or not self._fits(*args, **kwargs):
+            return func(*args, **kwargs)
+        return self._of_rows(*args, **kwargs)
+
+    def _fits(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> bool:
+        names = ("attn_mask", "dropout_p", "is_causal")
+        given = dict(zip(names, args, strict=False)) | kwargs
+        mask = given.get("attn_mask")
+        has_rows = mask is None or mask.dim() < 2 or mask.shape[-2] in (1, query.shape[-2])
+        # ranks draw equally many numbers for equal dropout, which rows of their own would not
+        return query.shape[-2] == self._sequence.split.size and has_rows and not given.get("dropout_p")
+
+    def _of_rows(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> Tensor:
+        split = self._sequence.split
+        own = split.indices(self._sequence.index, query.device)
+        if is_causal:
+            attn_mask = own[:, None] >= torch.arange(key.shape[-2], device=query.device)
+        elif attn_mask is not None and attn_mask.dim() > 1 and attn_mask.shape[-2] > 1:
+            attn_mask = attn_mask.index_select(-2, own)
+        rows = F.scaled_dot_product_attention(query.index_select(-2, own), key, value, attn_mask, **options)
+        return rows.new_zeros(*rows.shape[:-2], split.size, rows.shape[-1]).index_copy(-2, own, rows)

@@ -1,0 +1,370 @@
+"""Modules inside of sharded layers that mix tokens in a way of their own, run on whole sequences.
+
+An attention with a bias by position, one that multiplies queries and keys by itself, a convolution over tokens, a
+recurrence: each context parallel rank gathers what such a module is given, runs the module as it is, and keeps its own
+tokens of the result. So it computes what one process computes, and only the rest of the layer is sharded. Where the
+module calls torch's ``scaled_dot_product_attention``, a rank computes the rows of its own queries alone.
+
+**Gradients.** A rank's loss depends on its own tokens of the result, so the gradients of gathered arguments are summed
+over ranks, and those of parameters add up to what `ShardedSequence` promises. A result without a dim of tokens, such
+as a bias that the next layers take, stays whole on every rank.
+
+It refuses (`ConfigError`) a module that is called with other arguments than in its first call.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.context_parallel.hooks.own_rows import OwnRows
+from lightning_mm5d.sharded.sequence import ShardedSequence
+from lightning_mm5d.sharded.tensor import Sharded
+from lightning_mm5d.sharded.torch_internals import is_view
+
+Dims = tuple[int | None, ...]  # for each argument, the dim that counts tokens
+Key = tuple[int, int]  # id of a module, and how often it ran before in one call of a layer
+_OFF = 3e-2
+
+
+class Known(NamedTuple):
+    """What a probe knows of a module that runs on whole sequences.
+
+    Attributes:
+        dims: which dims of its arguments count tokens.
+        result: of a whole sequence.
+        like: the argument that counts tokens, of that sequence.
+    """
+
+    dims: Dims
+    result: Any
+    like: Tensor
+
+
+@dataclass(eq=False)
+class WholeCall:
+    """The modules that run on whole sequences in one call of a layer.
+
+    Attributes:
+        modules: ids of them.
+        sequence: the tokens of all context parallel ranks.
+        dims: for each module and how often it ran, which dims of its arguments count tokens.
+        known: arguments of the layer by the id of the local one: that and the whole one.
+        survey: what the probe that runs the layer knows; None where the layer runs for its result.
+        results: those that count no tokens.
+        ran: how often each module ran.
+    """
+
+    modules: frozenset[int]
+    sequence: ShardedSequence
+    dims: dict[Key, Dims] = field(default_factory=dict)
+    known: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    survey: dict[Key, Known] | None = None
+    results: list[Tensor] = field(default_factory=list)
+    ran: dict[int, int] = field(default_factory=dict)
+
+    def is_whole(self, x: Tensor) -> bool:
+        """Whether `x` is a result that counts no tokens, and is the same on all ranks."""
+        return any(x is one for one in self.results)
+
+    def note(self, given: Any, local: Any) -> None:
+        """Remember the whole arguments `given` of the layer of which `local` are this rank's."""
+        for whole, own in zip(tree_flatten(given)[0], tree_flatten(local)[0], strict=True):
+            both = isinstance(whole, Tensor) and isinstance(own, Tensor) and own is not whole
+            if both and not whole.requires_grad and not isinstance(whole, Sharded):
+                self.known[id(own)] = own, whole
+
+
+class WholeModules:
+    """Runs chosen modules of one modality's layers on whole sequences.
+
+    Args:
+        name: the modality, for errors.
+        plainly: makes a context in which attention is what it is without context parallelism.
+        active: gives the run of a stage on a microbatch that is under way, forward or backward, if any.
+        replays: whether a backward is under way, in which modules may be computed again.
+        drops: whether layers may drop values out.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        plainly: Callable[[], AbstractContextManager[None]],
+        active: Callable[[], Any],
+        replays: Callable[[], bool],
+        *,
+        drops: bool,
+    ) -> None:
+        self._name, self._plainly, self._active, self._drops = name, plainly, active, drops
+        self._replays = replays
+        self._call: WholeCall | None = None
+        self._is_inside = False
+        self._noted: weakref.WeakKeyDictionary[Any, dict[int, list[WholeCall]]] = weakref.WeakKeyDictionary()
+        self._patched: dict[int, nn.Module] = {}
+        self._without_rows: set[int] = set()  # modules whose attention works on tokens in another order
+
+    @contextmanager
+    def during(self, call: WholeCall | None) -> Iterator[None]:
+        """Run modules as `call` says meanwhile."""
+        before, self._call = self._call, call
+        try:
+            yield
+        finally:
+            self._call = before
+
+    def surveying(self, modules: frozenset[int], sequence: ShardedSequence) -> Surveying:
+        """Return what lets a probe see the modules with these ids."""
+        return Surveying(self, modules, sequence)
+
+    def forward_of(self, module: nn.Module) -> MethodType | None:
+        """Return the forward that runs `module` on whole sequences where a call asks for it; None once it has it."""
+        if id(module) in self._patched:
+            return None
+        self._patched[id(module)] = module
+        own = vars(module).get("forward")
+
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            inner = partial(type(module).forward, module) if own is None else own
+            call = None if self._is_inside else self._call or self._earlier(module)
+            if call is None or id(module) not in call.modules:
+                return inner(*args, **kwargs)
+            return self._run(module, inner, call, (args, kwargs))
+
+        return MethodType(forward, module)
+
+    def _earlier(self, module: nn.Module) -> WholeCall | None:
+        """The call of a module that a backward computes again, without its layer."""
+        run = self._active() if self._replays() else None
+        calls = self._noted.get(run, {}).get(id(module), []) if run is not None else []
+        if len({id(call.sequence) for call in calls}) > 1 or (calls and self._drops and module.training):
+            raise ConfigError(
+                f"modalities.{self._name}.cp_size",
+                f"activation checkpointing inside of a layer, around {type(module).__name__}",
+                "It runs on whole sequences, and is computed again alone where it draws no random numbers and where "
+                "all its calls split tokens equally",
+                "Put the checkpoint around the layer, or use cp_size=1",
+            )
+        return calls[0] if calls else None
+
+    @torch.compiler.disable
+    def _run(self, module: nn.Module, inner: Callable[..., Any], call: WholeCall, given: Any) -> Any:
+        key = id(module), call.ran.get(id(module), 0) if call is self._call else 0
+        call.ran[id(module)] = key[1] + 1
+        leaves, form = tree_flatten(given)
+        if call.survey is not None:
+            return self._surveyed(inner, call, key, leaves, form)
+        dims = call.dims.get(key)
+        if dims is None or len(dims) != len(leaves):
+            raise ConfigError(
+                f"modalities.{self._name}.cp_size",
+                f"a call of {type(module).__name__} with {len(leaves)} arguments",
+                "It runs on whole sequences, and is called with the arguments of its first call",
+                "Use cp_size=1, or call it in one way",
+            )
+        run = self._active()
+        if run is not None and call is self._call:
+            self._noted.setdefault(run, {}).setdefault(id(module), []).append(call)
+        sequence = call.sequence
+        whole = [x if dim is None else _gathered(x, dim, call) for x, dim in zip(leaves, dims, strict=True)]
+        args, kwargs = tree_unflatten(whole, form)
+        rows = nullcontext() if id(module) in self._without_rows else OwnRows(sequence)
+        with self.inside(), rows:
+            result = inner(*args, **kwargs)
+        place = _place(dims)
+        return self._own(result, call, whole[place], dims[place])  # type: ignore[arg-type]
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Run everything as without context parallelism meanwhile."""
+        before, self._is_inside = self._is_inside, True
+        try:
+            with self._plainly():
+                yield
+        finally:
+            self._is_inside = before
+
+    def _own(self, result: Any, call: WholeCall, like: Tensor, dim: int) -> Any:
+        """This rank's tokens of a result."""
+        sequence = call.sequence
+
+        def own(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            if not _counts_tokens(x, like, dim):
+                call.results.append(x)
+                return x
+            local = sequence.local_of(x, dim, sequence.lengths)
+            return local.clone() if is_view(local) else local
+
+        leaves, form = tree_flatten(result)
+        return tree_unflatten([own(x) for x in leaves], form)
+
+    # --- in a probe ---
+
+    def _surveyed(self, inner: Callable[..., Any], call: WholeCall, key: Key, leaves: Any, form: Any) -> Any:
+        """Something of each token alone, of the form of the module's result."""
+        assert call.survey is not None
+        if key not in call.survey:
+            raise _UnknownError(inner, key, leaves, form)
+        dims, result, like = call.survey[key]
+        place = _place(dims)
+        dim: int = dims[place]  # type: ignore[assignment]
+        few = leaves[place]
+        others = [one for one in range(few.dim()) if one not in (0, dim)]
+        alone = (few.double().mean(others, keepdim=True) if others else few.double()).tanh()
+
+        def small(x: Any) -> Any:
+            if not isinstance(x, Tensor) or not _counts_tokens(x, like, dim):
+                return x
+            shape = [*x.shape]
+            shape[dim] = few.shape[dim]
+            return alone.to(x.dtype).expand(shape).contiguous()
+
+        results, shape_of = tree_flatten(result)
+        return tree_unflatten([small(x) for x in results], shape_of)
+
+    def learn(self, sequence: ShardedSequence, few: _UnknownError, single: _UnknownError) -> Known:
+        """Run a module on a sequence that repeats some tokens.
+
+        Args:
+            sequence: the tokens of all ranks.
+            few: a call with some tokens.
+            single: a call with one.
+
+        Raises:
+            ValueError: its arguments or results do not show which dim counts tokens.
+        """
+        leaves = few.leaves
+        dims = tuple(_dim_of(one, other) for one, other in zip(leaves, single.leaves, strict=True))
+        if all(dim is None for dim in dims):
+            raise ValueError("a module that mixes tokens is given something that does not count them")
+        place = _place(dims)
+        dim: int = dims[place]  # type: ignore[assignment]
+        numbers = torch.arange(sequence.split.size) % leaves[place].shape[dim]
+        longer = [x if dim is None else _longer(x, dim, numbers) for x, dim in zip(leaves, dims, strict=True)]
+        args, kwargs = tree_unflatten(longer, few.form)
+        with self.inside():
+            result = few.inner(*args, **kwargs)
+            with OwnRows(sequence):
+                again = few.inner(*args, **kwargs)
+        first = next((x for x in tree_flatten(result)[0] if isinstance(x, Tensor)), None)
+        if first is None or not _counts_tokens(first, longer[place], dim):
+            raise ValueError("a module that mixes tokens returns something else than tokens")
+        pairs = zip(tree_flatten(result)[0], tree_flatten(again)[0], strict=True)
+        if not all(_is_close(a, b, sequence, longer[place], dim) for a, b in pairs):
+            self._without_rows.add(few.key[0])
+        return Known(dims, result, longer[place])
+
+
+class _UnknownError(BaseException):
+    """Stops the run of a layer at a module that the probe does not know."""
+
+    def __init__(self, inner: Callable[..., Any], key: Key, leaves: list[Any], form: Any) -> None:
+        super().__init__()
+        self.inner, self.key, self.leaves, self.form = inner, key, leaves, form
+
+
+class Surveying:
+    """Lets a probe see modules that run on whole sequences, in place of running them.
+
+    Args:
+        owner: of the modules.
+        modules: ids of them.
+        sequence: the tokens of all ranks.
+    """
+
+    def __init__(self, owner: WholeModules, modules: frozenset[int], sequence: ShardedSequence) -> None:
+        self._owner, self._modules, self._sequence = owner, modules, sequence
+        self._known: dict[Key, Known] = {}
+
+    def learn(self, run: Callable[[int], Any], count: int) -> None:
+        """Get to know the modules that a layer calls.
+
+        Args:
+            run: runs the layer on so many tokens.
+            count: tokens, at least 2.
+
+        Raises:
+            ValueError: a module is called in a way that does not show which dims count tokens.
+        """
+        while (few := self._stop(run, count)) is not None:
+            single = self._stop(run, 1)
+            if single is None or single.key != few.key or len(single.leaves) != len(few.leaves):
+                raise ValueError("it calls other modules for one token than for several")
+            self._known[few.key] = self._owner.learn(self._sequence, few, single)
+
+    @contextmanager
+    def during(self) -> Iterator[None]:
+        """Around a run of the layer."""
+        with self._owner.during(WholeCall(self._modules, self._sequence, survey=self._known)):
+            yield
+
+    @property
+    def dims(self) -> dict[Key, Dims]:
+        """For each module, which dims of its arguments count tokens."""
+        return {key: known.dims for key, known in self._known.items()}
+
+    @staticmethod
+    def _stop(run: Callable[[int], Any], count: int) -> _UnknownError | None:
+        try:
+            run(count)
+        except _UnknownError as stop:
+            return stop
+        return None
+
+
+def _gathered(x: Tensor, dim: int, call: WholeCall) -> Tensor:
+    known = call.known.get(id(x))
+    if known is not None and known[0] is x:
+        return known[1]
+    x = x.full() if isinstance(x, Sharded) else x
+    return call.sequence.mixed(x, dim)
+
+
+def _longer(x: Tensor, dim: int, numbers: Tensor) -> Tensor:
+    """Tokens `numbers` of `x`, which differ a little where they are repeated."""
+    found = x.index_select(dim, numbers.to(x.device))
+    if not found.is_floating_point():
+        return found
+    shape = [1] * x.dim()
+    shape[dim] = -1
+    factor = 1 + 0.3 * torch.arange(len(numbers), device=x.device, dtype=torch.float32).sin()
+    return found * factor.to(x.dtype).view(shape)
+
+
+def _is_close(a: Any, b: Any, sequence: ShardedSequence, like: Tensor, dim: int) -> bool:
+    """Whether this rank's tokens of two results are equal but for rounding."""
+    if not isinstance(a, Tensor) or not _counts_tokens(a, like, dim):
+        return True
+    a, b = (sequence.local_of(x, dim, sequence.lengths).double() for x in (a, b))
+    return bool((a - b).abs().max() <= _OFF * a.abs().max())
+
+
+def _place(dims: Dims) -> int:
+    """The first argument that counts tokens."""
+    return next(index for index, dim in enumerate(dims) if dim is not None)
+
+
+def _counts_tokens(x: Tensor, like: Tensor, dim: int) -> bool:
+    """Whether a result `x` counts tokens as the argument `like` does, along `dim`."""
+    return x.dim() == like.dim() and x.shape[dim] == like.shape[dim] and (dim == 0 or x.shape[0] == like.shape[0])
+
+
+def _dim_of(few: Any, single: Any) -> int | None:
+    """The dim of an argument that counts tokens, given it of some tokens and of one; None where it has none."""
+    if not isinstance(few, Tensor) or not isinstance(single, Tensor) or few.dim() != single.dim():
+        return None
+    found = [dim for dim, size in enumerate(few.shape) if size != single.shape[dim]]
+    if len(found) > 1:
+        raise ValueError("an argument of a module has several dims of tokens")
+    return found[0] if found else None

@@ -1,0 +1,1 @@
+"""Multimodal models composed of unimodal ones. It knows torch and transformers, neither Lightning nor ranks."""

@@ -1,0 +1,146 @@
+"""What the step's own code uses, in order: which module it calls the language model by, and what around that call.
+
+It refuses steps whose code calls a modality before what that feeds from, and models that cannot be cut off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.partition.parts import is_in
+from lightning_mm5d.source.order import accesses, calls
+from lightning_mm5d.source.trees import Source
+
+_STEP = "training_step"
+_EMBEDDINGS = ("get_input_embeddings", "get_output_embeddings")
+
+
+class StepUses:
+    """What the step's own code uses, in order.
+
+    Args:
+        source: reads the code.
+        root: the LightningModule.
+    """
+
+    def __init__(self, source: Source, root: nn.Module) -> None:
+        self._source, self._root = source, root
+        self._module_at = dict(root.named_modules(remove_duplicate=False))
+        self.paths = list(self._expanded("", _STEP))
+
+    def boundary(self, field: str, layers: str | None, others: Sequence[str]) -> str:
+        """Return the path of the innermost module that the step calls, which has `layers` and calls none of `others`.
+
+        Args:
+            field: the path of the field that the user may set in its place.
+            layers: path of the language model's list of layers.
+            others: paths of the modalities that feed from it.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        here, method = "", _STEP
+        while layers is not None:
+            module = self._module_at[here]
+            found = [
+                full
+                for read in (calls, accesses)
+                for full in (_join(here, item) for item in read(self._source, module, method))
+                if full != here and full in self._module_at and layers.startswith(f"{full}.")
+                if read is calls or not any(is_in(other, full) for other in others)
+            ]
+            if not found:
+                break
+            here, method = max(found, key=len), "forward"
+            if not self._reaches(here, others):
+                return here
+        parts = [] if layers is None else layers.split(".")
+        around = (".".join(parts[:length]) for length in range(1, len(parts)))
+        outermost = next((path for path in around if not any(is_in(other, path) for other in others)), None)
+        if outermost is None:
+            what = "no list of layers was found in it" if layers is None else f"no module has {layers} without them"
+            rule = f"The language model is cut off where its result leaves it for {', '.join(others)}, and {what}"
+            raise ConfigError(field, None, rule, "Name the callable whose result the step computes with")
+        return outermost
+
+    def unused(self, known: Sequence[str]) -> list[str]:
+        """Return paths of modules that the step's code names nowhere, such as a vocoder; nothing where it is unread.
+
+        Args:
+            known: paths of modules that are used.
+        """
+        used = [*self.paths, *known]
+        return [
+            path
+            for path in self._module_at
+            if path and self.paths and not any(is_in(path, one) or is_in(one, path) for one in used)
+        ]
+
+    def around(self, path: str, other: str) -> tuple[bool, bool] | None:
+        """Tell whether the step uses `path` before and after its first use of `other`; None where it does not say."""
+        mine, its = list[int](), list[int]()
+        for index, used in enumerate(self.paths):
+            one, two = _matched(used, path), _matched(used, other)
+            if one > two or (one == two and used == path):
+                mine.append(index)
+            elif two > one or used == other:
+                its.append(index)
+        its = [index for index in its if self.paths[index] == other] or its  # where it is called itself
+        return (mine[0] < its[0], mine[-1] > its[0]) if mine and its else None
+
+    def after(self, boundary: str, layers: str | None) -> list[str]:
+        """Return what the step uses of the inside of `boundary` after it called that: embeddings and heads."""
+        if boundary not in self.paths:
+            return []
+        later = self.paths[self.paths.index(boundary) + 1 :]
+        inside = [path for path in later if path != boundary and is_in(path, boundary)]
+        return [path for path in dict.fromkeys(inside) if layers is None or not is_in(layers, path)]
+
+    def check_order(self, name: str, path: str, source_name: str, source_path: str) -> None:
+        """Refuse a modality whose only uses in the step come before those of the one that it feeds from.
+
+        Raises:
+            ConfigError: with the names of both.
+        """
+        found = self.around(path, source_path)
+        if found == (True, False) and not is_in(source_path, path):
+            rule = f"The step uses {path} before {source_path} alone, so it cannot compute with the result of that"
+            fix = f"Leave it unset for an encoder, which feeds {source_name!r}, or call {path} later"
+            raise ConfigError(f"modalities.{name}.feeds_from", source_name, rule, fix)
+
+    def _expanded(self, path: str, method: str, depth: int = 0) -> Iterator[str]:
+        """What a method uses, with methods of submodules in the place of their own uses."""
+        for item in accesses(self._source, self._module_at[path], method):
+            full = _join(path, item)
+            owner, _, name = full.rpartition(".")
+            if full in self._module_at or owner == path or owner not in self._module_at or depth > 2:
+                yield full
+            elif name in _EMBEDDINGS:
+                found = getattr(self._module_at[owner], name)()
+                yield from (where for where, one in self._module_at.items() if one is found and is_in(where, owner))
+            else:
+                yield full
+                yield from self._expanded(owner, name, depth + 1)
+
+    def _reaches(self, path: str, others: Sequence[str]) -> bool:
+        """Whether the forward of the module at `path` uses any of `others`, itself or through its submodules."""
+        for item in accesses(self._source, self._module_at[path], "forward"):
+            full = _join(path, item)
+            if any(is_in(full, other) for other in others):
+                return True
+            holds = full in self._module_at and full != path and any(is_in(other, full) for other in others)
+            if holds and self._reaches(full, others):
+                return True
+        return False
+
+
+def _matched(used: str, path: str) -> int:
+    """How many names `used` and `path` share, where one is inside of the other; else 0."""
+    return min(used.count("."), path.count(".")) + 1 if is_in(used, path) or is_in(path, used) else 0
+
+
+def _join(*parts: str) -> str:
+    return ".".join(part for part in parts if part)

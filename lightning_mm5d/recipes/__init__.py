@@ -1,0 +1,1 @@
+"""Ready LightningModules and LightningDataModules for people who write YAML alone."""

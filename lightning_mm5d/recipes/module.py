@@ -1,0 +1,222 @@
+"""A ready LightningModule for people who start from YAML alone: loss, accuracy, optimizer, schedule and samples.
+
+It trains a `MultimodalModel`, or any model that ``AutoModelForImageTextToText`` or another class of transformers loads,
+on batches of a `MultimodalCollator` or of a processor: dicts whose keys the model takes, with ``labels``. It knows
+nothing of the strategy: a LightningModule of your own can do all of this, and stays the main road.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+from transformers import get_scheduler
+
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.models.processing import IGNORED
+from lightning_mm5d.recipes.model_parts import check_names, part_names
+from lightning_mm5d.recipes.model_source import ModelSource, load_processor
+from lightning_mm5d.recipes.samples import exact, prompts, targets, write_samples
+
+
+class MultimodalModule(L.LightningModule):
+    """Trains a multimodal model to write the labelled tokens.
+
+    It logs ``train_loss`` and ``train_accuracy`` (of labelled tokens), ``val_loss`` and ``val_accuracy``, and with
+    `samples` ``val_exact_match``: how many generated answers are right in every character.
+
+    Args:
+        model: where the model comes from; or the model itself, which must not be given as YAML.
+        processor: folder or name of the processor, where it is not that of `model`; or the processor. Samples need it,
+            and so does a `MultimodalDataModule` that names none. That of a composed model is made of its parts'.
+        train: which parts train, such as ``{vision: false, vision_projector: true, language: false}``. Parts that are
+            left out train, without `lora`.
+        lora: arguments of PEFT's ``LoraConfig``, such as ``{r: 8, target_modules: [q_proj, v_proj]}``. Then only
+            adapters train, and the parts that `train` says.
+        learning_rate: the highest one, of all parts that `learning_rates` leaves out.
+        learning_rates: the highest one of each part, such as ``{vision: 2.0e-6}``.
+        weight_decay: of matrices; biases and norms have none.
+        warmup: optimizer steps until the highest learning rate; below 1 the fraction of all steps.
+        schedule: a name of ``transformers.get_scheduler``: what follows the warm-up.
+        samples: how many answers a validation generates, of the first batches of each replica.
+        max_new_tokens: the most tokens of a generated answer.
+    """
+
+    def __init__(
+        self,
+        model: ModelSource | nn.Module,
+        processor: str | Any | None = None,
+        *,
+        train: dict[str, bool] | None = None,
+        lora: dict[str, Any] | None = None,
+        learning_rate: float = 2e-5,
+        learning_rates: dict[str, float] | None = None,
+        weight_decay: float = 0.0,
+        warmup: float = 0.03,
+        schedule: Literal["cosine", "linear", "constant", "constant_with_warmup", "polynomial"] = "cosine",
+        samples: int = 0,
+        max_new_tokens: int = 64,
+    ) -> None:
+        super().__init__()
+        self._source = model if isinstance(model, ModelSource) else None
+        self.model: Any = None if isinstance(model, ModelSource) else model
+        self._processor = processor
+        self.train_parts, self.lora = dict(train or {}), lora
+        self.learning_rate, self.learning_rates = learning_rate, dict(learning_rates or {})
+        self.weight_decay, self.warmup, self.schedule = weight_decay, warmup, schedule
+        self.samples, self.max_new_tokens = samples, max_new_tokens
+        self.train_accuracy, self.val_accuracy, self.val_loss = MeanMetric(), MeanMetric(), MeanMetric()
+        self._shown: list[dict[str, Any]] = []
+        self._is_prepared = False
+        _check(self)
+
+    @property
+    def processor(self) -> Any:
+        """The processor; of a composed model once it is built, None where there is none."""
+        if isinstance(self._processor, str | Path):
+            self._processor = load_processor(self._processor)
+        return self._processor
+
+    def configure_model(self) -> None:
+        """Build the model, add adapters, and freeze what does not train. Once, also when it is called again."""
+        if self._is_prepared:
+            return
+        if self.model is None:
+            assert self._source is not None
+            self.model = self._source.load()
+            if self._processor is None:
+                self._processor = self._source.load_processor(self.model)
+        if self.lora is not None:
+            self.model = _with_adapters(self.model, self.lora)
+        names = part_names(self.model)
+        check_names("train", self.train_parts, names)
+        check_names("learning_rates", self.learning_rates, names)
+        for name, parameter in self.model.named_parameters():
+            if names[name] in self.train_parts:
+                parameter.requires_grad_(self.train_parts[names[name]])
+        if not any(parameter.requires_grad for parameter in self.model.parameters()):
+            raise ConfigError("train", self.train_parts, "No parameter trains", "Let one part train")
+        self.model.train()  # what `from_pretrained` returns is in evaluation mode, and Lightning leaves modes alone
+        self._is_prepared = True
+
+    def forward(self, **batch: Any) -> Any:
+        """The model's output."""
+        assert self.model is not None
+        return self.model(**batch)
+
+    def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:
+        """The model's loss."""
+        output = self._run(batch)
+        self.log("train_loss", output.loss, prog_bar=True)
+        if output.logits is not None:  # a fused head makes none
+            self._count(self.train_accuracy, output.logits, batch["labels"])
+            self.log("train_accuracy", self.train_accuracy)
+        return output.loss
+
+    def validation_step(self, batch: Mapping[str, Any], batch_idx: int) -> None:
+        """Log the loss and the accuracy."""
+        output = self._run(batch)
+        counted = (batch["labels"][:, 1:] != IGNORED).sum()
+        self.val_loss.update(torch.where(counted > 0, output.loss, 0.0), counted)  # without labels it is no number
+        self.log("val_loss", self.val_loss, prog_bar=True)
+        self._count(self.val_accuracy, output.logits, batch["labels"])
+        self.log("val_accuracy", self.val_accuracy, prog_bar=True)
+
+    def test_step(self, batch: Mapping[str, Any], batch_idx: int) -> None:
+        """As `validation_step`."""
+        self.validation_step(batch, batch_idx)
+
+    def _run(self, batch: Mapping[str, Any]) -> Any:
+        if batch.get("labels") is None:
+            rule = "The loss and the accuracy are those of labelled tokens"
+            raise ConfigError("batch.labels", sorted(batch), rule, "Use a MultimodalCollator, or add labels")
+        return self(**batch, use_cache=False)
+
+    @staticmethod
+    def _count(metric: MeanMetric, logits: Tensor, labels: Tensor) -> None:
+        right, counted = logits[:, :-1].argmax(-1) == labels[:, 1:], labels[:, 1:] != IGNORED
+        metric.update(right.float(), counted.float())
+
+    def on_validation_batch_end(
+        self, outputs: Any, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Generate answers to the prompts of the first batches."""
+        left = self.samples - len(self._shown)
+        if left <= 0 or dataloader_idx:
+            return
+        processor, model = self.processor, self.model
+        assert model is not None
+        with torch.no_grad():
+            asked = prompts(batch, processor.tokenizer)
+            tokens = model.generate(**asked, max_new_tokens=self.max_new_tokens, do_sample=False)
+            tokens = tokens[:, asked["input_ids"].shape[1] :]
+        answered = [pair for pair in zip(tokens, targets(batch), strict=True) if len(pair[1])]
+        for answer, target in answered[:left]:
+            self._shown.append(exact(processor.tokenizer, answer, target))
+
+    def on_validation_epoch_end(self) -> None:
+        """Log how many generated answers are right, and write them to ``samples.jsonl`` in the root folder."""
+        if self._shown:
+            right = sum(one["right"] for one in self._shown) / len(self._shown)
+            self.log("val_exact_match", right, prog_bar=True, sync_dist=True)
+            if self.trainer.is_global_zero and not self.trainer.sanity_checking:
+                write_samples(Path(self.trainer.default_root_dir) / "samples.jsonl", self.global_step, self._shown)
+        self._shown = []
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """AdamW, a group of parameters for each part and weight decay; the schedule counts optimizer steps."""
+        assert self.model is not None
+        names, groups = part_names(self.model), dict[tuple[str, bool], list[nn.Parameter]]()
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                groups.setdefault((names[name], parameter.dim() > 1), []).append(parameter)
+        optimizer = torch.optim.AdamW(
+            [
+                {
+                    "params": parameters,
+                    "lr": self.learning_rates.get(part, self.learning_rate),
+                    "weight_decay": self.weight_decay if decays else 0.0,
+                    "name": part if decays else f"{part}, no decay",
+                }
+                for (part, decays), parameters in groups.items()
+            ]
+        )
+        steps = self.trainer.estimated_stepping_batches
+        if steps == float("inf"):
+            rule = "The schedule ends with the training, which has no last step"
+            raise ConfigError("trainer.max_steps", self.trainer.max_steps, rule, "Set max_steps or max_epochs")
+        steps = int(steps)
+        warmup = round(self.warmup * steps) if self.warmup < 1 else int(self.warmup)
+        name = "constant_with_warmup" if self.schedule == "constant" else self.schedule
+        scheduler = get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def _with_adapters(model: Any, arguments: dict[str, Any]) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    try:
+        return get_peft_model(model, LoraConfig(**arguments))
+    except (TypeError, ValueError) as error:
+        rule = f"PEFT says: {' '.join(str(error).split()).rstrip('.')}"
+        fix = "Name arguments of LoraConfig, and target_modules that the model has"
+        raise ConfigError("lora", arguments, rule, fix) from error
+
+
+def _check(module: MultimodalModule) -> None:
+    if module._source is not None:
+        module._source.check()
+    for field in ("learning_rate", "weight_decay", "warmup", "samples"):
+        if getattr(module, field) < 0:
+            raise ConfigError(field, getattr(module, field), "It is 0 or more", "Use 0")
+    if module.max_new_tokens < 1:
+        raise ConfigError("max_new_tokens", module.max_new_tokens, "It is at least 1", "Use 64")
+    if module.samples and module._processor is None and module._source is None:
+        fix = "Give the processor's folder, or set samples to 0"
+        raise ConfigError("processor", None, "Generated answers are decoded by a processor", fix)

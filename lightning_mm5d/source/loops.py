@@ -1,0 +1,129 @@
+"""Which modules a method calls in loops whose count its code tells, such as ``for i in range(self.config.num_layers)``.
+
+A model may run one module several times, in place of a list of modules. How often, and which member of a list each
+time, is computed from the numbers in the syntax tree and in the module's own attributes. The code itself is never run:
+what is more than arithmetic, ``len``, ``int``, ``min`` and ``max`` is not known.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from lightning_mm5d.source.trees import Source, method_of
+
+_MOST = 10_000
+_OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_FUNCTIONS: dict[str, Callable[..., Any]] = {"int": int, "len": len, "min": min, "max": max}
+
+
+class _UnknownError(Exception):
+    """The code does not tell a value."""
+
+
+def looped_calls(source: Source, module: nn.Module, method: str = "forward") -> list[list[str]]:
+    """Return for each loop over a range what it calls of the module's submodules, in order, as paths from `module`.
+
+    A loop whose count or whose choice of a submodule is not known gives nothing.
+    """
+    function = method_of(type(module), method)
+    tree = None if function is None else source.tree(function)
+    if tree is None or not tree.args.args:
+        return []
+    found = []
+    for loop in (node for node in ast.walk(tree) if isinstance(node, ast.For)):
+        try:
+            calls = _calls(loop, module, tree.args.args[0].arg)
+        except _UnknownError:
+            continue
+        if calls:
+            found.append(calls)
+    return found
+
+
+def _calls(loop: ast.For, module: nn.Module, own: str) -> list[str]:
+    named = isinstance(loop.iter, ast.Call) and isinstance(loop.iter.func, ast.Name) and loop.iter.func.id == "range"
+    if not named or not isinstance(loop.target, ast.Name):
+        return []
+    assert isinstance(loop.iter, ast.Call)
+    values: dict[str, Any] = {own: module}
+    bounds = [_value(argument, values) for argument in loop.iter.args]
+    if not all(isinstance(bound, int) for bound in bounds):
+        raise _UnknownError
+    turns, found = range(*bounds), list[str]()
+    if len(turns) > _MOST:
+        raise _UnknownError
+    for turn in turns:
+        values = {own: module, loop.target.id: turn}
+        for statement in loop.body:
+            for node in ast.walk(statement):
+                if isinstance(node, ast.Call) and (path := _called(node.func, module, own, values)) is not None:
+                    found.append(path)
+            if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+                try:
+                    values[statement.targets[0].id] = _value(statement.value, values)
+                except _UnknownError:
+                    values.pop(statement.targets[0].id, None)
+    return found
+
+
+def _called(node: ast.AST, module: nn.Module, own: str, values: Mapping[str, Any]) -> str | None:
+    """The path of the submodule that an expression names, None where it names something else."""
+    if isinstance(node, ast.Subscript):
+        inner = _called(node.value, module, own, values)
+        holder = None if inner is None else module.get_submodule(inner)
+        if not isinstance(holder, nn.ModuleList):
+            return None
+        index = _value(node.slice, values)
+        if not isinstance(index, int) or not -len(holder) <= index < len(holder):
+            raise _UnknownError
+        return f"{inner}.{index % len(holder)}"
+    if not isinstance(node, ast.Attribute):
+        return None
+    if isinstance(node.value, ast.Name) and node.value.id == own:
+        return node.attr if node.attr in module._modules and module._modules[node.attr] is not None else None
+    inner = _called(node.value, module, own, values)
+    held = None if inner is None else module.get_submodule(inner)._modules.get(node.attr)
+    return None if held is None else f"{inner}.{node.attr}"
+
+
+def _value(node: ast.AST, values: Mapping[str, Any]) -> Any:
+    """The value of an expression of numbers.
+
+    Raises:
+        _UnknownError: it is something else.
+    """
+    if isinstance(node, ast.Constant):
+        return node.value
+    if isinstance(node, ast.Name) and node.id in values:
+        return values[node.id]
+    if isinstance(node, ast.Attribute):
+        holder = _value(node.value, values)
+        held = vars(holder) if hasattr(holder, "__dict__") else {}
+        modules = holder._modules if isinstance(holder, nn.Module) else {}
+        if node.attr in held or node.attr in modules:
+            return held.get(node.attr, modules.get(node.attr))
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        left, right = _value(node.left, values), _value(node.right, values)
+        if all(isinstance(one, int | float) for one in (left, right)) and (right or not _divides(node.op)):
+            return _OPERATORS[type(node.op)](left, right)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS:
+        arguments = [_value(argument, values) for argument in node.args]
+        if all(isinstance(one, int | float | list | tuple | nn.ModuleList) for one in arguments) and not node.keywords:
+            return _FUNCTIONS[node.func.id](*arguments)
+    raise _UnknownError
+
+
+def _divides(op: ast.operator) -> bool:
+    return isinstance(op, ast.Div | ast.FloorDiv | ast.Mod)

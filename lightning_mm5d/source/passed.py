@@ -1,0 +1,208 @@
+"""Which part of its batch a step passes on under a name, such as ``labels=``.
+
+A batch that is a tuple has no names, and the step that unpacks it does. Its code is followed as far as it is certain: a
+variable counts that is bound once, to the batch, a part of it, or a part that is moved or cast (``labels.long()``). A
+value that anything else is done to is not known.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Hashable, Iterator, Mapping
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+
+from lightning_mm5d.source.order import is_followed
+from lightning_mm5d.source.trees import Source, method_of
+
+Path = tuple[Hashable, ...]
+"""The steps from a batch to a part of it: indices of tuples and lists, keys of dicts, names of fields."""
+
+KEEP_VALUES = (
+    "to",
+    "long",
+    "int",
+    "cuda",
+    "cpu",
+    "contiguous",
+    "clone",
+    "detach",
+    "view",
+    "reshape",
+    "flatten",
+    "squeeze",
+)
+"""Methods of tensors whose result has the values of the tensor."""
+_TAKEN_OUT = ("get", "pop")
+
+
+def passed(source: Source, module: nn.Module, method: str, name: str) -> frozenset[Path | None]:
+    """Return the parts of the batch that a step passes as `name`, to a model or to a method that uses it so.
+
+    Args:
+        source: reads the code.
+        module: the LightningModule.
+        method: its step, whose first argument is the batch.
+        name: of the argument, for instance ``"labels"``; of positional arguments the model's ``forward`` tells it.
+
+    Returns:
+        Paths of parts; a batch may lack some, which are then not passed (of ``**batch`` it is ``("labels",)``). None
+        is among them where a model is given something that is not certainly a part of the batch. Empty where nothing
+        is passed so, or the code is not known.
+    """
+    function = method_of(type(module), method)
+    tree = None if function is None else source.tree(function)
+    if function is None or tree is None or len(tree.args.args) < 2:
+        return frozenset()
+    batch = {tree.args.args[1].arg: ()}
+    return frozenset(_Reader(source, module, (function,), batch).parts(name))
+
+
+class _Reader:
+    """Reads one function; `known` are its arguments that are parts of the batch, `trail` leads here."""
+
+    def __init__(
+        self, source: Source, module: nn.Module, trail: tuple[FunctionType, ...], known: Mapping[str, Path]
+    ) -> None:
+        self._source, self._module, self._trail = source, module, trail
+        tree = source.tree(trail[-1])
+        assert tree is not None
+        self._tree, self._self = tree, tree.args.args[0].arg if tree.args.args else ""
+        self._bindings: dict[str, list[tuple[ast.expr | None, Path]]] = {}
+        for node in ast.walk(tree):
+            self._bind(node)
+        self._known = {key: path for key, path in known.items() if key not in self._bindings}
+
+    def parts(self, name: str) -> set[Path | None]:
+        found: set[Path | None] = set()
+        for node in ast.walk(self._tree):
+            if isinstance(node, ast.Call):
+                found |= self._of_call(node, name)
+        return found
+
+    def _bind(self, node: ast.AST) -> None:
+        """Note what a statement binds names to, None for what is not looked into."""
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                self._bind_to(target, node.value, ())
+        elif (isinstance(node, ast.AnnAssign) and node.value is not None) or isinstance(node, ast.NamedExpr):
+            self._bind_to(node.target, node.value, ())
+        elif isinstance(node, (ast.AugAssign, ast.For, ast.AsyncFor, ast.comprehension)):
+            self._bind_to(node.target, None, ())
+        elif isinstance(node, ast.withitem) and node.optional_vars is not None:
+            self._bind_to(node.optional_vars, None, ())
+
+    def _bind_to(self, target: ast.expr, value: ast.expr | None, part: Path) -> None:
+        if isinstance(target, ast.Name):
+            self._bindings.setdefault(target.id, []).append((value, part))
+        elif isinstance(target, (ast.Tuple, ast.List)):
+            starred = any(isinstance(one, ast.Starred) for one in target.elts)
+            for index, one in enumerate(target.elts):
+                if value is None or starred:
+                    self._bind_to(one, None, ())
+                elif isinstance(value, ast.Tuple) and len(value.elts) == len(target.elts) and not part:
+                    self._bind_to(one, value.elts[index], ())
+                else:
+                    self._bind_to(one, value, (*part, index))
+        elif isinstance(target, (ast.Starred, ast.Subscript, ast.Attribute)):
+            # ``labels[mask] = -100`` makes another value of what a name stands for
+            inner: ast.expr = target
+            while isinstance(inner, (ast.Starred, ast.Subscript, ast.Attribute)):
+                inner = inner.value
+            if isinstance(inner, ast.Name) and inner.id != self._self:
+                self._bindings.setdefault(inner.id, []).append((None, ()))
+
+    def _path(self, node: ast.expr, seen: tuple[str, ...] = ()) -> Path | None:
+        """The part of the batch that an expression is; None where it is not certain."""
+        if isinstance(node, ast.Name):
+            bound = self._bindings.get(node.id, [])
+            if node.id in self._known:
+                return self._known[node.id]
+            if len(bound) != 1 or node.id in seen:
+                return None
+            value, part = bound[0]
+            inner = None if value is None else self._path(value, (*seen, node.id))
+            return None if inner is None else (*inner, *part)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            if node.func.attr in KEEP_VALUES:
+                return self._path(node.func.value, seen)
+            if node.func.attr in _TAKEN_OUT and node.args and isinstance(node.args[0], ast.Constant):
+                return self._step(node.func.value, node.args[0].value, seen)
+        if isinstance(node, ast.Subscript):
+            try:
+                return self._step(node.value, ast.literal_eval(node.slice), seen)
+            except ValueError:
+                return None
+        if isinstance(node, ast.Attribute):
+            return self._step(node.value, node.attr, seen)
+        return None
+
+    def _step(self, node: ast.expr, step: Any, seen: tuple[str, ...]) -> Path | None:
+        inner = self._path(node, seen) if isinstance(step, (int, str)) else None
+        return None if inner is None else (*inner, step)
+
+    def _of_call(self, call: ast.Call, name: str) -> set[Path | None]:
+        callee = self._callee(call.func)
+        given = dict(self._given(call, callee, name))
+        if isinstance(callee, FunctionType):
+            found = self._followed(callee, {key: path for key, path in given.items() if path is not None}, name)
+            if found:
+                return found
+        if name not in given or (callee is None and given[name] is None):
+            return set()
+        return {given[name]}
+
+    def _callee(self, node: ast.expr) -> nn.Module | FunctionType | None:
+        """A submodule, or a method of the module itself; None for anything else."""
+        names: list[str] = []
+        while isinstance(node, ast.Attribute):
+            names.insert(0, node.attr)
+            node = node.value
+        if not (isinstance(node, ast.Name) and node.id == self._self):
+            return None
+        here = self._module
+        for at, step in enumerate(names):
+            inner = here._modules.get(step)
+            if inner is None:
+                return method_of(type(here), step) if here is self._module and at == len(names) - 1 else None
+            here = inner
+        return method_of(type(here), "forward") if here is self._module else here
+
+    def _given(
+        self, call: ast.Call, callee: nn.Module | FunctionType | None, name: str
+    ) -> Iterator[tuple[str, Path | None]]:
+        """The parts of the batch that the arguments of a call are, by the callee's name for each."""
+        names: list[str] = []
+        forward = method_of(type(callee), "forward") if isinstance(callee, nn.Module) else callee
+        if forward is not None:
+            names = [*inspect.signature(forward).parameters]
+            static = inspect.getattr_static(type(self._module), forward.__name__, None)
+            names = names if forward is callee and isinstance(static, staticmethod) else names[1:]
+        for at, argument in enumerate(call.args):
+            if isinstance(argument, ast.Starred):
+                whole = self._path(argument.value)
+                if whole is not None:
+                    yield from ((key, (*whole, index)) for index, key in enumerate(names[at:]))
+                break
+            if at < len(names) and not _is_none(argument):
+                yield names[at], self._path(argument)
+        for keyword in call.keywords:
+            path = self._path(keyword.value)
+            if keyword.arg is not None and not _is_none(keyword.value):
+                yield keyword.arg, path
+            elif keyword.arg is None and path is not None:
+                yield from ((key, (*path, key)) for key in (name, *names))
+
+    def _followed(self, function: FunctionType, given: Mapping[str, Path], name: str) -> set[Path | None]:
+        if function in self._trail or len(self._trail) > 8 or not is_followed(function):
+            return set()
+        if self._source.tree(function) is None:
+            return set()
+        return _Reader(self._source, self._module, (*self._trail, function), given).parts(name)
+
+
+def _is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None

@@ -1,0 +1,225 @@
+"""Results of this stage that code of later stages uses again, beside what layers hand from one to the next.
+
+Code between layers and after them may take up any earlier value: the skip connections of a U-Net, states that are
+tapped for a feature pyramid, a loss over the routers of all layers. All of it is computed from *calls*: of layers, of
+modules beside them, of boundaries, and of parameters, which count as calls of themselves. A later stage runs the same
+code. So it needs nothing but the results of those calls, in whose places it has stand-ins.
+
+1. *Find*: the trace of a structure's first microbatch remembers of each value the calls that it comes from. Where code
+   puts it together with a stand-in of later stages, these calls are tapped. To see all of this, the trace follows the
+   step to its end.
+2. *Note*: from then on each run keeps copies of tapped results, which in-place writes after it do not touch.
+3. *Send*: they travel with the hidden state. A stage in between sends on what it has received.
+4. *Take*: in the later stage the call gives what was received. A module in a layer is not called there at all; its
+   hooks are, because a hook was what kept its result.
+
+What was not found stays a remote value, which raises an error where a step keeps it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mm5d.config.errors import RemoteParameterError, private
+from lightning_mm5d.sharded.remote_value import Guard, Origin, is_remote, marked
+from lightning_mm5d.sharded.tensor import Group
+from lightning_mm5d.stage.payload import Packer, copies, put, rebuild, tensors_in
+from lightning_mm5d.stage.taint import Call, Tap, Trace, mark_dependent, mark_tap, must_travel
+
+Entry = str | int | None
+_NAMED = ""  # in place of an entry: the call alone
+
+
+class Taps:
+    """The tapped results of one run of a stage.
+
+    Args:
+        known: the taps of the batch's structure.
+        trace: finds them, where they are not known.
+    """
+
+    def __init__(self, known: frozenset[Tap], trace: Trace | None) -> None:
+        self._known, self._trace = known, trace
+        self._wanted = frozenset(tap[:4] for tap in known)
+        self._received: dict[Call, dict[Entry, Any]] = {}
+        self._noted: dict[Tap, Any] = {}
+        self._inner: dict[int, tuple[Tensor, Tap]] = {}  # results that hooks in layers have seen
+        self._counts: Counter[tuple[str, str, int]] = Counter()
+        self._seen: dict[Call, None] = {}  # calls in layers that hooks have seen
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all known taps have been noted; parameters are known from the start."""
+        return all(tap in self._noted or tap[0] == "parameter" or tap[4] == _NAMED for tap in self._known)
+
+    @property
+    def needed(self) -> frozenset[Tap]:
+        """The taps that later stages need, as far as is known.
+
+        Of what hooks have seen in layers they need all or nothing, and then the names: the count of states is a value
+        too, though no tensor tells.
+        """
+        if self._trace is None:
+            return self._known
+        found = set(self._trace.found)
+        if any(tap[0].startswith("inner") for tap in found):
+            found |= {tap for tap in self._noted if tap[0].startswith("inner")}
+        sent = {tap[:4] for tap in found}
+        return frozenset(found | {(*call, _NAMED) for call in self._seen if call not in sent})
+
+    def accept(self, rows: list[Any], tensors: list[Tensor], group: Callable[[Any], Group]) -> None:
+        """Take what an earlier stage has sent, as `described` gives it."""
+        for (*call, entry), description in rows:
+            value = rebuild(description, tensors, group)
+            for _, tensor in tensors_in(value):
+                mark_dependent(tensor)
+            self._received.setdefault(tuple(call), {})[entry] = value
+
+    def received_parameters(self) -> dict[str, Tensor]:
+        """Return the parameters that were received, by name."""
+        return {call[1]: values[None] for call, values in self._received.items() if call[0] == "parameter"}
+
+    def has_arrived(self, call: Call) -> bool:
+        """Whether anything was received of the result of `call`."""
+        return call in self._received
+
+    def next_call(self, kind: str, path: str, layer: int = -1) -> Call:
+        """Return the next call of something in this run."""
+        number = self._counts[kind, path, layer]
+        self._counts[kind, path, layer] += 1
+        return kind, path, layer, number
+
+    def result(self, call: Call, value: Any, *, own: bool | tuple[Entry, ...]) -> Any:
+        """Return the result of a call, with what was received of it in its place.
+
+        Args:
+            call: that gave it.
+            value: what it gave here.
+            own: whether this stage computes it, or knows certain entries of it.
+        """
+        arrived = self._received.get(call, {})
+        for entry, one in arrived.items():
+            value = put(value, () if entry is None else (entry,), copies(one))
+        if self._trace is None and call not in self._wanted:
+            return value
+        for entry, one in _entries(value):
+            if own is True or entry in arrived or (own and entry in own):
+                self._note((*call, entry), one)
+        return value
+
+    def again(self, call: Call, value: Any) -> Any:
+        """Return the result of a call that runs again in the backward."""
+        for entry, one in self._received.get(call, {}).items():
+            value = put(value, () if entry is None else (entry,), copies(one))
+        return value
+
+    def _note(self, tap: Tap, value: Any) -> None:
+        tensors = [tensor for _, tensor in tensors_in(value)]
+        if not tensors or any(map(is_remote, tensors)):
+            return
+        if self._trace is None:
+            if tap in self._known:
+                self._noted[tap] = copies(value)
+            return
+        if not any(map(must_travel, tensors)):
+            return
+        try:
+            Packer().describe(value)
+        except ValueError:  # objects of the user's own
+            return
+        self._noted[tap] = copies(value)
+        for tensor in tensors:
+            if tap[0].startswith("inner"):
+                self._inner[id(tensor)] = tensor, tap
+            seen = self._inner.get(id(tensor))
+            mark_tap(tensor, tap, *() if seen is None else (seen[1],))
+
+    @contextmanager
+    def watching(self, layer: nn.Module, path: str, index: int, hidden: Any) -> Iterator[None]:
+        """Enter around a call of a local layer with `hidden`: what hooks of modules in it see may be tapped."""
+        wanted = {call[1] for call in self._wanted if call[0].startswith("inner") and call[2] == index}
+        handles = []
+        if self._trace is not None or wanted:
+            for name, module in layer.named_modules():
+                full = f"{path}.{name}"
+                if name and (full in wanted or (self._trace is not None and private(module, "_forward_hooks"))):
+                    handles.append(module.register_forward_hook(self._noting(full, index, hidden), prepend=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _noting(self, path: str, index: int, hidden: Any) -> Callable[[nn.Module, Any, Any], None]:
+        def note(_: nn.Module, args: Any, result: Any) -> None:
+            kind = "inner, of the layer's state" if args and args[0] is hidden else "inner"
+            call = self.next_call(kind, path, index)
+            self._seen[call] = None
+            self.result(call, result, own=True)
+
+        return note
+
+    def call_hooks(self, root: nn.Module, path: str, index: int, hidden: Any, guard: Guard) -> None:
+        """Call the hooks of modules in a remote layer whose results were received.
+
+        Args:
+            root: the LightningModule.
+            path: of the layer.
+            index: of the layer.
+            hidden: what the layer is called with.
+            guard: of the values that other ranks have: these are all other arguments.
+        """
+        for call, values in list(self._received.items()):
+            if not call[0].startswith("inner") or call[2] != index or not call[1].startswith(f"{path}."):
+                continue
+            missing = marked(torch.full((1,), torch.nan), Origin(call[1], guard))
+            self._seen[call] = None
+            value: Any = missing if _NAMED in values else values.get(None)
+            if value is None:
+                value = tuple(values.get(entry) for entry in range(1 + max(map(int, values))))  # type: ignore[arg-type]
+            if _NAMED not in values:
+                value = self.result(call, value, own=False)
+            module = root.get_submodule(call[1])
+            args = (missing if call[0] == "inner" else hidden,)
+            named = private(module, "_forward_hooks_with_kwargs")
+            for key, hook in list(private(module, "_forward_hooks").items()):
+                with suppress(RemoteParameterError):  # of a hook that reads a number for itself
+                    hook(module, args, {}, value) if key in named else hook(module, args, value)
+
+    def described(self, packer: Packer, parameters: Mapping[str, Tensor]) -> list[Any]:
+        """Return what later stages need of this run, and of earlier ones.
+
+        Args:
+            packer: takes the tensors.
+            parameters: by name, those of the module.
+        """
+        received = self.received_parameters()
+        rows = []
+        for tap in sorted(self.needed, key=repr):
+            kind, path, *_, entry = tap
+            if entry == _NAMED:
+                rows.append([[*tap], None])
+                continue
+            value = received.get(path, parameters.get(path)) if kind == "parameter" else self._noted.get(tap)
+            if value is None:
+                continue
+            description = packer.describe(value)
+            if kind not in ("layer", "boundary"):  # tensor parallel ranks may have shards of it
+                packer.local.update(packer.add(tensor) for _, tensor in tensors_in(value))
+            rows.append([[*tap], description])
+        return rows
+
+
+def _entries(value: Any) -> Iterator[tuple[Entry, Any]]:
+    if isinstance(value, Tensor):
+        yield None, value
+    elif isinstance(value, Mapping):
+        yield from ((key, one) for key, one in value.items() if isinstance(key, str | int))
+    elif isinstance(value, list | tuple):
+        yield from enumerate(value)

@@ -1,0 +1,186 @@
+"""How a batch becomes microbatches, and what each of them weighs, as the user has said it.
+
+The strategy's arguments say it first, then the module's methods ``split_batch`` and ``loss_weight``, then the names
+and lengths in the batch. Refuses label tokens that it would have to guess: the labels are what `training_step` passes
+as ``labels=``, or the one tensor of that name in the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.data.batches import LoaderBatches
+from lightning_mm5d.data.microbatch import Microbatch, batch_samples, leaves, split, with_tensors
+from lightning_mm5d.data.packed_images import describe
+from lightning_mm5d.partition.compiled import is_compiled, is_compiled_in_place
+from lightning_mm5d.source.passed import Path, passed
+from lightning_mm5d.source.trees import Source
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+
+Splitting = Literal["split", "loader"] | Callable[[Any, int], Any]
+"""``microbatching`` of the strategy."""
+Weighing = Literal["samples", "tokens"] | Callable[[Any], Any]
+"""``loss_weight`` of the strategy."""
+_WEIGH = (
+    "Give a function of a microbatch that returns its number of tokens: loss_weight=function, in YAML its import path, "
+    "or a method `loss_weight(self, batch)` of the LightningModule"
+)
+
+
+class BatchOptions(Protocol):
+    """What the strategy's arguments say of batches."""
+
+    @property
+    def num_microbatches(self) -> int: ...
+
+    @property
+    def microbatching(self) -> Splitting: ...
+
+    @property
+    def loss_weight(self) -> Weighing: ...
+
+
+class BatchParts:
+    """Splits the batches of a module, and weighs their parts.
+
+    Args:
+        module: may have `split_batch` and `loss_weight`.
+        options: arguments of the strategy.
+
+    Attributes:
+        counts_samples: whether every microbatch weighs as many samples as it holds.
+    """
+
+    def __init__(self, module: LightningModule, options: BatchOptions) -> None:
+        self._module, self._count, self._packed = module, options.num_microbatches, describe(module)
+        own = {name: getattr(module, name, None) for name in ("split_batch", "loss_weight")}
+        given = options.microbatching
+        self._splitter = given if callable(given) else own["split_batch"] if callable(own["split_batch"]) else None
+        weigh = options.loss_weight
+        self._weigh = weigh if callable(weigh) else own["loss_weight"] if callable(own["loss_weight"]) else None
+        self.counts_samples = self._weigh is None and weigh == "samples"
+        self._is_compiled = any(is_compiled(one) or is_compiled_in_place(one) for one in module.modules())
+        self._splits = given == "split" and self._splitter is None
+        self._watched: set[Any] = set()
+        self._passed: frozenset[Path | None] | None = None
+
+    def split(self, batch: Any, *, is_first: bool = False) -> list[Microbatch]:
+        """Return the microbatches of one replica's batch.
+
+        Args:
+            batch: of the dataloader, or several of them.
+            is_first: whether it is the first of an epoch of training, which must give all microbatches.
+
+        Raises:
+            ConfigError: it cannot be split, or not into so many.
+        """
+        if isinstance(batch, LoaderBatches):
+            found = [Microbatch(part, batch_samples(part) or 1) for part in batch]
+        elif self._splitter is not None:
+            found = [Microbatch(part, batch_samples(part) or 1) for part in self._split_by(self._splitter, batch)]
+        else:
+            found = split(batch, self._count, image_tokens=self._packed)
+        if is_first and 0 < len(found) < self._count:
+            samples = sum(part.samples for part in found)
+            raise ConfigError(
+                "num_microbatches",
+                self._count,
+                f"a batch of {samples} samples gives at most {len(found)} microbatches",
+                f"Use {len(found)} or fewer, or larger batches",
+            )
+        return found
+
+    def watches(self, name: str, replicas: Iterable[Sequence[Microbatch]]) -> bool:
+        """Return whether a step is watched for positions of samples: the first of each structure of split batches.
+
+        Args:
+            name: of the step.
+            replicas: the microbatches of each.
+        """
+        if not self._splits or self._is_compiled:
+            return False
+        split = [part.batch for parts in replicas if len(parts) > 1 for part in parts]
+        found = {(name, *((path, type(value)) for path, value in leaves(batch))) for batch in split}
+        is_new = not found <= self._watched
+        self._watched |= found
+        return is_new
+
+    def check(self, parts: Sequence[Microbatch]) -> None:
+        """Refuse microbatches whose label tokens are not known, on every rank that loads them.
+
+        Raises:
+            ConfigError: there are no labels, or several tensors may be them.
+        """
+        if not self.counts_samples and self._weigh is None:
+            for part in parts:
+                self._labels(part.batch)
+
+    def weights(self, parts: Sequence[Microbatch]) -> tuple[float, ...]:
+        """Return what each microbatch weighs."""
+        if self._weigh is not None:
+            return tuple(float(self._weigh(part.batch)) for part in parts)
+        if self.counts_samples or not parts:
+            return tuple(float(part.samples) for part in parts)
+        configs = (getattr(module, "config", None) for module in self._module.modules())
+        shifts = not any(getattr(config, "is_encoder_decoder", False) for config in configs)
+        counts = []
+        for part in parts:
+            labels = self._labels(part.batch)
+            counts.append((labels[..., 1:] if shifts and labels.dim() > 1 else labels).ne(-100).sum())
+        return tuple(map(float, torch.stack(counts).tolist()))  # one read of the device
+
+    def _split_by(self, splitter: Callable[[Any, int], Any], batch: Any) -> Sequence[Any]:
+        found = splitter(batch, self._count)
+        if not isinstance(found, (list, tuple)) or not 0 < len(found) <= self._count:
+            got = f"{len(found)} parts" if isinstance(found, (list, tuple)) else type(found).__name__
+            rule = f"The function that splits a batch into {self._count} microbatches returns a list of at most as many"
+            raise ConfigError("microbatching", got, rule, "Return a list of batches, each of one or more samples")
+        return found
+
+    def _labels(self, batch: Any) -> Tensor:
+        """The labels of a microbatch."""
+        if self._passed is None:
+            self._passed = passed(Source(), self._module, "training_step", "labels")
+        said = {path: _at(batch, path) for path in self._passed if path is not None}
+        found = {path: value for path, value in said.items() if isinstance(value, Tensor)}
+        if not found and None not in self._passed:
+
+            def note(path: Path, tensor: Tensor) -> Tensor:
+                if path[-1:] == ("labels",):
+                    found[path] = tensor
+                return tensor
+
+            with_tensors(batch, note)
+        if len({id(tensor) for tensor in found.values()}) == 1 and None not in self._passed:
+            return next(iter(found.values()))
+        names = ["batch" + "".join(f"[{step!r}]" for step in path) for path in found]
+        if None in self._passed:
+            rule = (
+                "training_step makes the labels that it passes to the model, so the batch does not show how many count"
+            )
+        elif names:
+            rule = (
+                f"Label tokens would have to be counted in {' or in '.join(names)}, and only one of them can be right"
+            )
+        else:
+            rule = "This batch has no tensor named labels, and training_step does not say which part of it they are"
+        raise ConfigError("loss_weight", "tokens", rule, _WEIGH)
+
+
+def _at(batch: Any, path: Path) -> Any:
+    """The part of a batch at a path; None where there is none."""
+    for step in path:
+        if isinstance(batch, Mapping):
+            batch = batch.get(step)
+        elif isinstance(step, int) and isinstance(batch, (list, tuple)) and -len(batch) <= step < len(batch):
+            batch = batch[step]
+        else:
+            batch = getattr(batch, step, None) if isinstance(step, str) else None
+    return batch

@@ -1,0 +1,59 @@
+"""Refuses objects of `pytorch_lightning`, whose classes are not those of `lightning.pytorch`, by what to change.
+
+Both packages hold the same code under two names. A callback or sampler of the one is not known to the other, which then
+does without it in silence. So a run keeps to `lightning.pytorch`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import lightning.pytorch.trainer.trainer as trainer_module
+
+from lightning_mm5d.config.errors import OTHER_PACKAGE, other_package, private
+
+_UNWRAP = "_maybe_unwrap_optimized"
+
+
+def is_of_other_package(thing: object) -> bool:
+    """Whether a class, or the class of an object, derives from one of `pytorch_lightning`."""
+    cls = thing if isinstance(thing, type) else type(thing)
+    return any(one.__module__.partition(".")[0] == OTHER_PACKAGE for one in cls.__mro__)
+
+
+def check_package(field: str, things: Iterable[object]) -> None:
+    """Refuse objects of the other package.
+
+    Args:
+        field: what they are.
+        things: objects or classes.
+
+    Raises:
+        ConfigError: at the first one.
+    """
+    for thing in things:
+        if is_of_other_package(thing):
+            raise other_package(field, (thing if isinstance(thing, type) else type(thing)).__name__)
+
+
+def explain_other_modules() -> None:
+    """Have Lightning's trainer refuse modules of the other package, where that is imported, by what to change.
+
+    The trainer looks at a module before its strategy does, and says only that it is no `LightningModule`.
+    """
+    original = private(trainer_module, _UNWRAP)
+    if OTHER_PACKAGE in sys.modules and not isinstance(original, _Explained):
+        setattr(trainer_module, _UNWRAP, _Explained(original))
+
+
+class _Explained:
+    """What a trainer calls first with the module that it is given."""
+
+    def __init__(self, original: Callable[[Any], Any]) -> None:
+        self._original = original
+
+    def __call__(self, model: Any) -> Any:
+        check_package("module", [model])
+        return self._original(model)

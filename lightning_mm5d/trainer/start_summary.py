@@ -1,0 +1,89 @@
+"""What a run prints once at its start, beside Lightning's summary of the model: which rank holds what.
+
+One row for each stage, or for each modality where there are many stages. It is counted from the plan that the run
+executes anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelSummary, RichModelSummary
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.planner.tables import Table, spans
+
+_ROWS = 10
+_RANKS = 4  # runs of ranks in a cell
+
+
+def show_start(callbacks: Sequence[pl.Callback], plan: Plan, *, schedule: str, num_microbatches: int) -> None:
+    """Print the summary on rank 0, where Lightning prints its own.
+
+    Args:
+        callbacks: of the trainer; without a `ModelSummary` nothing is printed.
+        plan: what runs where.
+        schedule: name of the schedule.
+        num_microbatches: M.
+    """
+    summaries = [one for one in callbacks if isinstance(one, ModelSummary)]
+    if not summaries:
+        return
+    layout = plan.layout
+    title = (
+        f"MultimodalStrategy: {layout.size} {'rank' if layout.size == 1 else 'ranks'}, {layout.num_replicas} "
+        f"{'replica' if layout.num_replicas == 1 else 'replicas'}, {schedule}, microbatches: {num_microbatches}"
+    )
+    table = summary(plan)
+    if not any(isinstance(one, RichModelSummary) for one in summaries):
+        rank_zero_info(f"{title}\n{table}")
+        return
+    from rich.console import Console
+    from rich.table import Table as RichTable
+
+    made = RichTable(title=title, title_justify="left", header_style="bold magenta")
+    for name, right in zip(table.header, table.numeric, strict=True):
+        made.add_column(name, justify="right" if right else "left", overflow="fold")
+    for row in table.rows:
+        made.add_row(*row)
+    Console().print(made)
+
+
+def summary(plan: Plan) -> Table:
+    """Return a row for each stage, or for each modality where there are more than ten stages."""
+    members = plan.topology.members
+    parts = [tuple(names) for names in members.values()]
+    ranks = [set(plan.topology.ranks_of(stage)) for stage in members]
+    cuts = {cut.name: cut for row in plan.partition.stages.values() for cut in row}
+    if len(parts) > _ROWS:
+        parts = [tuple(cut.name for cut in row) for row in plan.partition.stages.values()]
+        ranks = [
+            {place.rank for place in plan.layout.places if place.modality == name} for name in plan.partition.stages
+        ]
+    sizes = [0] * len(parts)
+    at = {name: index for index, names in enumerate(parts) for name in names}
+    for parameter, size in plan.sizes.items():  # buffers have owners too
+        for index in {at[owner] for owner in plan.partition.owners[parameter]}:
+            sizes[index] += size
+    rows = []
+    for names, held, size in zip(parts, ranks, sizes, strict=True):
+        modalities = list(dict.fromkeys(cuts[name].modality for name in names))
+        where = [_layers(plan, modality, [cuts[name] for name in names]) for modality in modalities]
+        title = "+".join(names) if len(members) <= _ROWS else "+".join(modalities)
+        layout = "; ".join(_degrees(plan, modality) for modality in modalities)
+        rows.append((title, spans(held, most=_RANKS), layout, ", ".join(where), size))
+    return Table.of(("stage" if len(members) <= _ROWS else "modality", "ranks", "layout", "layers", "parameters"), rows)
+
+
+def _layers(plan: Plan, modality: str, cuts: Sequence[object]) -> str:
+    own = [cut for cut in plan.partition.stages[modality] if cut in cuts]
+    path = plan.partition.layers[modality]
+    return f"{path}[{own[0].first}:{own[-1].last}]" if path is not None else "-"
+
+
+def _degrees(plan: Plan, modality: str) -> str:
+    axes, ep = plan.layout.axes[modality], plan.modalities[modality].ep_size
+    found = {"dp": axes.dp, "pp": axes.pp, "cp": axes.cp, "tp": axes.tp, "ep": ep}
+    return " ".join(f"{name} {size}" for name, size in found.items() if size and size > 1) or "whole"

@@ -1,0 +1,86 @@
+"""Without Lightning's distributed sampler, ranks see the shuffled batches of one process, in every epoch.
+
+vision: rank 0; language: ranks 1-2 as stages.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.utilities.seed import seed_everything
+from torch import Tensor
+from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+
+from features.toys import PIPE, Outcome, Run, Samples, Toy, assert_same, outcomes, weights
+
+
+class Noting(Toy):
+    """Notes which samples each batch of training has, by their first token and pixel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.seen += [float(pixel) for pixel in batch["images"][:, 0]]
+
+
+def fit(run: Run, **options: Any) -> Any:
+    seed_everything(3)
+    module = Noting()
+    trainer = run.trainer(max_epochs=3, use_distributed_sampler=False)
+    trainer.fit(module, run.loader(16, **options), run.loader(8))
+    return {"seen": module.seen, "weights": weights(module)}
+
+
+def shuffled(run: Run) -> Any:
+    return fit(run, shuffle=True)
+
+
+def with_a_generator(run: Run) -> Any:
+    return fit(run, shuffle=True, generator=torch.Generator().manual_seed(5))
+
+
+def with_replacement(run: Run) -> Any:
+    return fit(run, sampler=RandomSampler(Samples(16), replacement=True))
+
+
+def weighted(run: Run) -> Any:
+    return fit(run, sampler=WeightedRandomSampler(list(range(1, 17)), 16))
+
+
+def of_a_subset(run: Run) -> Any:
+    return fit(run, sampler=SubsetRandomSampler(range(2, 14)))
+
+
+def with_reads_on_one_rank(run: Run) -> Any:
+    class Reading(Noting):
+        def on_train_epoch_end(self) -> None:
+            if self.trainer.global_rank == 1:
+                next(iter(self.trainer.train_dataloader))
+                torch.rand(3)
+
+    seed_everything(3)
+    module = Reading()
+    run.trainer(max_epochs=3, use_distributed_sampler=False).fit(module, run.loader(16, shuffle=True))
+    return {"seen": module.seen, "weights": weights(module)}
+
+
+SCENARIOS = (shuffled, with_a_generator, with_replacement, weighted, of_a_subset, with_reads_on_one_rank)
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Outcome]:
+    return outcomes(PIPE, *SCENARIOS)
+
+
+@pytest.mark.parametrize("name", [scenario.__name__ for scenario in SCENARIOS])
+def test_ranks_see_the_batches_of_one_process(found: dict[str, Outcome], name: str) -> None:
+    one, ranks = found[name].one, found[name].ranks
+    assert len(set(one["seen"][:16])) > 6
+    assert one["seen"][:12] != one["seen"][-12:]
+    for rank in ranks:
+        assert rank["seen"] == one["seen"]
+    assert_same(ranks[0]["weights"], one["weights"])

@@ -1,0 +1,86 @@
+"""Label tokens are counted wherever it is certain which tensor holds them; functions split and weigh any batch."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_mm5d import ConfigError, MultimodalStrategy
+from lightning_mm5d.trainer.batch_parts import BatchParts
+from source.test_passed import Masked, Unpacked, Unsaid
+
+IDS = torch.arange(12).reshape(4, 3)
+LABELS = torch.tensor([[5, -100, 6], [5, 6, 7], [-100, -100, 5], [5, 5, -100]])
+SHIFTED = (3.0, 2.0)
+"""label tokens of the first two samples and of the last two, without the first of each"""
+
+
+def parts_of(module: L.LightningModule, **options: Any) -> BatchParts:
+    given = {"num_microbatches": 2, "microbatching": "split", "loss_weight": "tokens"} | options
+    return BatchParts(module, SimpleNamespace(**given))
+
+
+def weights(module: L.LightningModule, batch: Any, **options: Any) -> tuple[float, ...]:
+    made = parts_of(module, **options)
+    parts = made.split(batch)
+    made.check(parts)
+    return made.weights(parts)
+
+
+@pytest.mark.parametrize(
+    ("module", "batch"),
+    [
+        (Unpacked(), (IDS, IDS, IDS, LABELS)),
+        (Unsaid(), {"ids": IDS, "labels": LABELS}),
+        (Unsaid(), (IDS, {"ids": IDS, "labels": LABELS})),
+        (Unsaid(), {"text": {"labels": LABELS}, "again": [{"labels": LABELS[:, :2], "x": IDS}][0]["x"]}),
+    ],
+)
+def test_labels_are_counted_wherever_they_are(module: L.LightningModule, batch: Any) -> None:
+    assert weights(module, batch) == SHIFTED
+
+
+@pytest.mark.parametrize(
+    ("module", "batch", "reason"),
+    [
+        (Unsaid(), (IDS, LABELS), "no tensor named labels"),
+        (Masked(), (IDS, LABELS), "makes the labels"),
+        (Unsaid(), {"a": {"labels": LABELS}, "b": {"labels": IDS}}, r"batch\['a'\].* or in batch\['b'\]"),
+        (Unsaid(), {"ids": IDS, "labels": [1, 2, 3, 4]}, "no tensor named labels"),
+    ],
+)
+def test_labels_that_are_not_certain_are_refused_with_what_to_do(
+    module: L.LightningModule, batch: Any, reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){reason}.*loss_weight=function.*import path"):
+        weights(module, batch)
+
+
+def test_functions_of_the_strategy_split_and_weigh_before_methods_of_the_module() -> None:
+    class Own(Unsaid):
+        def split_batch(self, batch: Tensor, count: int) -> list[Tensor]:
+            raise AssertionError
+
+        def loss_weight(self, batch: Tensor) -> int:
+            raise AssertionError
+
+    halves = {"microbatching": lambda batch, count: list(batch.chunk(count, dim=1)), "loss_weight": lambda b: b.sum()}
+    assert weights(Own(), torch.arange(8).reshape(2, 4), **halves) == (0 + 1 + 4 + 5, 2 + 3 + 6 + 7)
+
+
+@pytest.mark.parametrize("found", [None, [], [IDS] * 3, {"a": IDS}])
+def test_what_is_no_list_of_microbatches_is_refused(found: Any) -> None:
+    with pytest.raises(ConfigError, match=r"microbatching: got .* returns a list of at most as many"):
+        parts_of(Unsaid(), microbatching=lambda batch, count: found).split(IDS)
+
+
+@pytest.mark.parametrize("field", ["microbatching", "loss_weight"])
+def test_the_strategy_takes_functions(field: str) -> None:
+    assert getattr(MultimodalStrategy(**{field: len}), field) is len
+    with pytest.raises(ConfigError, match=f"{field}: got 3.* or a function"):
+        MultimodalStrategy(**{field: 3})  # type: ignore[arg-type]
