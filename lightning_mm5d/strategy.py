@@ -41,6 +41,7 @@ from lightning_mm5d.trainer.session import RunOptions, Session
 from lightning_mm5d.trainer.start_summary import show_start
 from lightning_mm5d.trainer.statements import layout_fields, loader, optimizers, structure
 from lightning_mm5d.trainer.validation import (
+    batch_sizes,
     check_backend,
     check_batches,
     check_callbacks,
@@ -57,12 +58,13 @@ class MultimodalStrategy(GradientStrategy):
         modalities: layout of each modality by name; without any, all ranks are replicas of the whole model.
         schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved"``, ``"zero_bubble"``, ``"zbv"`` or ``"auto"``; the path of a
             table of actions (``.csv``); or a function that makes one of the graph of stages.
-        num_microbatches: parts that each replica's batch is split into, M.
+        num_microbatches: parts that each replica's batch is split into, M; 1 where unset.
+        microbatch_size: samples of each part but the last, in place of `num_microbatches`.
         microbatching: ``"split"`` splits a batch of the dataloader; ``"loader"`` takes one batch per microbatch; a
             function of a batch and M returns the list of its microbatches.
         loss_weight: what the loss of a microbatch weighs: its ``"samples"``, or its label ``"tokens"``, which makes a
             loss that is a mean over tokens equal to that of the whole batch; or what a function of it returns.
-        placement: rank of each position of the layout, instead of the automatic placement.
+        placement: rank of each position of the layout, or names of axes, outermost first, as ``["dp", "pp", "tp"]``.
         start_method: how Lightning starts processes on one machine: ``"popen"``, ``"spawn"`` or ``"fork"``.
         process_group_backend: backend of torch.distributed; chosen by device where unset.
         timeout: of every operation between ranks.
@@ -88,10 +90,11 @@ class MultimodalStrategy(GradientStrategy):
         self,
         modalities: dict[str, Modality] | None = None,
         schedule: AnySchedule = "1f1b",
-        num_microbatches: int = 1,
+        num_microbatches: int | None = None,
+        microbatch_size: int | None = None,
         microbatching: Literal["split", "loader"] | Callable[[Any, int], Any] = "split",
         loss_weight: Literal["samples", "tokens"] | Callable[[Any], Any] = "samples",
-        placement: list[int] | None = None,
+        placement: list[int] | list[str] | None = None,
         start_method: Literal["popen", "spawn", "fork"] = "popen",
         process_group_backend: str | None = None,
         timeout: timedelta = default_pg_timeout,
@@ -126,7 +129,9 @@ class MultimodalStrategy(GradientStrategy):
             on_corrupt_checkpoint=on_corrupt_checkpoint,
         )
         self.schedule = schedule
-        self.num_microbatches = num_microbatches
+        self.microbatch_size = microbatch_size
+        self._count = num_microbatches or (1 if microbatch_size is None else None)
+        self._usual_count: int | None = None
         self.microbatching = microbatching
         self.loss_weight = loss_weight
         self.on_nonfinite = on_nonfinite
@@ -138,6 +143,22 @@ class MultimodalStrategy(GradientStrategy):
         self.modalities = for_schedule(modalities, schedule, loss_modality_of(modalities))
 
     # --- configuration ---
+
+    @property
+    def num_microbatches(self) -> int:
+        """M; with `microbatch_size` that of the usual batch.
+
+        Raises:
+            ConfigError: with `microbatch_size`, before anything tells how many samples a batch has.
+        """
+        if self._count is None and self._usual_count is None:
+            rule = "The number of microbatches follows from the batches, and their size is not known here"
+            raise ConfigError("microbatch_size", self.microbatch_size, rule, "Set num_microbatches instead")
+        return self._count or self._usual_count or 1
+
+    def expect_batch(self, samples: int) -> None:
+        """Take note of the samples in a usual batch, from which `microbatch_size` makes the number of microbatches."""
+        self._usual_count = None if self.microbatch_size is None else -(-samples // self.microbatch_size)
 
     @cached_property
     def layout(self) -> Layout:
@@ -191,15 +212,18 @@ class MultimodalStrategy(GradientStrategy):
     def _check_data(self, module: pl.LightningModule, data: Sequence[Any]) -> None:
         check_package("data", data)
         if self.microbatching == "split" and not callable(getattr(module, "split_batch", None)):
-            check_batches(data, self.num_microbatches)
+            if self._count is not None:
+                check_batches(data, self._count)
+            elif sizes := batch_sizes(data):
+                self.expect_batch(sizes[0])
 
     def _checked(self, module: pl.LightningModule) -> Plan:
         """Return the plan of a module whose `configure_model` has run; raise ConfigError where it cannot run."""
         plan = self._plan(module)
         check_main_params(self.main_params, module, self.precision_plugin)
-        check_module(module, plan, self.num_microbatches, self.schedule)
+        check_module(module, plan, self._count, self.schedule)
         check_offload(module, plan)
-        if plan.topology.is_replicated and self.num_microbatches == 1 and self.main_params is None:
+        if plan.topology.is_replicated and self._count == 1 and self.main_params is None:
             check_drawn(self._timeline)
         return plan
 
@@ -254,7 +278,8 @@ class MultimodalStrategy(GradientStrategy):
         self._failed = False
         options = RunOptions(
             schedule=loaded(self.schedule),
-            num_microbatches=self.num_microbatches,
+            num_microbatches=self._count,
+            microbatch_size=self.microbatch_size,
             microbatching=self.microbatching,
             loss_weight=self.loss_weight,
             rank=self.global_rank,
@@ -283,8 +308,8 @@ class MultimodalStrategy(GradientStrategy):
         ):
             watch_fit_start(module)
         if trainer.state.fn == TrainerFn.FITTING and self.global_rank == 0:
-            said: Any = {"schedule": name_of(self.schedule), "num_microbatches": self.num_microbatches}
-            show_start(vars(trainer)["callbacks"], plan, **said)
+            parts = f"of {self.microbatch_size} samples" if self._count is None else str(self._count)
+            show_start(vars(trainer)["callbacks"], plan, schedule=name_of(self.schedule), microbatches=parts)
 
     @override
     def model_to_device(self) -> None:
@@ -309,7 +334,7 @@ class MultimodalStrategy(GradientStrategy):
 
     @override
     def _layout_fields(self) -> dict[str, Any]:
-        return layout_fields(self.layout, self.modalities, self.schedule, self.num_microbatches)
+        return layout_fields(self.layout, self.modalities, self.schedule, self._count, self.microbatch_size)
 
     # --- data ---
 
@@ -328,8 +353,8 @@ class MultimodalStrategy(GradientStrategy):
             alone=all(len(layout.replica_ranks(number)) == 1 for number in served),
             trainer=self._resume.watch(trainer) if trainer.training else None,
         )
-        if self.microbatching == "loader" and self.num_microbatches > 1:
-            return group_batches(dataloader, self.num_microbatches)
+        if self.microbatching == "loader" and self._count is not None and self._count > 1:
+            return group_batches(dataloader, self._count)
         return dataloader
 
     @override

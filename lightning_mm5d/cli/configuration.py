@@ -28,6 +28,7 @@ FIELDS = (
     "modalities",
     "schedule",
     "num_microbatches",
+    "microbatch_size",
     "microbatching",
     "loss_weight",
     "placement",

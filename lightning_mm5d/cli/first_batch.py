@@ -36,7 +36,9 @@ def first_microbatch(job: Job, *, prepares: bool = True) -> Any:
         raise ConfigError("data", "nothing", "The training dataloader is empty", "Say --cost instead of --measure")
     if job.strategy.microbatching == "loader":
         batch = LoaderBatches([batch])
-    part = BatchParts(module, job.strategy).split(batch)[0].batch
+    parts = BatchParts(module, job.strategy).split(batch)
+    job.strategy.expect_batch(sum(part.samples for part in parts))
+    part = parts[0].batch
     part = module.transfer_batch_to_device(module.on_before_batch_transfer(part, 0), module.device, 0)
     if module.dtype != torch.float32:  # as the precision plugins of Lightning do where the module is not 32-bit
         convert = partial(_to_dtype, dtype=module.dtype)

@@ -33,7 +33,8 @@ def check(
     modalities: Mapping[str, Modality],
     *,
     loss_modality: str | None = None,
-    num_microbatches: int,
+    num_microbatches: int | None,
+    microbatch_size: int | None = None,
     schedule: str,
     schedules: Sequence[str],
 ) -> None:
@@ -42,7 +43,8 @@ def check(
     Args:
         modalities: what the user wrote, by name.
         loss_modality: name of the modality that computes the loss; by default the one of `loss_modality_of`.
-        num_microbatches: microbatches per batch.
+        num_microbatches: microbatches per batch; None where it is 1, or follows from `microbatch_size`.
+        microbatch_size: samples per microbatch; None where `num_microbatches` says into how many parts.
         schedule: name of the schedule.
         schedules: names of the schedules that exist.
 
@@ -73,7 +75,7 @@ def check(
         _check_colocation(name, modalities)
     for name, modality in for_schedule(modalities, schedule, loss_modality).items():
         check_recomputation(f"modalities.{name}.activation_checkpointing", modality)
-    check_count("num_microbatches", num_microbatches)
+    _check_microbatches(num_microbatches, microbatch_size)
     if schedule not in schedules:
         raise ConfigError("schedule", schedule, "No such schedule", did_you_mean(schedule, schedules))
 
@@ -134,6 +136,7 @@ def _check_sizes(field: str, modality: Modality) -> None:
 
 def _check_context(field: str, modality: Modality, *, is_encoder: bool) -> None:
     mode, size, inner = modality.cp_mode, modality.cp_size, modality.ulysses_size
+    _check_inner_ring(f"{field}.inner_ring_size", modality)
     for name in ("cp_mode", "cp_distribution"):
         known = get_args(get_type_hints(Modality)[name])
         if getattr(modality, name) not in known:
@@ -156,6 +159,20 @@ def _check_context(field: str, modality: Modality, *, is_encoder: bool) -> None:
     if inner not in proper or isinstance(inner, bool):
         rule = f"It divides cp_size={size} into several groups of several ranks"
         raise ConfigError(f"{field}.ulysses_size", inner, rule, f"Use {one_of(proper)}")
+
+
+def _check_inner_ring(field: str, modality: Modality) -> None:
+    inner, size = modality.inner_ring_size, modality.cp_size
+    if inner is None:
+        return
+    check_count(field, inner)
+    if modality.cp_mode != "ring":
+        rule = f"It is the size of the inner rings of cp_mode='ring', and cp_mode is {modality.cp_mode!r}"
+        raise ConfigError(field, inner, rule, "Leave it unset, or use cp_mode='ring'")
+    if size % inner:
+        rule = f"Inner rings are of equal sizes, so it divides cp_size={size}"
+        fits = [one for one in range(1, size + 1) if size % one == 0]
+        raise ConfigError(field, inner, rule, f"Use {one_of(fits)}")
 
 
 def _check_compile(field: str, modality: Modality) -> None:
@@ -308,6 +325,16 @@ def _check_shared_stage(name: str, modality: Modality, owner: str, pp: int, shar
             rule = f"Its last stage shares the ranks of '{owner}.{pp}', so {size} is that of {owner!r}, {others}"
             fix = f"Use {size}={others}, or leave colocate_with unset"
             raise ConfigError(f"modalities.{name}.{size}", own, rule, fix)
+
+
+def _check_microbatches(number: object, size: object) -> None:
+    if size is None:
+        check_count("num_microbatches", 1 if number is None else number)
+        return
+    check_count("microbatch_size", size)
+    if number is not None:
+        rule = f"num_microbatches={number!r} says into how many microbatches a batch is split already"
+        raise ConfigError("microbatch_size", size, rule, "Set one of the two")
 
 
 def check_count(field: str, value: object, most: int = MOST) -> None:

@@ -76,6 +76,8 @@ class Modality:
         cp_distribution: Which tokens a rank takes. ``uniform``: one stretch; ``zigzag``: two, one from either end;
             ``makespan_min``: blocks of 128, assigned by how many keys their queries see.
         ulysses_size: Ranks of the inner groups of ``hybrid``.
+        inner_ring_size: Ranks of the inner rings of ``ring``, a double ring; it divides `cp_size`. Unset: those of one
+            node, and one ring where nodes hold unlike numbers of them.
         pp_size: Number of pipeline stages. Unset: as many as ``pipeline_template`` has, else 1.
         pipeline_template: Which layers run in which stage. Unset: balanced by their costs.
         pp_chunks: Stages that each rank of the pipeline has, of as many model chunks; for interleaved schedules.
@@ -118,6 +120,7 @@ class Modality:
     cp_mode: Literal["allgather", "ring", "ulysses", "hybrid", "items"] = "allgather"
     cp_distribution: Literal["uniform", "zigzag", "makespan_min"] = "makespan_min"
     ulysses_size: int | None = None
+    inner_ring_size: int | None = None
     pp_size: int | None = None
     pipeline_template: PipelineTemplate | None = None
     pp_chunks: int = 1

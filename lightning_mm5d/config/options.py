@@ -7,7 +7,7 @@ schedules.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,6 +29,8 @@ FUNCTIONS = ("microbatching", "loss_weight")
 """Options that may be a function instead."""
 MAIN_PARAMS = ("float32", "float64")
 """Precisions of main parameters."""
+AXES = ("pp", "dp", "cp", "tp")
+"""Axes of a modality, in the order in which ranks lie where no placement says another, outermost first."""
 BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
 """Backends of torch.distributed that need no package of a user's own."""
 LONGEST = timedelta(days=365)
@@ -52,6 +54,10 @@ def check_options(options: Mapping[str, Any], backends: Collection[str] = BACKEN
         if not isinstance(got, str) or got not in known:
             rule = f"It is one of {', '.join(known)}" + (", or a function" if name in FUNCTIONS else "")
             raise ConfigError(name, got, rule, did_you_mean(got, known))
+    if options.get("microbatching") == "loader" and options.get("microbatch_size") is not None:
+        rule = "With microbatching='loader' a batch of the dataloader is a microbatch, and its samples are the size"
+        fix = "Set num_microbatches, the batches of a step, or microbatching='split'"
+        raise ConfigError("microbatch_size", options["microbatch_size"], rule, fix)
     if options.get("placement") is not None:
         _check_placement(options["placement"])
     if options.get("process_group_backend") is not None:
@@ -81,8 +87,11 @@ def _check_async(wanted: object, kind: str) -> None:
 
 def _check_placement(placement: object) -> None:
     if not isinstance(placement, list | tuple) or not placement:
-        rule = "It lists the rank of each position of the layout"
-        raise ConfigError("placement", placement, rule, "Use for instance [0, 1], or leave it unset")
+        rule = "It lists the rank of each position of the layout, or names of axes, outermost first"
+        raise ConfigError("placement", placement, rule, f"Use for instance [0, 1] or {list(AXES)}, or leave it unset")
+    if any(isinstance(one, str) for one in placement):
+        _check_order(placement)
+        return
     fix = f"Use {list(range(len(placement)))}, or leave it unset"
     for index, rank in enumerate(placement):
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < MOST:
@@ -90,6 +99,18 @@ def _check_placement(placement: object) -> None:
             raise ConfigError(f"placement[{index}]", rank, rule, fix)
     if len(set(placement)) < len(placement):
         raise ConfigError("placement", placement, "It names each rank once", fix)
+
+
+def _check_order(axes: Sequence[object]) -> None:
+    for index, axis in enumerate(axes):
+        if not isinstance(axis, str) or axis not in AXES:
+            rule = f"Axes are {', '.join(AXES)}"
+            fix = did_you_mean(axis, AXES)
+            if axis == "ep":
+                rule, fix = f"{rule}; ranks that share experts are those of dp and cp", "Leave ep out"
+            raise ConfigError(f"placement[{index}]", axis, rule, fix)
+    if len(set(axes)) < len(axes):
+        raise ConfigError("placement", axes, "It names each axis once", f"Use {list(dict.fromkeys(axes))}")
 
 
 def _check_backend(backend: object, known: Collection[str]) -> None:

@@ -68,8 +68,12 @@ def batch_samples(batch: Any) -> int | None:
     return sizes.pop() if len(sizes) == 1 else None
 
 
-def split(batch: Any, num_microbatches: int, *, image_tokens: PackedTokens | None = None) -> list[Microbatch]:
-    """Cuts ``batch`` into microbatches whose sizes differ by at most one sample, the larger ones first.
+def split(
+    batch: Any, num_microbatches: int | None = None, *, size: int = 1, image_tokens: PackedTokens | None = None
+) -> list[Microbatch]:
+    """Cuts ``batch`` into M microbatches whose sizes differ by at most one sample, or into ones of ``size`` samples.
+
+    Of M the larger ones come first; of a size the last has what is left.
 
     Tensors become views. A packed field of which a microbatch owns no rows (``pixel_values`` where no sample
     has an image) is None there. A packed field is known by the name that processors give it; one of another
@@ -77,22 +81,23 @@ def split(batch: Any, num_microbatches: int, *, image_tokens: PackedTokens | Non
 
     Args:
         batch: a nesting of containers with B samples.
-        num_microbatches: M, at least 1.
+        num_microbatches: M, at least 1; None where microbatches have a size.
+        size: samples of each microbatch but the last, where M is None.
         image_tokens: placeholder ids by which packed images, videos and audio are assigned to samples.
 
     Returns:
-        min(B, M) microbatches. With M = 1 the batch itself, whatever is in it.
+        min(B, M) microbatches, or ceil(B / size). One microbatch is the batch itself, whatever is in it.
 
     Raises:
         ConfigError: there are no samples, tensors disagree on their number, or packed rows cannot be assigned exactly.
     """
-    if num_microbatches < 1:
+    if num_microbatches is not None and num_microbatches < 1:
         raise ConfigError("num_microbatches", num_microbatches, "It counts microbatches", "Use 1 or more")
     samples = batch_samples(batch)
     if samples == 0:
         rule = "A batch has at least one sample"
         raise ConfigError("batch", "0 samples", rule, "Use drop_last=True, or a sampler that gives no empty batch")
-    if num_microbatches == 1:
+    if num_microbatches == 1 or (num_microbatches is None and samples is not None and samples <= size):
         return [Microbatch(batch, 1 if samples is None else samples)]
     if samples is None and not any(_has_length(value) for _, value in leaves(batch)):
         rule = "A batch that is split into microbatches holds tensors or lists with one row per sample"
@@ -100,7 +105,10 @@ def split(batch: Any, num_microbatches: int, *, image_tokens: PackedTokens | Non
     if samples is None:
         rule = "The tensors of a batch must agree on dim 0, or some must have names such as input_ids"
         raise _disagreement(dict(leaves(batch)), rule)
-    ends = list(accumulate(even_lengths(samples, min(samples, num_microbatches)), initial=0))
+    if num_microbatches is None:
+        ends = [*range(0, samples, size), samples]
+    else:
+        ends = list(accumulate(even_lengths(samples, min(samples, num_microbatches)), initial=0))
     cuts = _plan(batch, samples, ends, image_tokens or PackedTokens())
     return [Microbatch(_take(batch, (), cuts, m), end - start) for m, (start, end) in enumerate(pairwise(ends))]
 

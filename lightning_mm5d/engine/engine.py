@@ -71,7 +71,7 @@ class Engine:
         views: this rank's stages.
         transport: how payloads travel.
         schedule: its name, a table or a function; for steps with fewer microbatches than a table has it is ``1f1b``.
-        num_microbatches: M.
+        num_microbatches: M; None where each batch decides.
         rank: global rank.
         device: where this rank computes.
         instances: groups of the ranks that share layers with this one, by their ranks.
@@ -94,7 +94,7 @@ class Engine:
         transport: Wire | None,
         *,
         schedule: str | Callable[[Graph], Schedule],
-        num_microbatches: int,
+        num_microbatches: int | None,
         rank: int,
         device: torch.device,
         instances: Mapping[tuple[int, ...], TensorGroup],
@@ -104,9 +104,9 @@ class Engine:
         self.gathers: StepGathers | None = None
         self.recorder: Recorder | None = None
         self.action: Action | None = None
-        self.count = num_microbatches
+        self.count = self._most = num_microbatches or 1
         self._plan, self._runtime, self._views, self._transport = plan, runtime, views, transport
-        self._num_microbatches, self._device = num_microbatches, device
+        self._device = device
         self.offload = offload
         self._bridges = Bridges(plan, transport, rank, instances)
         is_ordered = transport is not None and transport.is_ordered
@@ -136,9 +136,13 @@ class Engine:
             self._promises.begin(step, trainable)
         flights: _Flights = {}
         due: _Due = {}
-        recorder = self.recorder if step.trains and count == self._num_microbatches else None
-        if recorder is not None:
-            recorder.begin(trainable)
+        recorder = self.recorder if step.trains else None
+        if recorder is not None and count < self._most:
+            recorder.skip()
+            recorder = None
+        elif recorder is not None:
+            self._most = count
+            recorder.begin(trainable, count)
         gathers = self.gathers if step.trains else None
         if gathers is not None:
             gathers.begin(step, self._preparation.schedule_of(count), count, trainable)
@@ -354,7 +358,7 @@ def _count(step: Step) -> int:
             "num_microbatches",
             each,
             "Replicas that share ranks have equal numbers of microbatches in a step",
-            "Give them batches of equal sizes, or of num_microbatches samples and more",
+            "Give them batches of equal sizes, or with num_microbatches of that many samples and more",
         )
     return max(counts.values())
 

@@ -49,7 +49,7 @@ class Preparation:
         plan: all stages.
         bridges: of this rank.
         schedule: its name, a table or a function.
-        num_microbatches: M, of which a table has that many.
+        num_microbatches: M, of which a table has that many; None where each batch decides.
         rank: global rank.
         is_ordered: whether operations between ranks run in the order of issue.
     """
@@ -59,7 +59,7 @@ class Preparation:
         plan: Plan,
         bridges: Bridges,
         schedule: str | Callable[[Graph], Schedule],
-        num_microbatches: int,
+        num_microbatches: int | None,
         rank: int,
         *,
         is_ordered: bool,

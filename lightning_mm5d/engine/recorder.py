@@ -23,21 +23,29 @@ class Recorder:
 
     Attributes:
         trainable: names of the parameters that were trained in the step; None before there was one.
+        count: microbatches per replica of the step.
+        number: of the step, among all training steps.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.trainable: frozenset[str] | None = None
+        self.count = self.number = self._passed = 0
         self._device = device
         self._times: dict[Action, tuple[_Moment, _Moment]] = {}
         self._began: _Moment = 0.0
         self._ended: _Moment = 0.0
         self._start: _Moment = 0.0
 
-    def begin(self, trainable: frozenset[str]) -> None:
-        """Forget the last step and begin a new one."""
-        self.trainable = trainable
+    def begin(self, trainable: frozenset[str], count: int) -> None:
+        """Forget the last step and begin a new one of `count` microbatches per replica."""
+        self._passed += 1
+        self.trainable, self.count, self.number = trainable, count, self._passed
         self._times = {}
         self._began = self._ended = self._now()
+
+    def skip(self) -> None:
+        """Count a training step that is not kept."""
+        self._passed += 1
 
     def start(self) -> None:
         """Note that an action starts to compute."""

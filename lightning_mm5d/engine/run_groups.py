@@ -245,11 +245,13 @@ class _LayerGroups:
 
 
 def _inner_size(plan: Plan, modality: str, ranks: tuple[int, ...]) -> int:
-    """Ranks of the inner groups of a context parallel group: those of a hybrid, or of a node for a double ring."""
+    """Ranks of the inner groups of a context parallel group: of a hybrid, or as given or on one node for a double ring."""
     given = plan.modalities[modality]
     if given.cp_mode == "hybrid":
         assert given.ulysses_size is not None
         return given.ulysses_size
+    if given.inner_ring_size is not None:
+        return given.inner_ring_size
     nodes = [rank // plan.layout.ranks_per_node for rank in ranks]
     size = nodes.count(nodes[0])
     even = all(len(set(nodes[first : first + size])) == 1 for first in range(0, len(nodes), size))

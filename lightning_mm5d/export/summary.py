@@ -83,7 +83,8 @@ def _progress(content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _run(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     layout = fields.get("layout")
     if isinstance(layout, Mapping):
-        for key, name in (("world_size", "ranks"), ("schedule", "schedule"), ("num_microbatches", "microbatches")):
+        names = {"world_size": "ranks", "schedule": "schedule", "num_microbatches": "microbatches"}
+        for key, name in {**names, "microbatch_size": "samples per microbatch"}.items():
             if key in layout:
                 yield name, str(layout[key])
 

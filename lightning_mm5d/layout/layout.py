@@ -4,12 +4,13 @@ Modalities take consecutive blocks of *slots* in the order of the configuration;
 parallel runs fastest, then context, then data, and pipeline slowest: ``arange(n).view(pp, dp, cp, tp)``. A
 placement then maps slots to ranks so that the axes that talk most stay inside a node. A colocated modality
 takes the slots of its owner and divides them by its own sizes; one that shares a pipeline rank has a block of its
-own for its earlier stages, and for its last one takes the slots of that rank.
+own for its earlier stages, and for its last one takes the slots of that rank. A placement by axis names lays every
+block out in their order instead, on consecutive ranks.
 
 The *replicas* are those of the loss modality, whose last stage computes the loss; an encoder has k times
 as many (then each takes every k-th microbatch) or a k-th of them (then each serves k replicas).
 
-It refuses what `sizes.solve` refuses, and placements that are no permutation or descend along an axis. It expects
+It refuses what `sizes.solve` refuses, and placements that are no permutation, descend along an axis or lack one. It expects
 modalities that passed `checks.check`.
 """
 
@@ -24,6 +25,7 @@ from typing import NamedTuple
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality
+from lightning_mm5d.config.options import AXES
 from lightning_mm5d.layout.sizes import Sizes, solve
 
 
@@ -81,7 +83,7 @@ class Layout:
         world_size: int,
         loss_modality: str,
         ranks_per_node: int | None = None,
-        placement: Sequence[int] | None = None,
+        placement: Sequence[int] | Sequence[str] | None = None,
     ) -> Layout:
         """Solve for the unset sizes and place the modalities.
 
@@ -92,23 +94,27 @@ class Layout:
             world_size: number of ranks.
             loss_modality: name of the modality that computes the loss.
             ranks_per_node: ranks per node; all ranks are on one node when unset.
-            placement: rank of each slot, instead of the packing of this library.
+            placement: rank of each slot, or names of axes, outermost first, instead of the packing of this library.
 
         Raises:
             ConfigError: when the sizes do not fill the world, do not pair up, or the placement is wrong.
         """
         axes = solve(modalities, world_size, loss_modality)
-        blocks, slots = _slots(modalities, axes)
+        order = tuple(one for one in placement or () if isinstance(one, str))
+        blocks, slots = _slots(modalities, axes, _full_order(order, axes) if order else AXES)
         per_node = ranks_per_node or world_size
 
         def placed(order: Sequence[int]) -> Layout:
             ranks = {name: tuple(order[slot] for slot in slots[name]) for name in modalities}
             return cls(size=world_size, ranks_per_node=per_node, loss_modality=loss_modality, axes=axes, ranks=ranks)
 
+        if order:
+            return placed(range(world_size))
         if placement is not None:
-            _check_permutation(placement, world_size)
-            layout = placed(placement)
-            _check_ascending(layout, placement, blocks)
+            ranks = [rank for rank in placement if not isinstance(rank, str)]
+            _check_permutation(ranks, world_size)
+            layout = placed(ranks)
+            _check_ascending(layout, ranks, blocks)
             return layout
         layout = placed(range(world_size))
         if layout.straddling and (packed := _pack(modalities, axes, blocks, world_size, per_node)):
@@ -222,15 +228,44 @@ class Layout:
         return tuple(map(tuple, found))
 
 
+def _full_order(order: Sequence[str], axes: Mapping[str, Sizes]) -> tuple[str, ...]:
+    """All axes in the order of a placement; those that it leaves out have one rank each.
+
+    Raises:
+        ConfigError: it leaves out an axis with more than one rank.
+    """
+    rest = tuple(axis for axis in AXES if axis not in order)
+    for name, size in axes.items():
+        lacking = [axis for axis in rest if getattr(size, axis) > 1]
+        if lacking:
+            sizes = ", ".join(f"{axis} {getattr(size, axis)}" for axis in lacking)
+            rule = f"It names every axis with more than one rank, outermost first, and {name!r} has {sizes}"
+            fits = [axis for axis in AXES if axis in lacking or axis in order]
+            raise ConfigError("placement", list(order), rule, f"Use for instance {fits}")
+    return (*order, *rest)
+
+
+def _ordered(block: Sequence[int], size: Sizes, order: Sequence[str]) -> list[int]:
+    """The slots of a block in the order of `_positions`, where `order` says how axes lie in it, outermost first."""
+    stride = {axis: math.prod(getattr(size, inner) for inner in order[at + 1 :]) for at, axis in enumerate(order)}
+    return [
+        block[sum(stride[axis] * index for axis, index in zip(AXES, position, strict=True))]
+        for position in _positions(size)
+    ]
+
+
 def _positions(size: Sizes) -> Iterator[tuple[int, ...]]:
     """All (pp, dp, cp, tp) of a modality in the order of its slots."""
     return product(range(size.pp), range(size.dp), range(size.cp), range(size.tp))
 
 
 def _slots(
-    modalities: Mapping[str, Modality], axes: Mapping[str, Sizes]
+    modalities: Mapping[str, Modality], axes: Mapping[str, Sizes], order: Sequence[str]
 ) -> tuple[dict[str, range], dict[str, Sequence[int]]]:
-    """The block of own slots of each modality, and all its slots: own ones, then those of its owner."""
+    """The block of own slots of each modality, and all its slots: own ones, then those of its owner.
+
+    Axes lie in each block as `order` says; slots are in the order of `_positions`.
+    """
     blocks, first = {}, 0
     for name, modality in modalities.items():
         if modality.own_ranks_per_replica:
@@ -238,13 +273,15 @@ def _slots(
     slots: dict[str, Sequence[int]] = {}
     for name, modality in modalities.items():
         if modality.owner is None:
-            slots[name] = blocks[name]
+            slots[name] = _ordered(blocks[name], axes[name], order)
         elif modality.owner.pp is None:
-            slots[name] = blocks[modality.owner.modality]
+            slots[name] = _ordered(blocks[modality.owner.modality], axes[name], order)
         else:
+            owner = modality.owner.modality
             stage = math.prod(axes[name]) // axes[name].pp
             first = modality.owner.pp * stage
-            slots[name] = [*blocks.get(name, ()), *blocks[modality.owner.modality][first : first + stage]]
+            own = _ordered(blocks.get(name, ()), axes[name]._replace(pp=axes[name].pp - 1), order)
+            slots[name] = [*own, *_ordered(blocks[owner], axes[owner], order)[first : first + stage]]
     return blocks, slots
 
 

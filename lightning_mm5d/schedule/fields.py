@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from lightning_mm5d.config.checks import check
+from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.config.options import BACKENDS, check_options
 from lightning_mm5d.schedule.builders import SCHEDULES, check_schedule
@@ -28,8 +29,12 @@ def check_fields(fields: Mapping[str, Any], backends: Collection[str] = BACKENDS
     check_schedule(schedule)
     check(
         {"model": Modality()} if modalities is None else modalities,
-        num_microbatches=fields.get("num_microbatches", 1),
+        num_microbatches=fields.get("num_microbatches"),
+        microbatch_size=fields.get("microbatch_size"),
         schedule=schedule if isinstance(schedule, str) and schedule in SCHEDULES else "own",
         schedules=("own", *SCHEDULES),
     )
     check_options(fields, backends)
+    if fields.get("microbatch_size") is not None and schedule not in SCHEDULES:
+        rule = "A table or a function is for one number of microbatches, and with a size it follows from each batch"
+        raise ConfigError("microbatch_size", fields["microbatch_size"], rule, "Set num_microbatches instead")

@@ -38,7 +38,10 @@ class BatchOptions(Protocol):
     """What the strategy's arguments say of batches."""
 
     @property
-    def num_microbatches(self) -> int: ...
+    def microbatch_size(self) -> int | None: ...
+
+    @property
+    def num_microbatches(self) -> int | None: ...
 
     @property
     def microbatching(self) -> Splitting: ...
@@ -59,7 +62,8 @@ class BatchParts:
     """
 
     def __init__(self, module: LightningModule, options: BatchOptions) -> None:
-        self._module, self._count, self._packed = module, options.num_microbatches, describe(module)
+        self._module, self._packed, self._size = module, describe(module), options.microbatch_size
+        self._count = None if self._size else options.num_microbatches
         own = {name: getattr(module, name, None) for name in ("split_batch", "loss_weight")}
         given = options.microbatching
         self._splitter = given if callable(given) else own["split_batch"] if callable(own["split_batch"]) else None
@@ -86,8 +90,8 @@ class BatchParts:
         elif self._splitter is not None:
             found = [Microbatch(part, batch_samples(part) or 1) for part in self._split_by(self._splitter, batch)]
         else:
-            found = split(batch, self._count, image_tokens=self._packed)
-        if is_first and 0 < len(found) < self._count:
+            found = split(batch, self._count, size=self._size or 1, image_tokens=self._packed)
+        if is_first and self._count is not None and 0 < len(found) < self._count:
             samples = sum(part.samples for part in found)
             raise ConfigError(
                 "num_microbatches",
@@ -137,12 +141,22 @@ class BatchParts:
         return tuple(map(float, torch.stack(counts).tolist()))  # one read of the device
 
     def _split_by(self, splitter: Callable[[Any, int], Any], batch: Any) -> Sequence[Any]:
-        found = splitter(batch, self._count)
-        if not isinstance(found, (list, tuple)) or not 0 < len(found) <= self._count:
+        count = self._count or self._count_by_size(batch)
+        found = splitter(batch, count)
+        if not isinstance(found, (list, tuple)) or not 0 < len(found) <= count:
             got = f"{len(found)} parts" if isinstance(found, (list, tuple)) else type(found).__name__
-            rule = f"The function that splits a batch into {self._count} microbatches returns a list of at most as many"
+            rule = f"The function that splits a batch into {count} microbatches returns a list of at most as many"
             raise ConfigError("microbatching", got, rule, "Return a list of batches, each of one or more samples")
         return found
+
+    def _count_by_size(self, batch: Any) -> int:
+        """How many microbatches of the given size hold the samples of a batch."""
+        assert self._size is not None
+        samples = batch_samples(batch)
+        if samples is None:
+            rule = "Tensors of this batch do not agree on its number of samples, and so on that of microbatches"
+            raise ConfigError("microbatch_size", self._size, rule, "Set num_microbatches instead")
+        return -(-samples // self._size)
 
     def _labels(self, batch: Any) -> Tensor:
         """The labels of a microbatch."""

@@ -4,8 +4,8 @@ Phases: (1) all ranks gather the times of their actions; (2) rank 0 simulates th
 median time of its kind and stage; (3) rank 0 draws both, two rows a rank. The rows differ by messages on their way and
 by actions that take longer than others of their kind.
 
-A step that some rank has not recorded is not drawn. A file that cannot be written gives a warning only, because
-training is over and its weights matter more.
+Ranks that have not recorded the same step, with as many microbatches, draw none. A file that cannot be written gives a
+warning only, because training is over and its weights matter more.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ def write_timeline(
     recorder: Recorder,
     plan: Plan,
     schedule: AnySchedule,
-    num_microbatches: int,
     *,
     rank: int,
     wire: torch.device,
@@ -44,20 +43,21 @@ def write_timeline(
         recorder: the recorder of this rank.
         plan: all stages.
         schedule: the schedule that ran, as `build` takes it.
-        num_microbatches: microbatches per replica, M.
         rank: global rank.
         wire: device of the default group's messages.
     """
     trainable = recorder.trainable
-    recorded = torch.tensor(int(trainable is not None), device=wire)
+    own = [recorder.count, recorder.number]
+    recorded = torch.tensor([*own, *(-value for value in own)], device=wire)
     dist.all_reduce(recorded, dist.ReduceOp.MIN)
-    if trainable is None or not recorded:
+    least, most = recorded[:2].tolist(), recorded[2:].neg().tolist()
+    if trainable is None or least != most:
         return
-    ran = _ran(plan, schedule, num_microbatches, trainable)
-    spans = _gathered(recorder, plan, ran, num_microbatches, rank, wire)
+    ran = _ran(plan, schedule, recorder.count, trainable)
+    spans = _gathered(recorder, plan, ran, recorder.count, rank, wire)
     if rank != 0:
         return
-    graph = plan.graphs.graph(range(plan.layout.num_replicas), num_microbatches, trainable)
+    graph = plan.graphs.graph(range(plan.layout.num_replicas), recorder.count, trainable)
     seen = measured(spans)
     both = _side_by_side(seen, simulate(ran, _costed(graph, seen)))
     names = {

@@ -67,7 +67,7 @@ class RunOptions:
 
     Attributes:
         schedule: its name, a table or a function.
-        num_microbatches: M.
+        num_microbatches: M; None where each batch decides, by `microbatch_size`.
         microbatching: how a batch is split.
         loss_weight: what microbatches weigh.
         rank: global rank.
@@ -81,7 +81,8 @@ class RunOptions:
     """
 
     schedule: str | Callable[[Graph], Schedule]
-    num_microbatches: int
+    num_microbatches: int | None
+    microbatch_size: int | None
     microbatching: Splitting
     loss_weight: Weighing
     rank: int
@@ -392,8 +393,7 @@ class Session:
         dist.barrier()
         options, recorder = self._options, self._engine.recorder
         if options.timeline is not None and recorder is not None:
-            actions = options.schedule, options.num_microbatches
-            write_timeline(options.timeline, recorder, self.plan, *actions, rank=rank, wire=wire)
+            write_timeline(options.timeline, recorder, self.plan, options.schedule, rank=rank, wire=wire)
         if self._transport is not None:
             self._transport.close()
         dist.barrier()

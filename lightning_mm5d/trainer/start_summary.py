@@ -19,14 +19,14 @@ _ROWS = 10
 _RANKS = 4  # runs of ranks in a cell
 
 
-def show_start(callbacks: Sequence[pl.Callback], plan: Plan, *, schedule: str, num_microbatches: int) -> None:
+def show_start(callbacks: Sequence[pl.Callback], plan: Plan, *, schedule: str, microbatches: str) -> None:
     """Print the summary on rank 0, where Lightning prints its own.
 
     Args:
         callbacks: of the trainer; without a `ModelSummary` nothing is printed.
         plan: what runs where.
         schedule: name of the schedule.
-        num_microbatches: M.
+        microbatches: how many, or of which size.
     """
     summaries = [one for one in callbacks if isinstance(one, ModelSummary)]
     if not summaries:
@@ -34,7 +34,7 @@ def show_start(callbacks: Sequence[pl.Callback], plan: Plan, *, schedule: str, n
     layout = plan.layout
     title = (
         f"MultimodalStrategy: {layout.size} {'rank' if layout.size == 1 else 'ranks'}, {layout.num_replicas} "
-        f"{'replica' if layout.num_replicas == 1 else 'replicas'}, {schedule}, microbatches: {num_microbatches}"
+        f"{'replica' if layout.num_replicas == 1 else 'replicas'}, {schedule}, microbatches: {microbatches}"
     )
     table = summary(plan)
     if not any(isinstance(one, RichModelSummary) for one in summaries):

@@ -130,7 +130,7 @@ def structure(module: nn.Module, plan: Plan | None = None) -> dict[str, Any]:
 
 
 def layout_fields(
-    layout: Layout, modalities: Mapping[str, Modality], schedule: Any, microbatches: int
+    layout: Layout, modalities: Mapping[str, Modality], schedule: Any, microbatches: int | None, size: int | None
 ) -> dict[str, Any]:
     """Return a layout as JSON: the number of ranks, the sizes of each modality, and how batches are scheduled."""
     sizes = {name: layout.sizes(name) for name in modalities}
@@ -141,7 +141,7 @@ def layout_fields(
             for name, one in sizes.items()
         },
         "schedule": _text(schedule),
-        "num_microbatches": microbatches,
+        **({"num_microbatches": microbatches} if size is None else {"microbatch_size": size}),
     }
 
 

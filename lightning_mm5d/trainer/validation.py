@@ -43,7 +43,7 @@ def check_computed(modalities: Mapping[str, Modality]) -> None:
 
 
 def check_module(
-    module: pl.LightningModule, plan: Plan, num_microbatches: int, schedule: str | Callable[[Graph], Schedule]
+    module: pl.LightningModule, plan: Plan, num_microbatches: int | None, schedule: str | Callable[[Graph], Schedule]
 ) -> None:
     """Refuse modules that cannot run in stages, and a user's own schedule that does not fit them.
 
@@ -53,10 +53,11 @@ def check_module(
         ScheduleError: the schedule is not one of the stages of this module.
     """
     if callable(schedule) or is_table(schedule):
+        assert num_microbatches is not None
         build(schedule, plan.graphs.full_graph(schedule, num_microbatches, module))
         named = module.named_parameters(remove_duplicate=False)
         check_messages(plan, schedule, num_microbatches, frozenset(name for name, p in named if p.requires_grad))
-    if not module.automatic_optimization and (not plan.topology.is_replicated or num_microbatches > 1):
+    if not module.automatic_optimization and (not plan.topology.is_replicated or num_microbatches != 1):
         raise ConfigError(
             "automatic_optimization",
             False,
@@ -167,19 +168,28 @@ def lost_weights() -> ConfigError:
     )
 
 
+def batch_sizes(data: Sequence[Any]) -> list[int]:
+    """Return the samples in a batch of each dataloader, and of each datamodule that has a `batch_size`.
+
+    Args:
+        data: what the trainer was given beside the module.
+    """
+    known = (item for item in data if isinstance(item, (DataLoader, pl.LightningDataModule)))
+    return [size for item in known if isinstance(size := getattr(item, "batch_size", None), int) and size > 0]
+
+
 def check_batches(data: Sequence[Any], num_microbatches: int) -> None:
     """Refuse dataloaders whose batches are smaller than the number of microbatches.
 
     Args:
-        data: what the trainer was given beside the module; datamodules count where they have a `batch_size`.
+        data: as for `batch_sizes`.
         num_microbatches: parts that a batch is split into.
 
     Raises:
         ConfigError: a batch cannot be split into so many.
     """
-    for item in data:
-        size = getattr(item, "batch_size", None) if isinstance(item, (DataLoader, pl.LightningDataModule)) else None
-        if isinstance(size, int) and 0 < size < num_microbatches:
+    for size in batch_sizes(data):
+        if size < num_microbatches:
             raise ConfigError(
                 "num_microbatches",
                 num_microbatches,

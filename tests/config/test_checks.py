@@ -14,6 +14,7 @@ from jsonargparse import ArgumentParser, auto_cli
 from lightning_mm5d.config.checks import check
 from lightning_mm5d.config.errors import ConfigError, nearest, one_of
 from lightning_mm5d.config.modality import Modality, PipelineTemplate
+from lightning_mm5d.schedule import check_fields
 
 SCHEDULES = ("gpipe", "1f1b")
 COUNTS_AS_NO_SIZE = (0, -3, True, 2.0, "2", float("inf"))
@@ -193,6 +194,24 @@ def test_refuses_microbatch_counts_that_are_no_counts(value: Any) -> None:
     assert refusal({"language": Modality()}, num_microbatches=value).field == "num_microbatches"
 
 
+@pytest.mark.parametrize("value", COUNTS_AS_NO_SIZE)
+def test_refuses_microbatch_sizes_that_are_no_counts(value: Any) -> None:
+    error = refusal({"language": Modality()}, num_microbatches=None, microbatch_size=value)
+    assert error.field == "microbatch_size"
+
+
+def test_refuses_a_number_of_microbatches_beside_their_size() -> None:
+    run({"language": Modality()}, num_microbatches=None, microbatch_size=2)
+    error = refusal({"language": Modality()}, num_microbatches=1, microbatch_size=2)
+    assert (error.field, error.got, error.fix) == ("microbatch_size", 2, "Set one of the two")
+
+
+@pytest.mark.parametrize("rest", [{"microbatching": "loader"}, {"schedule": lambda graph: {}}])
+def test_refuses_a_size_where_no_batch_decides_on_the_number(rest: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"microbatch_size: got 2.*Set num_microbatches"):
+        check_fields({"microbatch_size": 2, **rest})
+
+
 @pytest.mark.parametrize(("wrong", "meant"), [("1F1B", "1f1b"), ("gpip", "gpipe"), ("1-f-1-b", "1f1b")])
 def test_unknown_schedule_suggests_the_nearest(wrong: str, meant: str) -> None:
     error = refusal({"language": Modality()}, schedule=wrong)
@@ -354,3 +373,18 @@ def test_refuses_a_modality_of_another_type_before_it_reads_its_fields(modality:
 
 def test_refuses_modalities_without_names() -> None:
     assert refusal([Modality()], loss_modality=None).field == "modalities"
+
+
+@pytest.mark.parametrize(
+    ("axes", "words"),
+    [
+        (["pp", "ddp"], r"placement\[1\]: got 'ddp'.*Did you mean 'dp'"),
+        (["pp", 1], r"placement\[1\]: got 1"),
+        (["ep", "dp"], r"placement\[0\]: got 'ep'.*those of dp and cp.*Leave ep out"),
+        (["pp", "dp", "pp"], r"once.*Use \['pp', 'dp'\]"),
+    ],
+)
+def test_refuses_orders_of_axes_that_are_none(axes: list[Any], words: str) -> None:
+    check_fields({"placement": ["dp", "pp", "cp", "tp"]})
+    with pytest.raises(ConfigError, match=words):
+        check_fields({"placement": axes})

@@ -18,6 +18,7 @@ MODES: dict[str, dict[str, Any]] = {
     "ring": {"cp_mode": "ring"},
     "ulysses": {"cp_mode": "ulysses"},
     "hybrid": {"cp_mode": "hybrid", "cp_size": 4, "ulysses_size": 2},
+    "double ring": {"cp_mode": "ring", "cp_size": 4, "inner_ring_size": 2},
 }
 
 
@@ -27,7 +28,7 @@ MODES: dict[str, dict[str, Any]] = {
 def test_one_modality_equals_one_process(mode: str, cp_size: int) -> None:
     """Padded text; four query heads and two key heads, so that heads do not divide by the degrees."""
     fields = {"cp_size": cp_size, **MODES[mode]}
-    if mode == "hybrid" and cp_size != 4:
+    if mode in ("hybrid", "double ring") and cp_size != 4:
         pytest.skip("a hybrid needs groups of groups")
     runs = [
         Compared(name=name, fields={"language": {**fields, "cp_distribution": how}}, exact=name == "bert")

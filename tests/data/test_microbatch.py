@@ -398,6 +398,14 @@ def test_the_loss_of_the_batch_is_the_weighted_loss_of_its_microbatches(build: A
     torch.testing.assert_close(joined, whole, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(("size", "found"), [(1, [1] * 5), (2, [2, 2, 1]), (4, [4, 1]), (5, [5]), (9, [5])])
+def test_microbatches_of_a_size_are_all_of_it_but_the_last(size: int, found: list[int]) -> None:
+    rows = torch.arange(5)
+    parts = split({"rows": rows}, size=size)
+    assert [part.samples for part in parts] == found
+    assert torch.equal(torch.cat([part.batch["rows"] for part in parts]), rows)
+
+
 @pytest.mark.parametrize(("batch", "words"), [({"x": torch.zeros(0, 3)}, "0 samples"), ("text", "'text'"), (3, "3")])
 @pytest.mark.parametrize("count", [1, 2])
 def test_batches_without_samples_are_refused(batch: object, words: str, count: int) -> None:

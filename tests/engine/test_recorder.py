@@ -62,7 +62,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 def record(recorder: Recorder) -> None:
-    recorder.begin(frozenset())
+    recorder.begin(frozenset(), 1)
     for action in (FORWARD, BACKWARD):
         recorder.start()
         recorder.end(action)
@@ -92,7 +92,7 @@ def test_shares_without_a_recorded_step_are_those_of_a_rank_that_never_idles() -
 
 def test_shares_on_a_cpu_are_those_of_its_clock() -> None:
     recorder = Recorder(torch.device("cpu"))
-    recorder.begin(frozenset())
+    recorder.begin(frozenset(), 1)
     time.sleep(0.02)
     recorder.start()
     time.sleep(0.02)

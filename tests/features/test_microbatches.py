@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 from typing import Any
 
@@ -94,6 +95,32 @@ def lengths_that_differ_between_steps(run: Run) -> Any:
         return train(run, Toy(), DataLoader(samples, size))
     sampler = torch.utils.data.DistributedSampler(samples, run.layout.replicas, 0, shuffle=False)
     return train(run, Toy(), DataLoader(samples, size, sampler=sampler))
+
+
+def batches_of_many_sizes(run: Run) -> Any:
+    """Batches of 2, 7, 8 and 5 samples: of 8 are kept for the timeline, and never evaluated ones."""
+    data = Samples(22)
+    rows = torch.utils.data.default_collate([data[index] for index in range(22)])
+    cuts = [0, 2, 9, 17, 22]
+    batches = [{name: field[start:end] for name, field in rows.items()} for start, end in pairwise(cuts)]
+    loader = DataLoader(Batches(batches), batch_size=None)
+    return train(run, Toy(), loader, use_distributed_sampler=False)
+
+
+@pytest.mark.parametrize("layout", [PIPE, TWINS], ids=["pipe", "twins"])
+def test_microbatches_of_a_size_train_like_whole_batches(layout: Layout, tmp_path: Any) -> None:
+    """vision: rank 0; language: ranks 1-2, as stages or replicas; 8 samples are 3, 3 and 2, 4 are 3 and 1."""
+    scenarios = (short_last_batch, *([batches_of_many_sizes] if layout is PIPE else []))
+    drawn = tmp_path / "drawn.json"
+    said = {"num_microbatches": None, "microbatch_size": 3, "timeline": str(drawn)}
+    for name, outcome in outcomes(layout, *scenarios, **said).items():
+        assert_same(outcome.ranks[0]["weights"], outcome.one["weights"])
+        for rank in outcome.ranks:
+            assert_same(rank["metrics"], outcome.one["metrics"])
+            assert rank["steps"] == outcome.one["steps"], name
+    names = {event["name"] for event in json.loads(drawn.read_text())["traceEvents"]}
+    count = 3 if layout is PIPE else 2
+    assert {f"F{number}" for number in range(count)} <= {name.split(" ")[0] for name in names}, names
 
 
 SCENARIOS = (

@@ -312,3 +312,50 @@ def test_refuses_placements_whose_ranks_descend_along_an_axis(placement: Any, ax
         placed(placement)
     assert caught.value.fix == "[0, 1, 2, 3, 4, 5] would do"
     assert placed(numbers(caught.value.fix)).size == 6
+
+
+# ------------------------------------------------------------------ placements by the order of axes
+
+
+def ordered(order: list[str], world_size: int, **modalities: Modality) -> Layout:
+    return Layout.build(modalities, world_size=world_size, loss_modality="language", placement=order)
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(("pp", "dp", "cp", "tp"))])
+def test_axes_lie_in_the_order_of_a_placement_outermost_first(order: tuple[str, ...]) -> None:
+    """language: ranks 2-17; vision: ranks 0-1."""
+    sizes = {"dp": 2, "pp": 2, "cp": 2, "tp": 2}
+    layout = ordered([*order], 18, vision=ONE, audio=ONE, language=Modality(dp_size=2, pp_size=2, cp_size=2, tp_size=2))
+    strides = {axis: 2 ** (3 - at) for at, axis in enumerate(order)}
+    for place in layout.places:
+        if place.modality == "language":
+            assert place.rank == 2 + sum(strides[axis] * getattr(place, axis) for axis in sizes)
+    assert (layout.ranks["vision"], layout.ranks["audio"]) == ((0,), (1,))
+    if order == ("pp", "dp", "cp", "tp"):
+        assert layout == build(18, vision=ONE, audio=ONE, language=Modality(dp_size=2, pp_size=2, cp_size=2, tp_size=2))
+
+
+def test_axes_of_one_rank_need_no_name() -> None:
+    """language: ranks 0-3, those of stage 0 are 0 and 2."""
+    assert ordered(["dp", "pp"], 4, language=Modality(pp_size=2)).ranks_of("language", pp=0) == (0, 2)
+    assert ordered(["dp", "cp", "pp"], 4, language=Modality(pp_size=2)).ranks_of("language", pp=0) == (0, 2)
+
+
+def test_modalities_that_share_ranks_each_lie_in_that_order() -> None:
+    """language: ranks 2-5, stages (2, 4) and (3, 5); vision: ranks 0-1, then those of stage 0; audio: ranks 2-5."""
+    layout = ordered(
+        ["dp", "pp", "tp"],
+        6,
+        vision=Modality(pp_size=2, colocate_with="language.0"),
+        audio=Modality(tp_size=2, colocate_with="language"),
+        language=Modality(pp_size=2),
+    )
+    assert [layout.ranks_of("language", pp=pp) for pp in (0, 1)] == [(2, 4), (3, 5)]
+    assert [layout.ranks_of("vision", pp=pp) for pp in (0, 1)] == [(0, 1), (2, 4)]
+    assert [layout.ranks_of("audio", dp=dp) for dp in (0, 1)] == [(2, 3), (4, 5)]
+
+
+def test_refuses_an_order_that_lacks_an_axis_with_ranks() -> None:
+    with pytest.raises(ConfigError, match=r"placement: got \['tp'\].*'language' has pp 2, dp 2") as caught:
+        ordered(["tp"], 8, language=Modality(pp_size=2, tp_size=2))
+    assert caught.value.fix == "Use for instance ['pp', 'dp', 'tp']"

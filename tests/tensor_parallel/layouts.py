@@ -19,7 +19,7 @@ from zoo import CASES, apply_freeze
 STEPS, SAMPLES = 2, 8
 Fields = dict[str, dict[str, Any]]
 Prepare = Callable[[L.LightningModule], None]
-OF_STRATEGY = ("num_microbatches", "schedule")
+OF_STRATEGY = ("num_microbatches", "schedule", "placement")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Compared:
         steps: number of optimizer steps, or more batches where they are accumulated.
         exact: whether the model computes in float64 throughout.
         off: absolute tolerance where it does not; gradients are of the order of 0.1.
-        options: of the trainer, and `num_microbatches` and `schedule`.
+        options: of the trainer, and `num_microbatches`, `schedule` and `placement`.
         accelerator: of the ranks; the one process of `alone` computes on the CPU.
     """
 
@@ -85,6 +85,7 @@ def _train(rank: int, run: Compared, world: int) -> tuple[list[float], list[Stat
         {key: Modality(**case.modality_paths.get(key, {}), **value) for key, value in run.fields.items()},
         num_microbatches=options.pop("num_microbatches", 4 if case.mean_of_samples else 1),
         schedule=options.pop("schedule", "1f1b"),
+        placement=options.pop("placement", None),
     )
     module = run.build()
     batches = batches_of(run.name, run.steps)

@@ -21,7 +21,12 @@ SHIFTED = (3.0, 2.0)
 
 
 def parts_of(module: L.LightningModule, **options: Any) -> BatchParts:
-    given = {"num_microbatches": 2, "microbatching": "split", "loss_weight": "tokens"} | options
+    given = {
+        "num_microbatches": 2,
+        "microbatch_size": None,
+        "microbatching": "split",
+        "loss_weight": "tokens",
+    } | options
     return BatchParts(module, SimpleNamespace(**given))
 
 
@@ -84,3 +89,21 @@ def test_the_strategy_takes_functions(field: str) -> None:
     assert getattr(MultimodalStrategy(**{field: len}), field) is len
     with pytest.raises(ConfigError, match=f"{field}: got 3.* or a function"):
         MultimodalStrategy(**{field: 3})  # type: ignore[arg-type]
+
+
+def test_a_size_of_microbatches_gives_a_function_their_number() -> None:
+    counts = []
+
+    def halves(batch: Tensor, count: int) -> list[Tensor]:
+        counts.append(count)
+        return list(batch.split(2))
+
+    sized = parts_of(Unsaid(), num_microbatches=None, microbatch_size=2, microbatching=halves, loss_weight="samples")
+    assert [[part.samples for part in sized.split(IDS[:size], is_first=True)] for size in (4, 3, 1)] == [
+        [2, 2],
+        [2, 1],
+        [1],
+    ]
+    assert counts == [2, 2, 1]
+    with pytest.raises(ConfigError, match=r"microbatch_size: got 2.*do not agree.*num_microbatches"):
+        sized.split((IDS, IDS[:1]))
