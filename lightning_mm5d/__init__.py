@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from lightning_mm5d.models.projectors import ProjectorConfig
     from lightning_mm5d.recipes.data import MultimodalDataModule
     from lightning_mm5d.recipes.module import MultimodalModule
+    from lightning_mm5d.sharded.vocabulary_shard import VocabularyShard, vocabulary_shard
     from lightning_mm5d.strategy import MultimodalStrategy
     from lightning_mm5d.tensor_parallel.layer_plan import TensorParallelPlan
     from lightning_mm5d.tensor_parallel.plan_lookup import register_tensor_parallel_plan
@@ -59,11 +60,13 @@ __all__ = [
     "RankMismatchError",
     "RemoteParameterError",
     "TensorParallelPlan",
+    "VocabularyShard",
     "WatchdogTimeoutError",
     "from_pretrained",
     "multimodal_mask",
     "register_expert_parallel_plan",
     "register_tensor_parallel_plan",
+    "vocabulary_shard",
 ]
 
 _HOMES = {
@@ -87,11 +90,13 @@ _HOMES = {
     "RankMismatchError": "config.errors",
     "RemoteParameterError": "config.errors",
     "TensorParallelPlan": "tensor_parallel.layer_plan",
+    "VocabularyShard": "sharded.vocabulary_shard",
     "WatchdogTimeoutError": "config.errors",
     "from_pretrained": "weights.pretrained",
     "multimodal_mask": "context_parallel.hooks.context_mask",
     "register_expert_parallel_plan": "expert_parallel.expert_lookup",
     "register_tensor_parallel_plan": "tensor_parallel.plan_lookup",
+    "vocabulary_shard": "sharded.vocabulary_shard",
 }
 
 

@@ -130,7 +130,7 @@ class MultimodalStrategy(GradientStrategy):
         )
         self.schedule = schedule
         self.microbatch_size = microbatch_size
-        self._count = num_microbatches or (1 if microbatch_size is None else None)
+        self.num_microbatches = num_microbatches or (1 if microbatch_size is None else None)
         self._usual_count: int | None = None
         self.microbatching = microbatching
         self.loss_weight = loss_weight
@@ -144,17 +144,16 @@ class MultimodalStrategy(GradientStrategy):
 
     # --- configuration ---
 
-    @property
-    def num_microbatches(self) -> int:
-        """M; with `microbatch_size` that of the usual batch.
+    def usual_microbatches(self) -> int:
+        """Return M; with `microbatch_size` that of the usual batch.
 
         Raises:
             ConfigError: with `microbatch_size`, before anything tells how many samples a batch has.
         """
-        if self._count is None and self._usual_count is None:
+        if self.num_microbatches is None and self._usual_count is None:
             rule = "The number of microbatches follows from the batches, and their size is not known here"
             raise ConfigError("microbatch_size", self.microbatch_size, rule, "Set num_microbatches instead")
-        return self._count or self._usual_count or 1
+        return self.num_microbatches or self._usual_count or 1
 
     def expect_batch(self, samples: int) -> None:
         """Take note of the samples in a usual batch, from which `microbatch_size` makes the number of microbatches."""
@@ -212,8 +211,8 @@ class MultimodalStrategy(GradientStrategy):
     def _check_data(self, module: pl.LightningModule, data: Sequence[Any]) -> None:
         check_package("data", data)
         if self.microbatching == "split" and not callable(getattr(module, "split_batch", None)):
-            if self._count is not None:
-                check_batches(data, self._count)
+            if self.num_microbatches is not None:
+                check_batches(data, self.num_microbatches)
             elif sizes := batch_sizes(data):
                 self.expect_batch(sizes[0])
 
@@ -221,9 +220,9 @@ class MultimodalStrategy(GradientStrategy):
         """Return the plan of a module whose `configure_model` has run; raise ConfigError where it cannot run."""
         plan = self._plan(module)
         check_main_params(self.main_params, module, self.precision_plugin)
-        check_module(module, plan, self._count, self.schedule)
+        check_module(module, plan, self.num_microbatches, self.schedule)
         check_offload(module, plan)
-        if plan.topology.is_replicated and self._count == 1 and self.main_params is None:
+        if plan.topology.is_replicated and self.num_microbatches == 1 and self.main_params is None:
             check_drawn(self._timeline)
         return plan
 
@@ -249,7 +248,7 @@ class MultimodalStrategy(GradientStrategy):
                 multiply-add per token.
         """
         module = configured(module or self._module("simulate"), self.precision_plugin)
-        return self._plan(module).graphs.simulate(self.schedule, self.num_microbatches, module)
+        return self._plan(module).graphs.simulate(self.schedule, self.usual_microbatches(), module)
 
     # --- the life of a run ---
 
@@ -278,7 +277,7 @@ class MultimodalStrategy(GradientStrategy):
         self._failed = False
         options = RunOptions(
             schedule=loaded(self.schedule),
-            num_microbatches=self._count,
+            num_microbatches=self.num_microbatches,
             microbatch_size=self.microbatch_size,
             microbatching=self.microbatching,
             loss_weight=self.loss_weight,
@@ -308,7 +307,9 @@ class MultimodalStrategy(GradientStrategy):
         ):
             watch_fit_start(module)
         if trainer.state.fn == TrainerFn.FITTING and self.global_rank == 0:
-            parts = f"of {self.microbatch_size} samples" if self._count is None else str(self._count)
+            parts = (
+                f"of {self.microbatch_size} samples" if self.num_microbatches is None else str(self.num_microbatches)
+            )
             show_start(vars(trainer)["callbacks"], plan, schedule=name_of(self.schedule), microbatches=parts)
 
     @override
@@ -334,7 +335,7 @@ class MultimodalStrategy(GradientStrategy):
 
     @override
     def _layout_fields(self) -> dict[str, Any]:
-        return layout_fields(self.layout, self.modalities, self.schedule, self._count, self.microbatch_size)
+        return layout_fields(self.layout, self.modalities, self.schedule, self.num_microbatches, self.microbatch_size)
 
     # --- data ---
 
@@ -353,8 +354,8 @@ class MultimodalStrategy(GradientStrategy):
             alone=all(len(layout.replica_ranks(number)) == 1 for number in served),
             trainer=self._resume.watch(trainer) if trainer.training else None,
         )
-        if self.microbatching == "loader" and self._count is not None and self._count > 1:
-            return group_batches(dataloader, self._count)
+        if self.microbatching == "loader" and self.num_microbatches is not None and self.num_microbatches > 1:
+            return group_batches(dataloader, self.num_microbatches)
         return dataloader
 
     @override

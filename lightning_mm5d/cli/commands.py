@@ -53,7 +53,7 @@ def inspect(arguments: Namespace, source: Source) -> None:
         print(json.dumps(as_json(holdings(plan, module), memory), indent=2))
     else:
         name = name_of(strategy.schedule)
-        page = report(plan, module, schedule=name, num_microbatches=strategy.num_microbatches)
+        page = report(plan, module, schedule=name, num_microbatches=strategy.usual_microbatches())
         show([*page, memory_table(memory), *notes, options_table(plan, step)])
     warn(warnings(plan.layout))
 
@@ -113,7 +113,7 @@ def plan(arguments: Namespace, source: Source) -> None:
         configured,
         module,
         schedule=strategy.schedule,
-        num_microbatches=strategy.num_microbatches,
+        num_microbatches=strategy.usual_microbatches(),
         durations=durations,
         unit=MILLISECONDS if measured is not None else None,
         step=step,
@@ -198,7 +198,7 @@ def _graph(job: Job, schedule: AnySchedule, frozen: frozenset[str]) -> Graph:
     wanted = for_schedule(written, "zbv" if schedule == "interleaved" else schedule, loss_modality)
     if module is None:
         v_shaped = schedule == "zbv"
-        return sketch(strategy.layout, wanted, strategy.num_microbatches, frozen=frozen, v_shaped=v_shaped)
+        return sketch(strategy.layout, wanted, strategy.usual_microbatches(), frozen=frozen, v_shaped=v_shaped)
     placed = copy(strategy)
     placed.schedule, placed.modalities = schedule, wanted
     try:
@@ -206,7 +206,7 @@ def _graph(job: Job, schedule: AnySchedule, frozen: frozenset[str]) -> Graph:
     except ConfigError:
         placed.modalities = dict(written)
         plan = placed.plan(module)
-    return plan.graphs.full_graph(schedule, strategy.num_microbatches, module)
+    return plan.graphs.full_graph(schedule, strategy.usual_microbatches(), module)
 
 
 def _simulated(job: Job, outcomes: Sequence[Outcome], chosen: Outcome, unit: TimeUnit) -> Page:
@@ -215,7 +215,7 @@ def _simulated(job: Job, outcomes: Sequence[Outcome], chosen: Outcome, unit: Tim
     longest = unit.text(max(chosen.simulation.busy.values()))
     stages = {num_stages(outcome.graph, loss_modality) for outcome in outcomes}
     return [
-        f"microbatches: {strategy.num_microbatches} per replica, ranks: {strategy.layout.size}, "
+        f"microbatches: {strategy.usual_microbatches()} per replica, ranks: {strategy.layout.size}, "
         f"times in {unit.meaning}",
         comparison(outcomes, configured=chosen.schedule, loss_modality=loss_modality, unit=unit),
         *([STAGES_NOTE] if len(stages) > 1 else []),

@@ -42,7 +42,7 @@ def step_of(job: Job, plan: Plan) -> tuple[Step, list[str]]:
     step = Step(
         module,
         strategy.schedule,
-        strategy.num_microbatches,
+        strategy.usual_microbatches(),
         states,
         found,
         bucket_bytes=strategy.bucket_bytes,

@@ -37,7 +37,7 @@ def inspect_model(arguments: Namespace) -> None:
     if job is not None:
         plan = job.strategy.validate(module)
         name = name_of(job.strategy.schedule)
-        page += report(plan, module, schedule=name, num_microbatches=job.strategy.num_microbatches)
+        page += report(plan, module, schedule=name, num_microbatches=job.strategy.usual_microbatches())
         said["places"] = as_json(holdings(plan, module), [])
     if arguments.json:
         print(json.dumps(said, indent=2))

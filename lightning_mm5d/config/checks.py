@@ -114,9 +114,9 @@ def _check_sizes(field: str, modality: Modality) -> None:
         value = getattr(modality, size)
         if value is not None or size in ("tp_size", "cp_size", "pp_chunks", "ep_size", "expert_tp_size"):
             check_count(f"{field}.{size}", value)
-    if not isinstance(modality.sequence_parallel, bool):
-        got = modality.sequence_parallel
-        raise ConfigError(f"{field}.sequence_parallel", got, "It is true or false", f"Use {bool(got)}")
+    for flag in ("sequence_parallel", "shard_embedding"):
+        if not isinstance(got := getattr(modality, flag), bool):
+            raise ConfigError(f"{field}.{flag}", got, "It is true or false", f"Use {bool(got)}")
     template = modality.pipeline_template
     if modality.pp_chunks > 1 and modality.pp_size in (None, 1) and template is None:
         rule = "Chunks interleave the stages of several pipeline ranks"

@@ -68,6 +68,8 @@ class Modality:
         tp_size: Tensor parallel degree: ranks that share each layer.
         sequence_parallel: Whether norms, dropouts and residuals between the sharded layers are sharded over the same
             ranks along the sequence, which takes less memory and no more communication.
+        shard_embedding: Whether the ranks of `tp_size` share the rows of the input embedding. If not, each holds it
+            in full: no sum over ranks after each lookup, for the memory of the full table. Not for tied heads.
         cp_size: Context parallel degree: ranks that share each sequence.
         cp_mode: How an attention reaches the tokens of other ranks. ``allgather``: keys and values are gathered, a head
             at a time; ``ring``: they are passed around; ``ulysses``: ranks exchange tokens for heads; ``hybrid``:
@@ -116,6 +118,7 @@ class Modality:
     reshard_after_forward: bool = False
     tp_size: int = 1
     sequence_parallel: bool = False
+    shard_embedding: bool = True
     cp_size: int = 1
     cp_mode: Literal["allgather", "ring", "ulysses", "hybrid", "items"] = "allgather"
     cp_distribution: Literal["uniform", "zigzag", "makespan_min"] = "makespan_min"

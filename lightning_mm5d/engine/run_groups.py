@@ -245,7 +245,7 @@ class _LayerGroups:
 
 
 def _inner_size(plan: Plan, modality: str, ranks: tuple[int, ...]) -> int:
-    """Ranks of the inner groups of a context parallel group: of a hybrid, or as given or on one node for a double ring."""
+    """Ranks of the inner groups of a hybrid, or of a double ring: as given, or those of a node."""
     given = plan.modalities[modality]
     if given.cp_mode == "hybrid":
         assert given.ulysses_size is not None

@@ -10,8 +10,8 @@ block out in their order instead, on consecutive ranks.
 The *replicas* are those of the loss modality, whose last stage computes the loss; an encoder has k times
 as many (then each takes every k-th microbatch) or a k-th of them (then each serves k replicas).
 
-It refuses what `sizes.solve` refuses, and placements that are no permutation, descend along an axis or lack one. It expects
-modalities that passed `checks.check`.
+It refuses what `sizes.solve` refuses, and placements that are no permutation, descend along an axis or lack one. It
+expects modalities that passed `checks.check`.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ def _full_order(order: Sequence[str], axes: Mapping[str, Sizes]) -> tuple[str, .
     """All axes in the order of a placement; those that it leaves out have one rank each.
 
     Raises:
-        ConfigError: it leaves out an axis with more than one rank.
+        ConfigError: it leaves out an axis with more than one rank, or puts tp outside cp where both have several.
     """
     rest = tuple(axis for axis in AXES if axis not in order)
     for name, size in axes.items():
@@ -242,6 +242,10 @@ def _full_order(order: Sequence[str], axes: Mapping[str, Sizes]) -> tuple[str, .
             rule = f"It names every axis with more than one rank, outermost first, and {name!r} has {sizes}"
             fits = [axis for axis in AXES if axis in lacking or axis in order]
             raise ConfigError("placement", list(order), rule, f"Use for instance {fits}")
+        if min(size.cp, size.tp) > 1 and order.index("tp") < order.index("cp"):
+            fits = [{"cp": "tp", "tp": "cp"}.get(axis, axis) for axis in order]
+            rule = f"Of the ranks that share a sequence, those that share a layer are neighbours, and {name!r} has both"
+            raise ConfigError("placement", list(order), rule, f"Use {fits}, with cp before tp")
     return (*order, *rest)
 
 
@@ -331,7 +335,12 @@ def _check_ascending(layout: Layout, placement: Sequence[int], blocks: Mapping[s
     """Refuse a mesh that torch would build wrongly: it sorts the ranks of a group."""
     for _, _, name, dp, pp, cp, tp in layout.places:
         rank = layout.rank_of(name, dp=dp, pp=pp, cp=cp, tp=tp)
-        for axis, before in (("dp", (dp - 1, cp, tp)), ("cp", (dp, cp - 1, tp)), ("tp", (dp, cp, tp - 1))):
+        last = layout.sizes(name).tp - 1  # of one cp index all ranks come before those of the next
+        for axis, before in (
+            ("dp", (dp - 1, cp, tp)),
+            ("cp", (dp, cp - 1, last if tp == 0 else tp)),
+            ("tp", (dp, cp, tp - 1)),
+        ):
             if min(before) >= 0:
                 other = layout.rank_of(name, pp=pp, dp=before[0], cp=before[1], tp=before[2])
                 if other > rank:

@@ -207,7 +207,8 @@ class DataShards:
             found = []
             for index in range(sizes.tp):
                 copies = [rank for ranks in instances for rank in ranks[index :: sizes.tp]]
-                found += [tuple(copies[start : start + size]) for start in range(0, len(copies), size)]
+                # ascending, as groups are: a placement may put cp outside dp
+                found += [tuple(sorted(copies[start : start + size])) for start in range(0, len(copies), size)]
             self._blocks[key, size] = tuple(found)
         return self._blocks[key, size]
 

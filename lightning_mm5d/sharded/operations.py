@@ -3,7 +3,7 @@
 A rule takes the function and its arguments and returns a `Sharded`, what the function returns of a full tensor, or
 NotImplemented where these arguments do not fit; then the full tensors are gathered. There are rules for pointwise
 functions, for those along other dims than the sharded one, for views and indices that keep it, for the cross entropy
-over sharded classes, and for what is told of a tensor without computing.
+and other functions over sharded classes, and for what is told of a tensor without computing.
 
 Importing this module registers them.
 """
@@ -28,6 +28,7 @@ from lightning_mm5d.sharded.autograd import (
     register_hook,
     requires_grad,
 )
+from lightning_mm5d.sharded.class_operations import FUNCTIONS, along_classes
 from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.sharded.cross_entropy import cross_entropy
 from lightning_mm5d.sharded.sequence_operations import (
@@ -316,6 +317,8 @@ def _fill(rules: dict[Any, Callable[..., Any]]) -> None:
     rules[Tensor.requires_grad.__set__] = on_local  # type: ignore[attr-defined]
     add(_like, "empty_like zeros_like ones_like full_like rand_like randn_like")
     add(_along(1), "mean sum prod amax amin logsumexp argmax argmin all any softmax log_softmax cumsum")
+    for name in FUNCTIONS:
+        add(along_classes(name, None if name == "gather" else _along(1)), name)
     add(_along(1, empty=False), "var std")  # they warn of tensors without entries
     add(_along(2), "norm vector_norm normalize")
     add(_weighted, "layer_norm rms_norm linear matmul __matmul__")

@@ -57,7 +57,8 @@ def divide(
         if found is not None and found[1] > 1 and modalities[found[0]].expert_tp_size == 1:
             whole |= dict.fromkeys(names, (path, found[0]))
     plans = _without(plans, {path for path, _ in whole.values()})
-    division = resolve(root, plans, place)
+    full_embeddings = {name for name, modality in modalities.items() if not modality.shard_embedding}
+    division = resolve(root, plans, place, full_embeddings)
     _check_divided(division, modalities, experts or {}, place)
     # each rank sends some of the tokens to whole experts, and so has a part of their gradients
     division = replace(

@@ -9,7 +9,7 @@ that do not fit their modules, projections that are not plain linear layers, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -76,6 +76,7 @@ def resolve(
     root: nn.Module,
     plans: Mapping[str, Sequence[TensorParallelPlan]],
     place: Callable[[str], tuple[str, int] | None],
+    full_embeddings: Collection[str] = (),
 ) -> Division:
     """Return how `root` is sharded.
 
@@ -84,11 +85,13 @@ def resolve(
         plans: by path of the module that they are relative to.
         place: gives, for a parameter's name, the tensor parallel group that holds it and the number of its ranks; None
             where several groups of different sizes do.
+        full_embeddings: the groups whose ranks each hold input embeddings in full.
 
     Raises:
-        ConfigError: a plan does not fit its module, or adapters are in the way.
+        ConfigError: a plan does not fit its module, adapters are in the way, or an embedding that should be full is
+            tied to a head.
     """
-    resolver = _Resolver(root, place)
+    resolver = _Resolver(root, place, full_embeddings)
     for path, several in plans.items():
         for plan in several:
             resolver.add(path, plan)
@@ -97,8 +100,10 @@ def resolve(
 
 
 class _Resolver:
-    def __init__(self, root: nn.Module, place: Callable[[str], tuple[str, int] | None]) -> None:
-        self._root, self._place = root, place
+    def __init__(
+        self, root: nn.Module, place: Callable[[str], tuple[str, int] | None], full_embeddings: Collection[str]
+    ) -> None:
+        self._root, self._place, self._full_embeddings = root, place, full_embeddings
         self._degrees: dict[str, int] = {}
         self._shards: dict[str, Shard] = {}
         self._shared: set[str] = set()
@@ -254,6 +259,14 @@ class _Resolver:
         read = self._weights_read.intersection((*_GETTERS, *(full.split(".")[-2] for full in names)))
         if read:
             self._whole[names[0]] = f"code takes it as the weight of {' and '.join(sorted(read))}"
+            return
+        lookups = [full for full, user in users.items() if isinstance(user, nn.Embedding)]
+        if name in self._full_embeddings and lookups:
+            if len(lookups) < len(users):
+                head = next(full for full in users if full not in lookups)
+                rule = f"{lookups[0]} is tied to {head}, a head whose classes the ranks share"
+                fix = "Leave it out, or untie them (tie_word_embeddings: false in the model's config)"
+                raise ConfigError(f"modalities.{name}.shard_embedding", False, rule, fix)
             return
         self._degrees[name] = degree
         shard = joined([even_ranges(weight.shape[0], degree)], 0, weight.shape[0])

@@ -60,7 +60,10 @@ TINY: dict[str, Any] = LLAMA | {"num_hidden_layers": 2}
             {"cp_size": 4, "inner_ring_size": 2},
             "inner_ring_size: got 2. It is the size of the inner rings of cp_mode='ring'",
         ),
-        ({"cp_size": 4, "cp_mode": "ring", "inner_ring_size": 3}, "inner_ring_size: got 3.*cp_size=4.*Use 1, 2 or 4"),
+        (
+            {"cp_size": 4, "cp_mode": "ring", "inner_ring_size": 3},
+            "Inner rings are of equal sizes, so it divides cp_size=4. Use 1 or 2 or 4",
+        ),
         ({"cp_size": 4, "cp_mode": "ring", "inner_ring_size": 0}, "inner_ring_size: got 0"),
         ({"cp_size": 4, "cp_mode": "hybrid"}, "ulysses_size: got None. It divides cp_size=4"),
         ({"cp_size": 4, "cp_mode": "hybrid", "ulysses_size": 4}, "Use 2"),

@@ -311,6 +311,12 @@ def test_refuses_placements_whose_ranks_descend_along_an_axis(placement: Any, ax
     with pytest.raises(ConfigError, match=f"ascend along {axis}, and in '{name}'") as caught:
         placed(placement)
     assert caught.value.fix == "[0, 1, 2, 3, 4, 5] would do"
+    modalities = {"language": Modality(cp_size=2, tp_size=2)}
+    with pytest.raises(ConfigError, match="ascend along cp") as caught:  # tensor parallel groups are neighbours
+        Layout.build(modalities, world_size=4, loss_modality="language", placement=[0, 2, 1, 3])
+    assert caught.value.fix == "[0, 1, 2, 3] would do"
+    with pytest.raises(ConfigError) as caught:
+        placed(placement)
     assert placed(numbers(caught.value.fix)).size == 6
 
 
@@ -325,14 +331,19 @@ def ordered(order: list[str], world_size: int, **modalities: Modality) -> Layout
 def test_axes_lie_in_the_order_of_a_placement_outermost_first(order: tuple[str, ...]) -> None:
     """language: ranks 2-17; vision: ranks 0-1."""
     sizes = {"dp": 2, "pp": 2, "cp": 2, "tp": 2}
-    layout = ordered([*order], 18, vision=ONE, audio=ONE, language=Modality(dp_size=2, pp_size=2, cp_size=2, tp_size=2))
+    modalities = {"vision": ONE, "audio": ONE, "language": Modality(**{f"{axis}_size": 2 for axis in sizes})}
+    if order.index("tp") < order.index("cp"):
+        with pytest.raises(ConfigError, match="with cp before tp"):
+            ordered([*order], 18, **modalities)
+        return
+    layout = ordered([*order], 18, **modalities)
     strides = {axis: 2 ** (3 - at) for at, axis in enumerate(order)}
     for place in layout.places:
         if place.modality == "language":
             assert place.rank == 2 + sum(strides[axis] * getattr(place, axis) for axis in sizes)
     assert (layout.ranks["vision"], layout.ranks["audio"]) == ((0,), (1,))
     if order == ("pp", "dp", "cp", "tp"):
-        assert layout == build(18, vision=ONE, audio=ONE, language=Modality(dp_size=2, pp_size=2, cp_size=2, tp_size=2))
+        assert layout == build(18, **modalities)
 
 
 def test_axes_of_one_rank_need_no_name() -> None:

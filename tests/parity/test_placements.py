@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 
-from tensor_parallel.layouts import Compared, check_all
+from compare import tolerance
+from lightning_mm5d import Modality
+from parity.harness import fit, strategy
+from ranks import call_ranks
+from tensor_parallel.layouts import Compared, alone, batches_of, build, check_all
+from zoo import CASES
 
-SHARDED = {"zero_stage": 3}
+REPLICAS = 2
+SHARED: list[tuple[str, dict[str, Any], list[str]]] = [
+    ("llama_tied", {"tp_size": 2, "zero_stage": 3}, ["tp", "dp"]),
+    ("gpt2", {"cp_size": 2, "zero_stage": 3}, ["cp", "dp"]),
+    ("gpt2", {"cp_size": 2, "zero_stage": 2, "dp_shard_size": 2}, ["cp", "dp"]),
+    ("gpt2", {"pp_size": 2, "zero_stage": 3, "reshard_after_forward": True}, ["dp", "pp"]),
+]
 
 
 @pytest.mark.usefixtures("float64")
 def test_any_order_of_axes_equals_one_process() -> None:
-    """language: ranks 0-3, or vision: rank 0 and language: ranks 1-3."""
+    """language: ranks 0-3, also with vision on the same ranks."""
+    shared = {"tp_size": 2, "colocate_with": "language"}
     cases = [
-        ("llama_tied", {"language": {"tp_size": 2, **SHARDED}}, ("tp", "dp"), 2),
-        ("gpt2", {"language": {"cp_size": 2, **SHARDED}}, ("cp", "dp"), 2),
-        ("llama_tied", {"language": {"cp_size": 2, "tp_size": 2, "sequence_parallel": True}}, ("tp", "cp"), 1),
-        ("bert", {"language": {"pp_size": 2, "zero_stage": 2}}, ("dp", "pp"), 2),
-        ("llava", {"vision": {"tp_size": 2, "colocate_with": "language"}, "language": {"pp_size": 2}}, ("dp", "tp", "pp"), 2),
-    ]  # fmt: skip
+        ("llama_tied", {"language": {"tp_size": 2}}, ["tp", "dp"], 2),
+        ("gpt2", {"language": {"cp_size": 2}}, ["cp", "dp"], 2),
+        ("llama_tied", {"language": {"cp_size": 2, "tp_size": 2, "sequence_parallel": True}}, ["cp", "tp"], 1),
+        ("bert", {"language": {"tp_size": 2, "pp_size": 2}}, ["tp", "pp"], 1),
+        ("llava", {"vision": shared, "language": {"pp_size": 2}}, ["dp", "tp", "pp"], 2),
+    ]
     check_all(
         4,
         *(
@@ -28,10 +43,26 @@ def test_any_order_of_axes_equals_one_process() -> None:
     )
 
 
-@pytest.mark.exhaustive
+def trained(rank: int) -> list[dict[str, torch.Tensor]]:
+    """The parameters that rank 0 has after two steps of each case."""
+    found = []
+    for name, fields, order in SHARED:
+        module = build(name)
+        chosen = strategy({"language": Modality(**fields)}, num_microbatches=2, placement=order)
+        parts = [part for batch in batches_of(name) for part in CASES[name].split(batch, REPLICAS)]
+        fit(module, parts, chosen, 4, use_distributed_sampler=True)
+        found.append(module.state_dict())
+    return found
+
+
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("order", [("dp", "pp", "tp"), ("tp", "pp", "dp")])
-def test_three_axes_in_other_orders_equal_one_process(order: tuple[str, ...]) -> None:
-    """language: ranks 0-7."""
-    fields = {"language": {"tp_size": 2, "pp_size": 2, **SHARDED}}
-    check_all(8, Compared(name="llama_tied", fields=fields, replicas=2, options={"placement": order}))
+def test_parameters_shared_over_ranks_in_any_order_equal_one_process() -> None:
+    """language: ranks 0-3."""
+    found = call_ranks(4, trained)[0]
+    for (name, fields, order), parameters in zip(SHARED, found, strict=True):
+        _, expected = alone(Compared(name=name, fields={}))
+        for key, value in expected.items():
+            where = f"{name}, {fields}, {order}: {key}"
+            torch.testing.assert_close(
+                parameters[key], value, **tolerance(exact=False), msg=lambda m, where=where: f"{where}: {m}"
+            )

@@ -126,3 +126,20 @@ def test_a_model_is_saved_while_it_trains_from_the_state_of_all_ranks(tmp_path: 
     loaded = type(build("llama_tied").model).from_pretrained(tmp_path / "all", dtype=torch.float64)
     for name, value in loaded.state_dict().items():
         torch.testing.assert_close(value, found[0][1][name], rtol=1e-9, atol=1e-9)
+
+
+def test_an_embedding_is_full_where_that_is_said_and_the_head_stays_sharded() -> None:
+    modalities = {"language": Modality(tp_size=2, shard_embedding=False)}
+
+    def planned(name: str) -> Any:
+        chosen = strategy(dict(modalities))
+        chosen.__dict__["layout"] = Layout.build(modalities, world_size=2, loss_modality="language")
+        return chosen.plan(build(name))
+
+    shards = planned("llama").division.shards
+    assert "model.lm_head.weight" in shards
+    assert not any("embed_tokens" in name for name in shards)
+    with pytest.raises(
+        ConfigError, match=r"language\.shard_embedding: got False\. .*embed_tokens.* is tied to .*lm_head"
+    ):
+        planned("llama_tied")
