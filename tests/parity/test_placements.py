@@ -17,6 +17,7 @@ from zoo import CASES
 REPLICAS = 2
 SHARED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("llama_tied", {"tp_size": 2, "zero_stage": 3}, ["tp", "dp"]),
+    ("llama", {"tp_size": 2, "zero_stage": 3, "shard_embedding": False}, ["dp", "tp"]),
     ("gpt2", {"cp_size": 2, "zero_stage": 3}, ["cp", "dp"]),
     ("gpt2", {"cp_size": 2, "zero_stage": 2, "dp_shard_size": 2}, ["cp", "dp"]),
     ("gpt2", {"pp_size": 2, "zero_stage": 3, "reshard_after_forward": True}, ["dp", "pp"]),

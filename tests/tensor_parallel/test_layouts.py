@@ -132,16 +132,13 @@ def test_a_layer_of_the_users_own_is_divided_as_registered(monkeypatch: pytest.M
 
 @pytest.mark.usefixtures("float64")
 def test_embeddings_that_each_rank_holds_in_full_equal_one_process() -> None:
-    """language: ranks 0-1."""
+    """language: ranks 0-1, or ranks 0-3 as two replicas or with the tokens in halves."""
     full = {"tp_size": 2, "shard_embedding": False}
-    runs = [full, {**full, "sequence_parallel": True}, {**full, "tp_size": 1, "dp_size": 2, "zero_stage": 1}]
     check_all(
-        2, *(Compared(name="llama", fields={"language": fields}, replicas=fields.get("dp_size", 1)) for fields in runs)
+        2, *(Compared(name="llama", fields={"language": {**full, "sequence_parallel": way}}) for way in (False, True))
     )
-
-
-@pytest.mark.usefixtures("float64")
-def test_full_embeddings_of_replicas_equal_one_process() -> None:
-    """language: ranks 0-3."""
-    full = {"tp_size": 2, "zero_stage": 3, "shard_embedding": False}
-    check_all(4, Compared(name="llama", fields={"language": full}, replicas=2))
+    check_all(
+        4,
+        Compared(name="llama", fields={"language": full}, replicas=2),
+        Compared(name="llama", fields={"language": {**full, "cp_size": 2}}),
+    )
