@@ -7,11 +7,16 @@ Models that compute their loss, norms or rotary tables in float32 agree to that,
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import lightning as L
 import pytest
 
-from tensor_parallel.layouts import Compared, check, check_all
+from lightning_mm5d import Modality
+from lightning_mm5d.context_parallel.exchange import attention
+from parity.harness import fit, strategy
+from ranks import call_ranks
+from tensor_parallel.layouts import Compared, batches_of, build, check, check_all
 
 MODES: dict[str, dict[str, Any]] = {
     "allgather": {"cp_mode": "allgather"},
@@ -184,3 +189,23 @@ def test_attention_without_a_mask_that_is_computed_again_sees_the_same_split() -
             exact=True,
         ),
     )
+
+
+def sizes_of_rings(rank: int) -> set[tuple[int, ...]]:
+    seen, ring = set(), attention.Ring
+
+    def noted(local: Any, split: Any, groups: Any, device: Any) -> Any:
+        seen.add(tuple(group.size for group in groups))
+        return ring(local, split, groups, device)
+
+    with patch.object(attention, "Ring", noted):
+        for inner in (None, 2, 4):
+            language = Modality(cp_size=4, cp_mode="ring", inner_ring_size=inner)
+            fit(build("llama_tied"), batches_of("llama_tied", 1), strategy({"language": language}), 4)
+    return seen
+
+
+@pytest.mark.usefixtures("float64")
+def test_an_inner_ring_has_the_size_that_is_given_and_else_that_of_a_node() -> None:
+    """language: ranks 0-3 on one node; outer and inner rings of two, or one ring."""
+    assert call_ranks(4, sizes_of_rings) == [{(2, 2), (4,)}] * 4
