@@ -85,7 +85,7 @@ class Agreement:
         keys = [f"digest {rank}" for rank in range(self._world_size)]
         begin, noticed = time.monotonic(), False
         end = begin + self._timeout.total_seconds()
-        for pause in _pauses():
+        for pause in pauses():
             if store.add("come", 0) >= self._world_size and store.check(keys):
                 return dict(enumerate(value.decode() for value in store.multi_get(keys)))
             now = time.monotonic()
@@ -112,7 +112,7 @@ class Agreement:
     def _statement(self, store: dist.Store, digest: str) -> dict[str, Any]:
         """Return the statement with this digest; "unknown" where its ranks ended before they published it."""
         key, end = f"statement {digest}", time.monotonic() + _GRACE_S
-        for pause in _pauses():
+        for pause in pauses():
             if store.check([key]):
                 statement: dict[str, Any] = json.loads(store.get(key))
                 return statement
@@ -122,7 +122,7 @@ class Agreement:
         return {_NEXT: "unknown"}
 
 
-def _pauses() -> Iterator[float]:
+def pauses() -> Iterator[float]:
     """Yield the seconds between looks at the store; a wait of its own would print a warning whenever it ends."""
     yield from (0.001, 0.002, 0.004, 0.008, 0.016, 0.03, 0.06, 0.12)
     while True:

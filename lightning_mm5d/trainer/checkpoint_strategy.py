@@ -33,7 +33,6 @@ from lightning_mm5d.storage.directory import is_checkpoint_directory
 from lightning_mm5d.storage.source import StateDictSource
 from lightning_mm5d.trainer.averages import Averages
 from lightning_mm5d.trainer.kept_shards import has_kept_shards
-from lightning_mm5d.trainer.process_group import rendezvous_store
 from lightning_mm5d.trainer.resume import Resume
 from lightning_mm5d.trainer.session import Session
 from lightning_mm5d.trainer.sharded_checkpoints import ShardedCheckpoints, reads_weights_early
@@ -76,8 +75,7 @@ class CheckpointStrategy(WeightsStrategy, ABC):
     def _open_reports(self, topic: str) -> RankReports:
         world = self.world_size if dist.is_initialized() else 1
         if self._store is None and world > 1:
-            assert self.cluster_environment is not None
-            self._store = dist.PrefixStore("checkpoints", rendezvous_store(self.cluster_environment, self._timeout))
+            self._store = dist.PrefixStore("checkpoints", self.new_store())
         return RankReports(self._store, topic, rank=self.global_rank, world_size=world, timeout=self._timeout)
 
     # --- averages of weights ---

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 
 from lightning_mm5d.sharded.backends import message_device
+from lightning_mm5d.trainer.torchrun_round import has_agent_store
 
 
 def free_port() -> int:
@@ -34,8 +35,8 @@ def free_port() -> int:
 def rendezvous_store(environment: ClusterEnvironment, timeout: timedelta) -> dist.Store:
     """Return the store that all ranks meet at; a new connection with keys of this package alone.
 
-    It does not wait for other ranks. Where torchrun's agent serves a store, that one is used, with other keys after
-    each restart.
+    It does not wait for other ranks. Where torchrun's agent serves a store, that one is used. It outlives the ranks, so
+    its keys are to be prefixed by the `round_name` of these.
 
     Args:
         environment: knows the address, the port and this rank.
@@ -43,16 +44,15 @@ def rendezvous_store(environment: ClusterEnvironment, timeout: timedelta) -> dis
     """
     os.environ["MASTER_ADDR"] = environment.main_address
     os.environ["MASTER_PORT"] = str(environment.main_port)
-    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = dist.TCPStore(
         environment.main_address,
         environment.main_port,
-        is_master=environment.global_rank() == 0 and not has_agent,
+        is_master=environment.global_rank() == 0 and not has_agent_store(),
         timeout=timeout,
         wait_for_workers=False,
         multi_tenant=True,
     )
-    return dist.PrefixStore(f"lightning_mm5d {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    return dist.PrefixStore("lightning_mm5d", store)
 
 
 def connect(

@@ -34,6 +34,7 @@ from lightning_mm5d.trainer.other_package import is_of_other_package
 from lightning_mm5d.trainer.process_group import agreed_seed, connect, decided, rendezvous_store
 from lightning_mm5d.trainer.session import Session
 from lightning_mm5d.trainer.statements import configuration
+from lightning_mm5d.trainer.torchrun_round import has_agent_store, round_name
 
 
 def _known_to_other_package(strategies: Any) -> None:
@@ -77,6 +78,7 @@ class ProcessStrategy(ParallelStrategy, ABC):
         self._session: Session | None = None
         self._seed = 0
         self._agreement: Agreement | None = None
+        self._round: str | None = None  # of torchrun
 
     @abstractmethod
     def validate_before_launch(self, module: pl.LightningModule, *data: Any) -> Any:
@@ -188,13 +190,27 @@ class ProcessStrategy(ParallelStrategy, ABC):
         if self.root_device.type == "cpu":
             torch.set_num_threads(cpu_threads(self.num_processes))
         environment, timeout = self.cluster_environment, self._timeout
-        store = rendezvous_store(environment, timeout)
+        store = self.new_store()
         if self._guard is not None:
-            self._guard.monitor.connect(dist.PrefixStore("monitor", rendezvous_store(environment, timeout)))
+            self._guard.monitor.connect(dist.PrefixStore("monitor", self.new_store()))
         self._agreement = Agreement(store, rank=self.global_rank, world_size=self.world_size, timeout=timeout)
         self._agreement.check("configuration", self._configuration())
         connect(environment, store, self._process_group_backend, timeout, self.root_device)
         self._seed = agreed_seed(self.root_device)
+
+    def new_store(self) -> dist.Store:
+        """Return a connection of its own to the store that the ranks of this job meet at.
+
+        The first call waits for all ranks where torchrun's agent hosts the store.
+        """
+        assert self.cluster_environment is not None
+        store = rendezvous_store(self.cluster_environment, self._timeout)
+        if not has_agent_store():
+            return store
+        if self._round is None:
+            ranks = {"rank": self.global_rank, "world_size": self.world_size}
+            self._round = round_name(store, **ranks, timeout=self._timeout)
+        return dist.PrefixStore(self._round, store)
 
     def _configuration(self) -> dict[str, Any]:
         """Return what must be equal on all ranks before they connect."""
