@@ -1,7 +1,7 @@
 """Trains `cluster_job` by Ray's trainer on a Ray of this machine, which ends with this script.
 
-Arguments: a folder for each run, and one for what Ray itself writes. In the first run a worker is killed and all start
-again; in the second Ray is told not to start them again, and the error is printed.
+Arguments: a folder for each run, and one for what Ray itself writes. A worker is killed in each: in the first run all
+start again; in the second Ray is told not to start them again, and the error is printed.
 """
 
 from __future__ import annotations

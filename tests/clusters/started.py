@@ -23,7 +23,7 @@ from lightning_mm5d.monitor.processes import state_of
 
 ROOT = Path(__file__).parents[2]
 JOB = Path(__file__).with_name("cluster_job.py")
-LIMIT_S = 240
+LIMIT_S = 300
 SET_BY_OTHERS = (
     "RANK",
     "WORLD_SIZE",
@@ -56,7 +56,7 @@ def clean(**more: str) -> dict[str, str]:
     return {**kept, **own, **more}
 
 
-def start_all(folder: Path, commands: Sequence[tuple[list[str], Mapping[str, str]]], cwd: Path = ROOT) -> Ended:
+def start_all(folder: Path, commands: Sequence[tuple[list[str], Mapping[str, str]]], limit: float = LIMIT_S) -> Ended:
     """Run commands at once, each with variables of its own; kill what is left of them, and of the job in `folder`."""
     begin = time.monotonic()
     processes: list[subprocess.Popen[str]] = []
@@ -68,7 +68,7 @@ def start_all(folder: Path, commands: Sequence[tuple[list[str], Mapping[str, str
                     subprocess.Popen(
                         command,
                         env=environment,
-                        cwd=cwd,
+                        cwd=ROOT,
                         stdout=output,
                         stderr=output,
                         text=True,
@@ -76,9 +76,9 @@ def start_all(folder: Path, commands: Sequence[tuple[list[str], Mapping[str, str
                     )
                 )
         for process in processes:
-            process.wait(timeout=max(0.1, LIMIT_S - (time.monotonic() - begin)))
+            process.wait(timeout=max(0.1, limit - (time.monotonic() - begin)))
     except subprocess.TimeoutExpired:
-        pytest.fail(f"{command} did not end within {LIMIT_S} s:\n" + (folder / "printed").read_text()[-5000:])
+        pytest.fail(f"{command} did not end within {limit:.0f} s:\n" + (folder / "printed").read_text()[-5000:])
     finally:
         seconds = time.monotonic() - begin
         for process in processes:
