@@ -78,7 +78,6 @@ class ProcessStrategy(ParallelStrategy, ABC):
         self._session: Session | None = None
         self._seed = 0
         self._agreement: Agreement | None = None
-        self._round: str | None = None  # of torchrun
 
     @abstractmethod
     def validate_before_launch(self, module: pl.LightningModule, *data: Any) -> Any:
@@ -207,10 +206,8 @@ class ProcessStrategy(ParallelStrategy, ABC):
         store = rendezvous_store(self.cluster_environment, self._timeout)
         if not has_agent_store():
             return store
-        if self._round is None:
-            ranks = {"rank": self.global_rank, "world_size": self.world_size}
-            self._round = round_name(store, **ranks, timeout=self._timeout)
-        return dist.PrefixStore(self._round, store)
+        name = round_name(store, rank=self.global_rank, world_size=self.world_size, timeout=self._timeout)
+        return dist.PrefixStore(name, store)
 
     def _configuration(self) -> dict[str, Any]:
         """Return what must be equal on all ranks before they connect."""

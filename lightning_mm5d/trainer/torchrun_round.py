@@ -22,6 +22,9 @@ import torch.distributed as dist
 from lightning_mm5d.config.errors import RankLostError
 from lightning_mm5d.engine.agreement import pauses, ranks_of
 
+NAMED = "LIGHTNING_MM5D_ROUND"
+"""variable of a process: its number, and the name of its round"""
+
 
 def has_agent_store() -> bool:
     """Return whether torchrun's agent hosts the store that workers meet at."""
@@ -29,7 +32,19 @@ def has_agent_store() -> bool:
 
 
 def round_name(store: dist.Store, *, rank: int, world_size: int, timeout: timedelta) -> str:
-    """Return the name of this round, equal on all its ranks; waits for all of them.
+    """Return the name of the round that this process belongs to; the first call waits for all ranks.
+
+    Arguments and errors are those of `agreed_name`.
+    """
+    process, _, name = os.environ.get(NAMED, "").partition(" ")
+    if process != str(os.getpid()):  # that of a process above this one
+        name = agreed_name(store, rank=rank, world_size=world_size, timeout=timeout)
+        os.environ[NAMED] = f"{os.getpid()} {name}"
+    return name
+
+
+def agreed_name(store: dist.Store, *, rank: int, world_size: int, timeout: timedelta) -> str:
+    """Return a new name, equal on all ranks; waits for all of them.
 
     Args:
         store: the agents' own, with the same keys in every round.

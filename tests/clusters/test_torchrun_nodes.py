@@ -42,6 +42,7 @@ def nodes() -> Iterator[list[Node]]:
         for number, (name, end) in enumerate(zip(names, ends, strict=True)):
             made = made and ip("-n", name, "addr", "add", f"10.213.7.{number + 1}/24", "dev", end)
             made = made and ip("-n", name, "link", "set", end, "up") and ip("-n", name, "link", "set", "lo", "up")
+            made = made and ip("netns", "exec", name, "true")
         if made:
             yield [
                 (["ip", "netns", "exec", name], f"10.213.7.{number + 1}", {"GLOO_SOCKET_IFNAME": end})

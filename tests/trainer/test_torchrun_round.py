@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_mm5d.config.errors import RankLostError
-from lightning_mm5d.trainer.torchrun_round import round_name
+from lightning_mm5d.trainer.torchrun_round import NAMED, agreed_name, round_name
 
 LIMIT = timedelta(seconds=20)
 
@@ -21,7 +21,7 @@ def store() -> dist.Store:
 
 def name_of(store: dist.Store, rank: int, world_size: int) -> str:
     own = dist.TCPStore("127.0.0.1", store.port, is_master=False)  # type: ignore[attr-defined]
-    return round_name(own, rank=rank, world_size=world_size, timeout=LIMIT)
+    return agreed_name(own, rank=rank, world_size=world_size, timeout=LIMIT)
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (3, 2), (2, 4), (1, 2, 1)])
@@ -38,6 +38,15 @@ def test_ranks_that_do_not_come_are_named_though_they_came_to_an_earlier_round(s
     with ThreadPoolExecutor(3) as ranks:
         list(ranks.map(name_of, [store] * 3, range(3), [3] * 3))
     with pytest.raises(RankLostError, match="ranks 1 and 2 did not come"):
-        round_name(store, rank=0, world_size=3, timeout=timedelta(seconds=0.5))
+        agreed_name(store, rank=0, world_size=3, timeout=timedelta(seconds=0.5))
     with pytest.raises(RankLostError, match="rank 0 did not come"):
-        round_name(store, rank=2, world_size=3, timeout=timedelta(seconds=0.5))
+        agreed_name(store, rank=2, world_size=3, timeout=timedelta(seconds=0.5))
+
+
+def test_a_process_asks_once_and_a_process_below_it_asks_again(
+    store: dist.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(NAMED, "1 of-another-process")
+    first = round_name(store, rank=0, world_size=1, timeout=LIMIT)
+    assert first != "of-another-process"
+    assert round_name(store, rank=0, world_size=3, timeout=LIMIT) == first
