@@ -76,7 +76,7 @@ def test_workers_of_ray_train_as_one_process_does_and_go_on_after_one_is_killed(
     assert {line["began"] for line in records(again)} == {0, 4}
     check_losses(again, one_process, 2)
     assert (once / "fired-1-5").exists()
-    assert max(line["step"] for line in records(once)) == 4
+    assert max(line["step"] for line in records(once) if line["rank"] == 1) == 4
     assert "failed once: " in ended.printed
     assert "rank 1" in ended.printed.partition("failed once: ")[2].lower()
     assert not end_job(again)
