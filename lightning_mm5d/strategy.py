@@ -152,7 +152,8 @@ class MultimodalStrategy(GradientStrategy):
         """
         if self.num_microbatches is None and self._usual_count is None:
             rule = "The number of microbatches follows from the batches, and their size is not known here"
-            raise ConfigError("microbatch_size", self.microbatch_size, rule, "Set num_microbatches instead")
+            fix = "Set num_microbatches=8, for instance, and microbatch_size to null"
+            raise ConfigError("microbatch_size", self.microbatch_size, rule, fix)
         return self.num_microbatches or self._usual_count or 1
 
     def expect_batch(self, samples: int) -> None:
