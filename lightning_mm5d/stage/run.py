@@ -14,8 +14,8 @@ It refuses a second pass through layers that are split over stages, and layers t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -29,12 +29,12 @@ from lightning_mm5d.stage.layer_call import LayerCall, hidden_of, hidden_path, p
 from lightning_mm5d.stage.passes import Pass
 from lightning_mm5d.stage.payload import Packer, Path, Payload, arguments, copies, put, rebuild, tensors_in, unsharded
 from lightning_mm5d.stage.runtime import Runtime
+from lightning_mm5d.stage.step_writes import StepWrites
 from lightning_mm5d.stage.tail import Tail
 from lightning_mm5d.stage.taint import mark_dependent, mark_stand_in, must_travel, traced
 from lightning_mm5d.stage.taps import Taps
 from lightning_mm5d.stage.unused import check_used
 from lightning_mm5d.stage.view import StageError, StageView, StandIn, Stop
-from lightning_mm5d.stage.written import StaleAttributes, Written, attributes, written
 
 
 class Run:
@@ -74,7 +74,7 @@ class Run:
         self._inside: list[str] = []  # modalities whose boundaries are being computed, the inner one last
         self._boundaries_in: dict[str, list[Any]] = {}
         self._boundaries_out: list[tuple[str, Any, frozenset[str]]] = []  # with the modalities that it is inside of
-        self._stale, self._stale_of = StaleAttributes(runtime.root, runtime.guard), dict[str, list[Written]]()
+        self._writes = StepWrites(runtime, self._structure)
         self._consumed: dict[str, int] = {}
         self._calls_in, self._calls_out = dict[str, list[LayerCall]](), dict[str, list[LayerCall]]()
         self._entered: dict[str, int] = {}
@@ -99,9 +99,9 @@ class Run:
         for index, path, exact in payload.meta["remote"]:  # unless nothing takes them, the last stage reports them
             payload.tensors[index] = marked(payload.tensors[index], Origin(path, self._runtime.guard), exact=exact)
             mark_dependent(payload.tensors[index])
-        for name, description, stale in payload.meta["boundaries"]:
+        for name, description in payload.meta["boundaries"]:
             self._boundaries_in.setdefault(name, []).append(rebuild(description, payload.tensors))
-            self._stale_of[name] = stale
+        self._writes.accept(payload.meta["writes"])
         for modality, rows in payload.meta["taps"]:
             self._taps.accept(rows, payload.tensors, partial(self._runtime.holders, modality))
         for modality, hidden, returned, sides in payload.meta["calls"]:
@@ -153,7 +153,7 @@ class Run:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stale.restore()
+        self._writes.restore()
         self._runtime.active = None
         self._runtime.guard.ends_here = None
         self._runtime.guard.received = {}
@@ -193,15 +193,16 @@ class Run:
                     f"{name} is called {index + 1} times in stage {self.stage.name}, and the stage that computes it "
                     f"called it {len(results)} times: what the step does must not depend on the stage"
                 )
-            self._stale.mark(self._stale_of[name])
+            self._writes.skipped(name)
             return self._taps.result(call, copies(results[index]), own=modality in self.stage.must_use)
         cut = self.stage.cuts.get(modality)
         outside = frozenset(self._inside)
         self._inside.append(modality)
         try:
             # what is compiled expects no stand-ins
-            with nullcontext() if cut is not None else torch.compiler.set_stance("force_eager"):
-                result = self._watched(name, original, args, kwargs)
+            eager = nullcontext() if cut is not None else torch.compiler.set_stance("force_eager")
+            with eager, self._writes.noted(name, self._runtime.path_of(name)):
+                result = original(*args, **kwargs)
         finally:
             self._inside.pop()
         if cut is not None and self._runtime.partition.encoders[modality].runs_after:
@@ -212,18 +213,6 @@ class Run:
         if cut is not None and self._trace is not None:
             self._trace.needs(self._runtime.read_fields(name, result))
         return self._taps.result(call, result, own=False)
-
-    def _watched(self, name: str, original: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Call a boundary; of the first call for a structure, note which attributes of modules it writes."""
-        known, key = self._runtime.written, (self._structure, name)
-        if key in known:
-            return original(*args, **kwargs)
-        path = self._runtime.path_of(name)
-        module = self._runtime.root.get_submodule(path)
-        before = attributes(module, path)
-        result = original(*args, **kwargs)
-        known[key] = written(before, attributes(module, path))
-        return result
 
     def turn(self, modality: str, layers: Sequence[int], args: tuple, kwargs: dict[str, Any]) -> int:
         """Return which of `layers`, the calls of one module, is being made."""
@@ -272,17 +261,22 @@ class Run:
             self._results[modality] = result
         return self._taps.result(("layer", modality, layer, 0), result, own=True)
 
-    def inside(self, layer: nn.Module, modality: str, index: int, hidden: Any) -> AbstractContextManager[None]:
+    @contextmanager
+    def inside(self, layer: nn.Module, modality: str, index: int, hidden: Any) -> Iterator[None]:
         """Enter around the forward of a local layer with `hidden`."""
         if self._replays:
-            return nullcontext()
-        return self._taps.watching(layer, self._runtime.partition.parts[modality].paths[index], index, hidden)
+            yield
+            return
+        path = self._runtime.partition.parts[modality].paths[index]
+        with self._taps.watching(layer, path, index, hidden), self._writes.noted(path, path):
+            yield
 
     def passed(self, modality: str, layer: int, result: Any, known: StandIn, hidden: Any) -> Any:
         """Return the result of a remote layer, of which `result` stands in for what was not received."""
         if known.is_later or self._replays:
             return result
         path = self._runtime.partition.parts[modality].paths[layer]
+        self._writes.skipped(path)
         self._taps.call_hooks(self._runtime.root, path, layer, hidden, self._runtime.guard)
         own = {"result": (None,), "first": (0,), None: ()}[known.received]
         return self._taps.result(("layer", modality, layer, 0), result, own=own)
@@ -375,11 +369,7 @@ class Run:
         packer = Packer(keeps_sharded=True)
         boundaries = [
             # other modalities may be sharded over other ranks
-            [
-                name,
-                packer.describe(unsharded(self._runtime.read_fields(name, result))),
-                [[*one] for one in self._runtime.written[self._structure, name]],
-            ]
+            [name, packer.describe(unsharded(self._runtime.read_fields(name, result)))]
             for name, result, outside in self._boundaries_out
             if self._runtime.modality_of(name) in modalities and outside.isdisjoint(modalities)
         ]
@@ -393,8 +383,10 @@ class Run:
             for call in (self._calls_out.get(calls_of, []) if calls_of else [])
         ]
         taps = [[calls_of, self._taps.described(packer, self._runtime.parameters)]] if calls_of else []
+        writes = self._writes.described([name for name, _ in boundaries], calls_of)
         grads = [tensor.requires_grad and not is_remote(tensor) for tensor in packer.tensors]
         remote = [[index, x.origin.name, x.exact] for index, x in enumerate(packer.tensors) if is_remote(x)]
         tensors = [tensor.as_subclass(Tensor) if is_remote(tensor) else tensor for tensor in packer.tensors]
-        meta = {"boundaries": boundaries, "calls": calls, "taps": taps, "grads": grads, "remote": remote}
+        meta = {"boundaries": boundaries, "calls": calls, "taps": taps, "writes": writes}
+        meta |= {"grads": grads, "remote": remote}
         return Payload(meta, tensors, frozenset(packer.local), packer.has_values)

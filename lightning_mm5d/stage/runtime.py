@@ -83,7 +83,7 @@ class Runtime:
         taps: results of this stage and earlier ones that code of later stages uses again, by structure of the batch.
         watched: the modules beside layers whose results may be among these, by path.
         points: for each stage, which modules and parameters it has and later ones have not.
-        written: the attributes of modules that a call of a boundary wrote here, by structure of the batch and boundary.
+        written: the attributes of modules that a call wrote here, by structure of the batch and the boundary or layer.
         groups: all groups of ranks that share layers or sequences with this one.
         lists: the layers of each modality, or the parts that stand for them.
         wanted: for each boundary, the fields of its result that callers read; None for all.

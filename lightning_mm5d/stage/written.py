@@ -1,8 +1,8 @@
-"""Attributes that an encoder writes on modules while it computes, such as an auxiliary loss or a statistic.
+"""Attributes that an encoder or a layer writes on modules while it computes, such as an auxiliary loss or a statistic.
 
-A stage that consumes the encoder's results skips its call, so there such an attribute is stale. The stage that computes
-the encoder tells which ones a call wrote, and the consumer puts a `RemoteValue` in their places until its step ends. So
-a step that reads one raises `RemoteParameterError`, and a step that does not is left alone.
+A stage that skips the call has older values there. `attributes` and `written` find what a call wrote where it is made,
+and `StaleAttributes` puts a `RemoteValue` in its place elsewhere until the step ends. So a step that reads one raises
+`RemoteParameterError`, and a step that does not is left alone. `StepWrites` says when.
 
 Buffers and parameters are not meant: gradients and the sharing of buffers see to them.
 """

@@ -1,0 +1,82 @@
+"""What modules write on themselves during one run of a stage, and what of it the run must not read.
+
+A call of a boundary or of a layer may write attributes, such as an auxiliary loss. A stage that has a stand-in for the
+call has older values there. So the stage that makes a call notes what it writes, the first time for each structure of
+batches; that travels with its results, and where a later stage stands in for the call, a read of such an attribute
+gives a remote value.
+
+Not seen are writes that a structure's first call does not make, and objects that modules share (a list in a closure).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lightning_mm5d.stage.runtime import Runtime
+from lightning_mm5d.stage.written import StaleAttributes, Written, attributes, written
+
+
+class StepWrites:
+    """The attributes that calls of one run write.
+
+    Args:
+        runtime: the patched module, which keeps what is known.
+        structure: key of the batches that take the same way through the stage.
+    """
+
+    def __init__(self, runtime: Runtime, structure: Any) -> None:
+        self._runtime, self._structure = runtime, structure
+        self._stale = StaleAttributes(runtime.root, runtime.guard)
+        self._received: dict[str, list[Written]] = {}
+
+    def accept(self, rows: Iterable[Any]) -> None:
+        """Take what calls in an earlier stage write, as `described` gave it there."""
+        for call, found in rows:
+            self._received[call] = [(path, name, is_list) for path, name, is_list in found]
+
+    @contextmanager
+    def noted(self, call: str, path: str) -> Iterator[None]:
+        """Enter around a call, a boundary's or a layer's, that may write on the module at `path` and in it."""
+        known, key = self._runtime.written, (self._structure, call)
+        if key in known:
+            yield
+            return
+        module = self._runtime.root.get_submodule(path)
+        before = attributes(module, path)
+        yield
+        known[key] = written(before, attributes(module, path))
+
+    def skipped(self, call: str) -> None:
+        """From now on, until `restore`, let reads of what `call` wrote in another stage give a remote value."""
+        self._stale.mark(self._received.get(call, ()))
+
+    def restore(self) -> None:
+        """Put back what was there before `skipped`."""
+        self._stale.restore()
+
+    def described(self, boundaries: Iterable[str], layers_of: str | None) -> list[Any]:
+        """Return what is sent to a later stage.
+
+        Args:
+            boundaries: names of those whose results it takes.
+            layers_of: the modality whose layers it continues, if any.
+        """
+        rows: dict[str, list[Written]] = {}
+        for name in boundaries:
+            rows[name] = [*self._of(name), *self._in_layers(self._runtime.modality_of(name))]
+        for path in self._paths(layers_of):
+            rows[path] = self._of(path)
+        return [[call, [[*one] for one in found]] for call, found in rows.items() if found]
+
+    def _in_layers(self, modality: str) -> list[Written]:
+        """What the layers of earlier stages of an encoder wrote, which its boundary in this stage did not write."""
+        return [one for path in self._paths(modality) for one in self._received.get(path, ())]
+
+    def _of(self, call: str) -> list[Written]:
+        return self._received.get(call) or self._runtime.written.get((self._structure, call), [])
+
+    def _paths(self, modality: str | None) -> Iterable[str]:
+        parts = self._runtime.partition.parts.get(modality) if modality else None
+        return () if parts is None else parts.paths
