@@ -32,6 +32,14 @@ def no_seed_of_others() -> Iterator[None]:
         os.environ.pop(name, None)
 
 
+@pytest.fixture(autouse=True)
+def no_group_of_others() -> Iterator[None]:
+    """A test that fails in the midst of a run in this process leaves no process group, which later ranks would take."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 @pytest.fixture
 def new_ranks() -> Iterator[None]:
     """Ranks of `call_ranks` are forked in this test, to see what it changes, and end with it."""

@@ -43,6 +43,7 @@ from lightning_mm5d.monitor.losses import LAUNCHED_BY
 from lightning_mm5d.monitor.monitor import ERRORS
 from lightning_mm5d.monitor.processes import ended_how, state_of
 from lightning_mm5d.trainer.kept_shards import has_kept_shards, left_elsewhere
+from lightning_mm5d.trainer.other_package import check_package
 from lightning_mm5d.trainer.process_group import free_port
 
 
@@ -120,7 +121,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        _validate(self._strategy, args[1:])
+        _validate(self._strategy, trainer, args[1:])
         _choose_port(self.cluster_environment)
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
@@ -143,7 +144,7 @@ class ProcessLauncher(_MultiProcessingLauncher):
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         strategy = cast(LaunchedStrategy, self._strategy)
-        _validate(strategy, args[1:])
+        _validate(strategy, trainer, args[1:])
         assert strategy.cluster_environment is not None
         _choose_port(strategy.cluster_environment)
         with Reports(self) as reports:
@@ -293,9 +294,10 @@ def check_lightning() -> None:
             raise _moved(f"{cls.__name__}.{method}({', '.join(parameters[1:])})")
 
 
-def _validate(strategy: LaunchedStrategy, data: tuple[Any, ...]) -> None:
+def _validate(strategy: LaunchedStrategy, trainer: Trainer | None, data: tuple[Any, ...]) -> None:
     module = strategy.lightning_module
     assert module is not None, "Lightning connects the module before it launches"
+    check_package("callbacks", () if trainer is None else vars(trainer)["callbacks"])
     strategy.validate_before_launch(module, *data)
 
 

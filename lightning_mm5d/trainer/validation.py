@@ -22,7 +22,6 @@ from lightning_mm5d.plan.issued import check_messages
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Graph, Schedule, build, is_table
 from lightning_mm5d.trainer.averages import check_averages
-from lightning_mm5d.trainer.other_package import check_package
 from lightning_mm5d.trainer.own_norms import check_norms
 from lightning_mm5d.trainer.sharing_guards import check_shared
 
@@ -127,7 +126,6 @@ def check_callbacks(callbacks: Sequence[pl.Callback], plan: Plan) -> None:
         ConfigError: `ModelPruning` with several stages, tensor parallelism or `zero_stage`; averages of weights that
             are not computed element by element, and callbacks that take norms of gradients by themselves.
     """
-    check_package("callbacks", callbacks)
     check_norms(callbacks, plan)
     check_averages(callbacks, plan)
     for callback in callbacks:

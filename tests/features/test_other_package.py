@@ -67,6 +67,7 @@ CASES: dict[str, Callable[[], Any]] = {
 def test_what_is_of_the_other_package_is_refused_with_what_to_change(case: str) -> None:
     with pytest.raises(ConfigError, match=CHANGE):
         CASES[case]()
+    assert not torch.distributed.is_initialized()
 
 
 def test_the_trainer_has_the_function_that_looks_at_modules_first() -> None:
