@@ -104,6 +104,10 @@ def _candidates(plan: Plan, shards: DataShards, name: str, saved: Saved) -> Iter
         ranks = tuple(rank for rank in holders if ownership.shard_index(name, rank) == index)
         for full, local in _own_rows(shard, index):
             piece = Piece(name, _with(saved.shape, shard.dim, full), _with(saved.shape, shard.dim, local))
+            if (across := shard.across) is not None:
+                start, stop = across.ranges[index]
+                boxes = _put(piece.box, across.dim, (start, stop)), _put(piece.local, across.dim, (0, stop - start))
+                piece = replace(piece, box=boxes[0], local=boxes[1])
             yield from _shared(shards, piece, ranks)
 
 
@@ -131,7 +135,12 @@ def _own_rows(shard: Shard, index: int) -> list[tuple[Range, Range]]:
     for start, stop in shard.ranges[index]:
         for low, high in pairwise([start, *(edge for edge in edges if start < edge < stop), stop]):
             local, offset = offset, offset + high - low
-            before = any(first <= low and high <= last for held in shard.ranges[:index] for first, last in held)
+            before = any(
+                first <= low and high <= last
+                for other, held in enumerate(shard.ranges[:index])
+                for first, last in held
+                if shard.is_beside(index, other)
+            )
             if before or low == high:
                 continue
             if found and found[-1][0][1] == low and found[-1][1][1] == local:

@@ -25,6 +25,7 @@ from lightning_mm5d.config.modality import (
     main_modality_of,
 )
 from lightning_mm5d.config.recomputation import check_recomputation
+from lightning_mm5d.config.tensor_grid import check_grid
 
 MOST = 2**20  # more ranks, stages or microbatches than any run has
 
@@ -67,6 +68,7 @@ def check(
         _check_cost(f"modalities.{name}.cost", modality)
         _check_context(f"modalities.{name}", modality, is_encoder=is_encoder)
         check_memory(f"modalities.{name}", modality)
+        check_grid(f"modalities.{name}", modality)
         _check_compile(f"modalities.{name}.compile", modality)
         _check_head(f"modalities.{name}.fused_linear_cross_entropy", modality, is_encoder=is_encoder)
     _check_owners(modalities)
@@ -110,9 +112,10 @@ def _check_name(name: object) -> None:
 
 
 def _check_sizes(field: str, modality: Modality) -> None:
-    for size in ("dp_size", "dp_shard_size", "tp_size", "cp_size", "pp_size", "pp_chunks", "ep_size", "expert_tp_size"):
+    always = ("tp_size", "tp_depth", "cp_size", "pp_chunks", "ep_size", "expert_tp_size")
+    for size in ("dp_size", "dp_shard_size", "pp_size", *always):
         value = getattr(modality, size)
-        if value is not None or size in ("tp_size", "cp_size", "pp_chunks", "ep_size", "expert_tp_size"):
+        if value is not None or size in always:
             check_count(f"{field}.{size}", value)
     for flag in ("sequence_parallel", "shard_embedding"):
         if not isinstance(got := getattr(modality, flag), bool):

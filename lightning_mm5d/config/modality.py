@@ -66,6 +66,9 @@ class Modality:
         reshard_after_forward: Whether shared parameters are gathered for each layer's forward and again for its
             backward, instead of once for a step.
         tp_size: Tensor parallel degree: ranks that share each layer.
+        tp_mode: How they share it. ``1d``: weights are sharded along one dim; on a grid weights and hidden states are
+            in blocks: ``2d``, q * q ranks; ``2.5d``, tp_depth * q * q; ``3d``, q * q * q.
+        tp_depth: Layers of the grid of ``2.5d``.
         sequence_parallel: Whether norms, dropouts and residuals between the sharded layers are sharded over the same
             ranks along the sequence, which takes less memory and no more communication.
         shard_embedding: Whether the ranks of `tp_size` share the rows of the input embedding. If not, each holds it
@@ -117,6 +120,8 @@ class Modality:
     zero_stage: int | None = None
     reshard_after_forward: bool = False
     tp_size: int = 1
+    tp_mode: Literal["1d", "2d", "2.5d", "3d"] = "1d"
+    tp_depth: int = 1
     sequence_parallel: bool = False
     shard_embedding: bool = True
     cp_size: int = 1

@@ -24,6 +24,8 @@ from lightning_mm5d.plan.pairs import pairs_of
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.plan.topology import Topology
 from lightning_mm5d.sharded.collectives import TensorGroup
+from lightning_mm5d.tensor_parallel.grid.grid_products import Line
+from lightning_mm5d.tensor_parallel.grid.grid_shape import AXES, Axis, GridShape
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class RunGroups:
         instances: by their ranks, those that share layers: of a stage, its tensor and context parallel ranks.
         sharing: the same by modality.
         tensor: the tensor parallel ranks by modality.
+        lines: this rank's line along each axis of the grid of its tensor parallel ranks, by modality.
         context: the context parallel ranks by modality.
         experts: of the experts that this rank shares, by path.
     """
@@ -82,6 +85,7 @@ class RunGroups:
     instances: dict[tuple[int, ...], TensorGroup] = field(default_factory=dict)
     sharing: dict[str, TensorGroup] = field(default_factory=dict)
     tensor: dict[str, TensorGroup] = field(default_factory=dict)
+    lines: dict[str, dict[Axis, Line]] = field(default_factory=dict)
     context: dict[str, ContextGroups] = field(default_factory=dict)
     experts: dict[str, ExpertGroups] = field(default_factory=dict)
 
@@ -153,6 +157,7 @@ def make_groups(
         instances=layers.instances,
         sharing=sharing,
         tensor=layers.tensor,
+        lines=layers.lines,
         context=layers.context,
         experts=experts,
     )
@@ -208,6 +213,7 @@ class _LayerGroups:
     def __init__(self, groups: Groups, plan: Plan, rank: int) -> None:
         self.instances: dict[tuple[int, ...], TensorGroup] = {}
         self.tensor: dict[str, TensorGroup] = {}
+        self.lines: dict[str, dict[Axis, Line]] = {}
         self.context: dict[str, ContextGroups] = {}
         self._groups, self._plan, self._rank = groups, plan, rank
         for stage in plan.topology.members:
@@ -232,6 +238,16 @@ class _LayerGroups:
                 compression = compression_of(self._plan.modalities[modality], "tensor_parallel")
                 # modalities that share these ranks may say otherwise
                 self.tensor[modality] = found if compression is None else TensorGroup(found.group, compression)
+            if (grid := self._plan.division.grids.get(modality)) is not None:
+                self._add_lines(modality, ranks, grid.shape)
+
+    def _add_lines(self, modality: str, ranks: tuple[int, ...], shape: GridShape) -> None:
+        """Make the groups of all lines of one grid."""
+        for axis in AXES:
+            for line in shape.lines(axis):
+                group = self._groups.get([ranks[index] for index in line], f"axis {axis}") if len(line) > 1 else None
+                if group is not None:
+                    self.lines.setdefault(modality, {})[axis] = Line(group)
 
     def _add_context(self, modality: str, pp: int, dp: int, tp_size: int) -> None:
         for tp in range(tp_size):

@@ -111,8 +111,7 @@ class DataShards:
         shape, shard = self._plan.shapes[name], self._plan.division.shards.get(name)
         if shard is None:
             return shape
-        length = shard.lengths[self._plan.ownership.shard_index(name, rank)]
-        return (*shape[: shard.dim], length, *shape[shard.dim + 1 :])
+        return shard.local_shape(shape, self._plan.ownership.shard_index(name, rank))
 
     def meeting(self, key: StageKey, rank: int) -> tuple[int, ...]:
         """Return the ranks that `rank` gathers the layers of a stage with, for each forward and each backward."""

@@ -60,7 +60,10 @@ class Holding:
             parts, offset, dim = [], 0, self.shard.dim
             for start, stop in self.shard.ranges[self.index]:
                 held = (offset, offset + stop - start)
-                parts.append(Part(_with(_box(self.local), dim, held), _with(_box(self.full), dim, (start, stop))))
+                full = _with(_box(self.full), dim, (start, stop))
+                if (across := self.shard.across) is not None:
+                    full = _with(full, across.dim, across.ranges[self.index])
+                parts.append(Part(_with(_box(self.local), dim, held), full))
                 offset += stop - start
         if self.rows is None or tuple(shape) != self.own:
             return parts
@@ -111,7 +114,7 @@ class Holdings:
         index = 0
         if shard is not None:
             index = self._plan.ownership.shard_index(name, rank)
-            local = (*full[: shard.dim], shard.lengths[index], *full[shard.dim + 1 :])
+            local = shard.local_shape(full, index)
         return Holding(full, local, rows.own_shape(local) if rows else local, shard, index, rows)
 
     def full_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
@@ -119,7 +122,7 @@ class Holdings:
         if name in self._first and name in self._plan.shapes:
             return self._plan.shapes[name]
         shard = self._plan.division.shards.get(name)
-        return tuple(shape) if shard is None else (*shape[: shard.dim], shard.size, *shape[shard.dim + 1 :])
+        return tuple(shape) if shard is None else shard.full_shape(shape)
 
     def keepers(self, name: str) -> tuple[int, ...]:
         """Return the ranks whose own rows make up a tensor: its primary ranks, and those that share with them."""

@@ -6,6 +6,7 @@ from a module that may be on the meta device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -175,7 +176,7 @@ def _parameters(module: nn.Module, plan: Plan, stages: Iterable[str]) -> dict[st
 def _elements(plan: Plan, shards: DataShards, name: str, parameter: nn.Parameter, place: Place) -> int:
     """Elements of a parameter that one rank computes with: its tensor parallel shard, of experts its own."""
     shard, count = plan.division.shards.get(name), parameter.numel()
-    count = count if shard is None else count // shard.size * shard.lengths[place.tp]
+    count = count if shard is None else math.prod(shard.local_shape(plan.shapes[name], place.tp))
     owned = shards.of(name, place.rank) if plan.experts else None
     if owned is None or not owned.of_experts:
         return count

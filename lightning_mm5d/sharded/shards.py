@@ -2,7 +2,7 @@
 
 The ranges lie along one dim and have any lengths. So vocabularies, widths and heads may be assigned unevenly, each
 projection of a fused weight is sharded by itself, and ranks that need the same key and value heads hold the same
-ranges.
+ranges. Ranks that form a grid hold blocks: of these rows one range along a second dim, too.
 """
 
 from __future__ import annotations
@@ -37,6 +37,21 @@ class Segment(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Across:
+    """The second sharded dim of a tensor in blocks; the ranges of two ranks are equal or have no index in common.
+
+    Args:
+        dim: the second dim.
+        size: length of that dim of the full tensor.
+        ranges: per rank ``(start, stop)`` in the full tensor.
+    """
+
+    dim: int
+    size: int
+    ranges: tuple[Range, ...]
+
+
+@dataclass(frozen=True)
 class Shard:
     """A tensor of which each rank of a group holds some index ranges along one dim.
 
@@ -44,11 +59,13 @@ class Shard:
         dim: the sharded dim.
         size: length of that dim of the full tensor.
         ranges: per rank ``(start, stop)`` in the full tensor, in the order in which the rank holds them.
+        across: the ranges along a second dim, of tensors in blocks.
     """
 
     dim: int
     size: int
     ranges: tuple[tuple[Range, ...], ...]
+    across: Across | None = None
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
@@ -63,23 +80,51 @@ class Shard:
 
     def is_full(self, tensor: Tensor) -> bool:
         """Whether `tensor` has the length of the full one; a local tensor of that length is equal to it."""
-        return tensor.shape[self.dim] == self.size
+        across = self.across
+        return tensor.shape[self.dim] == self.size and (across is None or tensor.shape[across.dim] == across.size)
+
+    def full_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the full tensor, given that of the full or a local one."""
+        found = [*shape]
+        found[self.dim] = self.size
+        if self.across is not None:
+            found[self.across.dim] = self.across.size
+        return tuple(found)
+
+    def local_shape(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
+        """Return the shape of what `rank` holds, given that of the full tensor."""
+        found = [*shape]
+        found[self.dim] = self.lengths[rank]
+        if self.across is not None:
+            start, stop = self.across.ranges[rank]
+            found[self.across.dim] = stop - start
+        return tuple(found)
+
+    def is_beside(self, rank: int, other: int) -> bool:
+        """Whether two ranks hold the same range along the second dim, so that equal rows are equal parts."""
+        return self.across is None or self.across.ranges[rank] == self.across.ranges[other]
+
+    def beside(self, full: Tensor, rank: int) -> Tensor:
+        """Return a view of `full` with the range of `rank` along the second dim."""
+        if self.across is None:
+            return full
+        start, stop = self.across.ranges[rank]
+        return full.narrow(self.across.dim, start, stop - start)
 
     def cut(self, full: Tensor, rank: int) -> Tensor:
         """Return a copy of what `rank` holds of `full`."""
+        full = self.beside(full, rank)
         return torch.cat([full.narrow(self.dim, start, stop - start) for start, stop in self.ranges[rank]], self.dim)
 
     def merge(self, shards: Sequence[Tensor]) -> Tensor:
         """Return the full tensor, given the local tensor of each rank."""
-        shape = [*shards[0].shape]
-        shape[self.dim] = self.size
-        full = shards[0].new_empty(shape)
-        for local, held in zip(shards, self.ranges, strict=True):
-            self.put(full, local, held)
+        full = shards[0].new_empty(self.full_shape(shards[0].shape))
+        for rank, local in enumerate(shards):
+            self.put(self.beside(full, rank), local, self.ranges[rank])
         return full
 
     def put(self, full: Tensor, local: Tensor, held: Sequence[Range]) -> None:
-        """Write the local tensor of the rank that holds the ranges `held` to `full`."""
+        """Write the local tensor of the rank that holds the ranges `held` to `full`, of blocks to what is `beside`."""
         offset = 0
         for start, stop in held:
             full.narrow(self.dim, start, stop - start).copy_(local.narrow(self.dim, offset, stop - start))
@@ -96,7 +141,7 @@ class Shard:
                 sharers = tuple(
                     other
                     for other, held in enumerate(self.ranges)
-                    if any(first <= low and high <= last for first, last in held)
+                    if self.is_beside(rank, other) and any(first <= low and high <= last for first, last in held)
                 )
                 if found and found[-1].sharers == sharers and found[-1].start + found[-1].length == offset:
                     found[-1] = found[-1]._replace(length=found[-1].length + high - low)

@@ -16,7 +16,7 @@ as those of checkpoints and of sharded data parallelism do.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -81,10 +81,12 @@ class Sharded(Tensor):
     Attributes:
         rules: for each function that works on local tensors, how: ``rule(func, args, kwargs)``, which returns
             NotImplemented for arguments that need the full tensor.
+        travels_local: whether stages send each other its local tensors; else the full one.
         sharding: how it is sharded.
     """
 
     rules: ClassVar[dict[Any, Callable[..., Any]]] = {}
+    travels_local: ClassVar[bool] = True
     sharding: Sharding
     _local: Tensor | None  # None where autograd may still put the `Sharded` itself into a graph
     _raw: Tensor  # the local tensor, perhaps outside of its graph
@@ -154,7 +156,10 @@ class Sharded(Tensor):
             raise ConfigError(
                 str(func), "a sharded tensor", "A kernel would see this rank's shard alone", "Call it with `x.full()`"
             )
-        return without_graph(x._raw, x.sharding)
+        return without_graph(x._raw, x.sharding, cls)
+
+
+AnySharded = TypeVar("AnySharded", bound=Sharded)
 
 
 class _Local(torch.autograd.Function):
@@ -183,18 +188,18 @@ def from_local(local: Tensor, dim: int, lengths: Sequence[int], group: Group) ->
     return as_sharded(local, Sharding(dim, tuple(lengths), sum(lengths), group))
 
 
-def as_sharded(local: Tensor, sharding: Sharding) -> Sharded:
-    """Return `local` as a tensor with this sharding, without the checks of `from_local`."""
-    result = local.as_subclass(Sharded)
+def as_sharded(local: Tensor, sharding: Any, kind: type[AnySharded] = Sharded) -> AnySharded:  # type: ignore[assignment]
+    """Return `local` as a tensor with this `Sharding`, or another kind of one, without the checks of `from_local`."""
+    result = local.as_subclass(kind)
     result._local = local if torch.is_grad_enabled() else None
     result._raw = local
     result.sharding = sharding
     return result
 
 
-def without_graph(local: Tensor, sharding: Sharding) -> Sharded:
+def without_graph(local: Tensor, sharding: Any, kind: type[AnySharded] = Sharded) -> AnySharded:  # type: ignore[assignment]
     """Return `as_sharded` of a tensor that autograd has yet to put into a graph."""
-    result = as_sharded(local, sharding)
+    result = as_sharded(local, sharding, kind)
     result._local = None
     return result
 

@@ -106,7 +106,7 @@ def _stand_in(hidden: Tensor, origin: Origin, later: bool) -> Tensor:
 
     It carries a gradient, because hooks may be registered on it, and may be written to.
     """
-    if isinstance(hidden, Sharded):
+    if isinstance(hidden, Sharded) and hidden.travels_local:
         local = _stand_in(hidden.local, origin, later)
         found: Tensor = from_local(local, hidden.sharded_dim, hidden.lengths, hidden.group)
     elif isinstance(hidden, RemoteValue):

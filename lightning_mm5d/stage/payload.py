@@ -164,8 +164,10 @@ class Packer:
     def _describe_sharded(self, tensor: Sharded) -> Any:
         if id(tensor) not in self._index:
             self._alive.append(tensor)
-            self._index[id(tensor)] = self.add(tensor.local)
+            self._index[id(tensor)] = self.add(tensor.local if tensor.travels_local else tensor.full())
         index = self._index[id(tensor)]
+        if not tensor.travels_local:
+            return {"t": index}
         self.local.add(index)
         return {"t": index, "p": [tensor.sharded_dim, list(tensor.lengths), tensor.group.description()]}
 

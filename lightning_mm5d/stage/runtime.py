@@ -118,7 +118,7 @@ class Runtime:
         self._sharing, self._context = sharing or {}, context or {}
         self.groups = [*self._sharing.values(), *(group for one in self._context.values() for group in one.groups)]
         if tensor is not None:
-            self.groups += tensor.groups.values()
+            self.groups += [*tensor.groups.values(), *tensor.lines]
         self._modality_of = {
             cut.name: name for name, encoder in partition.encoders.items() for cut in encoder.boundaries
         }

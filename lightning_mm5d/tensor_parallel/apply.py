@@ -27,6 +27,9 @@ from lightning_mm5d.sharded.sequence_operations import is_tokens
 from lightning_mm5d.sharded.tensor import Sharded, from_local
 from lightning_mm5d.sharded.torch_internals import is_held_once
 from lightning_mm5d.tensor_parallel.entrance import Entrance, PutsOff, fits
+from lightning_mm5d.tensor_parallel.grid.grid_layers import GridLayers
+from lightning_mm5d.tensor_parallel.grid.grid_products import Line
+from lightning_mm5d.tensor_parallel.grid.grid_shape import Axis
 from lightning_mm5d.tensor_parallel.region import Linear, Region, drops, linear
 from lightning_mm5d.tensor_parallel.resolve import Division, Heads, Kind
 
@@ -38,11 +41,13 @@ class TensorParallel:
         root: the LightningModule, with parameters that are equal on all ranks, in full or cut to this rank's shards.
         division: what is sharded, and how.
         groups: this rank's tensor parallel groups by name; modules of other groups stay as they are.
+        lines: of those that form a grid, this rank's line along each axis.
         holds: whether this rank holds the parameter of a name; modules whose parameters it does not hold stay too.
         device: where this rank computes.
 
     Attributes:
         groups: as they were given.
+        lines: those of all grids.
         linear: computes ``(module, x, bias)``, a linear layer on plain tensors; may be replaced.
         puts_off: of a linear layer and its input, what takes its weight gradient if that is put off; may be replaced.
         fused: given ``(module, hidden, columns)``, returns the logits of a sharded head where these are not computed at
@@ -55,6 +60,7 @@ class TensorParallel:
         division: Division,
         groups: Mapping[str, TensorGroup],
         *,
+        lines: Mapping[str, Mapping[Axis, Line]] | None = None,
         holds: Callable[[str], bool] = lambda name: True,
         device: torch.device = torch.device("cpu"),  # noqa: B008
     ) -> None:
@@ -65,17 +71,27 @@ class TensorParallel:
         may_drop = drops(root)
         self._regions = {name: Region(group, drops=may_drop, device=device) for name, group in groups.items()}
         self._undo: list[Callable[[], object]] = []
-        self._here = {path: self._is_here(path, holds) for path in {*division.roles, *division.heads}}
+        in_grids = {name: grid for name, grid in division.grids.items() if name in groups}
+        modules = {*division.roles, *division.heads}
+        modules -= {path for path in modules for grid in in_grids.values() if grid.holds(path)}
+        self._here = {path: self._is_here(path, holds) for path in modules}
         self._cut(holds)
         for (path, name), values in division.local.items():
             if self._is_here(path, holds):
                 self._set_local(path, name, values)
         for path, kind in division.roles.items():
-            if self._here[path] and division.groups[path] in groups:
+            if self._here.get(path) and division.groups[path] in groups:
                 self._patch(root.get_submodule(path), path, kind)
         for path, heads in division.heads.items():
-            if self._here[path] and division.groups[path] in groups:
+            if self._here.get(path) and division.groups[path] in groups:
                 self._hook(root.get_submodule(path), heads, groups[division.groups[path]])
+        self.lines = [line for one in (lines or {}).values() for line in one.values()]
+        for name, grid in in_grids.items():
+            assert lines is not None
+            blocks = GridLayers(name, grid.shape, groups[name], lines[name], self._regions[name])
+            held = [path for path in grid.layers if self._is_here(path, holds)]
+            blocks.attach(root, division, held)
+            self._undo.append(blocks.remove)
 
     def divide_sequences(self, layers: nn.Module, group: str) -> None:
         """Let the hidden state between tensor parallel regions be a shard of the sequence (Korthikanti et al. 2022,

@@ -14,6 +14,9 @@ from torch import nn
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.partition import Partition
+from lightning_mm5d.partition.parts import is_in
+from lightning_mm5d.tensor_parallel.grid.grid_division import on_grids
+from lightning_mm5d.tensor_parallel.grid.grid_shape import GridShape
 from lightning_mm5d.tensor_parallel.plan_lookup import Plans, plans_of, unplanned
 from lightning_mm5d.tensor_parallel.resolve import Division, resolve
 
@@ -38,6 +41,13 @@ def divide(
         ConfigError: a plan does not fit.
     """
     _check_shared(partition, modalities)
+    grids = {name: shape for name, modality in modalities.items() if (shape := GridShape.of(modality)) is not None}
+    on_grid = {name: _layers_of(root, partition, name, shape) for name, shape in grids.items()}
+    side_of = {path: grids[name].side for name, paths in on_grid.items() for path in paths}
+
+    def parts(path: str, degree: int) -> int:
+        return next((side for layer, side in side_of.items() if is_in(path, layer)), degree)
+
     degrees = {name: modality.tp_size for name, modality in modalities.items()}
     if set(degrees.values()) == {1}:
         return Division()
@@ -58,7 +68,7 @@ def divide(
             whole |= dict.fromkeys(names, (path, found[0]))
     plans = _without(plans, {path for path, _ in whole.values()})
     full_embeddings = {name for name, modality in modalities.items() if not modality.shard_embedding}
-    division = resolve(root, plans, place, full_embeddings)
+    division = resolve(root, plans, place, full_embeddings, parts)
     _check_divided(division, modalities, experts or {}, place)
     # each rank sends some of the tokens to whole experts, and so has a part of their gradients
     division = replace(
@@ -67,11 +77,28 @@ def divide(
         groups={**division.groups, **{name: modality for name, (_, modality) in whole.items()}},
         whole={**division.whole, **full},
     )
+    if grids:
+        for layer in side_of:
+            several = next((n for n in partition.owners if is_in(n, layer) and place(n) is None), None)
+            if several is not None:
+                name = next(name for name, paths in on_grid.items() if layer in paths)
+                rule = f"{several!r} is shared with another modality, so it cannot be in blocks over the grid of one"
+                raise ConfigError(f"modalities.{name}.tp_mode", grids[name].mode, rule, "Use tp_mode='1d'")
+        division = on_grids(root, division, grids, on_grid)
     for why in dict.fromkeys(division.whole.values()):
         paths = [path for path, said in division.whole.items() if said == why]
         others = f" (and {len(paths) - 1} more)" if len(paths) > 1 else ""
         _log.warning("%s%s is computed in full on every tensor parallel rank: %s", paths[0], others, why)
     return division
+
+
+def _layers_of(root: nn.Module, partition: Partition, modality: str, shape: GridShape) -> list[str]:
+    """The paths of the layers of a modality on a grid."""
+    path = partition.layers[modality]
+    if path is None:
+        rule = f"The layers on a grid are those of a list of layers, and {modality!r} has none"
+        raise ConfigError(f"modalities.{modality}.tp_mode", shape.mode, rule, "Use tp_mode='1d' for this modality")
+    return [f"{path}.{name}" for name, _ in root.get_submodule(path).named_children()]
 
 
 def _without(plans: Mapping[str, Plans], paths: Collection[str]) -> dict[str, Plans]:

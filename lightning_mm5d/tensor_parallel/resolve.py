@@ -21,6 +21,7 @@ from lightning_mm5d.layout.even_split import even_ranges
 from lightning_mm5d.sharded.shards import Shard, joined
 from lightning_mm5d.source.reads import weights_read
 from lightning_mm5d.source.trees import Source
+from lightning_mm5d.tensor_parallel.grid.grid_plan import GridPlan
 from lightning_mm5d.tensor_parallel.layer_plan import TensorParallelPlan
 from lightning_mm5d.tensor_parallel.plan_rules import linear_of
 from lightning_mm5d.tensor_parallel.units import Units
@@ -60,6 +61,7 @@ class Division:
         local: values of attributes on each rank, by path of the module and name.
         groups: name of the tensor parallel group of every path and name in the other fields.
         whole: modules that a plan would shard and that stay full, by path, with the reason.
+        grids: groups whose layers are in blocks on a grid, by name of the group.
     """
 
     degrees: Mapping[str, int] = field(default_factory=dict)
@@ -70,6 +72,7 @@ class Division:
     local: Mapping[tuple[str, str], tuple[int, ...]] = field(default_factory=dict)
     groups: Mapping[str, str] = field(default_factory=dict)
     whole: Mapping[str, str] = field(default_factory=dict)
+    grids: Mapping[str, GridPlan] = field(default_factory=dict)
 
 
 def resolve(
@@ -77,6 +80,7 @@ def resolve(
     plans: Mapping[str, Sequence[TensorParallelPlan]],
     place: Callable[[str], tuple[str, int] | None],
     full_embeddings: Collection[str] = (),
+    parts: Callable[[str, int], int] = lambda path, degree: degree,
 ) -> Division:
     """Return how `root` is sharded.
 
@@ -86,12 +90,13 @@ def resolve(
         place: gives, for a parameter's name, the tensor parallel group that holds it and the number of its ranks; None
             where several groups of different sizes do.
         full_embeddings: the groups whose ranks each hold input embeddings in full.
+        parts: into how many parts the module at a path is divided, given the number of its ranks.
 
     Raises:
         ConfigError: a plan does not fit its module, adapters are in the way, or an embedding that should be full is
             tied to a head.
     """
-    resolver = _Resolver(root, place, full_embeddings)
+    resolver = _Resolver(root, place, full_embeddings, parts)
     for path, several in plans.items():
         for plan in several:
             resolver.add(path, plan)
@@ -101,9 +106,13 @@ def resolve(
 
 class _Resolver:
     def __init__(
-        self, root: nn.Module, place: Callable[[str], tuple[str, int] | None], full_embeddings: Collection[str]
+        self,
+        root: nn.Module,
+        place: Callable[[str], tuple[str, int] | None],
+        full_embeddings: Collection[str],
+        parts: Callable[[str, int], int],
     ) -> None:
-        self._root, self._place, self._full_embeddings = root, place, full_embeddings
+        self._root, self._place, self._full_embeddings, self._parts = root, place, full_embeddings, parts
         self._degrees: dict[str, int] = {}
         self._shards: dict[str, Shard] = {}
         self._shared: set[str] = set()
@@ -140,7 +149,7 @@ class _Resolver:
         if group is None:
             return
         name, degree = group
-        units = Units(path, module, plan, degree)
+        units = Units(path, module, plan, self._parts(path, degree))
         if units.why_whole:
             self._whole[path] = units.why_whole
             return

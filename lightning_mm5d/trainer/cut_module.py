@@ -75,7 +75,9 @@ class CutModule:
         if groups.tensor:
             sharded = [name for name, group in plan.division.groups.items() if group in groups.tensor]
             self._guard_shards(guard, [name for name in sharded if name in held and name in plan.division.shards])
-            self._tensor = TensorParallel(module, plan.division, groups.tensor, holds=held.__contains__, device=device)
+            self._tensor = TensorParallel(
+                module, plan.division, groups.tensor, lines=groups.lines, holds=held.__contains__, device=device
+            )
         every = views(plan.partition, plan.topology.members, plan.topology.consumes, plan.topology.consumers)
         self.views: dict[StageKey, StageView] = {key: every[key] for key in stages}
         self._compiled = CompiledLayers(module, self._own_layers(), plan.modalities, lambda: self.runtime.in_lock_step)

@@ -164,5 +164,16 @@ def kept_plan(
 
 
 def _named(modalities: Mapping[str, Modality]) -> dict[str, Any]:
-    sizes = ("dp_size", "tp_size", "pp_size", "cp_size", "zero_stage", "dp_shard_size", "ep_size", "expert_tp_size")
+    sizes = [
+        "dp_size",
+        "tp_size",
+        "tp_mode",
+        "tp_depth",
+        "pp_size",
+        "cp_size",
+        "zero_stage",
+        "dp_shard_size",
+        "ep_size",
+        "expert_tp_size",
+    ]
     return {name: {size: getattr(one, size) for size in sizes} for name, one in modalities.items()}

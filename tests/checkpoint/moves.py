@@ -52,7 +52,15 @@ SHARING: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
         ("z3, l pp 2", {"zero_stage": 3}, {"pp_size": 2}, 4, {}),
     )
 }
-LAYOUTS |= SHARING
+# blocks on grids, of the model whose layers can be in blocks
+GRIDS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
+    "e | l 2d": ({}, {"tp_size": 4, "tp_mode": "2d"}, 5),
+    "all 2d": ({"colocate_with": "language", "tp_size": 4, "tp_mode": "2d"}, {"tp_size": 4, "tp_mode": "2d"}, 4),
+    "e with l 3d": ({"colocate_with": "language"}, {"tp_size": 8, "tp_mode": "3d"}, 8),
+    "e with l 2.5d": ({"colocate_with": "language"}, {"tp_size": 8, "tp_mode": "2.5d", "tp_depth": 2}, 8),
+    "z3, l 2d": ({"colocate_with": "language", "zero_stage": 3}, {"tp_size": 4, "tp_mode": "2d", "zero_stage": 3}, 8),
+}
+LAYOUTS |= SHARING | GRIDS
 MODELS = ("llava", "qwen2_vl", "whisper")
 
 
@@ -87,7 +95,7 @@ def run(
     torch.set_default_dtype(torch.float64)
     case = CASES[name]
     encoder, language, world = LAYOUTS[which]
-    replicas = 2 if which in ("e dp 1 | l dp 2", "z2, l pp 2", "z3, l pp 2") else 1
+    replicas = 2 if which in ("e dp 1 | l dp 2", "z2, l pp 2", "z3, l pp 2", "z3, l 2d") else 1
     *encoders, last = case.modalities
     fields = {**dict.fromkeys(encoders, encoder), last: language}
     modalities = {key: Modality(**{**case.modality_paths.get(key, {}), **value}) for key, value in fields.items()}

@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
-from checkpoint.moves import AFTER, BEFORE, LAYOUTS, MODELS, SHARING, assert_same_bits, run, saved, tensors
+from checkpoint.moves import AFTER, BEFORE, GRIDS, LAYOUTS, MODELS, SHARING, assert_same_bits, run, saved, tensors
 from lightning_mm5d.checkpoint.sharded_load import ShardedCheckpoint
 from ranks import call_ranks
 
@@ -22,7 +22,7 @@ BESIDE_SHARING = {
     "e | l cp 2",
 }
 FEW = {
-    "llava": ["e | l pp 2", "e | l tp 2"],
+    "llava": ["e | l 2d", "e | l tp 2"],
     "qwen2_vl": ["e | l", "e with l pp 2", "e dp 2 | l dp 1"],
     "whisper": ["z3, tp 2", "one"],
 }
@@ -73,10 +73,11 @@ def check_dcp(path: Path) -> None:
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("name", MODELS)
 def test_all_layouts_go_on_from_the_checkpoints_of_all_others(name: str, tmp_path: Path) -> None:
-    losses = {which: train(name, which, tmp_path / which) for which in LAYOUTS}
+    layouts = [which for which in LAYOUTS if which not in GRIDS or name == "llava"]
+    losses = {which: train(name, which, tmp_path / which) for which in layouts}
     wrong = []
-    for source in LAYOUTS:
-        for target in LAYOUTS:
+    for source in layouts:
+        for target in layouts:
             if (source in SHARING) != (target in SHARING) and not {source, target} & BESIDE_SHARING:
                 continue
             folder = tmp_path / f"{source} to {target}.ckpt"

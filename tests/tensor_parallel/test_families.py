@@ -36,12 +36,14 @@ CASES = [(name, 2) for name in FAMILIES] + [(name, 3) for name in THREE]
 Step = tuple[float, dict[str, Tensor]]
 
 
-def train(family: Family, division: Division | None = None, group: TensorGroup | None = None) -> list[Step]:
+def train(
+    family: Family, division: Division | None = None, group: TensorGroup | None = None, **options: Any
+) -> list[Step]:
     """Losses and whole gradients of a few steps of gradient descent, divided where a division is given."""
     root = family.build()
     tensor_parallel = None
     if division is not None and group is not None:
-        tensor_parallel = TensorParallel(root, division, {"all": group})
+        tensor_parallel = TensorParallel(root, division, {"all": group}, **options)
     steps: list[Step] = []
     for step in range(STEPS):
         loss = root(family.feed(step))
@@ -71,15 +73,15 @@ def merged(gradients: dict[str, Tensor], division: Division, group: TensorGroup)
         parts = [rank[name] for rank in ranks]
         shard = division.shards.get(name)
         if shard is not None:
-            shape = [*gradient.shape]
-            shape[shard.dim] = shard.size
-            found[name] = gradient.new_zeros(shape)
-            for part, held in zip(parts, shard.ranges, strict=True):
+            found[name] = gradient.new_zeros(shard.full_shape(gradient.shape))
+            for index, (part, held) in enumerate(zip(parts, shard.ranges, strict=True)):
                 other = torch.zeros_like(found[name])
-                shard.put(other, part, held)
+                shard.put(shard.beside(other, index), part, held)
                 found[name] += other
         elif name in division.shared:
             found[name] = torch.stack(parts).sum(0)
+        elif division.grids and any(grid.holds(name) for grid in division.grids.values()):
+            raise AssertionError(f"{name} is in a layer on a grid, and neither sharded nor shared")
         else:
             for part in parts:
                 torch.testing.assert_close(part, gradient, msg=lambda m, name=name: f"{name}, whole, is not alike: {m}")

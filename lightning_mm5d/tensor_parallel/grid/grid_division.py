@@ -1,0 +1,160 @@
+"""Makes of layers that are sharded along one dim over q ranks layers in blocks on a grid: weights, biases, norms.
+
+`resolve` has read the plans as for q ranks. Here each weight gets its second dim, and everything else in the layers
+must be understood too, because hidden states are in blocks throughout a layer. What is not is refused by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D  # the projections of GPT-2 and its kin
+
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.sharded.shards import Shard
+from lightning_mm5d.tensor_parallel.grid.grid_norms import Norm, norm_of
+from lightning_mm5d.tensor_parallel.grid.grid_plan import GridPlan
+from lightning_mm5d.tensor_parallel.grid.grid_shape import GridShape
+from lightning_mm5d.tensor_parallel.resolve import Division
+from lightning_mm5d.tensor_parallel.units import OwnHeads
+
+_ON_FULL_WIDTH = re.compile(r"norm|scale", re.IGNORECASE)
+_DROPS_SAMPLES = re.compile(r"drop_?path|stochastic_?depth", re.IGNORECASE)
+_FIX = "Use tp_mode='1d' for this modality"
+
+
+def on_grids(
+    root: nn.Module, division: Division, grids: Mapping[str, GridShape], layers: Mapping[str, Sequence[str]]
+) -> Division:
+    """Return `division` with the layers of some modalities in blocks.
+
+    Args:
+        root: the LightningModule; the meta device will do.
+        division: of layers on grids as for q ranks.
+        grids: of modalities, by name.
+        layers: paths of their layers.
+
+    Raises:
+        ConfigError: something in a layer cannot be in blocks.
+    """
+    plans: dict[str, GridPlan] = {}
+    for name, shape in grids.items():
+        norms: dict[str, Norm | None] = {}
+        for path in layers[name]:
+            layer = _Layer(root, division, name, shape, path)
+            division = layer.divided()
+            norms |= layer.norms
+        plans[name] = GridPlan(shape, tuple(layers[name]), norms)
+    return replace(division, grids=plans)
+
+
+class _Layer:
+    def __init__(self, root: nn.Module, division: Division, group: str, shape: GridShape, path: str) -> None:
+        self._root, self._division, self._group, self._shape, self._path = root, division, group, shape, path
+        self._layer = root.get_submodule(path)
+        self._shards: dict[str, Shard] = dict(division.shards)
+        self._groups: dict[str, str] = dict(division.groups)
+        self._shared = set(division.shared)
+        self._known: set[str] = set()
+        self.norms: dict[str, Norm | None] = {}
+
+    def divided(self) -> Division:
+        """Return the division with this layer in blocks."""
+        division = self._division
+        for path, why in division.whole.items():
+            if self._is_in(path):
+                self._refuse(path, f"it would be computed in full: {why}")
+        for path, kind in division.roles.items():
+            if self._is_in(path):
+                self._linear(path, kind)
+        for name in division.shards:
+            if self._is_in(name) and name not in self._known:
+                self._refuse(name, "its plan shards a parameter beside the linear layers")
+        for (path, name), values in division.local.items():
+            if self._is_in(path) and any(isinstance(value, OwnHeads) for value in values):
+                self._refuse(path, f"it divides the width of its input by {name}")
+        for path, heads in division.heads.items():
+            if self._is_in(path) and heads.arguments:
+                self._refuse(path, f"its heads have parts of the arguments {', '.join(heads.arguments)}")
+        for path, module in self._layer.named_modules(prefix=self._path):
+            self._other(path, module)
+        size = range(self._shape.size)
+        local = {
+            place: tuple(values[self._shape.columns("inside", index)] for index in size)
+            if self._is_in(place[0])
+            else values
+            for place, values in division.local.items()
+        }
+        return replace(
+            division,
+            shards=self._shards,
+            groups=self._groups,
+            shared=frozenset(self._shared),
+            local=local,
+        )
+
+    def _linear(self, path: str, kind: Any) -> None:
+        if kind not in ("column", "row"):
+            why = {"experts": "it holds experts"}.get(kind, "it is an adapter")
+            self._refuse(path, why)
+        if path.endswith(".base_layer") or ".lora_" in path:
+            self._refuse(path, "it has adapters")
+        module: Any = self._root.get_submodule(path)
+        weight, bias = f"{path}.weight", f"{path}.bias"
+        units = self._shards[weight]
+        even = 1 - units.dim
+        assert (units.dim == int(isinstance(module, Conv1D))) == (kind == "column")
+        size = module.weight.shape[even]
+        self._shards[weight] = self._shape.weight(kind, units, even, size)
+        self._known.add(weight)
+        if module.bias is not None:
+            side, parts = ("inside", self._shards[bias]) if kind == "column" else ("outside", self._shape.even(size))
+            self._divide(bias, self._shape.vector(side, parts))  # type: ignore[arg-type]
+
+    def _other(self, path: str, module: nn.Module) -> None:
+        kind = type(module).__name__
+        if _DROPS_SAMPLES.search(kind) and any(
+            isinstance(value, float) and value > 0 for name, value in vars(module).items() if "drop" in name
+        ):
+            self._refuse(path, f"{kind} drops whole samples, whose columns are on several ranks")
+        own = {f"{path}.{name}" for name, parameter in module._parameters.items() if parameter is not None}
+        own -= {*self._shards, *self._shared}
+        if path in self._division.roles or not (own or self._is_bare_norm(path, module)):
+            return
+        norm = norm_of(module)
+        if norm is not None:
+            self.norms[path] = norm
+            for name in own:
+                self._divide(name, self._shape.vector("outside", self._shape.even(norm.width)))
+        elif _ON_FULL_WIDTH.search(kind) and _is_of_tokens(module):
+            self.norms[path] = None
+            self._shared |= own  # each rank has the gradient of its rows and columns
+        else:
+            self._refuse(path, f"no plan says how {kind} is sharded")
+
+    def _is_bare_norm(self, path: str, module: nn.Module) -> bool:
+        """Whether a module without parameters norms the hidden state; in an attention it would norm single heads."""
+        if [*module.parameters()] or not _is_of_tokens(module) or "norm" not in type(module).__name__.lower():
+            return False
+        return not any(path.startswith(f"{other}.") for other in self._division.heads)
+
+    def _divide(self, name: str, shard: Shard) -> None:
+        self._shards[name], self._groups[name] = shard, self._group
+        self._known.add(name)
+
+    def _is_in(self, name: str) -> bool:
+        return name == self._path or name.startswith(f"{self._path}.")
+
+    def _refuse(self, path: str, why: str) -> None:
+        rule = f"Everything in a layer is in blocks over the grid, and of {path} that is not known: {why}"
+        raise ConfigError(f"modalities.{self._group}.tp_mode", self._shape.mode, rule, _FIX)
+
+
+def _is_of_tokens(module: nn.Module) -> bool:
+    """Whether a norm or scale may be computed on some samples: it is no norm over samples or over the sequence."""
+    has_parts = next(module.children(), None) is not None or next(module.buffers(), None) is not None
+    return not has_parts and not isinstance(module, nn.GroupNorm)

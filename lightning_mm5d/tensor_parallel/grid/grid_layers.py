@@ -1,0 +1,253 @@
+"""Layers of one modality that compute on blocks of hidden states, each rank on its rows and columns.
+
+A layer takes a full hidden state or a `Block` and returns a `Block`. Inside of it all modules work on local tensors:
+linear layers by `grid_products`, norms by `grid_norms`; attentions get the rows of masks and positions that are theirs.
+
+It refuses, where it meets them, hidden states that are not ``[B, S, D]``, arguments that need gradients, and caches
+that are reordered (beam search).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate, pairwise
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+from transformers.pytorch_utils import Conv1D  # the projections of GPT-2 and its kin
+
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.layout.even_split import even_lengths
+from lightning_mm5d.partition.hidden_state import at, hidden_place, with_state
+from lightning_mm5d.sharded.collectives import TensorGroup
+from lightning_mm5d.sharded.shards import Shard
+from lightning_mm5d.sharded.tensor import Sharded
+from lightning_mm5d.tensor_parallel.grid.block import Block, Frame, even_frame, scattered
+from lightning_mm5d.tensor_parallel.grid.grid_norms import Norm, normed, on_full_width
+from lightning_mm5d.tensor_parallel.grid.grid_products import Cube, Line, Panels
+from lightning_mm5d.tensor_parallel.grid.grid_shape import Axis, GridShape
+from lightning_mm5d.tensor_parallel.region import Region
+from lightning_mm5d.tensor_parallel.resolve import Division, Heads
+
+_REORDERS = ("reorder_cache", "batch_select_indices", "batch_repeat_interleave", "batch_split")
+
+
+class GridLayers:
+    """The layers of one modality on one rank.
+
+    Args:
+        modality: its name.
+        shape: the grid.
+        group: all ranks of the grid.
+        lines: this rank's line along each axis.
+        region: has the rank's own random stream, which layers on a grid draw from.
+    """
+
+    def __init__(
+        self, modality: str, shape: GridShape, group: TensorGroup, lines: Mapping[Axis, Line], region: Region
+    ) -> None:
+        self._modality, self._shape, self._group, self._lines = modality, shape, group, lines
+        self._region = region
+        self._place = shape.places[group.index]
+        self._frame: Frame | None = None  # of the hidden state of the layer that runs
+        self._ids: tuple[int, ...] = ()  # shape of what the embedding took
+        self._has_samples_first = False
+        self._undo: list[Callable[[], object]] = []
+
+    def attach(self, root: nn.Module, division: Division, layers: Sequence[str]) -> None:
+        """Let the layers at these paths of `root` compute on blocks, until `remove`."""
+        plan = division.grids[self._modality]
+        held = replace(plan, layers=tuple(layers))
+        for path in layers:
+            layer = root.get_submodule(path)
+            self._replace(layer, self._layer(layer.forward))
+        for path, kind in division.roles.items():
+            if held.holds(path):
+                self._replace(root.get_submodule(path), self._linear(kind, division.shards[f"{path}.weight"]))
+        for path, norm in plan.norms.items():
+            if held.holds(path):
+                self._replace(root.get_submodule(path), self._norm(norm))
+        for path, kind in division.roles.items():
+            if kind == "embedding" and division.groups[path] == self._modality:
+                self._undo.append(root.get_submodule(path).register_forward_pre_hook(self._note_ids).remove)
+        attentions = [path for path in division.heads if held.holds(path)]
+        for path in attentions:
+            module = root.get_submodule(path)
+            if not any(path.startswith(f"{other}.") for other in attentions):
+                self._undo.append(module.register_forward_pre_hook(self._own_rows, with_kwargs=True).remove)
+            leave = partial(self._leave_heads, division.heads[path])
+            self._undo.append(module.register_forward_hook(leave, prepend=True).remove)
+
+    def remove(self) -> None:
+        """Take the patches away again."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+
+    def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        # bound, so that a copy of the module computes with its own weights
+        vars(module)["forward"] = MethodType(forward, module)
+        self._undo.append(partial(vars(module).pop, "forward", None))
+
+    # --- forwards ---
+
+    def _layer(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            place = hidden_place(args, kwargs)
+            hidden = None if place is None else at(place, args, kwargs)
+            if place is None or hidden is None or hidden.dim() != 3:
+                found = None if hidden is None else tuple(hidden.shape)
+                raise self._error(module, found, "The hidden state of a layer on a grid is [samples, sequence, width]")
+            self._check_order(module, hidden)
+            self._check_others(module, hidden, args, kwargs)
+            frame = even_frame(self._shape, hidden.shape[0], hidden.shape[-1], self._group)
+            if isinstance(hidden, Block):
+                local = hidden.local
+            else:
+                local = scattered(hidden.full() if isinstance(hidden, Sharded) else hidden, frame)
+            args, kwargs = with_state(place, local, args, kwargs)
+            self._frame = frame
+            with self._region.inside() if module.training else nullcontext():
+                result = inner(*args, **kwargs)
+            several = isinstance(result, tuple | list)
+            first, *others = result if several else (result,)
+            if not isinstance(first, Tensor) or first.shape != local.shape:
+                got = tuple(first.shape) if isinstance(first, Tensor) else type(first).__name__
+                rule = f"A layer on a grid returns its hidden state, here {tuple(local.shape)}, first"
+                raise self._error(module, got, rule)
+            if any(type(one) is Tensor for one in others):
+                rule = "A layer on a grid returns no tensor beside its hidden state and the weights of its attention"
+                raise self._error(module, [tuple(one.shape) for one in others if isinstance(one, Tensor)], rule)
+            made = frame.wrapped(first)
+            return type(result)([made, *others]) if several else made
+
+        return forward
+
+    def _linear(self, kind: str, shard: Shard) -> Callable[..., Tensor]:
+        is_column, across, side = kind == "column", shard.across, self._shape.side
+        assert across is not None
+        widths = even_lengths(across.size, side)
+        if is_column:
+            lengths = tuple(widths)
+        else:
+            lengths = tuple(shard.lengths[self._shape.index(self._place._replace(b=part))] for part in range(side))
+        given: Axis = self._shape.column_axis("outside" if is_column else "inside")
+        made: Axis = self._shape.column_axis("inside" if is_column else "outside")
+        blocks = tuple(even_lengths(widths[self._place.b], self._shape.depth))
+
+        def forward(module: Any, input: Tensor) -> Tensor:
+            weight, bias, is_conv = module.weight, module.bias, isinstance(module, Conv1D)
+            if torch.is_autocast_enabled(input.device.type) and input.dtype != torch.float64:
+                dtype = torch.get_autocast_dtype(input.device.type)
+                input, weight = input.to(dtype), weight.to(dtype)
+            if self._shape.mode == "3d":
+                assert self._frame is not None
+                rows = even_lengths(even_lengths(self._frame.rows, self._shape.depth)[self._place.a], side)
+                lines = self._lines[given], self._lines[made], self._lines["a"]
+                y = Cube(*lines, tuple(rows), blocks, across.dim, is_conv).product(input, weight)
+            else:
+                y = Panels(self._lines["c"], self._lines["b"], lengths, is_conv).product(input, weight)
+            return y if bias is None else y + bias.to(y.dtype)
+
+        return forward
+
+    def _norm(self, norm: Norm | None) -> Callable[..., Tensor]:
+        axis = self._shape.column_axis("outside")
+        line = self._lines[axis]
+
+        def forward(module: nn.Module, input: Tensor) -> Tensor:
+            assert self._frame is not None
+            lengths = tuple(even_lengths(self._frame.size, self._shape.side))
+            is_other = norm is not None and norm.width != self._frame.size
+            if is_other or input.shape[-1] != lengths[line.index]:
+                rule = f"It takes a hidden state, here of {lengths[line.index]} columns on this rank"
+                raise self._error(module, tuple(input.shape), rule)
+            return on_full_width(module, input, lengths, line) if norm is None else normed(module, input, norm, line)
+
+        return forward
+
+    # --- attentions ---
+
+    def _own_rows(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Leave an attention this rank's rows of masks and positions."""
+        assert self._frame is not None
+        frame = replace(self._frame, side="inside")
+
+        def own(value: Any) -> Any:
+            is_full = type(value) is Tensor and value.dim() > 1 and value.shape[0] == frame.samples > 1
+            return frame.own_rows(value) if is_full else value
+
+        return tree_map(own, args), {name: tree_map(own, value) for name, value in kwargs.items()}
+
+    def _leave_heads(self, heads: Heads, module: nn.Module, args: Any, result: Any) -> Any:
+        """Let what an attention returns for each of its heads, such as their weights, act as that of all heads."""
+        if not isinstance(result, tuple) or self._frame is None:
+            return result
+        found = list(result)
+        start, stop = self._shape.rows("inside", self._group.index, self._frame.rows)
+        own = heads.lengths[self._shape.columns("inside", self._group.index)]
+        for position, dim in heads.results.items():
+            value = found[position] if position < len(found) else None
+            if type(value) is Tensor and value.dim() > dim and (len(value), value.shape[dim]) == (stop - start, own):
+                columns = tuple(pairwise(accumulate(heads.lengths, initial=0)))
+                inside = replace(self._frame, side="inside", dim=dim - value.dim(), columns=columns)
+                found[position] = replace(inside, size=columns[-1][1]).wrapped(value)
+        return tuple(found)
+
+    # --- refusals ---
+
+    def _note_ids(self, module: nn.Module, args: tuple) -> None:
+        self._ids = tuple(args[0].shape) if args and isinstance(args[0], Tensor) else ()
+
+    def _check_order(self, module: nn.Module, hidden: Tensor) -> None:
+        """Refuse hidden states [sequence, samples, width]: rows would be tokens, which attend to each other."""
+        shape, ids = tuple(hidden.shape[:2]), self._ids
+        if len(ids) != 2 or sorted(shape) != sorted(ids):
+            return
+        if shape != ids:
+            raise self._error(module, tuple(hidden.shape), "Its hidden states are [sequence, samples, width]")
+        self._has_samples_first |= ids[0] != ids[1]
+        if ids[0] == ids[1] > 1 and not self._has_samples_first:
+            rule = "The first batch has as many samples as tokens, so that its hidden states may be either way round"
+            raise self._error(module, tuple(hidden.shape), rule)
+
+    def _check_others(self, module: nn.Module, hidden: Tensor, args: tuple, kwargs: dict[str, Any]) -> None:
+        samples, length, width = hidden.shape
+        for value in tree_leaves((args, {name: one for name, one in kwargs.items() if one is not None})):
+            if value is hidden or value is None:
+                continue
+            for name in _REORDERS:
+                if hasattr(value, name) and name not in vars(value):
+                    setattr(value, name, self._no_reordering)
+            if type(value).__name__ == "BlockMask":
+                raise self._error(module, "a BlockMask", "A mask of an attention on a grid is a tensor")
+            if not isinstance(value, Tensor):
+                continue
+            got = tuple(value.shape)
+            if value.requires_grad or isinstance(value, Sharded):
+                raise self._error(module, got, "Beside its hidden state a layer on a grid takes no trained values")
+            is_real = value.is_floating_point() or value.is_complex()
+            if is_real and value.dim() == 3 and value.shape[-1] == width and samples in (value.shape[0], 1):
+                raise self._error(module, got, "A layer on a grid takes one hidden state")
+            is_table = value.dim() == 2 or (value.dim() == 3 and value.shape[1] not in (1, length))
+            if is_real and is_table and value.shape[0] == samples == length > 1:
+                rule = "With as many samples as tokens its first dim may be either, and its rows are unknown"
+                raise self._error(module, got, rule)
+
+    def _no_reordering(self, *_: Any, **__: Any) -> None:
+        rule = "Caches of layers on a grid hold this rank's samples, and beam search would reorder those of all"
+        raise ConfigError(self._field, self._shape.mode, rule, "Generate with num_beams=1, or use tp_mode='1d'")
+
+    def _error(self, module: nn.Module, got: object, rule: str) -> ConfigError:
+        fix = f"{type(module).__name__} needs tp_mode='1d' for this modality"
+        return ConfigError(self._field, f"{self._shape.mode}, and {got}", rule, fix)
+
+    @property
+    def _field(self) -> str:
+        return f"modalities.{self._modality}.tp_mode"

@@ -1,0 +1,141 @@
+"""Families on grids of ranks compute what they compute on one: losses, every gradient, parameters after three steps.
+
+All ranks hold one model together, as 2 x 2 (2d), 2 x 2 x 2 (2.5d, 3d), or with uneven panels 3 x 3 (2d). All families
+of a grid run one after the other in the same processes.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.modality import Modality
+from lightning_mm5d.sharded.collectives import TensorGroup
+from lightning_mm5d.tensor_parallel.grid.grid_division import on_grids
+from lightning_mm5d.tensor_parallel.grid.grid_products import Line
+from lightning_mm5d.tensor_parallel.grid.grid_shape import AXES, GridShape
+from lightning_mm5d.tensor_parallel.plan_lookup import plans_of
+from lightning_mm5d.tensor_parallel.resolve import Division, resolve
+from ranks import run_ranks
+
+from .families import FAMILIES, Root
+from .test_families import Step, train
+
+GRIDS: dict[str, Modality] = {
+    "2d": Modality(tp_size=4, tp_mode="2d"),
+    "2.5d": Modality(tp_size=8, tp_mode="2.5d", tp_depth=2),
+    "3d": Modality(tp_size=8, tp_mode="3d"),
+    "2d, 3 x 3": Modality(tp_size=9, tp_mode="2d"),
+}
+FEW = ("llama", "gpt2", "bert", "vit", "clip")
+MORE = ("opt", "qwen3", "gemma3_text", "mistral", "roberta", "siglip", "dinov2", "phi3", "gpt_neox", "llama_eager")
+
+
+def layers_of(root: nn.Module) -> list[str]:
+    """The layers of all lists that are in no other list."""
+    lists = [path for path, module in root.named_modules() if isinstance(module, nn.ModuleList)]
+    outer = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]
+    return [f"{path}.{name}" for path in outer for name, _ in root.get_submodule(path).named_children()]
+
+
+def divided_on(root: Root, modality: Modality) -> Division:
+    shape, layers = GridShape.of(modality), layers_of(root)
+    assert shape is not None
+
+    def parts(path: str, degree: int) -> int:
+        return shape.side if any(f"{path}.".startswith(f"{layer}.") for layer in layers) else degree
+
+    division = resolve(root, plans_of(root), lambda name: ("all", shape.size), parts=parts)
+    return on_grids(root, division, {"all": shape}, {"all": layers})
+
+
+def run(rank: int, names: list[str], modality: Modality) -> tuple[dict[str, list[Step]], str | None]:
+    torch.set_default_dtype(torch.float64)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    assert dist.group.WORLD is not None
+    shape, group, lines = GridShape.of(modality), TensorGroup(dist.group.WORLD), {}
+    assert shape is not None
+    for axis in AXES:
+        for line in shape.lines(axis):
+            if len(line) > 1:
+                made = dist.new_group(list(line))
+                if rank in line:
+                    lines[axis] = Line(made)
+    done: dict[str, list[Step]] = {}
+    for name in names:
+        try:
+            division = divided_on(FAMILIES[name].build(), modality)
+            done[name] = train(FAMILIES[name], division, group, lines={"all": lines})
+        except BaseException:
+            dist.destroy_process_group()
+            return done, f"{name}: {traceback.format_exc()}"
+    return done, None
+
+
+def check(grid: str, names: tuple[str, ...]) -> None:
+    modality = GRIDS[grid]
+    for rank, (done, why) in enumerate(run_ranks(modality.tp_size, run, list(names), modality, limit=300)):
+        assert why is None, why
+        for name in names:
+            family = FAMILIES[name]
+            expected = train(family)
+            for step, (loss, gradients) in enumerate(done[name]):
+                wanted_loss, wanted = expected[step]
+                where = f"{grid}, {name}, rank {rank}, step {step}"
+                assert loss == pytest.approx(wanted_loss, rel=family.tolerance), where
+                assert set(gradients) == set(wanted), where
+                scale = max(float(gradient.abs().max()) for gradient in wanted.values())
+                for key, gradient in wanted.items():
+                    largest = max(float(gradient.abs().max()), 1e-3 * scale)
+                    difference = float((gradients[key] - gradient).abs().max()) / largest
+                    assert difference <= family.tolerance, f"{where}, {key}: {difference}"
+
+
+@pytest.fixture(autouse=True)
+def double() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize(("grid", "names"), [("2d", FEW), ("2.5d", ("vit",)), ("3d", ("gpt2", "clip"))])
+def test_families_on_a_grid_train_like_whole_ones(grid: str, names: tuple[str, ...]) -> None:
+    check(grid, names)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("grid", GRIDS)
+def test_more_families_on_a_grid_train_like_whole_ones(grid: str) -> None:
+    check(grid, (*FEW, *MORE) if grid != "2d, 3 x 3" else ("llama", "bert", "vit", "opt"))
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("mixtral", "experts"),
+        ("t5", "parameter beside"),
+        ("swin", "parameter beside"),
+        ("falcon_heads", "no plan|beside|divides|arguments"),
+    ],
+)
+def test_what_cannot_be_in_blocks_is_refused_by_name(name: str, why: str) -> None:
+    root: Any = FAMILIES[name].build()
+    with pytest.raises(ConfigError, match=why):
+        divided_on(root, GRIDS["2d"])
+
+
+def test_a_norm_over_samples_is_refused_by_name() -> None:
+    root: Any = FAMILIES["llama"].build()
+    layer = layers_of(root)[0]
+    root.get_submodule(layer).input_layernorm = nn.BatchNorm1d(32)
+    with pytest.raises(ConfigError, match="input_layernorm"):
+        divided_on(root, GRIDS["2d"])
