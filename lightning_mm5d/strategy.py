@@ -29,6 +29,8 @@ from lightning_mm5d.data.loader import group_batches, shard_loader
 from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import AnySchedule, Simulation, check_fields, loaded, name_of
+from lightning_mm5d.trainer.attention_kernels import check_kernels_of
+from lightning_mm5d.trainer.cached_encoders import check_cached_encoders
 from lightning_mm5d.trainer.configured import configured, is_configured, try_configured
 from lightning_mm5d.trainer.fit_start import watch_fit_start
 from lightning_mm5d.trainer.gradient_strategy import GradientStrategy
@@ -223,6 +225,8 @@ class MultimodalStrategy(GradientStrategy):
         check_main_params(self.main_params, module, self.precision_plugin)
         check_module(module, plan, self.num_microbatches, self.schedule)
         check_offload(module, plan)
+        check_cached_encoders(module, plan)
+        check_kernels_of(module, plan, self.root_device)
         if plan.topology.is_replicated and self.num_microbatches == 1 and self.main_params is None:
             check_drawn(self._timeline)
         return plan

@@ -14,7 +14,8 @@ from typing import Any, TypeGuard, get_args, get_type_hints
 
 from lightning_mm5d.config.errors import ConfigError, did_you_mean, one_of
 from lightning_mm5d.config.feeding import check_feeds_from
-from lightning_mm5d.config.memory import check_memory
+from lightning_mm5d.config.kernels import check_kernels
+from lightning_mm5d.config.memory import check_cached_features, check_memory
 from lightning_mm5d.config.modality import (
     Modality,
     PipelineTemplate,
@@ -69,7 +70,9 @@ def check(
         _check_context(f"modalities.{name}", modality, is_encoder=is_encoder)
         check_memory(f"modalities.{name}", modality)
         check_grid(f"modalities.{name}", modality)
+        check_cached_features(f"modalities.{name}", modality, is_encoder=is_encoder)
         _check_compile(f"modalities.{name}.compile", modality)
+        check_kernels(f"modalities.{name}.kernels", modality)
         _check_head(f"modalities.{name}.fused_linear_cross_entropy", modality, is_encoder=is_encoder)
     _check_owners(modalities)
     for name in modalities:

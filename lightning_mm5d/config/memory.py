@@ -23,6 +23,38 @@ def check_memory(field: str, modality: Modality) -> None:
     check_communication(f"{field}.communication_dtype", modality.communication_dtype)
 
 
+def check_cached_features(field: str, modality: Modality, *, is_encoder: bool) -> None:
+    """Refuse `cache_features` where one rank alone cannot say which features are missing.
+
+    Ranks that share an encoder compute together, and a rank that finds features would leave the others waiting.
+
+    Args:
+        field: path of the modality.
+        modality: its sizes have passed their own checks.
+        is_encoder: whether it feeds the language model.
+
+    Raises:
+        ConfigError: it is no encoder, or its ranks share layers, sequences, experts or parameters.
+    """
+    said, where = modality.cache_features, f"{field}.cache_features"
+    if said is None:
+        return
+    if not isinstance(said, str) or not said.strip():
+        rule = "It is the folder in which features are kept"
+        raise ConfigError(where, said, rule, "Use a path such as 'features/vision', or leave it unset")
+    if not is_encoder:
+        rule = "It keeps what a frozen encoder gives to the language model, and this modality is no such encoder"
+        raise ConfigError(where, said, rule, "Leave it unset here")
+    sizes = {"tp_size": modality.tp_size, "cp_size": modality.cp_size, "ep_size": modality.ep_size}
+    for name, size in {**sizes, "pp_size": modality.num_cuts}.items():
+        if size > 1:
+            rule = f"Each rank looks features up by itself, and {name} has {size} ranks compute them together"
+            raise ConfigError(where, said, rule, f"Use {name}=1, with dp_size for speed, or leave it unset")
+    if modality.shared_stage == 3:
+        rule = "Each rank looks features up by itself, and with zero_stage=3 ranks share the parameters of the encoder"
+        raise ConfigError(where, said, rule, "Use offload='parameters' to save memory, or leave it unset")
+
+
 def _check_sharing(field: str, modality: Modality) -> None:
     stage, size = modality.zero_stage, modality.dp_shard_size
     if stage is not None and (isinstance(stage, bool) or not isinstance(stage, int) or not 0 <= stage <= 3):

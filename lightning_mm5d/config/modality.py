@@ -92,6 +92,9 @@ class Modality:
             these for each pipeline stage.
         compile: Whether ``torch.compile`` compiles each layer, or the name of the backend that does it (``true``:
             ``inductor``). Equal layers share the compiled code.
+        kernels: What computes parts of layers, one of these or a list: an attention of transformers by its name
+            (``eager``, ``sdpa``, ``flash_attention_2``, ``flash_attention_3``); ``rms_norm`` of torch; ``liger``, for
+            gated units, whose product Liger's Triton kernel computes.
         fused_linear_cross_entropy: Whether the head of a transformers model computes its logits together with their
             loss, a chunk of tokens at a time, and again in the backward. For the modality that computes the loss.
         ep_size: Expert parallel degree: ranks that share the experts of each layer, of the dp_size * cp_size that hold
@@ -100,6 +103,8 @@ class Modality:
             tensor parallel rank sends some of the tokens to whole experts.
         offload: What is in host memory between its uses, one of these or a list: ``activations`` of microbatches in
             flight, states of the ``optimizer``, and ``parameters`` of a frozen encoder.
+        cache_features: Folder in which the features of a frozen encoder are kept, so that each item is encoded once,
+            whatever the number of epochs and runs.
         communication_dtype: Type of numbers on the wire: ``float32``, ``bfloat16``, ``float8_e4m3fn`` or
             ``float8_e5m2``, one for all traffic or by kind: ``gradients``, ``parameters``, ``payloads`` between stages,
             ``tensor_parallel``. With ``stochastic_rounding: true`` beside ``gradients`` these are rounded at random.
@@ -136,8 +141,10 @@ class Modality:
     expert_tp_size: int = 1
     activation_checkpointing: str | dict[str, Any] = "none"
     compile: bool | str = False
+    kernels: str | list[str] | None = None
     fused_linear_cross_entropy: bool = False
     offload: str | list[str] | None = None
+    cache_features: str | None = None
     communication_dtype: str | dict[str, str | bool | None] | None = None
     colocate_with: str | None = None
     cost: float | list[float] | None = None
@@ -153,6 +160,11 @@ class Modality:
     def offloads(self) -> tuple[str, ...]:
         """What `offload` names, as a tuple."""
         return (self.offload,) if isinstance(self.offload, str) else tuple(self.offload or ())
+
+    @property
+    def chosen_kernels(self) -> tuple[str, ...]:
+        """What `kernels` names, as a tuple."""
+        return (self.kernels,) if isinstance(self.kernels, str) else tuple(self.kernels or ())
 
     @property
     def shared_stage(self) -> int:

@@ -1,5 +1,7 @@
 """One stage on one rank: local and remote modules, placeholders, what is received and where the step stops."""
 
+from lightning_mm5d.stage.cached_features import CachedFeatures
+from lightning_mm5d.stage.chosen_kernels import ChosenKernels
 from lightning_mm5d.stage.compiled_layers import CompiledLayers
 from lightning_mm5d.stage.deferred import Deferred
 from lightning_mm5d.stage.deferred_products import DeferredProducts
@@ -14,6 +16,8 @@ from lightning_mm5d.stage.shared_buffers import SharedBuffers
 from lightning_mm5d.stage.view import StageError, StageView, views
 
 __all__ = [
+    "CachedFeatures",
+    "ChosenKernels",
     "CompiledLayers",
     "Deferred",
     "DeferredProducts",

@@ -216,13 +216,14 @@ class _Reader:
 class TensorFileWriter:
     """Writes tensors one at a time into a new safetensors file; a context manager.
 
-    Leaving the context writes the header and flushes the file to the disk. Until then the file begins with zeros, which
-    no reader takes for a header.
+    Leaving the context writes the header and flushes the file to the disk, unless `flush` is false. Until then the file
+    begins with zeros, which no reader takes for a header.
 
     Args:
         path: of the file, which must not exist.
         specs: dtype and shape of each tensor that will be written, by name.
         metadata: free-form strings for the header.
+        flush: whether the file is on the disk when the context is left.
 
     Attributes:
         written: size and checksum, once the context is left without an error.
@@ -239,8 +240,10 @@ class TensorFileWriter:
         path: str | os.PathLike[str],
         specs: Mapping[str, tuple[torch.dtype, Sequence[int]]],
         metadata: Mapping[str, str] | None = None,
+        *,
+        flush: bool = True,
     ) -> None:
-        self.path, self._metadata = Path(path), dict(metadata or {})
+        self.path, self._metadata, self._flush = Path(path), dict(metadata or {}), flush
         self._entries = lay_out({name: (dtype, tuple(shape)) for name, (dtype, shape) in specs.items()})
         self._digits = {name: "0" * 8 * block_count(entry) for name, entry in self._entries.items()}
         self._missing = set(self._entries)
@@ -290,7 +293,8 @@ class TensorFileWriter:
             raise ValueError(f"{self.path} lacks {len(self._missing)} tensors, among them {min(self._missing)!r}")
         header = self._header()
         write_at(self._descriptor, header, 0, self.path)
-        os.fsync(self._descriptor)
+        if self._flush:
+            os.fsync(self._descriptor)
         last = max((entry.stop for entry in self._entries.values()), default=0)
         self.written = WrittenFile(self._origin + last, zlib.crc32(header))
 

@@ -20,6 +20,8 @@ from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.sharded.remote_value import Guard
 from lightning_mm5d.stage import (
+    CachedFeatures,
+    ChosenKernels,
     CompiledLayers,
     FusedHeads,
     Patches,
@@ -30,15 +32,16 @@ from lightning_mm5d.stage import (
     views,
 )
 from lightning_mm5d.tensor_parallel.apply import TensorParallel
+from lightning_mm5d.trainer.attention_kernels import choose_attention
 
 
 class CutModule:
     """Cuts a module down to the stages of one rank, until `remove`.
 
     Phases: (1) parameters that this rank does not hold become placeholders; (2) layers are sharded over tensor parallel
-    ranks; (3) layers are compiled; (4) sequences are sharded over context parallel ranks; (5) layers that are computed
-    again in the backward and other callables are patched; (6) the hidden states between layers are sharded, with
-    ``sequence_parallel``.
+    ranks; (3) layers are compiled, and compute with chosen kernels; (4) sequences are sharded over context parallel
+    ranks; (5) layers that are computed again in the backward, encoders whose features are kept, and other callables are
+    patched; (6) the hidden states between layers are sharded, with ``sequence_parallel``.
 
     Args:
         module: full or as this rank holds it, and equal on all ranks.
@@ -65,6 +68,7 @@ class CutModule:
         splits_backward: bool,
     ) -> None:
         self._module, self._plan, self._groups, self._rank, self._device = module, plan, groups, rank, device
+        choose_attention(module, plan)
         stages = {key: plan.ownership.parameters[key] for key in plan.topology.stages_of(rank)}
         held = frozenset[str]().union(*stages.values())
         names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
@@ -110,6 +114,8 @@ class CutModule:
                 is_dry=lambda: guard.is_dry,
                 is_compiled=self._is_compiled,
             )
+        self._kernels = ChosenKernels(module, plan.partition, plan.modalities)
+        self._features = CachedFeatures(self.runtime, plan.modalities, device)
         self._patches: Patches | None = None
         if plan.topology.edges or groups.sharing:
             self._patches = Patches(self.runtime, defers=splits_backward)
@@ -127,6 +133,7 @@ class CutModule:
             unguard()
         if self._patches is not None:
             self._patches.remove()
+        self._features.remove()
         self._recompute.remove()
         if self.experts is not None:
             self.experts.remove()
@@ -136,6 +143,7 @@ class CutModule:
             shared.remove()
         if self._interface is not None:
             self._interface.remove()
+        self._kernels.remove()
         self._compiled.remove()
         if self._tensor is not None:
             self._tensor.remove()

@@ -1,0 +1,288 @@
+"""Features of a frozen encoder that are computed once and kept on disk, with ``cache_features`` on a modality.
+
+A call of the encoder's boundary is looked up before it is computed, wherever the encoder runs; its result travels as
+one that was computed. The key is the content of the call's own inputs, and what else the features depend on
+(`encoder_state`), so that a changed image, another data set or other weights are another key. Where the inputs divide
+into items, each item has a key and a file, so that shuffled batches find them; a call of which some items are missing
+is computed as a whole.
+
+An item's features must not depend on the items beside it. Of the first call of each structure the last item is encoded
+once more, alone: where that gives something else, calls are kept as wholes, which only equal batches find.
+
+It refuses (`ConfigError`), in the call that shows it: features that are random, that depend on something trained, or
+whose computation writes buffers or attributes, and arguments or results that no file can hold.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.modality import Modality
+from lightning_mm5d.data.random_state import all_states, pack_states
+from lightning_mm5d.partition.compiled import IN_PLACE, is_compiled_in_place
+from lightning_mm5d.partition.found import Boundary
+from lightning_mm5d.sharded.remote_value import is_remote
+from lightning_mm5d.source.order import used_fields
+from lightning_mm5d.stage.encoder_state import EncoderState, is_bookkeeping, update
+from lightning_mm5d.stage.feature_items import DividedError, Items, items_of, join, part_of_inputs, part_of_result, take
+from lightning_mm5d.stage.payload import Packer, rebuild, tensors_in
+from lightning_mm5d.stage.runtime import Runtime
+from lightning_mm5d.stage.taint import mark_dependent
+from lightning_mm5d.stage.written import attributes, written
+from lightning_mm5d.storage.feature_files import FeatureFiles
+
+Compute = Callable[..., Any]
+_MOST_OFF = 1e-3  # relative: of one item alone and among others, in precisions whose rounding is finer
+
+
+class CachedFeatures:
+    """The boundaries of one rank that are looked up, from the making of this object to `remove`.
+
+    Args:
+        runtime: the module and its stages.
+        modalities: the configuration.
+        device: where this rank computes.
+    """
+
+    def __init__(self, runtime: Runtime, modalities: Mapping[str, Modality], device: torch.device) -> None:
+        self._undo: list[Callable[[], object]] = []
+        here = {name for stage in runtime.stages for name in stage.cuts}
+        for name, modality in modalities.items():
+            if modality.cache_features is None or name not in here:
+                continue
+            files = FeatureFiles(modality.cache_features, f"modalities.{name}.cache_features")
+            for boundary in runtime.partition.encoders[name].boundaries:
+                found = used_fields(runtime.root, boundary.path, boundary.method)
+                runtime.wanted.setdefault(boundary.name, found)
+                self._patch(_CachedCall(runtime, name, boundary, files, device), boundary)
+
+    def remove(self) -> None:
+        """Leave the boundaries as they were."""
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+
+    def _patch(self, cached: _CachedCall, boundary: Boundary) -> None:
+        module, method = cached.module, boundary.method
+        if method == "forward" and is_compiled_in_place(module):
+            method = IN_PLACE
+        original, had = getattr(module, method), vars(module).get(method)
+
+        @torch.compiler.disable
+        @wraps(original, updated=())
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return cached(original, args, kwargs)
+
+        vars(module)[method] = call
+        self._undo.append(partial(_put_back, module, method, had))
+
+
+def _put_back(module: nn.Module, method: str, had: Any) -> None:
+    if had is None:
+        vars(module).pop(method, None)
+    else:
+        vars(module)[method] = had
+
+
+class _CachedCall:
+    """One boundary, looked up."""
+
+    def __init__(
+        self, runtime: Runtime, modality: str, boundary: Boundary, files: FeatureFiles, device: torch.device
+    ) -> None:
+        self._runtime, self._boundary, self._files, self._device = runtime, boundary, files, device
+        self._modality, self._field = modality, f"modalities.{modality}.cache_features"
+        self.module = runtime.root.get_submodule(boundary.path)
+        owned = [
+            name
+            for name, stages in runtime.partition.owners.items()
+            if any(stage.modality == modality for stage in stages)
+        ]
+        self._parameters = [runtime.parameters[name] for name in owned if name in runtime.parameters]
+        self._buffers = [(name, one) for name, one in runtime.root.named_buffers() if name in owned]
+        self._state = EncoderState(runtime.root, boundary.path, owned, device)
+        # the description of what one item gives, by the structure of a call; None where calls are kept as wholes
+        self._alone: dict[Hashable, Any] = {}
+        self._warned = False
+
+    def __call__(self, original: Compute, args: tuple, kwargs: dict[str, Any]) -> Any:
+        run = self._runtime.active
+        if run is not None and self._modality not in run.stage.cuts:  # its layers are passed by, in this stage
+            return original(*args, **kwargs)
+        packer = Packer()
+        try:
+            description = packer.describe([args, kwargs])
+        except ValueError as error:
+            raise self._refused(f"Its arguments must have a content to know them by, and {error}") from None
+        given = packer.tensors
+        if any(map(is_remote, given)) or self._runtime.guard.is_dry or self._is_trained():
+            return original(*args, **kwargs)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
+            raise self._refused("An input of the encoder needs a gradient through it")
+        call = json.dumps([self._state.fingerprint(), self._boundary.name, description])
+        structure = call, *((tensor.dtype, tensor.shape[1:]) for tensor in given)
+        items = items_of(given) if self._alone.get(structure, True) is not None else None
+        parts: list[Any] = []
+        if items is not None:
+            parts = [self._files.read(key) for key in _item_keys(call, given, items)]
+            found = self._joined(parts)
+            if found is not None:
+                return found
+        if items is None or structure not in self._alone:
+            found = self._files.read(_key("call", call, given))
+            if found is not None:
+                return self._on_device(*found)
+        result = self._computed(original, args, kwargs)
+        whole, tensors = self._described(result)
+        if items is not None and structure not in self._alone:
+            last = [part_of_inputs(tensor, items, items.count - 1) for tensor in given]
+            arguments = rebuild(description, last)
+            self._alone[structure] = self._divided(whole, tensors, self._computed(original, *arguments), items)
+        own = None
+        if items is not None and self._alone[structure] is not None:
+            own = _or_none(_parts, whole, tensors, self._alone[structure], items)
+        if items is None or own is None:
+            self._write(_key("call", call, given), whole, tensors)
+            return result
+        for key, part, read in zip(_item_keys(call, given, items), own, parts, strict=True):
+            if read is None:
+                self._write(key, *part)
+        return result
+
+    def _is_trained(self) -> bool:
+        """Whether somebody has begun to train the encoder; its features are computed then."""
+        trained = any(parameter.requires_grad for parameter in self._parameters)
+        if trained and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{self._field}: parameters of {self._modality} require a gradient now, so its features are computed "
+                "from here on",
+                stacklevel=2,
+            )
+        return trained
+
+    def _computed(self, original: Compute, args: Any, kwargs: Any) -> Any:
+        """Call the boundary; refuse a call that does more than give features, or gives others each time."""
+        path, run = self._boundary.path, self._runtime.active
+        draws = None if run is None else run.draws
+        if run is not None:
+            run.draws = None  # its layers would begin a stream of their own, and must not draw from any
+        drawn = pack_states(all_states(self._device))
+        before = attributes(self.module, path), [buffer._version for _, buffer in self._buffers]
+        # nothing here is trained, so no graph is kept, and what depends on something else that is trained shows
+        with nullcontext() if torch.is_inference_mode_enabled() else torch.enable_grad():
+            result = original(*args, **kwargs)
+        if run is not None:
+            run.draws = draws
+        if not torch.equal(drawn, pack_states(all_states(self._device))):
+            raise self._refused(
+                "The encoder draws random numbers, as a dropout does, so that its features are others each time",
+                f"Call eval() on {self._modality} in __init__ or configure_model",
+            )
+        names = [name for (name, one), old in zip(self._buffers, before[1], strict=True) if one._version != old]
+        if names:
+            raise self._refused(
+                f"The encoder writes the buffer {names[0]} while it computes, as a batch norm does in training",
+                f"Call eval() on {self._modality} in __init__ or configure_model",
+            )
+        root, notes = self._runtime.root, written(before[0], attributes(self.module, path))
+        notes = [note for note in notes if not is_bookkeeping(root.get_submodule(note[0]), note[1], note[0])]
+        if notes:
+            rule = (
+                f"The encoder writes the attribute {notes[0][0]}.{notes[0][1]}, which a call that is looked up does not"
+            )
+            raise self._refused(rule)
+        if any(tensor.requires_grad for _, tensor in tensors_in(result)):
+            raise self._refused("The features depend on something that is trained outside of the encoder")
+        return result
+
+    def _described(self, result: Any) -> tuple[Any, list[Tensor]]:
+        packer = Packer()
+        try:
+            described = packer.describe(self._runtime.read_fields(self._boundary.name, result))
+        except ValueError as error:
+            raise self._refused(f"Its result must be one that files can hold, and {error}") from None
+        return described, packer.tensors
+
+    def _divided(self, whole: Any, tensors: list[Tensor], alone: Any, items: Items) -> Any:
+        """Return the description of one item's result, None where the item gives something else among others."""
+        description, own = self._described(alone)
+        parts = _or_none(_parts, whole, tensors, description, items)
+        if parts is None:
+            return None
+        _, among = parts[-1]
+        _, shown = take(part_of_result(description, description, Items(1)), own, Items(1), 0)
+        same = len(among) == len(shown) and all(map(_is_close, shown, among))
+        return description if same else None
+
+    def _joined(self, parts: Sequence[tuple[Any, list[Tensor]] | None]) -> Any:
+        """Return the result of which every item has been read; None where one is missing, or unlike the others."""
+        read = [part for part in parts if part is not None]
+        if len(read) < len(parts) or any(description != read[0][0] for description, _ in read):
+            return None
+        joined = _or_none(join, read[0][0], [tensors for _, tensors in read])
+        return None if joined is None else self._on_device(*joined)
+
+    def _write(self, key: str, description: Any, tensors: Sequence[Tensor]) -> None:
+        if any(tensor.device.type != self._device.type for tensor in tensors):
+            raise self._refused(f"Its result must be on the {self._device.type}, where it is read to")
+        try:
+            self._files.write(key, description, tensors)
+        except ValueError as error:
+            raise self._refused(f"Its result must be one that files can hold, and {error}") from None
+
+    def _on_device(self, description: Any, tensors: Sequence[Tensor]) -> Any:
+        arrived = [tensor.to(self._device) for tensor in tensors]
+        for tensor in arrived:  # a stage that looks for what travels to later ones takes them for the encoder's result
+            mark_dependent(tensor)
+        return rebuild(description, arrived)
+
+    def _refused(self, rule: str, fix: str = "Leave it unset") -> ConfigError:
+        return ConfigError(self._field, self._boundary.name, rule, fix)
+
+
+def _parts(whole: Any, tensors: list[Tensor], alone: Any, items: Items) -> list[tuple[Any, list[Tensor]]]:
+    """Return the part of each item; raise DividedError where a result has none."""
+    part = part_of_result(whole, alone, items)
+    return [take(part, tensors, items, item) for item in range(items.count)]
+
+
+def _or_none(function: Callable[..., Any], *args: Any) -> Any:
+    try:
+        return function(*args)
+    except DividedError:
+        return None
+
+
+def _is_close(one: Tensor, other: Tensor) -> bool:
+    """Whether two results are equal but for rounding."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    off = max(torch.finfo(one.dtype).eps ** 0.5, _MOST_OFF)
+    one, other = one.double(), other.double()
+    return bool((one - other).abs().max() <= off * other.abs().max()) if one.numel() else True
+
+
+def _key(kind: str, call: str, tensors: Sequence[Tensor]) -> str:
+    digest = hashlib.sha256(f"{kind}\n{call}\n".encode())
+    for tensor in tensors:
+        update(digest, tensor)
+    return digest.hexdigest()
+
+
+def _item_keys(call: str, tensors: Sequence[Tensor], items: Items) -> list[str]:
+    return [
+        _key("item", call, [part_of_inputs(tensor, items, item) for tensor in tensors]) for item in range(items.count)
+    ]

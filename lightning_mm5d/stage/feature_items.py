@@ -1,0 +1,195 @@
+"""What a batch of encoder inputs is made of: items that can be encoded one by one, and their parts of a result.
+
+An *item* is one image, video or piece of audio. Inputs tell their items by their shapes: every tensor has one row for
+each item along dim 0; or they are packed, and a table of sizes (``image_grid_thw`` and its like) says how many rows
+each item has. Which part of a result belongs to which item shows when one item is encoded alone: a tensor whose rows
+are fewer, and a list that is shorter. What is equal in both is shared by all items.
+
+Descriptions are those of `payload.Packer`. In the description of an item's part, ``rows`` marks tensors that are
+concatenated along dim 0 when items are joined, and ``items`` marks lists with one entry for each item.
+
+Shapes: N items, P rows of packed inputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class DividedError(Exception):
+    """A result has no parts for single items."""
+
+
+@dataclass(frozen=True)
+class Items:
+    """How inputs are divided.
+
+    Attributes:
+        count: N.
+        packed: rows of each item, which sum to P; None where every tensor has N rows.
+    """
+
+    count: int
+    packed: tuple[int, ...] | None = None
+
+    def bounds(self, rows: int, item: int) -> tuple[int, int]:
+        """Return first row and end of an item in a tensor of `rows` rows.
+
+        Raises:
+            DividedError: they are not in proportion to the item's rows in the inputs.
+        """
+        if rows == self.count:
+            return item, item + 1
+        lengths = self.packed or (1,) * self.count
+        total = sum(lengths)
+        if any(length * rows % total for length in lengths):
+            raise DividedError
+        ends = [0, *accumulate(length * rows // total for length in lengths)]
+        return ends[item], ends[item + 1]
+
+
+def items_of(tensors: Sequence[Tensor]) -> Items | None:
+    """Return how the tensors of a call's arguments divide into several items; None where they do not tell."""
+    lengths = [len(tensor) for tensor in tensors if tensor.dim()]
+    if not lengths or min(lengths) == 0:
+        return None
+    if len(set(lengths)) == 1:
+        return Items(lengths[0]) if lengths[0] > 1 else None
+    for table in tensors:
+        if table.dim() == 2 and table.shape[1] in (2, 3) and table.dtype in (torch.int64, torch.int32):
+            rows = tuple(math.prod(row) for row in table.tolist())
+            if len(rows) > 1 and min(rows) > 0 and {sum(rows), len(rows)} >= {*lengths}:
+                return Items(len(rows), rows)
+    return None
+
+
+def part_of_inputs(tensor: Tensor, items: Items, item: int) -> Tensor:
+    """Return the rows of an item in a tensor of the arguments."""
+    if not tensor.dim():
+        return tensor
+    start, stop = items.bounds(len(tensor), item)
+    return tensor[start:stop]
+
+
+def part_of_result(whole: Any, alone: Any, items: Items) -> Any:
+    """Return the description of the part of each item.
+
+    Args:
+        whole: description of the result for all items.
+        alone: description of the result for the last item.
+        items: of the call.
+
+    Raises:
+        DividedError: the results differ by more than their rows.
+    """
+    if not (isinstance(whole, dict) and isinstance(alone, dict)):
+        if whole != alone:
+            raise DividedError
+        return whole
+    if whole.keys() != alone.keys() or whole.get("c") != alone.get("c"):
+        raise DividedError
+    if "t" in whole:
+        return {"t": whole["t"], "rows": True}
+    found = dict(whole)
+    if "d" in whole:
+        pairs = list(zip(whole["d"], alone["d"], strict=False))
+        if len(whole["d"]) != len(alone["d"]) or any(one[0] != other[0] for one, other in pairs):
+            raise DividedError
+        found["d"] = [[one[0], part_of_result(one[1], other[1], items)] for one, other in pairs]
+        return found
+    for kind in ("l", "u"):
+        if kind not in whole:
+            continue
+        ours, theirs = whole[kind], alone[kind]
+        if len(ours) == len(theirs):
+            found[kind] = [part_of_result(one, other, items) for one, other in zip(ours, theirs, strict=True)]
+            return found
+        if len(ours) == items.count and len(theirs) == 1 and "c" not in whole:
+            if not all(isinstance(one, dict) and "t" in one for one in (*ours, *theirs)):
+                raise DividedError
+            return {kind: ours, "items": True}
+    if whole != alone:
+        raise DividedError
+    return found
+
+
+def take(part: Any, tensors: Sequence[Tensor], items: Items, item: int) -> tuple[Any, list[Tensor]]:
+    """Return an item's part of a result: its description, and its tensors.
+
+    Args:
+        part: from `part_of_result`.
+        tensors: of the result.
+        items: of the call.
+        item: its number.
+    """
+    places: dict[tuple[int, bool], int] = {}
+    found: list[Tensor] = []
+
+    def add(index: int, rows: bool) -> int:
+        if (index, rows) not in places:
+            places[index, rows] = len(found)
+            tensor = tensors[index]
+            if rows and tensor.dim():
+                start, stop = items.bounds(len(tensor), item)
+                tensor = tensor[start:stop]
+            found.append(tensor)
+        return places[index, rows]
+
+    def walk(node: Any) -> Any:
+        if not isinstance(node, dict):
+            return node
+        if "rows" in node:
+            return {"t": add(node["t"], True), "rows": True}
+        if "items" in node:
+            kind = "l" if "l" in node else "u"
+            return {kind: [{"t": add(node[kind][item]["t"], False)}], "items": True}
+        if "d" in node:
+            return {**node, "d": [[key, walk(value)] for key, value in node["d"]]}
+        return {key: [walk(one) for one in value] if key in ("l", "u") else value for key, value in node.items()}
+
+    return walk(part), found
+
+
+def join(part: Any, tensors: Sequence[Sequence[Tensor]]) -> tuple[Any, list[Tensor]]:
+    """Undo `take` for items with the same description; return description and tensors of their result.
+
+    Args:
+        part: description of each item's part.
+        tensors: of each item.
+
+    Raises:
+        DividedError: numbers that all items share are unequal.
+    """
+    places: dict[tuple[int, int], int] = {}
+    found: list[Tensor] = []
+
+    def add(index: int, item: int) -> dict[str, int]:
+        """`item` is -1 for the rows of all items."""
+        if (index, item) not in places:
+            places[index, item] = len(found)
+            rows = [one[index] for one in tensors] if item < 0 else [tensors[item][index]]
+            if item < 0 and not rows[0].dim() and not all(torch.equal(one, rows[0]) for one in rows):
+                raise DividedError
+            found.append(torch.cat(rows) if item < 0 and rows[0].dim() else rows[0])
+        return {"t": places[index, item]}
+
+    def walk(node: Any) -> Any:
+        if not isinstance(node, dict):
+            return node
+        if "rows" in node:
+            return add(node["t"], -1)
+        if "items" in node:
+            kind = "l" if "l" in node else "u"
+            return {kind: [add(node[kind][0]["t"], item) for item in range(len(tensors))]}
+        if "d" in node:
+            return {**node, "d": [[key, walk(value)] for key, value in node["d"]]}
+        return {key: [walk(one) for one in value] if key in ("l", "u") else value for key, value in node.items()}
+
+    return walk(part), found
