@@ -39,7 +39,7 @@ def check_kernels(field: str, modality: Modality) -> None:
         rule = "An attention over sequences that ranks share has kernels of its own, with cp_size above 1"
         raise ConfigError(field, said, rule, "Leave the attention out, or use cp_size=1")
     if modality.tp_mode != "1d" and not {*chosen}.isdisjoint(("rms_norm", "liger")):
-        rule = f"With tp_mode={modality.tp_mode!r} ranks hold blocks of hidden states, and norms have forwards of their own"
+        rule = f"With tp_mode={modality.tp_mode!r} ranks hold blocks of hidden states, not whole rows"
         raise ConfigError(field, said, rule, "Leave out 'rms_norm' and 'liger', or use tp_mode='1d'")
     if "liger" in chosen and (modality.cp_size > 1 or modality.sequence_parallel):
         rule = "Liger's kernels take plain tensors, and hidden states stand for those of other ranks here"
