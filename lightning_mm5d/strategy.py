@@ -24,6 +24,7 @@ from typing_extensions import override
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality, for_schedule, loss_modality_of
 from lightning_mm5d.config.options import BACKENDS
+from lightning_mm5d.config.pipelines import completed
 from lightning_mm5d.data.batches import per_replica
 from lightning_mm5d.data.loader import group_batches, shard_loader
 from lightning_mm5d.layout.layout import Layout
@@ -240,10 +241,9 @@ class MultimodalStrategy(GradientStrategy):
         return self._plan(configured(module, self.precision_plugin))
 
     def _plan(self, module: pl.LightningModule) -> Plan:
-        v_shaped = self.schedule == "zbv"
-        said: Any = {"v_shaped": v_shaped, "main_params": self.main_params}
-        kept = kept_plan(module, self.layout, self.modalities, **said)
-        return kept or Plan.of(module, self.layout, self.modalities, **said)
+        said: Any = {"v_shaped": self.schedule == "zbv", "main_params": self.main_params}
+        placed = self.layout, completed(self.modalities, self.world_size)
+        return kept_plan(module, *placed, **said) or Plan.of(module, *placed, **said)
 
     def simulate(self, module: pl.LightningModule | None = None) -> Simulation:
         """Return the ideal timeline of one training step of all replicas.
@@ -358,6 +358,7 @@ class MultimodalStrategy(GradientStrategy):
             seed=self._seed,
             alone=all(len(layout.replica_ranks(number)) == 1 for number in served),
             trainer=self._resume.watch(trainer) if trainer.training else None,
+            shares=layout.microbatches(self.num_microbatches or 1) if trainer.training and layout.deals else None,
         )
         if self.microbatching == "loader" and self.num_microbatches is not None and self.num_microbatches > 1:
             return group_batches(dataloader, self.num_microbatches)

@@ -20,6 +20,7 @@ from lightning_mm5d.cli.terminal import show, warn
 from lightning_mm5d.config.byte_sizes import bytes_of
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality, for_schedule
+from lightning_mm5d.config.pipelines import UNLIKE_SCHEDULES
 from lightning_mm5d.partition.costs import units
 from lightning_mm5d.partition.find import find
 from lightning_mm5d.planner.comparison import STAGES_NOTE, comparison, num_stages, ranks
@@ -64,7 +65,9 @@ def simulate(arguments: Namespace, source: Source) -> None:
     job = job._replace(modalities=_costed(job, arguments.cost))
     frozen = _frozen(job, arguments.frozen)
     configured = job.strategy.schedule
-    schedules, left_out = _compared(_graph(job, configured, frozen), configured)
+    schedules, left_out = _compared(
+        _graph(job, configured, frozen), configured, unlike=bool(job.strategy.layout.pipelines)
+    )
     outcomes = compare(lambda schedule: _graph(job, schedule, frozen), schedules)
     at = schedules.index(configured)
     if configured == "auto" and job.module is not None:  # training chooses the order only, not the placement
@@ -79,9 +82,11 @@ def simulate(arguments: Namespace, source: Source) -> None:
     warn([*_chunks_missing(job, chosen), *left_out])
 
 
-def _compared(graph: Graph, configured: AnySchedule) -> tuple[list[AnySchedule], list[str]]:
+def _compared(graph: Graph, configured: AnySchedule, *, unlike: bool) -> tuple[list[AnySchedule], list[str]]:
     """The schedules to be shown: all, or the quickly built ones of a large graph, with a warning that says so."""
     schedules: list[AnySchedule] = [*SCHEDULES, *([configured] if configured not in SCHEDULES else [])]
+    if unlike:
+        schedules = [schedule for schedule in schedules if schedule in UNLIKE_SCHEDULES]
     forwards = sum(len(node.microbatches) for node in graph.nodes)
     if forwards <= MOST_FORWARDS:
         return schedules, []
@@ -215,7 +220,8 @@ def _simulated(job: Job, outcomes: Sequence[Outcome], chosen: Outcome, unit: Tim
     longest = unit.text(max(chosen.simulation.busy.values()))
     stages = {num_stages(outcome.graph, loss_modality) for outcome in outcomes}
     return [
-        f"microbatches: {strategy.usual_microbatches()} per replica, ranks: {strategy.layout.size}, "
+        f"microbatches: {strategy.layout.microbatches_text(strategy.usual_microbatches())}, "
+        f"ranks: {strategy.layout.size}, "
         f"times in {unit.meaning}",
         comparison(outcomes, configured=chosen.schedule, loss_modality=loss_modality, unit=unit),
         *([STAGES_NOTE] if len(stages) > 1 else []),

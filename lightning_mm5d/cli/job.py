@@ -15,6 +15,7 @@ import runpy
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -248,10 +249,18 @@ def _instantiate(parser: Any, config: Namespace) -> Namespace:
 
 
 def needed_ranks(modalities: Mapping[str, Modality]) -> int:
-    """Return the ranks of a world in which every modality that does not say otherwise has one replica."""
+    """Return the ranks of a world in which every modality that does not say otherwise has one replica.
+
+    It has as many as `pipelines` lists, or one of the shortest that `pipelines` allows.
+    """
+    least = {
+        name: replace(one, pipelines=None, pp_size=one.pipelines["min"]) if isinstance(one.pipelines, Mapping) else one
+        for name, one in modalities.items()
+    }
+    count = max(len(modality.lengths) for modality in modalities.values()) or 1
 
     def replicas(name: str) -> int:
         owner = modalities[name].owner
-        return modalities[name if owner is None else owner.modality].dp_size or 1
+        return modalities[name if owner is None else owner.modality].dp_size or count
 
-    return sum(replicas(name) * modality.own_ranks_per_replica for name, modality in modalities.items())
+    return sum(modality.own_ranks(replicas(name)) for name, modality in least.items())

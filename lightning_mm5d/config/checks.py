@@ -25,6 +25,7 @@ from lightning_mm5d.config.modality import (
     loss_modality_of,
     main_modality_of,
 )
+from lightning_mm5d.config.pipelines import check_pipelines
 from lightning_mm5d.config.recomputation import check_recomputation
 from lightning_mm5d.config.tensor_grid import check_grid
 
@@ -74,6 +75,7 @@ def check(
         _check_compile(f"modalities.{name}.compile", modality)
         check_kernels(f"modalities.{name}.kernels", modality)
         _check_head(f"modalities.{name}.fused_linear_cross_entropy", modality, is_encoder=is_encoder)
+    check_pipelines(modalities, schedule)
     _check_owners(modalities)
     for name in modalities:
         _check_feeds(name, modalities, main)
@@ -123,6 +125,12 @@ def _check_sizes(field: str, modality: Modality) -> None:
     for flag in ("sequence_parallel", "shard_embedding"):
         if not isinstance(got := getattr(modality, flag), bool):
             raise ConfigError(f"{field}.{flag}", got, "It is true or false", f"Use {bool(got)}")
+    for index, one in enumerate(modality.pipelines if _is_list(modality.pipelines) else ()):
+        if isinstance(one, PipelineTemplate):
+            _check_template(f"{field}.pipelines[{index}]", one)
+            if _is_list((one.stages or [0])[0]):
+                rule = "Templates of unlike pipelines give numbers of layers"
+                raise ConfigError(f"{field}.pipelines[{index}].stages", one.stages, rule, "Use for instance [2, 2]")
     template = modality.pipeline_template
     if modality.pp_chunks > 1 and modality.pp_size in (None, 1) and template is None:
         rule = "Chunks interleave the stages of several pipeline ranks"

@@ -86,6 +86,11 @@ class Modality:
         pp_size: Number of pipeline stages. Unset: as many as ``pipeline_template`` has, else 1.
         pipeline_template: Which layers run in which stage. Unset: balanced by their costs.
         pp_chunks: Stages that each rank of the pipeline has, of as many model chunks; for interleaved schedules.
+        pipelines: Replicas with unlike pipelines, in place of `dp_size`, `pp_size` and `pipeline_template`: for each
+            replica its number of stages, as in ``[4, 3]``, or its template; or ``{min: 3}`` for as many replicas as
+            the ranks of the run give with at least 3 stages each, and with ``max`` at most so many.
+        speeds: How fast each replica is, in any unit, which decides how many of a step's microbatches it takes.
+            Unset: its number of ranks.
         activation_checkpointing: Which layers are computed again in the backward instead of keeping what it needs:
             ``none``, ``full`` or ``selective``; or one of ``{fraction: 0.5}``, ``{every: 2}``, ``{layers: [0, 1]}``,
             ``{selective: [...]}`` with the operations whose results are kept, and ``{per_stage: [...]}`` with one of
@@ -137,6 +142,8 @@ class Modality:
     pp_size: int | None = None
     pipeline_template: PipelineTemplate | None = None
     pp_chunks: int = 1
+    pipelines: list[int] | list[PipelineTemplate] | dict[str, int] | None = None
+    speeds: list[float] | None = None
     ep_size: int = 1
     expert_tp_size: int = 1
     activation_checkpointing: str | dict[str, Any] = "none"
@@ -150,8 +157,17 @@ class Modality:
     cost: float | list[float] | None = None
 
     @property
+    def lengths(self) -> tuple[int, ...]:
+        """Number of pipeline ranks of each replica, where `pipelines` lists them: ``(4, 3)``; else nothing."""
+        if not isinstance(self.pipelines, list | tuple):
+            return ()
+        return tuple(one.num_stages if isinstance(one, PipelineTemplate) else one for one in self.pipelines)
+
+    @property
     def stages(self) -> int:
-        """Number of pipeline ranks: what was said, else what the template has room for, else 1."""
+        """Number of pipeline ranks: what was said, else what the template has room for, else 1; the most of several."""
+        if self.lengths:
+            return max(self.lengths)
         if self.pp_size is not None:
             return self.pp_size
         return 1 if self.pipeline_template is None else max(self.pipeline_template.num_stages // self.pp_chunks, 1)
@@ -188,6 +204,12 @@ class Modality:
         """Ranks that one replica occupies: stages * cp_size * tp_size."""
         return self.stages * self.cp_size * self.tp_size
 
+    def ranks(self, replicas: int) -> int:
+        """Ranks that so many replicas occupy: those of each of `pipelines`, else `ranks_per_replica` each."""
+        if self.lengths:
+            return sum(self.lengths) * self.cp_size * self.tp_size
+        return replicas * self.ranks_per_replica
+
     @property
     def owner(self) -> Owner | None:
         """What `colocate_with` names."""
@@ -203,6 +225,10 @@ class Modality:
             return self.ranks_per_replica
         return 0 if self.owner.pp is None else (self.stages - 1) * self.cp_size * self.tp_size
 
+    def own_ranks(self, replicas: int) -> int:
+        """Of the `ranks` of so many replicas, those that they do not share with another modality."""
+        return self.ranks(replicas) if self.owner is None else replicas * self.own_ranks_per_replica
+
 
 def for_schedule(modalities: Mapping[str, Modality], schedule: object, loss_modality: str) -> dict[str, Modality]:
     """The modalities as a schedule wants them: ``zbv`` runs two chunks of the loss modality on each of its ranks.
@@ -216,7 +242,13 @@ def for_schedule(modalities: Mapping[str, Modality], schedule: object, loss_moda
     decoders = decoders_of(found)
     for name in {loss_modality: None, **({main_modality_of(found): None} if decoders else {}), **decoders}:
         modality = found.get(name)
-        if modality is None or modality.pp_chunks > 1 or modality.stages == 1 or modality.pipeline_template is not None:
+        if (
+            modality is None
+            or modality.pipelines is not None
+            or modality.pp_chunks > 1
+            or modality.stages == 1
+            or modality.pipeline_template is not None
+        ):
             continue
         found[name] = replace(modality, pp_chunks=2)
     return found

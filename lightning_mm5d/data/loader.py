@@ -34,6 +34,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_mm5d.data.batches import LoaderBatches, ReplicaBatches
+from lightning_mm5d.data.dealing import dealt, is_dealable, undealable
 from lightning_mm5d.data.progress import Progress, TrainerProgress
 from lightning_mm5d.data.random_state import seed_all, seed_of, seeded
 from lightning_mm5d.data.resumable import Resumable
@@ -50,6 +51,7 @@ def shard_loader(
     seed: int,
     alone: bool = False,
     trainer: TrainerProgress | None = None,
+    shares: Sequence[int] | None = None,
 ) -> _Loader:
     """Return the loader of a rank that serves the replicas `shards` out of `num_shards`.
 
@@ -66,6 +68,8 @@ def shard_loader(
         alone: whether no other rank loads the same shards.
         trainer: how far it is, for a loader whose position can be saved; None for one that always begins at its
             beginning.
+        shares: microbatches of each replica, by which samples are dealt out; a loader whose samples cannot be dealt out
+            is left as it is where they are equal. None for replicas that draw their own.
 
     Returns:
         A loader of the same class. It yields batches for one shard, `ReplicaBatches` for several.
@@ -76,6 +80,10 @@ def shard_loader(
     assert list(shards) == sorted(set(shards)), shards
     assert set(shards) <= set(range(num_shards)), (shards, num_shards)
     count = len(shards)
+    if shares is not None and not is_dealable(dataloader):
+        if len(set(shares)) > 1:
+            raise undealable(dataloader, shares)
+        shares = None
     if not isinstance(dataloader, DataLoader):
         if count > 1:
             raise unservable(dataloader, "it must be a torch DataLoader", "Return a DataLoader")
@@ -89,6 +97,8 @@ def shard_loader(
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     indices = getattr(loader, name)
     samplers = samplers_of_shards(loader, indices, shards, num_shards, seed, alone=alone)
+    if shares is not None:
+        samplers = [dealt(one, shares, shard) for one, shard in zip(samplers, shards, strict=True)]
     order = ShardOrder(samplers, seed, shards, seeds_workers=loader.num_workers > 0)
     if loader.num_workers and name == "sampler" and not isinstance(loader.dataset, IterableDataset):
         order.wraps_items = True
@@ -102,7 +112,7 @@ def shard_loader(
     if hasattr(loader, "in_order"):
         loader.in_order = True  # the order of arrival would differ between ranks
     loader.served_order, loader.served_indices = order, indices
-    loader.progress = Progress(trainer, tuple(shards), num_shards)
+    loader.progress = Progress(trainer, tuple(shards), num_shards, shares=None if shares is None else tuple(shares))
     loader.take_order_seed()
     return loader
 

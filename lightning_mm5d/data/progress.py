@@ -40,12 +40,14 @@ class Progress:
         shards: replicas that this rank serves.
         num_shards: replicas that share the data set.
         batches_per_step: of each replica.
+        shares: microbatches of each replica, where they are unlike.
     """
 
     trainer: TrainerProgress | None
     shards: tuple[int, ...]
     num_shards: int
     batches_per_step: int = 1
+    shares: tuple[int, ...] | None = None
 
     def taken(self) -> int:
         """Return the batches of this epoch that each replica has consumed."""

@@ -18,6 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.data.dealing import DealtBatches
 from lightning_mm5d.data.samplers import MOVABLE, WRAPPERS, drawn, leaf_of, placed
 
 Segment = tuple[int, int | None, int]
@@ -62,6 +63,7 @@ def rest_of_shards(
     *,
     seed: int,
     epoch: int,
+    shares: Sequence[int] | None = None,
 ) -> list[Any]:
     """Return for each shard what yields its indices in the rest of the epoch.
 
@@ -73,6 +75,8 @@ def rest_of_shards(
         num_shards: that share the rest.
         seed: of the order.
         epoch: of the order.
+        shares: microbatches of each of these replicas, where they are unlike. Those of earlier ones do not matter:
+            the samples of a step are the same (see `dealing`).
 
     Raises:
         ConfigError: the samplers cannot be drawn again for another layout.
@@ -100,7 +104,11 @@ def rest_of_shards(
             for batch in itertools.islice(drawn(share(count, shard, batch_size), seed, epoch), batches):
                 consumed.update([batch] if batch_size is None and indices is leaf else batch)
         items = _without(items, consumed)
-    return [share(num_shards, shard, batch_size_of(indices)) for shard in shards]
+    left = [share(num_shards, shard, batch_size_of(indices)) for shard in shards]
+    if shares is None:
+        return left
+    whole = Rest(items, 1, 0, drop_last=False)
+    return [DealtBatches(whole, left[0].batch_size, left[0].drop_last, shares, shard) for shard in shards]
 
 
 def batch_size_of(indices: Any) -> int | None:

@@ -301,6 +301,7 @@ class Resumable:
             self.progress.num_shards,
             seed=self.served_order.seed,
             epoch=self.served_order.epoch,
+            shares=self.progress.shares,
         )
 
     def _check(self, position: Position) -> None:

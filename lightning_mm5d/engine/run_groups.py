@@ -222,6 +222,8 @@ class _LayerGroups:
         for name in plan.layout.modalities:
             size = plan.layout.sizes(name)
             for pp, dp in product(range(size.pp), range(size.dp)):
+                if not plan.layout.has(name, dp=dp, pp=pp):
+                    continue
                 self._add_tensor(name, pp, dp, size.cp)
                 if size.cp > 1:
                     self._add_context(name, pp, dp, size.tp)

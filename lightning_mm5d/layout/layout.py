@@ -8,7 +8,8 @@ own for its earlier stages, and for its last one takes the slots of that rank. A
 block out in their order instead, on consecutive ranks.
 
 The *replicas* are those of the loss modality, whose last stage computes the loss; an encoder has k times
-as many (then each takes every k-th microbatch) or a k-th of them (then each serves k replicas).
+as many (then each takes every k-th microbatch) or a k-th of them (then each serves k replicas). Replicas of a modality
+with unlike pipelines have unlike numbers of pipeline ranks; positions that a replica does not have take no slot.
 
 It refuses what `sizes.solve` refuses, and placements that are no permutation, descend along an axis or lack one. It
 expects modalities that passed `checks.check`.
@@ -18,14 +19,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.config.options import AXES
+from lightning_mm5d.config.pipelines import completed
+from lightning_mm5d.layout.even_split import shared_out
 from lightning_mm5d.layout.sizes import Sizes, solve
 
 
@@ -67,6 +70,10 @@ class Layout:
         loss_modality: name of the modality that computes the loss.
         axes: lengths of each modality's axes, in the order of the configuration.
         ranks: ranks of each modality, ``[pp * dp * cp * tp]``, tensor parallel fastest.
+        pipelines: pipeline ranks of each replica, of the modalities where replicas have unlike numbers.
+        speeds: of the replicas; None where they are equal.
+        deals: whether samples are dealt out to replicas by their speeds, as with `pipelines` also where these are
+            equal; else each replica draws its own.
     """
 
     size: int
@@ -74,6 +81,9 @@ class Layout:
     loss_modality: str
     axes: dict[str, Sizes]
     ranks: dict[str, tuple[int, ...]]
+    pipelines: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    speeds: tuple[float, ...] | None = None
+    deals: bool = False
 
     @classmethod
     def build(
@@ -99,14 +109,19 @@ class Layout:
         Raises:
             ConfigError: when the sizes do not fill the world, do not pair up, or the placement is wrong.
         """
+        deals = any(one.pipelines is not None or one.speeds is not None for one in modalities.values())
+        modalities = completed(modalities, world_size)
         axes = solve(modalities, world_size, loss_modality)
+        pipelines = {name: one.lengths for name, one in modalities.items() if one.lengths}
+        given = next((tuple(one.speeds) for one in modalities.values() if one.speeds is not None), None)
         order = tuple(one for one in placement or () if isinstance(one, str))
-        blocks, slots = _slots(modalities, axes, _full_order(order, axes) if order else AXES)
+        blocks, slots = _slots(modalities, axes, _full_order(order, axes) if order else None)
         per_node = ranks_per_node or world_size
 
         def placed(order: Sequence[int]) -> Layout:
             ranks = {name: tuple(order[slot] for slot in slots[name]) for name in modalities}
-            return cls(size=world_size, ranks_per_node=per_node, loss_modality=loss_modality, axes=axes, ranks=ranks)
+            said: Any = {"loss_modality": loss_modality, "pipelines": pipelines, "speeds": given, "deals": deals}
+            return cls(size=world_size, ranks_per_node=per_node, axes=axes, ranks=ranks, **said)
 
         if order:
             return placed(range(world_size))
@@ -137,7 +152,7 @@ class Layout:
         return tuple(
             Place(rank, rank // self.ranks_per_node, name, dp, pp, cp, tp)
             for name, ranks in self.ranks.items()
-            for rank, (pp, dp, cp, tp) in zip(ranks, _positions(self.axes[name]), strict=True)
+            for rank, (pp, dp, cp, tp) in zip(ranks, self._positions(name), strict=True)
         )
 
     @cached_property
@@ -167,7 +182,15 @@ class Layout:
         size = self.axes[modality]
         index = (dp, pp, cp, tp)
         assert all(0 <= i < length for i, length in zip(index, size, strict=True)), (modality, index, size)
-        return self.ranks[modality][((pp * size.dp + dp) * size.cp + cp) * size.tp + tp]
+        assert self.has(modality, dp=dp, pp=pp), (modality, index, self.pipelines)
+        lengths = self.pipelines.get(modality, (size.pp,) * size.dp)
+        # replicas that have each of the earlier pipeline ranks, and of this one the replicas before
+        before = sum(min(length, pp) for length in lengths) + sum(length > pp for length in lengths[:dp])
+        return self.ranks[modality][(before * size.cp + cp) * size.tp + tp]
+
+    def has(self, modality: str, *, dp: int, pp: int) -> bool:
+        """Whether replica `dp` of a modality has a pipeline rank `pp`, which of unlike pipelines the longest have."""
+        return modality not in self.pipelines or pp < self.pipelines[modality][dp]
 
     def ranks_of(
         self,
@@ -182,7 +205,28 @@ class Layout:
         size = self.axes[modality]
         axes = ((pp, size.pp), (dp, size.dp), (cp, size.cp), (tp, size.tp))
         spans = [range(length) if index is None else (index,) for index, length in axes]
-        return tuple(self.rank_of(modality, pp=p, dp=d, cp=c, tp=t) for p, d, c, t in product(*spans))
+        there = ((p, d, c, t) for p, d, c, t in product(*spans) if self.has(modality, dp=d, pp=p))
+        return tuple(self.rank_of(modality, pp=p, dp=d, cp=c, tp=t) for p, d, c, t in there)
+
+    def microbatches(self, count: int) -> tuple[int, ...]:
+        """How many of a step's microbatches each replica takes, by its speed, which is its number of ranks where unset.
+
+        With unlike pipelines of 4 and 3 ranks and a `count` of 7 it is ``(8, 6)``; equal replicas take `count` each.
+
+        Args:
+            count: microbatches per replica on average, M.
+        """
+        speeds = self.speeds
+        if speeds is None and self.pipelines:
+            speeds = tuple(float(len(self.replica_ranks(replica))) for replica in range(self.num_replicas))
+        return (count,) * self.num_replicas if speeds is None else tuple(shared_out(count * len(speeds), speeds))
+
+    def microbatches_text(self, count: int) -> str:
+        """`microbatches` in words: ``"7 per replica"``, or ``"8 and 6 of the replicas"``."""
+        *others, last = self.microbatches(count)
+        if set(others) <= {last}:
+            return f"{last} per replica"
+        return f"{', '.join(map(str, others))} and {last} of the replicas"
 
     def serves(self, modality: str, dp: int) -> tuple[Share, ...]:
         """What replica `dp` of a modality works on, by ascending replica of the loss modality."""
@@ -220,6 +264,11 @@ class Layout:
         """Whether two modalities run as one: a single stage each, with equal sizes on the same ranks."""
         return self.axes[a].pp == 1 and self.axes[a] == self.axes[b] and self.ranks[a] == self.ranks[b]
 
+    def _positions(self, modality: str) -> Iterator[tuple[int, ...]]:
+        """All (pp, dp, cp, tp) of a modality in the order of its slots."""
+        every = _positions(self.axes[modality])
+        return (one for one in every if self.has(modality, pp=one[0], dp=one[1]))
+
     @cached_property
     def _places_by_rank(self) -> tuple[tuple[Place, ...], ...]:
         found: list[list[Place]] = [[] for _ in range(self.size)]
@@ -249,8 +298,10 @@ def _full_order(order: Sequence[str], axes: Mapping[str, Sizes]) -> tuple[str, .
     return (*order, *rest)
 
 
-def _ordered(block: Sequence[int], size: Sizes, order: Sequence[str]) -> list[int]:
+def _ordered(block: Sequence[int], size: Sizes, order: Sequence[str] | None) -> Sequence[int]:
     """The slots of a block in the order of `_positions`, where `order` says how axes lie in it, outermost first."""
+    if order is None:  # that of `AXES`, which unlike pipelines have too
+        return block
     stride = {axis: math.prod(getattr(size, inner) for inner in order[at + 1 :]) for at, axis in enumerate(order)}
     return [
         block[sum(stride[axis] * index for axis, index in zip(AXES, position, strict=True))]
@@ -264,7 +315,7 @@ def _positions(size: Sizes) -> Iterator[tuple[int, ...]]:
 
 
 def _slots(
-    modalities: Mapping[str, Modality], axes: Mapping[str, Sizes], order: Sequence[str]
+    modalities: Mapping[str, Modality], axes: Mapping[str, Sizes], order: Sequence[str] | None
 ) -> tuple[dict[str, range], dict[str, Sequence[int]]]:
     """The block of own slots of each modality, and all its slots: own ones, then those of its owner.
 
@@ -273,7 +324,7 @@ def _slots(
     blocks, first = {}, 0
     for name, modality in modalities.items():
         if modality.own_ranks_per_replica:
-            blocks[name] = range(first, first := first + axes[name].dp * modality.own_ranks_per_replica)
+            blocks[name] = range(first, first := first + modality.own_ranks(axes[name].dp))
     slots: dict[str, Sequence[int]] = {}
     for name, modality in modalities.items():
         if modality.owner is None:
@@ -282,7 +333,7 @@ def _slots(
             slots[name] = _ordered(blocks[modality.owner.modality], axes[name], order)
         else:
             owner = modality.owner.modality
-            stage = math.prod(axes[name]) // axes[name].pp
+            stage = math.prod(axes[name]) // axes[name].pp  # each replica of the owner has its pipeline rank
             first = modality.owner.pp * stage
             own = _ordered(blocks.get(name, ()), axes[name]._replace(pp=axes[name].pp - 1), order)
             slots[name] = [*own, *_ordered(blocks[owner], axes[owner], order)[first : first + stage]]
@@ -341,7 +392,7 @@ def _check_ascending(layout: Layout, placement: Sequence[int], blocks: Mapping[s
             ("cp", (dp, cp - 1, last if tp == 0 else tp)),
             ("tp", (dp, cp, tp - 1)),
         ):
-            if min(before) >= 0:
+            if min(before) >= 0 and layout.has(name, dp=before[0], pp=pp):
                 other = layout.rank_of(name, pp=pp, dp=before[0], cp=before[1], tp=before[2])
                 if other > rank:
                     fixed = [r for block in blocks.values() for r in sorted(placement[slot] for slot in block)]

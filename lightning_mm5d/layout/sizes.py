@@ -41,10 +41,13 @@ def solve(modalities: Mapping[str, Modality], world_size: int, loss_modality: st
     """
     own_ranks = {name: m.own_ranks_per_replica for name, m in modalities.items() if m.own_ranks_per_replica}
     given = {name: _owner(modalities, name).dp_size for name in own_ranks}
-    fixed = sum(dp * own_ranks[name] for name, dp in given.items() if dp is not None)
+    fixed = sum(modalities[name].own_ranks(dp) for name, dp in given.items() if dp is not None)
     free = sum(own_ranks[name] for name, dp in given.items() if dp is None)
     needs = " + ".join(
-        f"{name}: {own} * {'dp_size' if given[name] is None else given[name]}" for name, own in own_ranks.items()
+        f"{name}: {'+'.join(map(str, modalities[name].lengths))} stages"
+        if modalities[name].lengths
+        else f"{name}: {own} * {'dp_size' if given[name] is None else given[name]}"
+        for name, own in own_ranks.items()
     )
     if not free:
         axes = _axes(modalities, 1, loss_modality)
@@ -92,6 +95,8 @@ def _fits(modalities: Mapping[str, Modality], common: int, loss_modality: str) -
         copies = replicas[name] * modality.cp_size
         if any(copies % (getattr(modality, field) or 1) for field in _SHARING):
             return False
+    if _unlike(modalities) is not None:
+        return len(set(replicas.values())) == 1
     return all(_pair(dp, replicas[loss_modality]) for dp in replicas.values())
 
 
@@ -102,7 +107,7 @@ def _axes(modalities: Mapping[str, Modality], common: int, loss_modality: str) -
     for name, modality in modalities.items():
         owner = _owner(modalities, name)
         dp = owner.dp_size or common
-        owned[name] = dp * owner.ranks_per_replica
+        owned[name] = owner.ranks(dp)
         if modality.owner is not None and modality.owner.pp is None:
             dp = colocated_dp(name, modality, owned[name])
         elif modality.dp_size not in (None, dp) and owner is not modality:
@@ -111,6 +116,7 @@ def _axes(modalities: Mapping[str, Modality], common: int, loss_modality: str) -
             raise ConfigError(f"modalities.{name}.dp_size", modality.dp_size, rule, fix)
         axes[name] = Sizes(dp, modality.stages, modality.cp_size, modality.tp_size)
         _check_shards(name, modality, axes[name])
+    _check_unlike(modalities, axes)
     for name, modality in modalities.items():
         if modality.owner is not None and modality.owner.pp is not None:
             continue  # it has the replicas of its owner, which is checked itself
@@ -120,6 +126,21 @@ def _axes(modalities: Mapping[str, Modality], common: int, loss_modality: str) -
         )
         _check_pairs(colocated, modalities[colocated], axes[colocated].dp, owned[colocated], other, axes[other].dp)
     return axes
+
+
+def _unlike(modalities: Mapping[str, Modality]) -> str | None:
+    """The modality that says what each replica is like."""
+    return next((name for name, modality in modalities.items() if modality.lengths or modality.speeds), None)
+
+
+def _check_unlike(modalities: Mapping[str, Modality], axes: Mapping[str, Sizes]) -> None:
+    """Refuse ranks that work for several replicas where these have unlike numbers of microbatches."""
+    unlike = _unlike(modalities)
+    for name, size in axes.items():
+        if unlike is not None and size.dp != axes[unlike].dp:
+            what = "pipelines" if modalities[unlike].lengths else "speeds"
+            rule = f"With {what} for each replica of {unlike!r} every modality has as many replicas, {axes[unlike].dp}"
+            raise ConfigError(f"modalities.{name}.dp_size", size.dp, rule, f"Use dp_size={axes[unlike].dp}")
 
 
 def _check_shards(name: str, modality: Modality, size: Sizes) -> None:

@@ -23,6 +23,7 @@ from torch import nn
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.feeding import consumers_of
 from lightning_mm5d.config.modality import Modality, PipelineTemplate
+from lightning_mm5d.config.pipelines import each_pipeline
 from lightning_mm5d.config.recomputation import Kept
 from lightning_mm5d.layout.even_split import even_lengths
 from lightning_mm5d.partition.balance import balance
@@ -31,6 +32,7 @@ from lightning_mm5d.partition.find import find, position
 from lightning_mm5d.partition.found import Boundary, Encoder, Found
 from lightning_mm5d.partition.parts import Parts
 from lightning_mm5d.partition.recomputed_layers import costed, depends_on_cut, kept_of
+from lightning_mm5d.partition.unlike import common_stages
 from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.source.trees import Source
 
@@ -66,6 +68,7 @@ class Partition:
         units: what each stage consists of and costs, in the order in which it runs.
         kept: of the modalities with layers that are computed again, what is kept of each layer.
         ends: the callables of the loss modality, where it feeds from another.
+        pipelines: of the modalities with unlike pipelines, for each replica the pipeline rank of each stage.
     """
 
     loss_modality: str
@@ -77,6 +80,7 @@ class Partition:
     units: dict[StageKey, tuple[Unit, ...]]
     kept: dict[str, tuple[Kept, ...]] = field(default_factory=dict)
     ends: tuple[Boundary, ...] = ()
+    pipelines: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
 
 
 def partition(root: nn.Module, modalities: Mapping[str, Modality]) -> Partition:
@@ -95,23 +99,35 @@ def partition(root: nn.Module, modalities: Mapping[str, Modality]) -> Partition:
     sizes: dict[str, list[int]] = {}
     named: dict[str, StageKey] = {}
     kept: dict[str, tuple[Kept, ...]] = {}
+    pipelines: dict[str, tuple[tuple[int, ...], ...]] = {}
+
+    def balanced(name: str, modality: Modality, count: int) -> list[int]:
+        sizes = even_lengths(_enough(name, modality, count), modality.num_cuts)
+        if modality.num_cuts == 1:
+            return sizes
+        passes_on = _after_trained(name, found, modalities, rows, trainable)
+        return _balanced(name, modality, rows[name], trainable, passes_on)
+
     for name, modality in modalities.items():
         template, count = modality.pipeline_template, len(found.parts[name].paths)
         if not depends_on_cut(modality):
             kept[name] = kept_of(name, modality, [count])
             rows[name] = costed(rows[name], kept[name])
-        if template is None:
-            sizes[name] = even_lengths(_enough(name, modality, count), modality.num_cuts)
-            if modality.num_cuts > 1:
-                passes_on = _after_trained(name, found, modalities, rows, trainable)
-                sizes[name] = _balanced(name, modality, rows[name], trainable, passes_on)
-        elif template.offsets is not None:
-            sizes[name] = _from_offsets(name, template.offsets, count)
+        if modality.pipelines is not None:
+            each = [
+                balanced(name, one, count)
+                if one.pipeline_template is None
+                else _from_template(f"modalities.{name}.pipelines[{index}]", name, one.pipeline_template, count)
+                for index, one in enumerate(each_pipeline(modality))
+            ]
+            sizes[name], pipelines[name] = common_stages(each)
+        elif template is None:
+            sizes[name] = balanced(name, modality, count)
         elif template.stages is not None and isinstance(template.stages[0], list):
             sizes[name], extra = _from_names(root, name, template.stages, found.parts[name])
             named |= {module: StageKey(name, stage) for module, stage in extra.items()}
         else:
-            sizes[name] = _from_sizes(name, template, count)
+            sizes[name] = _from_template(f"modalities.{name}.pipeline_template", name, template, count)
         if depends_on_cut(modality):
             kept[name] = kept_of(name, modality, sizes[name])
             rows[name] = costed(rows[name], kept[name])
@@ -123,7 +139,8 @@ def partition(root: nn.Module, modalities: Mapping[str, Modality]) -> Partition:
     owners = _owners(root, held)
     kept = {name: one for name, one in kept.items() if one}
     calls = () if found.ends is None else found.ends.boundaries
-    return Partition(found.loss_modality, found.encoders, found.layers, found.parts, stages, owners, held, kept, calls)
+    parts = found.encoders, found.layers, found.parts
+    return Partition(found.loss_modality, *parts, stages, owners, held, kept, calls, pipelines)
 
 
 def _after_trained(
@@ -182,12 +199,18 @@ def _enough(name: str, modality: Modality, num_layers: int) -> int:
     return num_layers
 
 
-def _from_sizes(name: str, template: PipelineTemplate, num_layers: int) -> list[int]:
+def _from_template(field: str, name: str, template: PipelineTemplate, num_layers: int) -> list[int]:
+    if template.offsets is not None:
+        return _from_offsets(f"{field}.offsets", name, template.offsets, num_layers)
+    return _from_sizes(f"{field}.stages", name, template, num_layers)
+
+
+def _from_sizes(field: str, name: str, template: PipelineTemplate, num_layers: int) -> list[int]:
     sizes = [size for size in template.stages or () if isinstance(size, int)]
     if sum(sizes) != num_layers:
         fixed = [*sizes[:-1], num_layers - sum(sizes[:-1])]
         raise ConfigError(
-            f"modalities.{name}.pipeline_template.stages",
+            field,
             template.stages,
             f"the stages must hold each of the {num_layers} layers of {name} once, and hold {sum(sizes)}",
             f"Use {fixed if fixed[-1] > 0 else even_lengths(num_layers, min(len(sizes), max(num_layers, 1)))}",
@@ -195,8 +218,7 @@ def _from_sizes(name: str, template: PipelineTemplate, num_layers: int) -> list[
     return sizes
 
 
-def _from_offsets(name: str, offsets: Sequence[int], num_layers: int) -> list[int]:
-    field = f"modalities.{name}.pipeline_template.offsets"
+def _from_offsets(field: str, name: str, offsets: Sequence[int], num_layers: int) -> list[int]:
     if 1 < len(offsets) > num_layers:
         rule = f"a stage needs at least one layer, and {name} has {num_layers or 'no list of'} layers"
         raise ConfigError(field, offsets, rule, f"Use at most {max(num_layers, 1)} stages")

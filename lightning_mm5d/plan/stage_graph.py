@@ -137,15 +137,23 @@ class StageGraphs:
         trainable = frozenset(name for name, parameter in named if parameter.requires_grad)
         topology = replace(self.topology, v_shaped=schedule == "zbv")
         placed = StageGraphs(topology, replace(self.ownership, topology=topology))
-        return placed.graph(range(topology.layout.num_replicas), count, trainable)
+        counts = topology.layout.microbatches(count)
+        return placed.graph(range(topology.layout.num_replicas), max(counts), trainable, counts)
 
-    def graph(self, replicas: Sequence[int], count: int, trainable: frozenset[str]) -> Graph:
+    def graph(
+        self,
+        replicas: Sequence[int],
+        count: int,
+        trainable: frozenset[str],
+        counts: Sequence[int] | None = None,
+    ) -> Graph:
         """Return the graph of stages for one step.
 
         Args:
             replicas: the replicas of the loss modality that it covers.
             count: microbatches per replica, M.
             trainable: names of the parameters that require a gradient.
+            counts: microbatches of each replica, at most `count`, where they are unlike.
         """
         trains = self.trains(trainable)
         nodes = []
@@ -159,7 +167,7 @@ class StageGraphs:
                     (index, share.replica * count + index)
                     for shares in instances.values()
                     for share in shares
-                    for index in range(share.start, count, share.step)
+                    for index in range(share.start, count if counts is None else counts[share.replica], share.step)
                 )
                 width = len(instances)  # they run at the same time, on ranks that this rank stands for
                 node = Node(

@@ -143,7 +143,7 @@ class Topology:
     def _instances(self) -> dict[StageKey, tuple[tuple[int, ...], ...]]:
         return {
             stage: tuple(
-                self.layout.ranks_of(stage.modality, pp=self.pp_of(stage.modality, stage.number), dp=dp)
+                self.layout.ranks_of(stage.modality, pp=self.pp_of(stage.modality, stage.number, dp), dp=dp)
                 for dp in range(self.layout.sizes(stage.modality).dp)
             )
             for stage in self.members
@@ -180,13 +180,15 @@ class Topology:
         """
         return self.instances(stage)[self.layout.instance_of(stage.modality, replica, index)]
 
-    def pp_of(self, modality: str, index: int) -> int:
-        """Return the pipeline rank of stage number `index` of a modality."""
+    def pp_of(self, modality: str, index: int, dp: int = 0) -> int:
+        """Return the pipeline rank of stage number `index` in replica `dp` of a modality."""
+        if modality in self.partition.pipelines:
+            return self.partition.pipelines[modality][dp][index]
         return pp_rank_of(index, self.layout.sizes(modality).pp, v_shaped=self.v_shaped)
 
-    def cuts_at(self, modality: str, pp: int) -> tuple[StageCut, ...]:
-        """Return the stages of a modality on one of its pipeline ranks."""
-        return tuple(cut for cut in self.partition.stages[modality] if self.pp_of(modality, cut.index) == pp)
+    def cuts_at(self, modality: str, pp: int, dp: int = 0) -> tuple[StageCut, ...]:
+        """Return the stages of a modality on one of the pipeline ranks of its replica `dp`."""
+        return tuple(cut for cut in self.partition.stages[modality] if self.pp_of(modality, cut.index, dp) == pp)
 
     def stages_of(self, rank: int) -> tuple[StageKey, ...]:
         """Return the stages of one rank."""

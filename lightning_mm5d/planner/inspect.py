@@ -44,7 +44,7 @@ def holdings(plan: Plan, module: nn.Module) -> list[Holding]:
     """Return what each place holds, by rank and then by modality; a rank with several modalities has several places."""
     found, shards = [], DataShards(plan)
     for place in sorted(plan.layout.places, key=lambda place: place.rank):  # stable: modalities keep their order
-        cuts = plan.topology.cuts_at(place.modality, place.pp)
+        cuts = plan.topology.cuts_at(place.modality, place.pp, place.dp)
         held = _parameters(module, plan, [cut.name for cut in cuts])
         layers = tuple(layer for cut in cuts for layer in _layers(plan, cut))
         counts = {name: _elements(plan, shards, name, p, place) for name, p in held.items()}
@@ -85,7 +85,7 @@ def report(plan: Plan, module: nn.Module, *, schedule: str, num_microbatches: in
     layout = plan.layout
     whole = sum(p.numel() for p in module.parameters())
     lines = [
-        ("schedule", f"{schedule}, microbatches: {num_microbatches} per replica"),
+        ("schedule", f"{schedule}, microbatches: {layout.microbatches_text(num_microbatches)}"),
         ("ranks", f"{layout.size}, nodes: {-(-layout.size // layout.ranks_per_node)}, replicas: {layout.num_replicas}"),
         ("model", f"{whole:,} parameters, loss in {plan.partition.loss_modality}"),
         *_cuts(plan),

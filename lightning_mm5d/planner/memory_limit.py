@@ -136,7 +136,7 @@ class MemoryLimit:
         stages = [
             (cut.modality, cut.index)
             for place in plan.layout.places_of(over.rank)
-            for cut in plan.topology.cuts_at(place.modality, place.pp)
+            for cut in plan.topology.cuts_at(place.modality, place.pp, place.dp)
         ]
         able = [key for key in stages if levels.get(key, len(_KINDS)) + 1 < len(_KINDS)]
         return [max(able, key=lambda key: (-levels[key], self._keeps(plan, key)))] if able else []

@@ -8,6 +8,7 @@ from dataclasses import replace
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.memory import check_memory
 from lightning_mm5d.config.modality import Modality
+from lightning_mm5d.config.pipelines import check_pipelines
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.planner.memory_limit import changed
 from lightning_mm5d.planner.rank_memory import RankMemory, Step, memory_of
@@ -40,6 +41,7 @@ def options_table(plan: Plan, step: Step) -> Table:
         try:
             for modality, changes in modalities.items():
                 check_memory(f"modalities.{modality}", changes)
+            check_pipelines(modalities, "1f1b")
             rows.append((name, *_most(changed(plan, modalities), step)))
         except ConfigError:  # it does not go with what is configured
             continue

@@ -187,6 +187,12 @@ def propose(
         raise ConfigError(
             "modalities", list(plan.modalities), rule, "Choose sizes by hand; mm5d simulate compares them"
         )
+    for name, modality in plan.modalities.items():
+        if modality.lengths or modality.speeds is not None:
+            field = "pipelines" if modality.lengths else "speeds"
+            rule = "The search lays out replicas that are equal"
+            fix = "Leave it unset for the search"
+            raise ConfigError(f"modalities.{name}.{field}", getattr(modality, field), rule, fix)
     replicas = plan.modalities[loss_modality].dp_size or 1
     if size % replicas:
         rule = f"The {replicas} replicas of {loss_modality!r} must divide the {size} ranks"
@@ -319,7 +325,7 @@ def _holds(plan: Plan, rank: int) -> str:
     """What a rank runs: ``vision 5, language 0-4``."""
     found = []
     for place in plan.layout.places_of(rank):
-        for cut in plan.topology.cuts_at(place.modality, place.pp):
+        for cut in plan.topology.cuts_at(place.modality, place.pp, place.dp):
             layers = {0: "", 1: f" {cut.first}"}.get(cut.last - cut.first, f" {cut.first}-{cut.last - 1}")
             found.append(f"{place.modality}{layers}")
     return ", ".join(found)

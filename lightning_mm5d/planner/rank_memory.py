@@ -281,12 +281,11 @@ class _Estimate:
     def _flight(self, rank: int) -> Flight:
         plan, step = self._plan, self._step
         replicas = plan.topology.connected_replicas(rank)
+        count = plan.layout.microbatches(step.num_microbatches)[replicas[0]]
         if replicas not in self._schedules:
-            self._schedules[replicas] = plan.graphs.schedule(
-                step.schedule, step.num_microbatches, step.trainable, rank=rank
-            )
+            self._schedules[replicas] = plan.graphs.schedule(step.schedule, count, step.trainable, rank=rank)
         graph, schedule = self._schedules[replicas]
-        actions = plan.topology.actions_of(rank, schedule, step.num_microbatches)
+        actions = plan.topology.actions_of(rank, schedule, count)
         stages = {key: self._stage(key, rank, graph) for key in plan.topology.stages_of(rank)}
         return flown(actions, stages)
 

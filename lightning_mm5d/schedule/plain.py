@@ -30,23 +30,35 @@ def one_f_one_b(graph: Graph) -> list[Rules]:
     """One forward, one backward, within `in_flight_limits`.
 
     The order by count does not depend on estimated costs. The other one may be shorter where stages on one rank, or
-    instances that serve several replicas, compete for it.
+    instances that serve several replicas, compete for it. Stages of a modality that follow each other on one rank, as
+    unlike pipelines have them, count as one.
     """
-    limits = in_flight_limits(graph)
+    limits = in_flight_limits(graph, joined=True)
     return [Rules(in_flight=limits, eager=True, by_count=by_count) for by_count in (True, False)]
 
 
-def in_flight_limits(graph: Graph) -> dict[StageKey, int]:
+def in_flight_limits(graph: Graph, *, joined: bool = False) -> dict[StageKey, int]:
     """Return for each stage with backward the most microbatches in flight per instance under ``1f1b``.
 
     A microbatch is in flight from the start of its forward to the end of its backward. The limit is the number of
     stages on the longest path to the end, times the loss replicas per instance, rounded up. A chain of 3 has 3, 2, 1.
+
+    Args:
+        graph: the stages.
+        joined: whether stages of a modality that follow each other on one rank count as one.
     """
-    return {
-        stage: per_instance(graph, stage, graph.distance_to_end(stage) + 1)
-        for stage in graph.stages
-        if graph.has_backward(stage)
-    }
+    depths: dict[StageKey, int] = {}
+    for stage in sorted(graph.stages, key=graph.distance_to_end):
+        later = graph.successors(stage)
+        steps = [depths[other] + (not joined or _is_apart(graph, stage, other)) for other in later]
+        depths[stage] = max(steps, default=1)
+    return {stage: per_instance(graph, stage, depths[stage]) for stage in graph.stages if graph.has_backward(stage)}
+
+
+def _is_apart(graph: Graph, stage: StageKey, other: StageKey) -> bool:
+    """Whether two stages are of different modalities, or any of their instances on different ranks."""
+    ranks = [{node.replica: node.rank for node in graph.instances(one)} for one in (stage, other)]
+    return stage.modality != other.modality or ranks[0] != ranks[1]
 
 
 def per_instance(graph: Graph, stage: StageKey, count: int) -> int:

@@ -17,6 +17,7 @@ from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.data.batches import LoaderBatches
 from lightning_mm5d.data.microbatch import Microbatch, batch_samples, leaves, split, with_tensors
 from lightning_mm5d.data.packed_images import describe
+from lightning_mm5d.layout import Layout
 from lightning_mm5d.partition.compiled import is_compiled, is_compiled_in_place
 from lightning_mm5d.source.passed import Path, passed
 from lightning_mm5d.source.trees import Source
@@ -56,14 +57,23 @@ class BatchParts:
     Args:
         module: may have `split_batch` and `loss_weight`.
         options: arguments of the strategy.
+        layout: decides how many microbatches the replica of `rank` has, where replicas have unlike speeds.
+        rank: global rank.
 
     Attributes:
+        count: microbatches of a training step of this rank's replica; None where `microbatch_size` decides.
+        deals: whether replicas may train with unlike numbers of samples.
         counts_samples: whether every microbatch weighs as many samples as it holds.
     """
 
-    def __init__(self, module: LightningModule, options: BatchOptions) -> None:
+    def __init__(
+        self, module: LightningModule, options: BatchOptions, layout: Layout | None = None, rank: int = 0
+    ) -> None:
         self._module, self._packed, self._size = module, describe(module), options.microbatch_size
-        self._count = None if self._size else options.num_microbatches
+        self.count = None if self._size else options.num_microbatches
+        self.deals = layout is not None and layout.deals
+        if layout is not None and self.count is not None:
+            self.count = layout.microbatches(self.count)[layout.replicas_of_rank(rank)[0]]
         own = {name: getattr(module, name, None) for name in ("split_batch", "loss_weight")}
         given = options.microbatching
         self._splitter = given if callable(given) else own["split_batch"] if callable(own["split_batch"]) else None
@@ -90,12 +100,12 @@ class BatchParts:
         elif self._splitter is not None:
             found = [Microbatch(part, batch_samples(part) or 1) for part in self._split_by(self._splitter, batch)]
         else:
-            found = split(batch, self._count, size=self._size or 1, image_tokens=self._packed)
-        if is_first and self._count is not None and 0 < len(found) < self._count:
+            found = split(batch, self.count, size=self._size or 1, image_tokens=self._packed)
+        if is_first and self.count is not None and 0 < len(found) < self.count:
             samples = sum(part.samples for part in found)
             raise ConfigError(
                 "num_microbatches",
-                self._count,
+                self.count,
                 f"a batch of {samples} samples gives at most {len(found)} microbatches",
                 f"Use {len(found)} or fewer, or larger batches",
             )
@@ -141,7 +151,7 @@ class BatchParts:
         return tuple(map(float, torch.stack(counts).tolist()))  # one read of the device
 
     def _split_by(self, splitter: Callable[[Any, int], Any], batch: Any) -> Sequence[Any]:
-        count = self._count or self._count_by_size(batch)
+        count = self.count or self._count_by_size(batch)
         found = splitter(batch, count)
         if not isinstance(found, (list, tuple)) or not 0 < len(found) <= count:
             got = f"{len(found)} parts" if isinstance(found, (list, tuple)) else type(found).__name__

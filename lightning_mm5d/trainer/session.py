@@ -115,7 +115,7 @@ class Session:
     """
 
     def __init__(self, module: pl.LightningModule, plan: Plan, options: RunOptions) -> None:
-        self._batch_parts = BatchParts(module, options)
+        self._batch_parts = BatchParts(module, options, plan.layout, options.rank)
         is_replicated = plan.topology.is_replicated and options.num_microbatches == 1
         shards = DataShards(plan)
         self.is_plain = is_replicated and not shards.exist
@@ -154,7 +154,7 @@ class Session:
             self._cut.views,
             self._transport,
             schedule=options.schedule,
-            num_microbatches=options.num_microbatches,
+            num_microbatches=self._batch_parts.count,
             rank=rank,
             device=device,
             instances=groups.instances,

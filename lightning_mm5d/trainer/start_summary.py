@@ -85,5 +85,6 @@ def _layers(plan: Plan, modality: str, cuts: Sequence[object]) -> str:
 
 def _degrees(plan: Plan, modality: str) -> str:
     axes, ep = plan.layout.axes[modality], plan.modalities[modality].ep_size
-    found = {"dp": axes.dp, "pp": axes.pp, "cp": axes.cp, "tp": axes.tp, "ep": ep}
-    return " ".join(f"{name} {size}" for name, size in found.items() if size and size > 1) or "whole"
+    pp = "+".join(map(str, plan.layout.pipelines.get(modality, (axes.pp,))))  # of unlike pipelines each
+    found = {"dp": axes.dp, "pp": pp, "cp": axes.cp, "tp": axes.tp, "ep": ep}
+    return " ".join(f"{name} {size}" for name, size in found.items() if size not in (None, 0, 1, "1")) or "whole"

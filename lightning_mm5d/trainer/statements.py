@@ -137,7 +137,8 @@ def layout_fields(
     return {
         "world_size": layout.size,
         "modalities": {
-            name: {"dp": one.dp, "tp": one.tp, "cp": one.cp, "pp": modalities[name].stages}
+            name: {"dp": one.dp, "tp": one.tp, "cp": one.cp, "pp": one.pp}
+            | ({"pipelines": list(layout.pipelines[name])} if name in layout.pipelines else {})
             for name, one in sizes.items()
         },
         "schedule": _text(schedule),

@@ -148,7 +148,7 @@ class Steps:
             "training_step",
             arguments,
             parts,
-            self._weights(parts),
+            self._weights(parts, trains=True),
             scale=scaled,
             **self._options(context, arguments, "training_step", parts),
         )
@@ -237,14 +237,14 @@ class Steps:
             for number, one in zip(self._replicas, batches, strict=True)
         }
 
-    def _weights(self, parts: Parts) -> Weights:
+    def _weights(self, parts: Parts, *, trains: bool = False) -> Weights:
         """Weigh the microbatches of this rank's own replica; a sum over all replicas gives the total."""
         for found in parts.values():
             self._batch_parts.check(found)
         if self._own is None or self._own not in parts:
             return Weights()
         own = self._batch_parts.weights(parts[self._own])
-        if self._batch_parts.counts_samples:
+        if self._batch_parts.counts_samples and not (trains and self._batch_parts.deals):
             return Weights(own, sum(own) * self._plan.layout.num_replicas)
         total = torch.tensor([sum(own)], dtype=torch.float64, device=self._device)
         if self._loss_group is not None:

@@ -1,0 +1,231 @@
+"""Replicas with unlike pipelines: what a user may say of them, and the list of pipelines for a number of ranks.
+
+The rule for ``{min: 3}`` is that of Oobleck (arXiv:2309.08125): pipelines of every length from the smallest that fits
+on, of which some combination uses all ranks. Short pipelines have the smallest bubbles, so there are as many replicas
+as the minimum allows, and their lengths differ by at most one. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+from lightning_mm5d.config.errors import ConfigError, did_you_mean, nearest, one_of
+from lightning_mm5d.config.modality import Modality, PipelineTemplate, decoders_of
+
+UNLIKE_SCHEDULES = ("gpipe", "1f1b", "zero_bubble", "auto")
+"""The schedules of replicas with unlike pipelines."""
+SPEED_SCHEDULES = (*UNLIKE_SCHEDULES, "interleaved", "zbv")
+"""The schedules of replicas with speeds."""
+_INSTEAD = ("dp_size", "pp_size", "pipeline_template")
+_USUAL = {
+    "dp_shard_size": (None, 1),
+    "zero_stage": (None, 0),
+    "reshard_after_forward": (False,),
+    "cp_size": (1,),
+    "pp_chunks": (1,),
+    "ep_size": (1,),
+    "offload": (None,),
+    "colocate_with": (None,),
+    "cost": (None,),
+}
+"""Fields that do not go with `pipelines`, and their values that do."""
+_FORMS = "It lists the pipelines of the replicas, as in [4, 3], or says how long they are at least, as in {min: 3}"
+
+
+def check_pipelines(modalities: Mapping[str, Modality], schedule: object) -> None:
+    """Refuse unlike pipelines and speeds that cannot work whatever the model and the number of ranks.
+
+    Raises:
+        ConfigError: at the first field that cannot work.
+    """
+    for name, modality in modalities.items():
+        if modality.pipelines is not None:
+            _check_form(f"modalities.{name}.pipelines", modality.pipelines)
+            _check_beside(name, modality)
+            _check_others(name, modalities)
+            if schedule not in UNLIKE_SCHEDULES:
+                rule = f"Unlike pipelines (modalities.{name}.pipelines) run under {', '.join(UNLIKE_SCHEDULES)}"
+                raise ConfigError("schedule", schedule, rule, "Use '1f1b'")
+        if modality.speeds is not None:
+            _check_speeds(name, modality, modalities)
+
+
+def check_dealt(modalities: Mapping[str, Modality], fields: Mapping[str, Any]) -> None:
+    """Refuse what the strategy says beside them and replicas with unlike numbers of microbatches cannot do.
+
+    Args:
+        modalities: that passed `check_pipelines`.
+        fields: of the strategy, by name.
+
+    Raises:
+        ConfigError: at the first field that does not go with them.
+    """
+    name = next((name for name, one in modalities.items() if one.pipelines is not None or one.speeds is not None), None)
+    if name is None:
+        return
+    field = "speeds" if modalities[name].pipelines is None else "pipelines"
+    said = f"Replicas may have unlike numbers of microbatches (modalities.{name}.{field})"
+    schedule = fields.get("schedule", "1f1b")
+    if schedule not in SPEED_SCHEDULES:
+        raise ConfigError("schedule", schedule, f"{said}, of which named schedules know", "Use '1f1b'")
+    if fields.get("microbatching", "split") == "loader":
+        rule = f"{said}, and a loader has one batch size for all"
+        raise ConfigError("microbatching", "loader", rule, "Use 'split', or a function")
+    if fields.get("microbatch_size") is not None:
+        rule = f"{said}, by a number of microbatches"
+        raise ConfigError("microbatch_size", fields["microbatch_size"], rule, "Use num_microbatches")
+    placement = fields.get("placement")
+    if isinstance(placement, list | tuple) and any(isinstance(one, str) for one in placement):
+        rule = f"Replicas may have unlike pipelines (modalities.{name}.{field}), which form no grid"
+        raise ConfigError("placement", list(placement), rule, "Leave it unset, or give a rank for each position")
+    if fields.get("timeline") is not None:
+        rule = f"{said}, and a timeline shows a step in which all have as many"
+        raise ConfigError("timeline", fields["timeline"], rule, "Leave it unset")
+
+
+def completed(modalities: Mapping[str, Modality], world_size: int) -> dict[str, Modality]:
+    """Return the modalities with a list of pipelines in place of a shortest length, and the number of replicas.
+
+    Pipelines of equal length are no unlike ones, and are said by `dp_size` and `pp_size` as usual: of 6 ranks
+    ``pipelines={"min": 3}`` is ``dp_size=2, pp_size=3``, of 7 it is ``pipelines=[4, 3], dp_size=2``.
+
+    Args:
+        modalities: that passed `check_pipelines`.
+        world_size: number of ranks.
+
+    Raises:
+        ConfigError: no pipelines within the limits use all ranks.
+    """
+    found = dict(modalities)
+    for name, modality in modalities.items():
+        pipelines = modality.pipelines
+        if isinstance(pipelines, Mapping):
+            others = [other for key, other in modalities.items() if key != name]
+            pipelines = _for_ranks(name, modality, pipelines, others, world_size)
+        if pipelines is None:
+            continue
+        size, first = len(pipelines), pipelines[0]
+        if isinstance(first, int) and all(one == first for one in pipelines):
+            found[name] = replace(modality, pipelines=None, dp_size=size, pp_size=first)
+        else:
+            found[name] = replace(modality, pipelines=pipelines, dp_size=size)
+    return found
+
+
+def _for_ranks(
+    name: str, modality: Modality, limits: Mapping[str, int], others: Collection[Modality], world_size: int
+) -> list[int]:
+    """The lengths of as many pipelines as `limits` allow, which use all ranks with one replica of the others each."""
+    width, shortest = modality.cp_size * modality.tp_size, limits["min"]
+    longest = limits.get("max", 2 * shortest - 1)
+    beside = sum(other.own_ranks_per_replica for other in others)
+
+    def lengths(world: int) -> list[int] | None:
+        for count in range(world // (shortest * width + beside), 0, -1):
+            stages, rest = divmod(world - count * beside, width)
+            if not rest and stages <= longest * count:
+                return [stages // count + (index < stages % count) for index in range(count)]
+        return None
+
+    found = lengths(world_size)
+    if found is None:
+        fits = nearest(world_size, lambda world: lengths(world) is not None)
+        rule = f"No pipelines of {name} with {shortest} to {longest} stages use all ranks (modalities.{name}.pipelines)"
+        fix = f"Nearest that fit: {one_of(fits)} ranks"
+        raise ConfigError("Trainer(devices=..., num_nodes=...)", world_size, rule, fix)
+    return found
+
+
+def _check_form(field: str, said: object) -> None:
+    if isinstance(said, Mapping):
+        for key in said:
+            if key not in ("min", "max"):
+                raise ConfigError(field, dict(said), f"It has no {key!r}", did_you_mean(key, ("min", "max")))
+        for key in ("min", "max"):
+            _check_length(f"{field}.{key}", said.get(key), wanted=key == "min")
+        if "max" in said and said["max"] < said["min"]:
+            raise ConfigError(f"{field}.max", said["max"], f"It is at least min={said['min']}", "Leave it unset")
+        return
+    if not isinstance(said, list | tuple) or not said:
+        raise ConfigError(field, said, _FORMS, "Use one of these, or pp_size where all replicas are equal")
+    if all(isinstance(one, PipelineTemplate) for one in said):
+        return  # `checks` looks into them
+    for index, one in enumerate(said):
+        if isinstance(one, PipelineTemplate):
+            rule = "Pipelines are given either all by their number of stages or all by templates"
+            raise ConfigError(f"{field}[{index}]", one, rule, "Use for instance [4, 3]")
+        _check_length(f"{field}[{index}]", one, wanted=True)
+
+
+def _check_length(field: str, value: object, *, wanted: bool) -> None:
+    if value is None and not wanted:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 2**20:
+        raise ConfigError(field, value, "A pipeline has a whole number of stages, at least 1", "Use for instance 3")
+
+
+def _check_beside(name: str, modality: Modality) -> None:
+    for field in _INSTEAD:
+        said = getattr(modality, field)
+        if said is not None and (field, said) != ("dp_size", len(modality.lengths)):
+            rule = "pipelines says how many replicas there are and which stages each of them has"
+            raise ConfigError(f"modalities.{name}.{field}", said, rule, "Leave one of them unset")
+    for field, usual in _USUAL.items():
+        if getattr(modality, field) not in usual:
+            rule = f"It does not go with unlike pipelines (modalities.{name}.pipelines)"
+            raise ConfigError(f"modalities.{name}.{field}", getattr(modality, field), rule, f"Use {usual[0]}")
+    if isinstance(modality.activation_checkpointing, Mapping) and "per_stage" in modality.activation_checkpointing:
+        rule = "Stages of unlike pipelines hold other layers in each replica"
+        field = f"modalities.{name}.activation_checkpointing"
+        raise ConfigError(field, modality.activation_checkpointing, rule, "Name layers: {layers: [0, 1]}")
+
+
+def _check_others(name: str, modalities: Mapping[str, Modality]) -> None:
+    """Refuse what other modalities say that counts on equal pipelines of one."""
+    for key in decoders_of(modalities):
+        rule = f"Modalities with unlike pipelines (modalities.{name}.pipelines) have none that run after them"
+        raise ConfigError(f"modalities.{key}.feeds_from", modalities[key].feeds_from, rule, "Use dp_size and pp_size")
+    for key, other in modalities.items():
+        if other.owner is not None and other.owner.modality == name and other.owner.pp != 0:
+            rule = f"Replicas of {name!r} have unlike pipelines, which share their first rank at most"
+            fix = f"Use {name + '.0'!r}, or leave it unset"
+            raise ConfigError(f"modalities.{key}.colocate_with", other.colocate_with, rule, fix)
+        if key != name and isinstance(other.feeds, list | tuple):
+            rule = f"Stages of unlike pipelines (modalities.{name}.pipelines) have no common numbers"
+            raise ConfigError(f"modalities.{key}.feeds", other.feeds, rule, "Use 'first' or 'all'")
+        for field in ("dp_shard_size", "zero_stage", "ep_size"):
+            if getattr(other, field) not in _USUAL[field]:
+                rule = f"It does not go with unlike pipelines (modalities.{name}.pipelines)"
+                raise ConfigError(f"modalities.{key}.{field}", getattr(other, field), rule, "Leave it unset")
+
+
+def _check_speeds(name: str, modality: Modality, modalities: Mapping[str, Modality]) -> None:
+    field, speeds = f"modalities.{name}.speeds", modality.speeds
+    other = next((key for key, one in modalities.items() if one.speeds is not None and key != name), None)
+    if other is not None:
+        rule = f"One modality says how fast replicas are, and {other!r} does too"
+        raise ConfigError(field, speeds, rule, "Leave one of them unset")
+    count = len(modality.lengths) or modality.dp_size
+    if count is None:
+        rule = "Speeds are listed for a known number of replicas"
+        raise ConfigError(field, speeds, rule, "Use pipelines=[...] or dp_size beside it, or leave it unset")
+    if not isinstance(speeds, list | tuple) or len(speeds) != count:
+        rule = f"There is one number for each of the {count} replicas"
+        raise ConfigError(field, speeds, rule, f"Use for instance {[1.0] * count}")
+    for index, speed in enumerate(speeds):
+        if isinstance(speed, bool) or not isinstance(speed, int | float) or not 0 < speed < math.inf:
+            raise ConfigError(
+                f"{field}[{index}]", speed, "A speed is a positive, finite number", "Use for instance 1.0"
+            )
+
+
+def each_pipeline(modality: Modality) -> list[Modality]:
+    """Return for each replica of unlike pipelines the modality with its pipeline alone."""
+    alone = replace(modality, pipelines=None, speeds=None, dp_size=None)
+    return [
+        replace(alone, pipeline_template=one) if isinstance(one, PipelineTemplate) else replace(alone, pp_size=one)
+        for one in cast("list[int | PipelineTemplate]", modality.pipelines)
+    ]

@@ -1,0 +1,137 @@
+"""What may be said of unlike pipelines and speeds, what is refused beside them, and pipelines for a number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonargparse import auto_cli
+
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.modality import Modality, PipelineTemplate
+from lightning_mm5d.config.pipelines import completed
+from lightning_mm5d.schedule.fields import check_fields
+
+TEMPLATE = PipelineTemplate(stages=[1, 1])
+
+
+def refusal(modalities: dict[str, Modality], **fields: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_fields({"modalities": modalities, **fields})
+    return str(caught.value)
+
+
+def said(modalities: dict[str, Modality] | None = None) -> Any:
+    """Stands in for a strategy.
+
+    Args:
+        modalities: by name.
+    """
+    return modalities
+
+
+def lengths(pipelines: Any, world: int, **fields: Any) -> tuple[int, ...]:
+    """The pipelines of a number of ranks, equal ones too."""
+    found = completed({"language": Modality(pipelines=pipelines, **fields)}, world)["language"]
+    return found.lengths or (found.pp_size or 1,) * (found.dp_size or 1)
+
+
+@pytest.mark.parametrize(
+    ("pipelines", "fields", "path"),
+    [
+        ([], {}, "pipelines"),
+        ([4, 0], {}, "pipelines[1]"),
+        ([4, True], {}, "pipelines[1]"),
+        ([4, TEMPLATE], {}, "pipelines[1]"),
+        ([PipelineTemplate()], {}, "pipelines[0]"),
+        ([PipelineTemplate(stages=[["layers.0"], ["layers.1"]])], {}, "pipelines[0].stages"),
+        ({"max": 3}, {}, "pipelines.min"),
+        ({"min": 3, "max": 2}, {}, "pipelines.max"),
+        ({"least": 3}, {}, "pipelines"),
+        ("4+3", {}, "pipelines"),
+        ([4, 3], {"dp_size": 3}, "dp_size"),
+        ([4, 3], {"pp_size": 4}, "pp_size"),
+        ([4, 3], {"pipeline_template": TEMPLATE}, "pipeline_template"),
+        ([4, 3], {"pp_chunks": 2}, "pp_chunks"),
+        ([4, 3], {"cp_size": 2}, "cp_size"),
+        ([4, 3], {"ep_size": 2}, "ep_size"),
+        ([4, 3], {"zero_stage": 1}, "zero_stage"),
+        ([4, 3], {"offload": "activations"}, "offload"),
+        ([4, 3], {"cost": 1.0}, "cost"),
+        ([4, 3], {"activation_checkpointing": {"per_stage": ["full", "none"]}}, "activation_checkpointing"),
+        ([4, 3], {"speeds": [1.0]}, "speeds"),
+        ([4, 3], {"speeds": [1.0, 0.0]}, "speeds[1]"),
+        ({"min": 3}, {"speeds": [1.0, 2.0]}, "speeds"),
+        (None, {"speeds": [1.0, 2.0]}, "speeds"),
+    ],
+)
+def test_what_does_not_go_with_unlike_pipelines_is_refused(pipelines: Any, fields: Any, path: str) -> None:
+    message = refusal({"language": Modality(pipelines=pipelines, **fields)})
+    assert message.startswith(f"modalities.language.{path}: ")
+
+
+def test_what_counts_on_equal_pipelines_of_another_modality_is_refused() -> None:
+    language = Modality(pipelines=[4, 3])
+    for field, value in (("colocate_with", "language"), ("colocate_with", "language.1"), ("feeds", [0])):
+        message = refusal({"vision": Modality(**{field: value}), "language": language})
+        assert message.startswith(f"modalities.vision.{field}: ")
+    message = refusal({"language": language, "talker": Modality(feeds_from="language")})
+    assert message.startswith("modalities.talker.feeds_from: ")
+
+
+def test_what_counts_on_equal_numbers_of_microbatches_is_refused() -> None:
+    unlike, speeds = {"model": Modality(pipelines=[2, 1])}, {"model": Modality(dp_size=2, speeds=[2, 1])}
+    assert refusal(unlike, schedule="zbv").startswith("schedule: got 'zbv'")
+    assert refusal(unlike, schedule=lambda graph: {}).startswith("schedule: ")
+    assert refusal(speeds, schedule=lambda graph: {}).startswith("schedule: ")
+    assert refusal(speeds, microbatching="loader").startswith("microbatching: ")
+    assert refusal(speeds, num_microbatches=None, microbatch_size=2).startswith("microbatch_size: ")
+    assert refusal(unlike, placement=["pp", "dp"]).startswith("placement: ")
+    assert refusal(speeds, timeline="timeline.json").startswith("timeline: ")
+    check_fields({"modalities": speeds, "schedule": "interleaved"})
+
+
+@pytest.mark.parametrize("text", ["[4, 3]", "{min: 3}", "[{stages: [1, 3]}, {offsets: [0, 0, 0]}]"])
+def test_pipelines_are_read_from_yaml(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"modalities: {{language: {{pipelines: {text}}}}}")
+    found = auto_cli(said, args=[f"--config={path}"])
+    check_fields({"modalities": found})
+    assert completed(found, 7)["language"].lengths in [(4, 3), (2, 3)]
+
+
+def test_any_number_of_ranks_from_the_minimum_on_has_pipelines() -> None:
+    assert [lengths({"min": 3}, world) for world in (3, 5, 6, 7, 8, 11)] == [
+        (3,),
+        (5,),
+        (3, 3),
+        (4, 3),
+        (4, 4),
+        (4, 4, 3),
+    ]
+    for shortest in range(1, 6):
+        for world in range(shortest, 60):
+            found = lengths({"min": shortest}, world)
+            assert sum(found) == world
+            assert shortest <= min(found)
+            assert max(found) <= max(found[-1] + 1, shortest)
+
+
+def test_pipelines_of_equal_length_are_equal_replicas() -> None:
+    found = completed({"language": Modality(pipelines={"min": 3})}, 6)["language"]
+    assert found == Modality(dp_size=2, pp_size=3)
+
+
+def test_numbers_of_ranks_beyond_the_longest_pipelines_are_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="Nearest that fit: 4 or 6 ranks"):
+        lengths({"min": 3, "max": 4}, 5)
+    with pytest.raises(ConfigError, match="Nearest that fit: 3 ranks"):
+        lengths({"min": 3}, 2)
+    with pytest.raises(ConfigError, match="Nearest that fit: 6 or 8 ranks"):
+        lengths({"min": 3}, 7, tp_size=2)
+
+
+def test_other_modalities_have_their_ranks_in_each_replica() -> None:
+    found = completed({"vision": Modality(tp_size=2), "language": Modality(pipelines={"min": 2})}, 9)
+    assert found["language"].lengths == (3, 2)

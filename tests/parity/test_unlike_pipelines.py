@@ -1,0 +1,193 @@
+"""Replicas with unlike pipelines and speeds train as one process does on the samples of all of them.
+
+Each case trains a tiny model for three steps of SGD in float64 on the layout that its name says, the last step with
+fewer samples than the others. Ranks lie as always: pipeline ranks slowest, so that ``[4, 3]`` is "replica 0: ranks 0,
+2, 4, 6; replica 1: ranks 1, 3, 5".
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import lightning as L
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from compare import State, assert_equal_to_one_process, tolerance
+from lightning_mm5d import Modality, MultimodalStrategy, PipelineTemplate
+from lightning_mm5d.cli.job import settle
+from lightning_mm5d.plan.plan import Plan
+from parity.harness import Recorder, strategy
+from ranks import call_ranks
+from zoo import CASES, apply_freeze
+
+STEPS = 3
+
+
+class Unlike(NamedTuple):
+    """A model, its layout, and how many microbatches each replica takes of a step."""
+
+    name: str
+    modalities: dict[str, Modality]
+    world: int
+    counts: tuple[int, ...]
+    batch_size: int
+    """of a replica on average"""
+    options: dict[str, Any] = {}  # noqa: RUF012
+    trainer: dict[str, Any] = {}  # noqa: RUF012
+    variant: str = "none"
+
+
+TEMPLATES = [PipelineTemplate(stages=[1, 3]), PipelineTemplate(stages=[2, 2]), PipelineTemplate(offsets=[-1, 1, 0])]
+UNLIKE = {
+    "pp 4 and pp 3": Unlike("gpt2", {"model": Modality(pipelines=[4, 3])}, 7, (8, 6), 7, {"num_microbatches": 7}),
+    "templates of pp 2, pp 2 and pp 3": Unlike(
+        "t5", {"model": Modality(pipelines=TEMPLATES)}, 7, (3, 2, 4), 4, {"num_microbatches": 3}
+    ),
+    "pp 1, pp 2 and pp 1 at speeds": Unlike(
+        "bert",
+        {"model": Modality(pipelines=[1, 2, 1], speeds=[1, 5, 2.5])},
+        4,
+        (1, 7, 4),
+        4,
+        {"num_microbatches": 4, "schedule": "zero_bubble"},
+    ),
+    "dp 2 at speeds": Unlike(
+        "bert",
+        {"model": Modality(dp_size=2, speeds=[3, 1])},
+        2,
+        (3, 1),
+        4,
+        {"num_microbatches": 2, "loss_weight": "tokens"},
+        {"accumulate_grad_batches": 2},
+    ),
+    "pp 2 and pp 1 with tp 2": Unlike(
+        "bert", {"model": Modality(pipelines=[2, 1], tp_size=2)}, 6, (5, 3), 4, {"num_microbatches": 4}
+    ),
+    "vision | language pp 2 and pp 1": Unlike(
+        "llava",
+        {"vision": Modality(), "language": Modality(pipelines=[2, 1])},
+        5,
+        (5, 3),
+        4,
+        {"num_microbatches": 4},
+    ),
+    "vision with the first rank of language pp 3 and pp 2": Unlike(
+        "llava",
+        {"vision": Modality(colocate_with="language.0"), "language": Modality(pipelines=[3, 2])},
+        5,
+        (5, 3),
+        4,
+        {"num_microbatches": 4},
+        {"gradient_clip_val": 0.1},
+    ),
+    "vision pp 2 and pp 1 | language pp 1 and pp 2": Unlike(
+        "llava",
+        {"vision": Modality(pipelines=[2, 1]), "language": Modality(pipelines=[1, 2])},
+        6,
+        (4, 4),
+        4,
+        {"num_microbatches": 4, "schedule": "gpipe"},
+    ),
+    "frozen vision | language pp 2 and pp 1": Unlike(
+        "llava",
+        {"vision": Modality(), "language": Modality(pipelines=[2, 1])},
+        5,
+        (5, 3),
+        4,
+        {"num_microbatches": 4},
+        variant="encoder",
+    ),
+}
+
+EXHAUSTIVE = ("templates of pp 2, pp 2 and pp 3", "frozen vision | language pp 2 and pp 1")
+
+
+class Rows(Dataset):
+    """The samples of a batch."""
+
+    def __init__(self, name: str, count: int) -> None:
+        self.batch, self.count = CASES[name].batch(count, seed=1), count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {key: value[index] for key, value in self.batch.items()}
+
+
+def build(case: Unlike) -> L.LightningModule:
+    module = CASES[case.name].build()
+    if case.variant != "none":
+        apply_freeze(module, CASES[case.name], case.variant)
+    return module
+
+
+def fit(case: Unlike, chosen: Any, devices: int, batch_size: int) -> tuple[Recorder, State]:
+    """Train for `STEPS` steps of `batch_size` samples a replica, the last of which lacks a few samples."""
+    module, recorder, whole = build(case), Recorder(), case.batch_size * len(case.counts)
+    data = Rows(case.name, STEPS * whole - 3)
+    # the order in which Lightning lets replicas train
+    sampler = DistributedSampler(data, num_replicas=1, rank=0) if chosen == "auto" else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = L.Trainer(
+            accelerator="cpu",
+            devices=devices,
+            strategy=chosen,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+            max_epochs=1,
+            callbacks=[recorder],
+            **case.trainer,
+        )
+        trainer.fit(module, DataLoader(data, batch_size=batch_size, sampler=sampler))
+    return recorder, module.state_dict()
+
+
+def chosen(case: Unlike) -> MultimodalStrategy:
+    return strategy(case.modalities, **case.options)
+
+
+def train(rank: int, which: str) -> tuple[list[float], list[State], State]:
+    """One rank's run: its losses, the gradients of each step, and at the end the parameters that it returns."""
+    case = UNLIKE[which]
+    recorder, state = fit(case, chosen(case), case.world, case.batch_size)
+    return recorder.losses, recorder.gradients, state
+
+
+@lru_cache
+def reference(which: str) -> tuple[Recorder, State]:
+    case = UNLIKE[which]
+    return fit(case, "auto", 1, case.batch_size * len(case.counts))
+
+
+def plan_of(case: Unlike) -> Plan:
+    made = chosen(case)
+    settle(made, case.world, 1)
+    return made.plan(build(case))
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize(
+    "which", [pytest.param(one, marks=pytest.mark.exhaustive) if one in EXHAUSTIVE else one for one in UNLIKE]
+)
+def test_unlike_replicas_train_as_one_process(which: str) -> None:
+    """The layout of the name, for instance "replica 0: ranks 0, 2, 4, 6; replica 1: ranks 1, 3, 5"."""
+    case = UNLIKE[which]
+    plan = plan_of(case)
+    assert plan.layout.microbatches(case.options["num_microbatches"]) == case.counts
+    shards = plan.division.shards
+
+    def cut(rank: int, key: str, full: torch.Tensor) -> torch.Tensor:
+        return shards[key].cut(full, plan.ownership.shard_index(key, rank)) if key in shards else full
+
+    recorder, parameters = reference(which)
+    ranks = call_ranks(case.world, train, which)
+    limits = tolerance(case.name in ("bert", "t5"))
+    assert_equal_to_one_process(ranks, recorder, parameters, with_losses=False, where=which, cut=cut, **limits)
