@@ -6,6 +6,7 @@ must be understood too, because hidden states are in blocks throughout a layer. 
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -24,6 +25,7 @@ from lightning_mm5d.tensor_parallel.units import OwnHeads
 
 _ON_FULL_WIDTH = re.compile(r"norm|scale", re.IGNORECASE)
 _DROPS_SAMPLES = re.compile(r"drop_?path|stochastic_?depth", re.IGNORECASE)
+_TOKENS_FIRST = re.compile(r"permute\(\s*1,\s*2,\s*0,\s*3\s*\)")  # [sequence, samples, heads, width] to torch's order
 _FIX = "Use tp_mode='1d' for this modality"
 
 
@@ -117,6 +119,8 @@ class _Layer:
 
     def _other(self, path: str, module: nn.Module) -> None:
         kind = type(module).__name__
+        if _TOKENS_FIRST.search(_code_of(module)):
+            self._refuse(path, f"{kind} takes [sequence, samples, ...], whose rows would be tokens")
         if _DROPS_SAMPLES.search(kind) and any(
             isinstance(value, float) and value > 0 for name, value in vars(module).items() if "drop" in name
         ):
@@ -152,6 +156,13 @@ class _Layer:
     def _refuse(self, path: str, why: str) -> None:
         rule = f"Everything in a layer is in blocks over the grid, and of {path} that is not known: {why}"
         raise ConfigError(f"modalities.{self._group}.tp_mode", self._shape.mode, rule, _FIX)
+
+
+def _code_of(module: nn.Module) -> str:
+    try:
+        return inspect.getsource(type(module).forward)
+    except (OSError, TypeError):  # made without a file
+        return ""
 
 
 def _is_of_tokens(module: nn.Module) -> bool:

@@ -56,7 +56,7 @@ class GridLayers:
         self._region = region
         self._place = shape.places[group.index]
         self._frame: Frame | None = None  # of the hidden state of the layer that runs
-        self._ids: tuple[int, ...] = ()  # shape of what the embedding took
+        self._ids: dict[int, tuple[int, ...]] = {}  # shapes of what embeddings took
         self._has_samples_first = False
         self._undo: list[Callable[[], object]] = []
 
@@ -73,9 +73,9 @@ class GridLayers:
         for path, norm in plan.norms.items():
             if held.holds(path):
                 self._replace(root.get_submodule(path), self._norm(norm))
-        for path, kind in division.roles.items():
-            if kind == "embedding" and division.groups[path] == self._modality:
-                self._undo.append(root.get_submodule(path).register_forward_pre_hook(self._note_ids).remove)
+        for path, module in root.named_modules():
+            if isinstance(module, nn.Embedding) and not plan.holds(path):
+                self._undo.append(module.register_forward_pre_hook(self._note_ids).remove)
         attentions = [path for path in division.heads if held.holds(path)]
         for path in attentions:
             module = root.get_submodule(path)
@@ -203,17 +203,15 @@ class GridLayers:
     # --- refusals ---
 
     def _note_ids(self, module: nn.Module, args: tuple) -> None:
-        self._ids = tuple(args[0].shape) if args and isinstance(args[0], Tensor) else ()
+        self._ids[id(module)] = tuple(args[0].shape) if args and isinstance(args[0], Tensor) else ()
 
     def _check_order(self, module: nn.Module, hidden: Tensor) -> None:
         """Refuse hidden states [sequence, samples, width]: rows would be tokens, which attend to each other."""
-        shape, ids = tuple(hidden.shape[:2]), self._ids
-        if len(ids) != 2 or sorted(shape) != sorted(ids):
-            return
-        if shape != ids:
+        shape, seen = tuple(hidden.shape[:2]), set(self._ids.values())
+        if shape not in seen and shape[::-1] in seen:
             raise self._error(module, tuple(hidden.shape), "Its hidden states are [sequence, samples, width]")
-        self._has_samples_first |= ids[0] != ids[1]
-        if ids[0] == ids[1] > 1 and not self._has_samples_first:
+        self._has_samples_first |= shape in seen and shape[0] != shape[1]
+        if shape in seen and shape[0] == shape[1] > 1 and not self._has_samples_first:
             rule = "The first batch has as many samples as tokens, so that its hidden states may be either way round"
             raise self._error(module, tuple(hidden.shape), rule)
 
