@@ -121,6 +121,7 @@ def test_more_families_on_a_grid_train_like_whole_ones(grid: str) -> None:
 @pytest.mark.parametrize(
     ("name", "why"),
     [
+        ("chatglm", "would be tokens"),
         ("mixtral", "experts"),
         ("t5", "parameter beside"),
         ("swin", "parameter beside"),
