@@ -24,10 +24,12 @@ _USUAL = {
     "dp_shard_size": (None, 1),
     "zero_stage": (None, 0),
     "reshard_after_forward": (False,),
+    "tp_mode": ("1d",),
     "cp_size": (1,),
     "pp_chunks": (1,),
     "ep_size": (1,),
     "offload": (None,),
+    "cache_features": (None,),
     "colocate_with": (None,),
     "cost": (None,),
 }
@@ -196,7 +198,7 @@ def _check_others(name: str, modalities: Mapping[str, Modality]) -> None:
         if key != name and isinstance(other.feeds, list | tuple):
             rule = f"Stages of unlike pipelines (modalities.{name}.pipelines) have no common numbers"
             raise ConfigError(f"modalities.{key}.feeds", other.feeds, rule, "Use 'first' or 'all'")
-        for field in ("dp_shard_size", "zero_stage", "ep_size"):
+        for field in ("dp_shard_size", "zero_stage", "ep_size", "cache_features"):
             if getattr(other, field) not in _USUAL[field]:
                 rule = f"It does not go with unlike pipelines (modalities.{name}.pipelines)"
                 raise ConfigError(f"modalities.{key}.{field}", getattr(other, field), rule, "Leave it unset")

@@ -57,6 +57,8 @@ def lengths(pipelines: Any, world: int, **fields: Any) -> tuple[int, ...]:
         ([4, 3], {"cp_size": 2}, "cp_size"),
         ([4, 3], {"ep_size": 2}, "ep_size"),
         ([4, 3], {"zero_stage": 1}, "zero_stage"),
+        ([4, 3], {"tp_size": 4, "tp_mode": "2d"}, "tp_mode"),
+        ([4, 3], {"cache_features": "features"}, "cache_features"),
         ([4, 3], {"offload": "activations"}, "offload"),
         ([4, 3], {"cost": 1.0}, "cost"),
         ([4, 3], {"activation_checkpointing": {"per_stage": ["full", "none"]}}, "activation_checkpointing"),
