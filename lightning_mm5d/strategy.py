@@ -6,10 +6,11 @@ runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import cached_property, partial
-from typing import Any, Literal
+from os import PathLike
+from typing import Any, Literal, Self
 
 import lightning.pytorch as pl
 import torch
@@ -22,9 +23,11 @@ from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
 from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.foreign.conversion import arguments_of
 from lightning_mm5d.config.modality import Modality, for_schedule, loss_modality_of
 from lightning_mm5d.config.options import BACKENDS
 from lightning_mm5d.config.pipelines import completed
+from lightning_mm5d.config.shorthand import as_modalities
 from lightning_mm5d.data.batches import per_replica
 from lightning_mm5d.data.loader import group_batches, shard_loader
 from lightning_mm5d.layout.layout import Layout
@@ -58,7 +61,8 @@ class MultimodalStrategy(GradientStrategy):
     """Trains a LightningModule with a layout per modality. The trainer sets the arguments that are not listed.
 
     Args:
-        modalities: layout of each modality by name; without any, all ranks are replicas of the whole model.
+        modalities: layout of each modality by name: a `Modality`, a mapping of its fields or its number of stages;
+            without any, all ranks are replicas of the whole model.
         schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved"``, ``"zero_bubble"``, ``"zbv"`` or ``"auto"``; the path of a
             table of actions (``.csv``); or a function that makes one of the graph of stages.
         num_microbatches: parts that each replica's batch is split into, M; 1 where unset.
@@ -91,7 +95,7 @@ class MultimodalStrategy(GradientStrategy):
 
     def __init__(
         self,
-        modalities: dict[str, Modality] | None = None,
+        modalities: dict[str, Modality | int] | None = None,
         schedule: AnySchedule = "1f1b",
         num_microbatches: int | None = None,
         microbatch_size: int | None = None,
@@ -141,9 +145,24 @@ class MultimodalStrategy(GradientStrategy):
         self.bucket_bytes = bucket_bytes
         self.main_params = main_params
         self._placement, self._timeline = placement, timeline
-        check_fields(fields, {*BACKENDS, *dist.Backend.backend_list})
-        modalities = {"model": Modality()} if modalities is None else modalities
-        self.modalities = for_schedule(modalities, schedule, loss_modality_of(modalities))
+        made = as_modalities({"model": Modality()} if modalities is None else modalities)
+        check_fields({**fields, "modalities": made}, {*BACKENDS, *dist.Backend.backend_list})
+        self.modalities = for_schedule(made, schedule, loss_modality_of(made))
+
+    @classmethod
+    def from_config(cls, config: str | PathLike[str] | Mapping[str, Any], **arguments: Any) -> Self:
+        """Return the strategy that a configuration of ColossalAI, Cornstarch or MindFormers asks for.
+
+        Warns of knobs that have no equal and change time or memory alone, and of what the Trainer or the model says.
+
+        Args:
+            config: a file (``.py``, which is read and not run; YAML or JSON), or what it holds.
+            arguments: of the strategy, in place of converted ones.
+
+        Raises:
+            ConfigError: a knob does not exist, cannot work, or has no equal and results depend on it.
+        """
+        return cls(**arguments_of(config, arguments))
 
     # --- configuration ---
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,9 +17,10 @@ from typing import Any, NamedTuple
 import yaml
 
 from lightning_mm5d.config.checks import MOST
-from lightning_mm5d.config.errors import OTHER_PACKAGE, ConfigError, did_you_mean, other_package
-from lightning_mm5d.config.modality import Modality, PipelineTemplate, for_schedule, loss_modality_of
+from lightning_mm5d.config.errors import OTHER_PACKAGE, ConfigError, other_package
+from lightning_mm5d.config.modality import Modality, for_schedule, loss_modality_of
 from lightning_mm5d.config.options import FUNCTIONS
+from lightning_mm5d.config.shorthand import as_modalities
 from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.schedule import check_fields, is_table
 
@@ -161,6 +161,7 @@ def check_early(contents: Sequence[Mapping[str, Any]], overrides: Sequence[str])
     """
     from jsonargparse import ArgumentError, ArgumentParser
 
+    check_numbers(contents, overrides)
     try:
         arguments = [part for content in contents for part in ("--config", _checked(content))]
         arguments += _overriding(overrides)
@@ -168,7 +169,7 @@ def check_early(contents: Sequence[Mapping[str, Any]], overrides: Sequence[str])
         return
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--config", action="config")
-    types = {"modalities": dict[str, Modality], "timeout": timedelta, "watchdog": timedelta}
+    types = {"modalities": dict[str, Modality | int], "timeout": timedelta, "watchdog": timedelta}
     for field in FIELDS:
         parser.add_argument(f"--{field}", type=types.get(field, Any), default=None)
     try:
@@ -179,8 +180,31 @@ def check_early(contents: Sequence[Mapping[str, Any]], overrides: Sequence[str])
     made = (getattr(parser, "instantiate", None) or parser.instantiate_classes)(parsed)
     given = {field: value for field in FIELDS if (value := made[field]) is not None}
     _without_functions(given)
+    if "modalities" in given:
+        given["modalities"] = as_modalities(given["modalities"])
     check_fields(given)
     _check_world(contents, overrides, given)
+
+
+def check_numbers(contents: Sequence[Mapping[str, Any]], overrides: Sequence[str]) -> None:
+    """Refuse options for fields of a modality that a file writes as its number of stages, which would be lost.
+
+    Raises:
+        ConfigError: at the first such option.
+    """
+    said: dict[str, Any] = {}
+    for content in contents:
+        found: Any = content
+        for key in ("trainer", "strategy", "init_args", "modalities"):
+            found = found.get(key, found) if isinstance(found, Mapping) else None
+        if isinstance(found, Mapping):
+            said |= found
+    for name, value in _pairs(overrides):
+        modality, _, field = name.partition("modalities.")[2].partition(".")
+        if field and type(stages := said.get(modality)) is int:
+            rule = f"The file says {modality}: {stages}, which leaves no room for another field"
+            fix = f"Write {modality}: {{pp_size: {stages}}} there"
+            raise ConfigError(f"modalities.{modality}.{field}", value, rule, fix)
 
 
 def _without_functions(given: dict[str, Any]) -> None:
@@ -257,8 +281,8 @@ def _check_as_written(arguments: Sequence[str]) -> None:
         else:
             found = yaml.safe_load(argument)
         _lay(written, found)
-    if isinstance(modalities := written.get("modalities"), Mapping):
-        written["modalities"] = {name: _made(f"modalities.{name}", Modality, one) for name, one in modalities.items()}
+    if "modalities" in written:
+        written["modalities"] = as_modalities(written["modalities"])
     written = {field: value for field, value in written.items() if value is not None}
     for field, usual in (("timeout", "0:30:00"), ("watchdog", "0:05:00")):
         duration = written.pop(field, None)
@@ -267,20 +291,6 @@ def _check_as_written(arguments: Sequence[str]) -> None:
             raise ConfigError(field, duration, rule, f"Use for instance {usual!r}")
     _without_functions(written)
     check_fields(written)
-
-
-def _made(field: str, kind: type, said: Any) -> Any:
-    """The object whose fields are said, which may have values of any type."""
-    if not isinstance(said, Mapping):
-        return said
-    known = [each.name for each in fields(kind)]
-    for key in said:
-        if key not in known:
-            raise ConfigError(f"{field}.{key}", said[key], "There is no such field", did_you_mean(key, known))
-    values = dict(said)
-    if isinstance(template := values.get("pipeline_template"), Mapping):
-        values["pipeline_template"] = _made(f"{field}.pipeline_template", PipelineTemplate, template)
-    return kind(**values)
 
 
 def _lay(under: dict[str, Any], over: Mapping[str, Any]) -> None:

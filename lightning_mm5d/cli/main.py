@@ -1,7 +1,7 @@
 """The command ``mm5d``: trains from YAML alone, plans training before it runs, and takes checkpoints out again.
 
 ``mm5d fit`` and its siblings are a LightningCLI, with a ready module where the configuration names no class. All other
-commands run in one process.
+commands run in one process. ``mm5d convert`` says another system's configuration in ours.
 
 ``mm5d inspect`` prints which rank holds what; ``mm5d simulate`` prints, and draws, how long ranks would idle under
 every schedule; ``mm5d plan`` searches a better layout. These read the configuration of a LightningCLI; for ``simulate``
@@ -61,6 +61,8 @@ def _run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         from lightning_mm5d.cli.doctor import doctor
 
         return doctor()
+    if arguments.command == "convert":
+        return _convert(arguments)
     if arguments.command not in _CONFIGURED:
         return _run_on_checkpoint(arguments)
     from jsonargparse import ArgumentError
@@ -106,6 +108,19 @@ def _train(arguments: Sequence[str]) -> int:
 
         train(arguments)
     except (ConfigError, CheckpointUntrustedError) as error:
+        print(f"mm5d: error: {one_line(str(error))}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    from lightning_mm5d.cli.conversions import convert
+    from lightning_mm5d.cli.refusals import one_line
+    from lightning_mm5d.config.errors import ConfigError
+
+    try:
+        convert(arguments.file, arguments.out)
+    except ConfigError as error:
         print(f"mm5d: error: {one_line(str(error))}", file=sys.stderr)
         return 2
     return 0
@@ -230,6 +245,16 @@ def _parser() -> argparse.ArgumentParser:
     one.set_defaults(command="plan")
 
     _add_checkpoint_commands(commands)
+
+    about = (
+        "Write a configuration of ColossalAI (parallel = dict(...), HybridParallelPlugin), Cornstarch "
+        "(MultimodalParallelPlugin) or MindFormers (parallel_config) as YAML for a LightningCLI, and list what has no "
+        "equal. Nothing of the file is run."
+    )
+    one = commands.add_parser("convert", description=about, help="convert a configuration of another system")
+    one.add_argument("file", type=Path, metavar="FILE", help="Python, YAML or JSON")
+    one.add_argument("--out", type=Path, metavar="FILE", help="write the YAML there, and print the list alone")
+    one.set_defaults(command="convert")
 
     about = "Show versions, devices and backends, and what would not work here."
     one = commands.add_parser("doctor", description=about, help="show versions, devices and what would not work")

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 from lightning.pytorch.cli import LightningCLI
 
+from lightning_mm5d.cli.configuration import check_numbers
 from lightning_mm5d.recipes.data import MultimodalDataModule
 from lightning_mm5d.recipes.module import MultimodalModule
 
@@ -49,7 +50,9 @@ def command_line(contents: Sequence[Mapping[str, Any]], options: Sequence[str] =
 
 def train(arguments: Sequence[str]) -> None:
     """Run ``mm5d fit ...``; `arguments` are those of a LightningCLI."""
-    command_line([_content(path) for path in _configs(arguments)], arguments)(args=list(arguments))
+    contents = [_content(path) for path in _configs(arguments)]
+    check_numbers(contents, arguments)
+    command_line(contents, arguments)(args=list(arguments))
 
 
 def _configs(arguments: Sequence[str]) -> list[Path]:

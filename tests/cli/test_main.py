@@ -10,6 +10,7 @@ from inspect import signature
 from pathlib import Path
 
 import pytest
+import yaml
 
 from lightning_mm5d import MultimodalStrategy
 from lightning_mm5d.cli import doctor, terminal
@@ -192,3 +193,22 @@ def test_commands_on_checkpoints_begin_without_torch(arguments: tuple[str, ...],
     found, text = without_torch(*arguments)
     assert found == code
     assert words in " ".join(text.split())
+
+
+def test_converts_a_configuration_without_torch_and_lists_its_knobs(tmp_path: Path) -> None:
+    file, out = tmp_path / "config.py", tmp_path / "ours.yaml"
+    file.write_text("parallel = dict(pipeline=2, tensor=dict(size=2, mode='1d'))\nraise SystemExit(3)")
+    code, printed = without_torch("convert", str(file), "--out", str(out))
+    assert (code, "parallel.tensor.size=2 -> modalities.model.tp_size: 2" in printed) == (0, True), printed
+    assert yaml.safe_load(out.read_text())["trainer"]["strategy"]["init_args"]["modalities"] == {
+        "model": {"pp_size": 2, "tp_size": 2}
+    }
+    file.write_text("parallel = dict(pipelin=2)")
+    code, printed = without_torch("convert", str(file))
+    assert (code, "parallel" in printed) == (2, True), printed
+
+
+def test_refuses_an_option_over_a_number_of_stages(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("modalities: {vision: 1, language: 3}")
+    code, printed = without_torch("simulate", str(tmp_path / "config.yaml"), "--modalities.language.tp_size=2")
+    assert (code, "Write language: {pp_size: 3} there" in printed) == (2, True), printed

@@ -1,0 +1,166 @@
+"""Cornstarch's plugins: `MultimodalParallelPlugin` and its kind, with a `ModalParallelPlugin` for each modality.
+
+The order of a table is that of the constructor, so that positional arguments have their names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.foreign.colossalai import (
+    KERNELS,
+    PRECISION,
+    SCALER,
+    convert_microbatches,
+    convert_precision,
+)
+from lightning_mm5d.config.foreign.knobs import Conversion, Draft, Entry, Knob, always, costs, results, ruled, same
+
+MODAL_KNOBS: tuple[Knob, ...] = (
+    same("tp_size", "modality.tp_size"),
+    ruled("sp_size", "modality.cp_size", "", neutral=(1,)),
+    ruled("sequence_parallelism_mode", "modality.cp_mode", "`all_to_all`: `ulysses`; `ring_attn`, which gathers keys "
+          "and values a head at a time: `allgather`"),
+    ruled("pipeline_template.modules_per_stage", "modality.pipeline_template modality.pp_size", "`{stages: [...]}` "
+          "with numbers of layers; other modules stay with the first or last layer"),
+    always("pipeline_template.model_name", "Layers are found in the model"),
+    costs("pipeline_template.latency", "`cost`, for the search of a layout", neutral=(0, 0.0)),
+    costs("pipeline_template.kstar_latency", "`mm5d plan` simulates schedules", neutral=(0, 0.0)),
+    costs("pipeline_template.mem_required", "`mm5d plan` estimates memory", neutral=(0,)),
+    results("cpu_offload", "Cornstarch refuses it, too; ours is `offload: optimizer`", neutral=(False,)),
+    results("custom_policy", "A policy is code: write a TensorParallelPlan and register it with "
+            "`register_tensor_parallel_plan`; most models need none"),
+    ruled("context_parallel_distribution_mode", "modality.cp_distribution", "Of its `shard_config`: the same words in "
+          "lower case"),
+)  # fmt: skip
+
+KNOBS: tuple[Knob, ...] = (
+    ruled("encoder_plugins", "modality.*", "A modality for each, of the same name"),
+    ruled("language_model_plugin", "modality.*", "The modality `language`"),
+    *PRECISION,
+    *KERNELS,
+    ruled("num_microbatches", "strategy.num_microbatches", "The dataloader's batches have `num_microbatches * "
+          "microbatch_size` samples"),
+    ruled("microbatch_size", "strategy.num_microbatches", "See `num_microbatches`"),
+    *SCALER,
+    always("parallel_output", "Logits stay sharded, and pass for whole ones wherever they are read"),
+    always("make_vocab_size_divisible_by", "A vocabulary is split unevenly, and needs no padding"),
+)  # fmt: skip
+
+UNLIKE_KNOBS: tuple[Knob, ...] = (
+    same("tp_size", "modality.tp_size"),
+    always("microbatch_size", "The dataloader's batch is split into num_microbatches"),
+    *PRECISION,
+    *KERNELS,
+    *SCALER,
+    results("pipelines", "Replicas have the same stages"),
+    results("num_microbatches", "Replicas have the same number of microbatches"),
+)
+
+
+def convert_multimodal(given: Mapping[str, Any], *, colocated: bool = False) -> Conversion:
+    """Say the arguments of a `MultimodalParallelPlugin` in ours.
+
+    Args:
+        given: the arguments; the plugins of modalities are mappings of theirs.
+        colocated: whether encoders share ranks, as in `EncodersColocatedMultimodalParallelPlugin`.
+
+    Raises:
+        ConfigError: an argument does not exist, or has a value that a plugin refuses.
+    """
+    draft = Draft(KNOBS, given)
+    convert_precision(draft, "fp32")
+    convert_microbatches(draft)
+    if draft.get("microbatch_size") is not None:
+        draft.leave(
+            "microbatch_size", "always", "Batches of the dataloader have num_microbatches times as many samples"
+        )
+    encoders = draft.get("encoder_plugins", {})
+    if not isinstance(encoders, Mapping):
+        raise draft.refused("encoder_plugins", "It maps names to plugins", "Write {vision: {tp_size: 1}}")
+    if "language" in encoders:
+        raise draft.refused("encoder_plugins", "`language` is the language model", "Give that encoder another name")
+    plugins = {name: (f"encoder_plugins.{name}", one) for name, one in encoders.items()}
+    if "language_model_plugin" in draft.given:
+        plugins["language"] = ("language_model_plugin", draft.get("language_model_plugin", {}))
+    modalities: dict[str, Any] = {}
+    entries: list[Entry] = []
+    for name, (path, plugin) in plugins.items():
+        if not isinstance(plugin, Mapping):
+            raise ConfigError(path, plugin, "It maps arguments of a ModalParallelPlugin", "Write {tp_size: 1}")
+        modal = _modal(name, path, plugin)
+        modalities[name] = modal.modality
+        entries += modal.entries()
+        if colocated and name != "language" and name != next(iter(encoders)):
+            modal.modality["colocate_with"] = next(iter(encoders))
+    if not modalities:
+        raise draft.refused("language_model_plugin", "There is no plugin of a modality", "Write {tp_size: 1}")
+    for name in ("encoder_plugins", "language_model_plugin"):
+        draft.leave_rest([name], "always", "Its arguments are said one by one")
+    source = (
+        "Cornstarch EncodersColocatedMultimodalParallelPlugin" if colocated else "Cornstarch MultimodalParallelPlugin"
+    )
+    own = tuple(one for one in draft.entries() if not one.name.endswith("_plugins") and one.name[-7:] != "_plugin")
+    return Conversion(source, {"modalities": modalities, **draft.strategy}, draft.trainer, (*entries, *own))
+
+
+def convert_colocated(given: Mapping[str, Any]) -> Conversion:
+    """Say an `EncodersColocatedMultimodalParallelPlugin` in ours; raise ConfigError like `convert_multimodal`."""
+    return convert_multimodal(given, colocated=True)
+
+
+def convert_modal(given: Mapping[str, Any]) -> Conversion:
+    """Say one `ModalParallelPlugin` in ours, as that of a model with one modality."""
+    modal = _modal("model", "", given)
+    return Conversion("Cornstarch ModalParallelPlugin", {"modalities": {"model": modal.modality}}, {}, modal.entries())
+
+
+def convert_unlike(given: Mapping[str, Any]) -> Conversion:
+    """Say a `HeterogeneousParallelPlugin` in ours; raise ConfigError like `convert_multimodal`."""
+    draft = Draft(UNLIKE_KNOBS, given)
+    convert_precision(draft)
+    strategy = {"modalities": {"model": draft.modality}, **draft.strategy}
+    return Conversion("Cornstarch HeterogeneousParallelPlugin", strategy, draft.trainer, draft.entries())
+
+
+def _modal(name: str, path: str, given: Mapping[str, Any]) -> Draft:
+    template = given.get("pipeline_template")
+    if isinstance(template, list):  # the lists of modules alone
+        given = {**given, "pipeline_template": {"modules_per_stage": template}}
+    draft = Draft(MODAL_KNOBS, given, prefix=f"{path}." if path else "", modality=name)
+    mode_name, size = "sequence_parallelism_mode", draft.count("sp_size")
+    mode = draft.choice(mode_name, ("all_to_all", "ring_attn"))
+    if size == 1:
+        draft.leave_rest([mode_name], "always", "One rank shares no sequence")
+    elif mode is None:
+        raise draft.refused(mode_name, "The plugin needs it for an sp_size above 1", "Use 'ring_attn' or 'all_to_all'")
+    else:
+        draft.put("sp_size", "modality.cp_size", size)
+        draft.put(mode_name, "modality.cp_mode", "ulysses" if mode == "all_to_all" else "allgather")
+    distribution = draft.get("context_parallel_distribution_mode")
+    if distribution is not None:
+        word = str(distribution).rpartition(".")[2].lower()
+        draft.put("context_parallel_distribution_mode", "modality.cp_distribution", word)
+    _convert_template(draft)
+    return draft
+
+
+def _convert_template(draft: Draft) -> None:
+    name = "pipeline_template.modules_per_stage"
+    stages = draft.get(name)
+    if stages is None:
+        return
+    if not isinstance(stages, list) or not all(isinstance(stage, list) for stage in stages):
+        raise draft.refused(name, "It lists the names of modules for each stage", "Write [[layers.0], [layers.1]]")
+    if len(stages) == 1:
+        draft.put(name, "modality.pp_size", 1)
+        return
+    # as its own get_num_layers_per_stage: a layer's name has a number in it
+    counts = [sum(bool(re.search(r"\.\d", str(module))) for module in stage) for stage in stages]
+    if 0 in counts:
+        rule = f"Stage {counts.index(0)} has modules and no layer, and stages are lists of layers"
+        raise draft.refused(name, rule, "Give each stage a layer")
+    draft.put(name, "modality.pipeline_template", {"stages": counts})

@@ -1,0 +1,237 @@
+"""Tables of another system's knobs, and the draft that collects what becomes of each knob that is given.
+
+A draft ends with exactly one entry for each given knob, so that none is dropped silently. Refuses unknown knobs by the
+name of the nearest known one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from lightning_mm5d.config.errors import ConfigError, did_you_mean
+
+Effect = Literal["mapped", "always", "elsewhere", "costs", "results"]
+"""What becomes of a knob.
+
+``mapped``: fields of ours say it. ``always``: it asks for what happens anyway, or does nothing. ``elsewhere``: the
+LightningModule, its data or the Trainer says it. ``costs``: it has no equal, which changes time or memory alone.
+``results``: it has no equal, and without it the run fails or computes something else.
+"""
+
+_LONG = 12  # names; longer lists are not printed
+MODEL = "model"
+"""Name of the only modality of a configuration that knows no modalities."""
+
+
+@dataclass(frozen=True)
+class Knob:
+    """One knob of another system.
+
+    Attributes:
+        name: as it is written there, with dots between sections.
+        ours: fields that say the same, as ``modality.tp_size``, ``strategy.schedule`` or ``trainer.precision``. Several
+            where the value decides which; then, and where the value changes on the way, the source has a rule for it.
+        effect: what becomes of the knob.
+        about: how the value changes, or why there is no equal.
+        neutral: values that ask for nothing.
+        rule: whether a rule of the source says what becomes of it, instead of a copy of the value.
+    """
+
+    name: str
+    ours: tuple[str, ...]
+    effect: Effect
+    about: str
+    neutral: tuple[Any, ...] = ()
+    rule: bool = False
+
+
+def same(name: str, ours: str, about: str = "", *, neutral: tuple[Any, ...] = ()) -> Knob:
+    """A knob whose value one field of ours takes as it is."""
+    return Knob(name, (ours,), "mapped", about, neutral)
+
+
+def ruled(name: str, ours: str, about: str, *, neutral: tuple[Any, ...] = ()) -> Knob:
+    """A knob whose value a rule says in one or several fields of ours, whose names spaces part."""
+    return Knob(name, tuple(ours.split()), "mapped", about, neutral, rule=True)
+
+
+def always(name: str, about: str) -> Knob:
+    """A knob that asks for what happens anyway, or that does nothing there either."""
+    return Knob(name, (), "always", about)
+
+
+def elsewhere(name: str, about: str, *, neutral: tuple[Any, ...] = ()) -> Knob:
+    """A knob of the model, the data, the loop or the scaler."""
+    return Knob(name, (), "elsewhere", about, neutral)
+
+
+def costs(name: str, about: str, *, neutral: tuple[Any, ...] = ()) -> Knob:
+    """A knob without an equal, which changes time or memory alone."""
+    return Knob(name, (), "costs", about, neutral)
+
+
+def results(name: str, about: str, *, neutral: tuple[Any, ...] = ()) -> Knob:
+    """A knob without an equal, which changes results or without which the run fails."""
+    return Knob(name, (), "results", about, neutral)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What became of one given knob.
+
+    Attributes:
+        name: of the knob, as the configuration writes it.
+        got: its value there.
+        effect: what became of it.
+        fields: paths of our fields and their values.
+        about: how the value changed, or why there is no equal.
+    """
+
+    name: str
+    got: Any
+    effect: Effect
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    about: str = ""
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A configuration of another system, said in ours.
+
+    Attributes:
+        source: name of the other system's configuration.
+        strategy: arguments of the strategy; modalities as mappings of their fields.
+        trainer: arguments of the trainer.
+        entries: one for each given knob.
+    """
+
+    source: str
+    strategy: dict[str, Any]
+    trainer: dict[str, Any]
+    entries: tuple[Entry, ...]
+
+    def of(self, *effects: Effect) -> tuple[Entry, ...]:
+        """Return the entries with one of these effects."""
+        return tuple(entry for entry in self.entries if entry.effect in effects)
+
+
+class Draft:
+    """Collects what becomes of the given knobs of one section, in one modality.
+
+    Args:
+        table: the knobs that exist.
+        given: the configuration, with or without sections.
+        prefix: of the names in errors and entries, for instance ``encoder_plugins.vision.``.
+        modality: whose fields `put` says.
+
+    Raises:
+        ConfigError: a knob is not in the table.
+    """
+
+    def __init__(
+        self, table: Sequence[Knob], given: Mapping[str, Any], *, prefix: str = "", modality: str = MODEL
+    ) -> None:
+        self._knobs = {knob.name: knob for knob in table}
+        self._prefix, self._modality = prefix, modality
+        self.strategy: dict[str, Any] = {}
+        self.trainer: dict[str, Any] = {}
+        self.modality: dict[str, Any] = {}
+        self._entries: dict[str, Entry] = {}
+        self.given = dict(_flat(given, self._knobs, prefix))
+        for name, got in self.given.items():
+            knob = self._knobs[name]
+            if any(got is one or (type(got) is type(one) and got == one) for one in knob.neutral):
+                self.leave(name, "always", "It asks for nothing")
+            elif knob.effect == "mapped" and not knob.rule:
+                self.put(name, knob.ours[0], got, knob.about)
+            elif not knob.rule:
+                self.leave(name, knob.effect, knob.about)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the value of a knob, or `default` where it is not given or null."""
+        assert name in self._knobs, name
+        got = self.given.get(name)
+        return default if got is None else got
+
+    def count(self, name: str, default: int = 1) -> int:
+        """Return the value of a knob that is a whole number of at least 1."""
+        got = self.get(name, default)
+        if isinstance(got, bool) or not isinstance(got, int) or got < 1:
+            raise self.refused(name, "It is a whole number of at least 1", f"Use {default}")
+        return got
+
+    def counts(self, name: str) -> list[int]:
+        """Return the value of a knob that lists whole numbers of at least 0."""
+        got = self.get(name)
+        if not isinstance(got, list | tuple) or not all(type(one) is int and one >= 0 for one in got):
+            raise self.refused(name, "It lists whole numbers of at least 0", "Use for instance [2, 2]")
+        return list(got)
+
+    def choice(self, name: str, known: Sequence[str], default: str | None = None) -> str | None:
+        """Return the value of a knob that is one of a few words."""
+        got = self.get(name, default)
+        if got is not None and (not isinstance(got, str) or got not in known):
+            raise self.refused(name, f"It is one of {', '.join(known)}", did_you_mean(got, known))
+        return got
+
+    def put(self, name: str, ours: str, value: Any, about: str = "") -> None:
+        """Say a knob in a field of ours, ``modality.tp_size``; a knob may be said in several."""
+        where, _, path = ours.partition(".")
+        target = {"modality": self.modality, "strategy": self.strategy, "trainer": self.trainer}[where]
+        *parents, last = path.split(".")
+        for parent in parents:
+            target = target.setdefault(parent, {})
+        target[last] = value
+        entry = self._entries.get(name)
+        shown = {"modality": f"modalities.{self._modality}.{path}", "strategy": path, "trainer": f"trainer.{path}"}
+        fields = {**(entry.fields if entry is not None else {}), shown[where]: value}
+        about = about or (entry.about if entry is not None else "")
+        self._entries[name] = Entry(self._prefix + name, self.given.get(name), "mapped", fields, about)
+
+    def leave(self, name: str, effect: Effect, about: str) -> None:
+        """Note that no field of ours says a knob."""
+        self._entries[name] = Entry(self._prefix + name, self.given.get(name), effect, {}, about)
+
+    def leave_rest(self, names: Sequence[str], effect: Effect, about: str) -> None:
+        """`leave` those of `names` that are given and have no entry yet."""
+        for name in names:
+            if name in self.given and name not in self._entries:
+                self.leave(name, effect, about)
+
+    def refused(self, name: str, rule: str, fix: str) -> ConfigError:
+        """Return the error for the value of a knob."""
+        return ConfigError(self._prefix + name, self.given.get(name), rule, fix)
+
+    def entries(self) -> tuple[Entry, ...]:
+        """Return one entry for each given knob, in their order, and those of defaults that matter."""
+        self.leave_rest([name for name, got in self.given.items() if got is None], "always", "It asks for nothing")
+        missing = self.given.keys() - self._entries.keys()
+        assert not missing, missing
+        order = [*self.given, *(name for name in self._entries if name not in self.given)]
+        return tuple(self._entries[name] for name in order)
+
+
+def _flat(
+    given: Mapping[str, Any], known: Mapping[str, Knob], prefix: str, path: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """The values of a nested configuration by dotted name, down to the names in the table."""
+    for key, value in given.items():
+        name = f"{path}{key}"
+        if name in known:
+            yield name, value
+        elif any(one.startswith(f"{name}.") for one in known):
+            if isinstance(value, Mapping):
+                yield from _flat(value, known, prefix, f"{name}.")
+            elif value is not None:
+                rule = "It is a section that maps names to values"
+                fix = (
+                    f"Write for instance {{{next(one for one in known if one.startswith(name))[len(name) + 1 :]}: ...}}"
+                )
+                raise ConfigError(prefix + name, value, rule, fix)
+        else:
+            near = dict.fromkeys(one[len(path) :].partition(".")[0] for one in known if one.startswith(path))
+            fix = did_you_mean(key, near)
+            short = fix if len(near) < _LONG else f"{fix.split('? ')[0]}?"
+            raise ConfigError(prefix + name, value, "There is no such knob", short)
