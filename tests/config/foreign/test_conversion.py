@@ -143,11 +143,6 @@ def file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture(autouse=True)
-def no_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["train.py"])  # a LightningCLI warns of options beside its `args`
-
-
 @pytest.fixture
 def quiet() -> Iterator[None]:
     with warnings.catch_warnings():
@@ -211,16 +206,18 @@ def test_a_converted_file_makes_the_same_strategy_as_from_config(file: Path) -> 
 
 
 @pytest.mark.usefixtures("quiet")
-def test_a_converted_file_is_read_by_a_lightning_cli(file: Path, tmp_path: Path) -> None:
+def test_a_converted_file_is_read_by_a_lightning_cli(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "ours.yaml"
     conversion = read_configuration(file)
     out.write_text(as_yaml(conversion))
+    monkeypatch.setattr(sys, "argv", ["train.py", "--config", str(out), "--trainer.accelerator=cpu"])
     cli = LightningCLI(
         BoringModel,
         run=False,
         save_config_callback=None,
         seed_everything_default=False,
-        args=["--config", str(out), "--trainer.accelerator=cpu"],
     )
     made = MultimodalStrategy(**conversion.strategy)
     assert isinstance(cli.trainer.strategy, MultimodalStrategy)
@@ -439,11 +436,12 @@ def test_refuses_short_forms_by_the_path_of_the_field(said: Any, message: str) -
     assert str(caught.value).startswith(message)
 
 
-def test_a_lightning_cli_reads_numbers_of_stages() -> None:
+def test_a_lightning_cli_reads_numbers_of_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     def cli(*options: str) -> Any:
-        arguments = ["--trainer.strategy=lightning_mm5d.MultimodalStrategy", "--trainer.accelerator=cpu", *options]
+        fixed = ["--trainer.strategy=lightning_mm5d.MultimodalStrategy", "--trainer.accelerator=cpu"]
+        monkeypatch.setattr(sys, "argv", ["train.py", *fixed, *options])
         options_of_cli: Any = {"run": False, "save_config_callback": None, "seed_everything_default": False}
-        return LightningCLI(BoringModel, args=arguments, **options_of_cli).trainer.strategy
+        return LightningCLI(BoringModel, **options_of_cli).trainer.strategy
 
     prefix = "--trainer.strategy.modalities"
     made = cli(f"{prefix}={{vision: 1, language: {{tp_size: 2}}}}", f"{prefix}.language.pp_size=2")
