@@ -6,11 +6,10 @@ runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cached_property, partial
-from os import PathLike
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -23,7 +22,6 @@ from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.config.foreign.conversion import arguments_of
 from lightning_mm5d.config.modality import Modality, for_schedule, loss_modality_of
 from lightning_mm5d.config.options import BACKENDS
 from lightning_mm5d.config.pipelines import completed
@@ -148,21 +146,6 @@ class MultimodalStrategy(GradientStrategy):
         made = as_modalities({"model": Modality()} if modalities is None else modalities)
         check_fields({**fields, "modalities": made}, {*BACKENDS, *dist.Backend.backend_list})
         self.modalities = for_schedule(made, schedule, loss_modality_of(made))
-
-    @classmethod
-    def from_config(cls, config: str | PathLike[str] | Mapping[str, Any], **arguments: Any) -> Self:
-        """Return the strategy that a configuration of ColossalAI, Cornstarch or MindFormers asks for.
-
-        Warns of knobs that have no equal and change time or memory alone, and of what the Trainer or the model says.
-
-        Args:
-            config: a file (``.py``, which is read and not run; YAML or JSON), or what it holds.
-            arguments: of the strategy, in place of converted ones.
-
-        Raises:
-            ConfigError: a knob does not exist, cannot work, or has no equal and results depend on it.
-        """
-        return cls(**arguments_of(config, arguments))
 
     # --- configuration ---
 

@@ -25,6 +25,7 @@ from wrapt import register_post_import_hook
 from lightning_mm5d.checkpoint.full_file import FullFileIO
 from lightning_mm5d.config.environment import check_environment
 from lightning_mm5d.config.errors import OTHER_PACKAGE, ConfigError, other_package
+from lightning_mm5d.config.foreign.conversion import arguments_of
 from lightning_mm5d.engine.agreement import Agreement
 from lightning_mm5d.engine.codec import broadcast_tree
 from lightning_mm5d.sharded.backends import message_device
@@ -55,6 +56,21 @@ class ProcessStrategy(ParallelStrategy, ABC):
         timeout: of every operation between ranks.
         watchdog: how long one call may wait for other ranks before all give up.
     """
+
+    @classmethod
+    def from_config(cls, config: str | PathLike[str] | Mapping[str, Any], **arguments: Any) -> Self:
+        """Return the strategy that a configuration of ColossalAI, Cornstarch or MindFormers asks for.
+
+        Warns of knobs that have no equal and change time or memory alone, and of what the Trainer or the model says.
+
+        Args:
+            config: a file (``.py``, which is read and not run; YAML or JSON), or what it holds.
+            arguments: of the strategy, in place of converted ones.
+
+        Raises:
+            ConfigError: a knob does not exist, cannot work, or has no equal and results depend on it.
+        """
+        return cls(**arguments_of(config, arguments))
 
     def __init__(
         self,

@@ -59,7 +59,7 @@ KNOBS: tuple[Knob, ...] = (
           "`cp_mode: ring` with `cp_distribution: zigzag`"),
     always("parallel_output", "Logits stay sharded, and pass for whole ones wherever they are read"),
     ruled("num_microbatches", "strategy.num_microbatches", "With several stages"),
-    ruled("microbatch_size", "strategy.num_microbatches", "Batches of the dataloader are split into a number of parts"),
+    ruled("microbatch_size", "strategy.microbatch_size", "Where `num_microbatches` is not said"),
     *SCALER,
     always("broadcast_buffers", "Buffers are those of rank 0 at the start"),
     ruled("ddp_bucket_cap_mb", "strategy.bucket_bytes", "Times 2**20, without ZeRO"),
@@ -87,7 +87,7 @@ KNOBS: tuple[Knob, ...] = (
     ruled("fp8_communication", "modality.communication_dtype", "`float8_e5m2` for gradients, `float8_e4m3fn` for the "
           "rest", neutral=(False,)),
     results("use_fp8", "Products in float8 are the Trainer's precision plugin: transformer-engine", neutral=(False,)),
-    costs("inner_ring_size", "Ranks of one node form the inner ring"),
+    ruled("inner_ring_size", "modality.inner_ring_size", "With `ring_attn`"),
 )  # fmt: skip
 
 _MOE_ONLY = {"dp_outside": "moe_dp_outside"}
@@ -137,6 +137,11 @@ def _converted(source: str, table: tuple[Knob, ...], given: Mapping[str, Any]) -
         draft.count(name)
     convert_precision(draft)
     _convert_sequence(draft)
+    if table is KNOBS and draft.get("inner_ring_size") is not None:
+        if draft.modality.get("cp_mode") == "ring":
+            draft.put("inner_ring_size", "modality.inner_ring_size", draft.count("inner_ring_size"))
+        else:
+            draft.leave("inner_ring_size", "always", "It is read with ring_attn alone")
     _convert_pipeline(draft)
     _convert_checkpointing(draft)
     _convert_communication(draft)
@@ -213,8 +218,7 @@ def convert_microbatches(draft: Draft) -> None:
         draft.put("num_microbatches", "strategy.num_microbatches", draft.count("num_microbatches"))
         draft.leave_rest(["microbatch_size"], "always", "num_microbatches decides")
     elif draft.get("microbatch_size") is not None:
-        why = "Only a number of parts can be said: num_microbatches, the batch size of a replica divided by this"
-        draft.leave("microbatch_size", "results", why)
+        draft.put("microbatch_size", "strategy.microbatch_size", draft.count("microbatch_size"))
     else:
         rule = "With several stages the plugin needs it, or microbatch_size"
         raise draft.refused("num_microbatches", rule, "Say how many microbatches a batch is split into")

@@ -75,9 +75,7 @@ def arguments_of(config: str | os.PathLike[str] | Mapping[str, Any], given: Mapp
         ConfigError: as for `read_configuration`; or a knob has no equal, and results depend on it or the run fails.
     """
     conversion = read_configuration(config)
-    answered = {"num_microbatches": "microbatch_size"}  # knobs without an equal that an argument answers
-    missing = [one for one in conversion.of("results") if one.name not in {answered.get(name) for name in given}]
-    if missing:
+    if missing := conversion.of("results"):
         raise _refused(missing)
     for entry in conversion.of("costs"):
         warnings.warn(f"{entry.name}={entry.got!r} has no equal and is left out. {entry.about}.", stacklevel=3)
@@ -90,7 +88,7 @@ def arguments_of(config: str | os.PathLike[str] | Mapping[str, Any], given: Mapp
     return {**conversion.strategy, **given}
 
 
-def _refused(missing: list[Entry]) -> ConfigError:
+def _refused(missing: tuple[Entry, ...]) -> ConfigError:
     first = missing[0]
     rest = f" So it is with {', '.join(one.name for one in missing[1:])}" if missing[1:] else ""
     rule = f"It has no equal here, and results depend on it. {first.about}"

@@ -38,7 +38,8 @@ PARALLEL_CONFIG: tuple[Knob, ...] = (
     ruled(_P + "use_seq_parallel", "modality.sequence_parallel", "With a `model_parallel` above 1", neutral=(False,)),
     always(_P + "optimizer_shard", "It does nothing since MindFormers 0.7; see `parallel.enable_parallel_optimizer`"),
     costs(_P + "gradient_aggregation_group", "`bucket_bytes` sets the size of messages"),
-    costs(_P + "vocab_emb_dp", "Embeddings are sharded over the ranks of `tp_size`", neutral=(False,)),
+    ruled(_P + "vocab_emb_dp", "modality.shard_embedding", "True: `false`, with one stage and a `model_parallel` above 1",
+          neutral=(False,)),
     ruled(_P + "context_parallel_algo", "modality.cp_mode", "`colossalai_cp`: `allgather`; `ulysses_cp`: `ulysses`; "
           "`hybrid_cp`: `hybrid`"),
     ruled(_P + "ulysses_degree_in_cp", "modality.ulysses_size", "With `hybrid_cp`", neutral=(1,)),
@@ -155,6 +156,11 @@ def convert_mindformers(given: Mapping[str, Any]) -> Conversion:
     _convert_recomputation(draft, stages, chunks)
     _convert_context(draft)
     _convert_sharing(draft)
+    if draft.get(_P + "vocab_emb_dp", False):
+        if stages == 1 and draft.count(_P + "model_parallel") > 1:
+            draft.put(_P + "vocab_emb_dp", "modality.shard_embedding", False)
+        else:
+            draft.leave(_P + "vocab_emb_dp", "always", "It is read with one stage and several model parallel ranks")
     if draft.get("swap_config.swap", False):
         draft.put("swap_config.swap", "modality.offload", "activations")
     if draft.get("moe_config.expert_model_parallel") is not None:

@@ -143,6 +143,11 @@ def file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # of what LightningCLI calls
+
+
 @pytest.fixture
 def quiet() -> Iterator[None]:
     with warnings.catch_warnings():
@@ -323,8 +328,8 @@ def sized(**said: Any) -> dict[str, Any]:
         ({"sequence_parallelism_mode": "ring"}, {"sequence_parallel": True}),
         ({"sp_size": 4}, {"cp_size": 4, "cp_mode": "ulysses"}),
         (
-            {"sequence_parallelism_mode": "ring_attn", "sp_size": 4},
-            {"cp_size": 4, "cp_mode": "ring", "cp_distribution": "zigzag"},
+            {"sequence_parallelism_mode": "ring_attn", "sp_size": 4, "inner_ring_size": 2},
+            {"cp_size": 4, "cp_mode": "ring", "cp_distribution": "zigzag", "inner_ring_size": 2},
         ),
     ],
 )
