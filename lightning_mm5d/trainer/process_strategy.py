@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from subprocess import Popen
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import lightning.pytorch as pl
 import torch
@@ -58,7 +58,7 @@ class ProcessStrategy(ParallelStrategy, ABC):
     """
 
     @classmethod
-    def from_config(cls, config: str | PathLike[str] | Mapping[str, Any], **arguments: Any) -> Self:
+    def from_config(cls, config: str | os.PathLike[str] | Mapping[str, Any], **arguments: Any) -> Self:
         """Return the strategy that a configuration of ColossalAI, Cornstarch or MindFormers asks for.
 
         Warns of knobs that have no equal and change time or memory alone, and of what the Trainer or the model says.

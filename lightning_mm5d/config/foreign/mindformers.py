@@ -38,7 +38,7 @@ PARALLEL_CONFIG: tuple[Knob, ...] = (
     ruled(_P + "use_seq_parallel", "modality.sequence_parallel", "With a `model_parallel` above 1", neutral=(False,)),
     always(_P + "optimizer_shard", "It does nothing since MindFormers 0.7; see `parallel.enable_parallel_optimizer`"),
     costs(_P + "gradient_aggregation_group", "`bucket_bytes` sets the size of messages"),
-    ruled(_P + "vocab_emb_dp", "modality.shard_embedding", "True: `false`, with one stage and a `model_parallel` above 1",
+    ruled(_P + "vocab_emb_dp", "modality.shard_embedding", "`false` for true, with one stage and several ranks",
           neutral=(False,)),
     ruled(_P + "context_parallel_algo", "modality.cp_mode", "`colossalai_cp`: `allgather`; `ulysses_cp`: `ulysses`; "
           "`hybrid_cp`: `hybrid`"),
