@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.foreign.conversion import read_configuration
-from lightning_mm5d.config.foreign.written import as_lines, as_yaml
+from lightning_mm5d.config.foreign.converted_yaml import as_lines, as_yaml
 from lightning_mm5d.config.shorthand import as_modalities
 from lightning_mm5d.schedule import check_fields
 

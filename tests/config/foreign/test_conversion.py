@@ -19,8 +19,8 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning_mm5d import ConfigError, Modality, MultimodalStrategy, PipelineTemplate
 from lightning_mm5d.config.foreign import colossalai, colossalai_legacy, cornstarch, mindformers
 from lightning_mm5d.config.foreign.conversion import read_configuration
+from lightning_mm5d.config.foreign.converted_yaml import as_yaml
 from lightning_mm5d.config.foreign.knobs import Knob
-from lightning_mm5d.config.foreign.written import as_yaml
 
 PAGE = Path(__file__).parents[3] / "docs" / "coming_from.md"
 TABLES: dict[str, Sequence[Knob]] = {
