@@ -59,8 +59,8 @@ class MultimodalStrategy(GradientStrategy):
     """Trains a LightningModule with a layout per modality. The trainer sets the arguments that are not listed.
 
     Args:
-        modalities: layout of each modality by name: a `Modality`, a mapping of its fields or its number of stages;
-            without any, all ranks are replicas of the whole model.
+        modalities: layout of each by name: a `Modality`, a mapping of its fields or its number of stages; without
+            any, all ranks are replicas of the whole model.
         schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved"``, ``"zero_bubble"``, ``"zbv"`` or ``"auto"``; the path of a
             table of actions (``.csv``); or a function that makes one of the graph of stages.
         num_microbatches: parts that each replica's batch is split into, M; 1 where unset.
@@ -140,11 +140,10 @@ class MultimodalStrategy(GradientStrategy):
         self.microbatching = microbatching
         self.loss_weight = loss_weight
         self.on_nonfinite = on_nonfinite
-        self.bucket_bytes = bucket_bytes
-        self.main_params = main_params
+        self.bucket_bytes, self.main_params = bucket_bytes, main_params
         self._placement, self._timeline = placement, timeline
         made = as_modalities({"model": Modality()} if modalities is None else modalities)
-        check_fields({**fields, "modalities": made}, {*BACKENDS, *dist.Backend.backend_list})
+        check_fields(fields | {"modalities": made}, {*BACKENDS, *dist.Backend.backend_list})
         self.modalities = for_schedule(made, schedule, loss_modality_of(made))
 
     # --- configuration ---

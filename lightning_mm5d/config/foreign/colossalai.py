@@ -20,8 +20,8 @@ PRECISION = (
           "main parameters; `fp32`: `32-true`; unset: as the plugin's default"),
 )  # fmt: skip
 KERNELS = (
-    costs("enable_fused_normalization", "The norms of the model run as they are", neutral=(False,)),
-    costs("enable_flash_attention", "The model chooses its attention: attn_implementation", neutral=(False,)),
+    costs("enable_fused_normalization", "`kernels: [rms_norm]` chooses torch's", neutral=(False,)),
+    costs("enable_flash_attention", "`kernels: [sdpa]` or `[flash_attention_2]` chooses one", neutral=(False,)),
     costs("enable_jit_fused", "`compile: true` compiles whole layers", neutral=(False,)),
 )
 SCALER = (

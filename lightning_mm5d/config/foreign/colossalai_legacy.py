@@ -9,15 +9,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.config.foreign.knobs import Conversion, Draft, Entry, Knob, always, costs, results, ruled, same
+from lightning_mm5d.config.foreign.knobs import Conversion, Draft, Entry, Knob, always, costs, ruled, same
 
 KNOBS: tuple[Knob, ...] = (
     same("parallel.pipeline.size", "modality.pp_size"),
     ruled("parallel.tensor.size", "modality.tp_size modality.cp_size", "`cp_size` with "
           "`mode=\"sequence\"`"),
-    ruled("parallel.tensor.mode", "modality.cp_mode modality.cp_distribution", "`1d`: `tp_size` says it; `sequence`: "
-          "`cp_mode: ring` with `cp_distribution: uniform`"),
-    results("parallel.tensor.depth", "Of `2.5d`"),
+    ruled("parallel.tensor.mode", "modality.tp_mode modality.cp_mode modality.cp_distribution", "`1d`: `tp_size` says "
+          "it; `2d`, `2.5d`, `3d`: the same words; `sequence`: `cp_mode: ring` with `cp_distribution: uniform`"),
+    ruled("parallel.tensor.depth", "modality.tp_depth", "Of `2.5d`"),
     always("parallel.data.size", "The number of ranks decides, here and there"),
     same("parallel.moe.size", "modality.ep_size"),
     ruled("NUM_MICRO_BATCHES", "strategy.num_microbatches", "With several stages"),
@@ -95,7 +95,10 @@ def _convert_tensor(draft: Draft) -> None:
     if mode in ("1d", "sequence") or size == 1:
         draft.leave_rest([name], "always", "tp_size says it" if mode == "1d" else "One rank shares nothing")
     else:
-        draft.leave(name, "results", "Layers are sharded in one dimension")
+        draft.put(name, "modality.tp_mode", mode)
+    if mode == "2.5d" and size > 1:
+        draft.put("parallel.tensor.depth", "modality.tp_depth", draft.count("parallel.tensor.depth"))
+    draft.leave_rest(["parallel.tensor.depth"], "always", "Only 2.5d has a depth")
 
 
 def missing_parallel(given: Mapping[str, Any], file: str) -> ConfigError:

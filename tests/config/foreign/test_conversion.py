@@ -272,6 +272,21 @@ def test_says_an_older_file_and_lists_names_of_its_own(tmp_path: Path) -> None:
     assert [entry.name for entry in made.of("elsewhere")] == ["BATCH_SIZE", "SIZE"]
 
 
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({"size": 4, "mode": "2d"}, {"tp_size": 4, "tp_mode": "2d"}),
+        ({"size": 8, "mode": "2.5d", "depth": 2}, {"tp_size": 8, "tp_mode": "2.5d", "tp_depth": 2}),
+        ({"size": 8, "mode": "3d"}, {"tp_size": 8, "tp_mode": "3d"}),
+        ({"size": 2, "mode": "1d", "depth": 1}, {"tp_size": 2}),
+    ],
+)
+def test_says_each_mode_of_tensor_parallelism(said: Any, expected: Any) -> None:
+    found = colossalai_legacy.convert_legacy({"parallel": {"tensor": said}})
+    assert found.strategy["modalities"] == {"model": expected}
+    assert MultimodalStrategy.from_config({"parallel": {"tensor": said}}).modalities["model"] == Modality(**expected)
+
+
 def test_says_a_plugin_per_modality() -> None:
     made = read_configuration(yaml.safe_load(CORNSTARCH))
     assert made.strategy == {
