@@ -137,8 +137,7 @@ class MultimodalStrategy(GradientStrategy):
         self.microbatch_size = microbatch_size
         self.num_microbatches = num_microbatches or (1 if microbatch_size is None else None)
         self._usual_count: int | None = None
-        self.microbatching = microbatching
-        self.loss_weight = loss_weight
+        self.microbatching, self.loss_weight = microbatching, loss_weight
         self.on_nonfinite = on_nonfinite
         self.bucket_bytes, self.main_params = bucket_bytes, main_params
         self._placement, self._timeline = placement, timeline
