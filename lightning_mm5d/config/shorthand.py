@@ -54,4 +54,9 @@ def _made(field: str, kind: type, said: Mapping[str, Any]) -> Any:
     values = dict(said)
     if isinstance(template := values.get("pipeline_template"), Mapping):
         values["pipeline_template"] = _made(f"{field}.pipeline_template", PipelineTemplate, template)
+    if isinstance(listed := values.get("pipelines"), list | tuple):
+        values["pipelines"] = [
+            _made(f"{field}.pipelines[{index}]", PipelineTemplate, one) if isinstance(one, Mapping) else one
+            for index, one in enumerate(listed)
+        ]
     return kind(**values)

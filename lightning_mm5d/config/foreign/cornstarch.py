@@ -56,9 +56,10 @@ UNLIKE_KNOBS: tuple[Knob, ...] = (
     *PRECISION,
     *KERNELS,
     *SCALER,
-    results("pipelines", "Replicas have the same stages"),
-    results("num_microbatches", "Replicas have the same number of microbatches"),
-)
+    ruled("pipelines", "modality.pipelines", "A template per replica, or its lists of modules alone"),
+    ruled("num_microbatches", "strategy.num_microbatches modality.speeds", "One number per replica: their mean, with "
+          "the numbers as speeds"),
+)  # fmt: skip
 
 
 def convert_multimodal(given: Mapping[str, Any], *, colocated: bool = False) -> Conversion:
@@ -122,8 +123,25 @@ def convert_unlike(given: Mapping[str, Any]) -> Conversion:
     """Say a `HeterogeneousParallelPlugin` in ours; raise ConfigError like `convert_multimodal`."""
     draft = Draft(UNLIKE_KNOBS, given)
     convert_precision(draft)
+    _convert_pipelines(draft)
     strategy = {"modalities": {"model": draft.modality}, **draft.strategy}
     return Conversion("Cornstarch HeterogeneousParallelPlugin", strategy, draft.trainer, draft.entries())
+
+
+def _convert_pipelines(draft: Draft) -> None:
+    templates = draft.get("pipelines")
+    if templates is not None:
+        if not isinstance(templates, list) or not templates:
+            raise draft.refused("pipelines", "It lists a template for each replica", "Write [{modules_per_stage: ...}]")
+        stages = [one.get("modules_per_stage") if isinstance(one, Mapping) else one for one in templates]
+        draft.put("pipelines", "modality.pipelines", [{"stages": _layers(draft, "pipelines", one)} for one in stages])
+    if "num_microbatches" in draft.given:
+        counts = draft.counts("num_microbatches")
+        if templates is None or len(counts) != len(templates) or sum(counts) % len(counts) or 0 in counts:
+            rule = "It has a number of at least 1 for each of `pipelines`, and their mean is a whole number"
+            raise draft.refused("num_microbatches", rule, "Write for instance [8, 6]")
+        draft.put("num_microbatches", "strategy.num_microbatches", sum(counts) // len(counts))
+        draft.put("num_microbatches", "modality.speeds", counts)
 
 
 def _modal(name: str, path: str, given: Mapping[str, Any]) -> Draft:
@@ -153,14 +171,19 @@ def _convert_template(draft: Draft) -> None:
     stages = draft.get(name)
     if stages is None:
         return
-    if not isinstance(stages, list) or not all(isinstance(stage, list) for stage in stages):
-        raise draft.refused(name, "It lists the names of modules for each stage", "Write [[layers.0], [layers.1]]")
-    if len(stages) == 1:
+    if isinstance(stages, list) and len(stages) == 1 and isinstance(stages[0], list):
         draft.put(name, "modality.pp_size", 1)
         return
+    draft.put(name, "modality.pipeline_template", {"stages": _layers(draft, name, stages)})
+
+
+def _layers(draft: Draft, name: str, stages: Any) -> list[int]:
+    """How many layers each stage has, whose modules are listed by name."""
+    if not isinstance(stages, list) or not stages or not all(isinstance(stage, list) for stage in stages):
+        raise draft.refused(name, "It lists the names of modules for each stage", "Write [[layers.0], [layers.1]]")
     # as its own get_num_layers_per_stage: a layer's name has a number in it
     counts = [sum(bool(re.search(r"\.\d", str(module))) for module in stage) for stage in stages]
     if 0 in counts:
         rule = f"Stage {counts.index(0)} has modules and no layer, and stages are lists of layers"
         raise draft.refused(name, rule, "Give each stage a layer")
-    draft.put(name, "modality.pipeline_template", {"stages": counts})
+    return counts

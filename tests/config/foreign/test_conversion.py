@@ -129,7 +129,8 @@ SMALL = {
     "cornstarch.yaml": CORNSTARCH,
     "mindformers.yaml": MINDFORMERS,
     "moe.json": '{"tp_size": 1, "pp_size": 1, "ep_size": 2, "precision": "fp32", "fp8_communication": true}',
-    "unlike.yaml": "HeterogeneousParallelPlugin: {tp_size: 2, microbatch_size: 1, precision: fp32}",
+    "unlike.yaml": "HeterogeneousParallelPlugin: {tp_size: 2, microbatch_size: 1, precision: fp32, num_microbatches: "
+    "[3, 1], pipelines: [{modules_per_stage: [[emb, h.0], [h.1, head]]}, [[emb, h.0, h.1, head]]]}",
     "modal.yaml": "ModalParallelPlugin: {tp_size: 2}",
     "colocated.yaml": "EncodersColocatedMultimodalParallelPlugin: {encoder_plugins: {vision: {tp_size: 1}, audio: "
     "{tp_size: 1}}, language_model_plugin: {tp_size: 1}, num_microbatches: 2, microbatch_size: 1}",
@@ -285,6 +286,24 @@ def test_says_each_mode_of_tensor_parallelism(said: Any, expected: Any) -> None:
     found = colossalai_legacy.convert_legacy({"parallel": {"tensor": said}})
     assert found.strategy["modalities"] == {"model": expected}
     assert MultimodalStrategy.from_config({"parallel": {"tensor": said}}).modalities["model"] == Modality(**expected)
+
+
+def test_says_unlike_pipelines_with_their_shares() -> None:
+    made = read_configuration(yaml.safe_load(SMALL["unlike.yaml"]))
+    assert made.strategy["num_microbatches"] == 2
+    model = {"tp_size": 2, "pipelines": [{"stages": [1, 1]}, {"stages": [2]}], "speeds": [3, 1]}
+    assert made.strategy["modalities"] == {"model": model}
+    templates = [PipelineTemplate(stages=[1, 1]), PipelineTemplate(stages=[2])]
+    found = MultimodalStrategy(**made.strategy).modalities["model"]
+    assert found == Modality(tp_size=2, pipelines=templates, speeds=[3, 1])
+
+
+@pytest.mark.parametrize("counts", [[2, 1], [1], [4, 0]])
+def test_refuses_shares_that_have_no_mean(counts: list[int]) -> None:
+    given = yaml.safe_load(SMALL["unlike.yaml"])
+    given["HeterogeneousParallelPlugin"]["num_microbatches"] = counts
+    with pytest.raises(ConfigError, match="num_microbatches"):
+        read_configuration(given)
 
 
 def test_says_a_plugin_per_modality() -> None:
