@@ -91,6 +91,9 @@ class Modality:
             the ranks of the run give with at least 3 stages each, and with ``max`` at most so many.
         speeds: How fast each replica is, in any unit, which decides how many of a step's microbatches it takes.
             Unset: its number of ranks.
+        interleaved_microbatches: Microbatches that a stage computes side by side: one computes while another
+            communicates with its tensor or context parallel ranks. It divides `num_microbatches`, and is one number in
+            all modalities where it is not 1.
         activation_checkpointing: Which layers are computed again in the backward instead of keeping what it needs:
             ``none``, ``full`` or ``selective``; or one of ``{fraction: 0.5}``, ``{every: 2}``, ``{layers: [0, 1]}``,
             ``{selective: [...]}`` with the operations whose results are kept, and ``{per_stage: [...]}`` with one of
@@ -144,6 +147,7 @@ class Modality:
     pp_chunks: int = 1
     pipelines: list[int] | list[PipelineTemplate] | dict[str, int] | None = None
     speeds: list[float] | None = None
+    interleaved_microbatches: int = 1
     ep_size: int = 1
     expert_tp_size: int = 1
     activation_checkpointing: str | dict[str, Any] = "none"

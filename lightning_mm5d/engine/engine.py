@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,19 +20,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_mm5d.config.errors import ConfigError, RemoteParameterError
+from lightning_mm5d.config.errors import RemoteParameterError
 from lightning_mm5d.data.microbatch import Microbatch
 from lightning_mm5d.data.random_state import StepDraws, kept_random_state, seed_all, seed_of
 from lightning_mm5d.engine.bridge import Bridge
 from lightning_mm5d.engine.bridges import Bridges
 from lightning_mm5d.engine.first_loss import FirstLoss
+from lightning_mm5d.engine.flight import Arrivals, Flight, Forward, unpacked, with_grads
+from lightning_mm5d.engine.interleaving import Interleaving
 from lightning_mm5d.engine.offload import Moves, Offload
 from lightning_mm5d.engine.ordered_transport import Wire
 from lightning_mm5d.engine.preparation import Preparation
 from lightning_mm5d.engine.promises import Promises, marked
 from lightning_mm5d.engine.ranges import named
 from lightning_mm5d.engine.recorder import Recorder
-from lightning_mm5d.engine.step import Step
+from lightning_mm5d.engine.step import Step, count_of
 from lightning_mm5d.engine.step_gathers import StepGathers
 from lightning_mm5d.engine.transport import UNKNOWN, Shapes
 from lightning_mm5d.plan.plan import Plan
@@ -43,22 +44,11 @@ from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.stage import Deferred, DeferredProducts, Payload, Run, Runtime, SharedBuffers, StageError, StageView
 from lightning_mm5d.stage.payload import tensors_in
 
-Ending = Callable[[StageKey, Sequence[nn.Parameter] | None], AbstractContextManager[None]]
+Ending = Callable[[StageKey, Sequence[nn.Parameter] | None, int], AbstractContextManager[None]]
 _NAMES = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W: "weight gradient"}
 
 
-@dataclass
-class _Flight:
-    """A forward that waits for its backward."""
-
-    run: Run
-    sent: list[tuple[Bridge, list[Tensor]]]
-    received: list[tuple[Bridge, list[Tensor], frozenset[int]]]
-    loss: Tensor | None
-    place: tuple[int, int]
-
-
-_Flights = dict[tuple[StageKey, int], _Flight]
+_Flights = dict[tuple[StageKey, int], Flight]
 _Due = dict[tuple[StageKey, int], Deferred]
 
 
@@ -102,6 +92,7 @@ class Engine:
         offload: Offload,
     ) -> None:
         self.gathers: StepGathers | None = None
+        self._meets: StepGathers | None = None  # in the step that runs
         self.recorder: Recorder | None = None
         self.action: Action | None = None
         self.count = self._most = num_microbatches or 1
@@ -117,6 +108,11 @@ class Engine:
         self._last = max(views, key=lambda key: (order.index(key.modality), key.number))  # of this rank
         names = () if len(views) == 1 else plan.ownership.written_by_all
         self._shared_buffers = SharedBuffers(runtime.root, names)
+        self._interleaving = Interleaving(plan, runtime, views, device)
+
+    def remove(self) -> None:
+        """Take what it put on modules away again."""
+        self._interleaving.remove()
 
     def execute(self, step: Step, trainable: frozenset[str], ending: Ending | None = None) -> None:
         """Run all microbatches of a step; results of the last stage go to ``step.finish``.
@@ -126,10 +122,10 @@ class Engine:
             trainable: names of the parameters that require a gradient; empty for evaluation.
             ending: entered around the last action of each stage that gives gradients.
         """
-        count = _count(step)
+        count = count_of(step)
         self.count = count
         prepared = self._preparation.of(count, trainable, frozenset(step.microbatches), not step.trains)
-        graph, actions, arrivals, receipts, split_stages, last_actions = prepared
+        graph, actions, groups, arrivals, receipts, split_stages, last_actions = prepared
         for bridge, number in arrivals.items():
             bridge.expect(number)
         if self._promises is not None:
@@ -143,38 +139,38 @@ class Engine:
         elif recorder is not None:
             self._most = count
             recorder.begin(trainable, count)
-        gathers = self.gathers if step.trains else None
+        gathers = self._meets = self.gathers if step.trains else None
         if gathers is not None:
             gathers.begin(step, self._preparation.schedule_of(count), count, trainable)
         discards = len(self._views) > 1 and any(view.is_last for view in self._views.values())
         with kept_random_state(self._device) if step.random_key is not None else nullcontext():
             moves = self.offload.step(graph, actions)
-            for number, action in enumerate(actions):
-                self.action = action
-                for bridge, place in receipts[number] if receipts else ():
+            for numbers in groups:
+                group = actions[numbers.start : numbers.stop]
+                self.action = group[0]
+                for bridge, place in (one for number in numbers for one in (receipts[number] if receipts else ())):
                     assert self._promises is not None
                     bridge.post(self._promises.key(place))
-                moves.before(number)
-                stage, key = action.stage, (action.stage, action.microbatch)
-                deferred = Deferred() if stage in split_stages and action.kind is Kind.F else None
-                gathered: AbstractContextManager[None] = nullcontext()
-                if gathers is not None:
-                    products = nullcontext if deferred is None else partial(DeferredProducts, deferred)
-                    gathered = gathers.during(key, forward=action.kind is Kind.F, products=products)
-                if action.kind is Kind.F:
+                for number in numbers:
+                    moves.before(number)
+                stage, kind = group[0].stage, group[0].kind
+                if kind is Kind.F:
+                    deferred = [Deferred() if stage in split_stages else None for _ in group]
                     uncounted = discards and not self._views[stage].is_last
-                    with named(action), step.uncounted() if uncounted else nullcontext():
-                        flight = self._forward(step, graph, action, moves, gathered, deferred)
+                    with step.uncounted() if uncounted else nullcontext():
+                        made = self._forwards(step, graph, group, moves, deferred)
                     if step.trains and graph.has_backward(stage):
-                        flights[key] = flight
-                    del flight
+                        flights.update(
+                            ((stage, one.microbatch), flight) for one, flight in zip(group, made, strict=True)
+                        )
+                    del made
                 else:
-                    ends = ending if last_actions[stage] == action else None
-                    with named(action):
-                        self._run_backward(action, flights, due, gathered, ends)
-                moves.after(number, due.get(key))
+                    ends = ending if last_actions[stage] in group else None
+                    self._run_backwards(group, flights, due, ends)
+                for number in numbers:
+                    moves.after(number, due.get((stage, actions[number].microbatch)))
                 if recorder is not None:
-                    recorder.end(action)
+                    recorder.end(group)
         if gathers is not None:
             gathers.end()
         if self._transport is not None:
@@ -201,49 +197,110 @@ class Engine:
         if self.recorder is not None:
             self.recorder.start()
 
+    def take(self) -> Action | None:
+        """Return the action that runs, which is of one microbatch at a time."""
+        return self.action
+
+    def put(self, state: Action | None) -> None:
+        """Go on with an action that `take` returned."""
+        self.action = state
+
+    def _place(self, action: Action) -> tuple[int, int]:
+        """The replica and the index of the microbatch of an action."""
+        return divmod(action.microbatch, self.count)
+
+    def _gathered(self, action: Action, deferred: Deferred | None = None) -> AbstractContextManager[None]:
+        """Enter around what an action computes: replicas meet in it."""
+        if self._meets is None:
+            return nullcontext()
+        products = nullcontext if deferred is None else partial(DeferredProducts, deferred)
+        key, is_forward = (action.stage, action.microbatch), action.kind is Kind.F
+        return self._meets.during(key, forward=is_forward, products=products)
+
+    # --- forwards ---
+
+    def _forwards(
+        self, step: Step, graph: Graph, actions: Sequence[Action], moves: Moves, deferred: Sequence[Deferred | None]
+    ) -> list[Flight]:
+        """Run the forwards of a group, side by side or one after another; what they send leaves after all of them."""
+        stage = actions[0].stage
+        given = [(action, step.microbatches[(at := self._place(action))[0]][at[1]]) for action in actions]
+        made: list[Forward] = []
+        with torch.set_grad_enabled(step.trains and graph.has_backward(stage)):
+            batches, known = [part.batch for _, part in given], len(actions) > 1 and self._is_watched(actions)
+            if known and self._interleaving.applies(step, stage, batches):
+                found = [self._payloads(graph, action) for action in actions]
+                calls = [
+                    partial(self._forward, step, action, part, received, moves, due)
+                    for (action, part), received, due in zip(given, found, deferred, strict=True)
+                ]
+                self._starts()
+                with self._spared(stage):
+                    made = self._interleaving.run(calls, [self, *step.scopes])
+            are_beside = bool(made)
+            for (action, part), due in zip(given, deferred, strict=True) if not are_beside else ():
+                self.action = action
+                with self._gathered(action, due):  # until replicas have met, and before anything is sent
+                    received = self._payloads(graph, action)
+                    self._starts()
+                    with self._spared(stage), self._interleaving.watching(step, stage, part.batch):
+                        made.append(self._forward(step, action, part, received, moves, due))
+            return [self._flight(step, graph, one, moves, are_beside) for one in made]
+
+    def _payloads(self, graph: Graph, action: Action) -> list[Payload]:
+        place = self._place(action)
+        bridges = [self._bridges.between(other, action.stage, place) for other in graph.predecessors(action.stage)]
+        return [unpacked(*bridge.recv(place)) for bridge in bridges]
+
+    def _spared(self, stage: StageKey) -> AbstractContextManager[None]:
+        return nullcontext() if stage == self._last else self._shared_buffers.spared()
+
+    def _is_watched(self, actions: Sequence[Action]) -> bool:
+        """Whether it is known of all microbatches if their stage makes shapes of values."""
+        return self._promises is None or all(
+            not self._promises.watches(action.stage, self._place(action)) for action in actions
+        )
+
     def _forward(
         self,
         step: Step,
-        graph: Graph,
         action: Action,
+        part: Microbatch,
+        payloads: list[Payload],
         moves: Moves,
-        gathered: AbstractContextManager[None],
         deferred: Deferred | None,
-    ) -> _Flight:
-        stage = action.stage
-        view = self._views[stage]
-        place = replica, index = divmod(action.microbatch, self.count)
-        bridges = [self._bridges.between(other, stage, place) for other in graph.predecessors(stage)]
-        part = step.microbatches[replica][index]
-        draws = None
-        training = step.trains and graph.has_backward(stage)
-        loss = None
-        with torch.set_grad_enabled(training):
-            with gathered:  # until replicas have met, and before anything is sent
-                payloads = [_unpacked(*bridge.recv(place)) for bridge in bridges]
-                self._starts()
-                if step.random_key is not None:
-                    seed_all(seed_of(*step.random_key, index, replica), self._device)
-                    draws = StepDraws((*step.random_key, index, replica), stage, self._device)
-                structure = step.structure(part.batch)
-                run = Run(self._runtime, view, payloads, structure, draws, deferred, trains=step.trains)
-                saved = moves.saving(run, action)
-                with saved or nullcontext(), self._watching(step, stage, place, payloads) as shapes:
-                    result, ended = self._executed(run, step, part, index, stage)
-            if view.is_last and ended:
-                loss = step.finish(result, index)
-                if loss is not None:
-                    self._first_loss.check(loss, stage)
-            passed: list[Tensor] = []  # which its receivers on this rank may hold, too
-            sent = [self._send(run, other, place, shapes, step.fails, passed) for other in graph.successors(stage)]
+    ) -> Forward:
+        """Run the user's step as one stage on one microbatch."""
+        self.action = action
+        stage, (replica, index), loss = action.stage, self._place(action), None
+        if step.random_key is not None:
+            seed_all(seed_of(*step.random_key, index, replica), self._device)
+        draws = None if step.random_key is None else StepDraws((*step.random_key, index, replica), stage, self._device)
+        structure = step.structure(part.batch)
+        run = Run(self._runtime, self._views[stage], payloads, structure, draws, deferred, trains=step.trains)
+        saved = moves.saving(run, action)
+        watching = self._watching(step, stage, (replica, index), payloads)
+        with named(action), saved or nullcontext(), watching as shapes:
+            result, ended = self._executed(run, step, part, index, stage)
+        if self._views[stage].is_last and ended:
+            loss = step.finish(result, index)
+            if loss is not None:
+                self._first_loss.check(loss, stage)
+        return Forward(action, part, run, payloads, shapes, saved, loss)
+
+    def _flight(self, step: Step, graph: Graph, made: Forward, moves: Moves, is_beside: bool) -> Flight:
+        """Send what a forward passes on; return what its backward needs."""
+        stage, place, run = made.action.stage, self._place(made.action), made.run
+        passed: list[Tensor] = []  # which its receivers on this rank may hold, too
+        sent = [self._send(run, other, place, made.shapes, step.fails, passed) for other in graph.successors(stage)]
         received = [
-            (self._bridges.between(other, stage, place, back=True), *_with_grads(payload))
-            for other, payload in zip(graph.predecessors(stage), payloads, strict=True)
+            (self._bridges.between(other, stage, place, back=True), *with_grads(payload))
+            for other, payload in zip(graph.predecessors(stage), made.payloads, strict=True)
             if graph.has_backward(other)
         ]
-        stays = tensors_in([part.batch, passed, *(payload.tensors for payload in payloads)])
-        moves.ran(run, stage, saved, [tensor for _, tensor in stays])
-        return _Flight(run, sent, received, loss, place)
+        stays = tensors_in([made.part.batch, passed, *(payload.tensors for payload in made.payloads)])
+        moves.ran(run, stage, made.saved, [tensor for _, tensor in stays])
+        return Flight(run, sent, received, made.loss, place, is_beside)
 
     def _watching(
         self, step: Step, stage: StageKey, place: tuple[int, int], received: Sequence[Payload]
@@ -260,7 +317,7 @@ class Engine:
             return None, False
         try:
             uncounted = nullcontext() if self._views[stage].is_last or not run.is_traced else step.uncounted()
-            with step.context(), uncounted, nullcontext() if stage == self._last else self._shared_buffers.spared():
+            with step.context(), uncounted:
                 return run.execute(lambda: step.run(part, index)), True
         except (StageError, RemoteParameterError):
             if step.trains or not self._plan.topology.edges:
@@ -284,91 +341,59 @@ class Engine:
         bridge = self._bridges.between(stage, other, place)
         bridge.send(marked(meta, shapes), payload.tensors, payload.local, shapes, place)
         passed += payload.tensors
-        return self._bridges.between(stage, other, place, back=True), _with_grads(payload)[0]
+        return self._bridges.between(stage, other, place, back=True), with_grads(payload)[0]
 
-    def _run_backward(
-        self,
-        action: Action,
-        flights: _Flights,
-        due: _Due,
-        gathered: AbstractContextManager[None],
-        ending: Ending | None,
-    ) -> None:
-        """Run an action that gives gradients, inside of `ending` where it is the last one of its stage."""
-        stage, key = action.stage, (action.stage, action.microbatch)
-        if action.kind is Kind.W:
+    # --- backwards ---
+
+    def _backward(self, action: Action, flight: Flight, arrivals: Arrivals) -> None:
+        self.action = action
+        with named(action):
+            flight.backward(arrivals)
+
+    def _run_backwards(self, actions: Sequence[Action], flights: _Flights, due: _Due, ending: Ending | None) -> None:
+        """Run actions of a group that give gradients, inside of `ending` where the stage's last one is among them."""
+        stage, kind = actions[0].stage, actions[0].kind
+        keys = [(stage, action.microbatch) for action in actions]
+        if kind is Kind.W:
             self._starts()
-            deferred: Deferred | None = due.pop(key)
+            deferred: list[Deferred | None] = [due.pop(key) for key in keys]
         else:
-            flight = flights.pop(key)
-            deferred = flight.run.deferred
-            ends = ending(stage, None) if ending and deferred is None else nullcontext()
-            with deferred or nullcontext():
-                self._backward(flight, gathered, ends)
-            del flight
-            if deferred is not None and action.kind is Kind.I:
-                due[key] = deferred
-                return
-        if deferred is not None:
-            with ending(stage, deferred.weights) if ending else nullcontext():
-                deferred.compute()
+            found = [flights.pop(key) for key in keys]
+            deferred = [flight.run.deferred for flight in found]
+            self._backwards(actions, found, ending if deferred[0] is None else None)
+            del found
+        for key, action, one in zip(keys, actions, deferred, strict=True):
+            if one is not None and kind is Kind.I:
+                due[key] = one
+            elif one is not None:
+                is_last = ending is not None and action is actions[-1]
+                with named(action), ending(stage, one.weights, 1) if ending and is_last else nullcontext():
+                    one.compute()
 
-    def _backward(
-        self, flight: _Flight, gathered: AbstractContextManager[None], ends: AbstractContextManager[None]
-    ) -> None:
-        """Run a backward, inside of what takes the weight gradients that it puts off.
+    def _backwards(self, actions: Sequence[Action], flights: Sequence[Flight], ending: Ending | None) -> None:
+        """Run the backwards of a group, side by side where their forwards were; what they send leaves after all.
 
-        It runs inside of `ends`, so that sums of gradients leave after what this rank receives and before what it sends
-        on all ranks, whatever their batches are: else devices with one order for messages could wait in a circle. What
-        replicas gather or exchange within the backward comes before these sums, too.
+        The last ones run inside of `ending`, so that sums of gradients leave after what this rank receives and before
+        what it sends on all ranks, whatever their batches are: else devices with one order for messages could wait in a
+        circle. What replicas gather or exchange within a backward comes before these sums, too.
         """
-        outputs: dict[int, Tensor] = {}
-        gradients: dict[int, Tensor] = {}
-        if flight.loss is not None and flight.loss.requires_grad:
-            outputs[id(flight.loss)], gradients[id(flight.loss)] = flight.loss, torch.ones_like(flight.loss)
-        with ends, gathered:
-            arrivals = [bridge.recv(flight.place) for bridge, _ in flight.sent]
-            self._starts()
-            for (_, tensors), (meta, arrived) in zip(flight.sent, arrivals, strict=True):
-                wanted = [tensor for index, tensor in enumerate(tensors) if index not in meta["missing"]]
-                for tensor, gradient in zip(wanted, arrived, strict=True):
-                    key = id(tensor)
-                    gradients[key] = gradients[key] + gradient if key in gradients else gradient
-                    outputs[key] = tensor
-            if outputs:
-                flight.run.backward(list(outputs.values()), list(gradients.values()))
-        shapes, metas, stage = UNKNOWN, [meta for meta, _ in arrivals], flight.run.stage.name
-        if self._promises is not None:
-            shapes = self._promises.shapes_back(stage, flight.place, metas)
-        for bridge, tensors, local in flight.received:
-            missing = [index for index, tensor in enumerate(tensors) if tensor.grad is None]
-            present = [index for index, tensor in enumerate(tensors) if tensor.grad is not None]
-            own = frozenset(place for place, index in enumerate(present) if index in local)
-            # copies: a parameter may have taken the same memory for its gradient, and later microbatches add to that
-            grads = [tensors[index].grad.clone() for index in present]  # type: ignore[union-attr]
-            bridge.send(marked({"missing": missing}, shapes), grads, own, shapes, flight.place)
-
-
-def _count(step: Step) -> int:
-    """Return how many microbatches each replica has, which must be equal on replicas that share this rank."""
-    counts = {replica: len(parts) for replica, parts in step.microbatches.items()}
-    if len(set(counts.values())) > 1:
-        each = ", ".join(f"{count} of replica {replica}" for replica, count in sorted(counts.items()))
-        raise ConfigError(
-            "num_microbatches",
-            each,
-            "Replicas that share ranks have equal numbers of microbatches in a step",
-            "Give them batches of equal sizes, or with num_microbatches of that many samples and more",
-        )
-    return max(counts.values())
-
-
-def _unpacked(meta: Any, tensors: list[Tensor]) -> Payload:
-    return Payload(meta, tensors, frozenset(meta.get("local", ())))
-
-
-def _with_grads(payload: Payload) -> tuple[list[Tensor], frozenset[int]]:
-    """The tensors of a payload that carry a gradient, and which of these are local."""
-    wanted = [index for index, has in enumerate(payload.meta["grads"]) if has]
-    local = frozenset(place for place, index in enumerate(wanted) if index in payload.local)
-    return [payload.tensors[index] for index in wanted], local
+        stage, arrivals = actions[0].stage, list[Arrivals]()
+        if len(actions) > 1 and all(flight.is_beside for flight in flights):
+            with ending(stage, None, len(actions)) if ending else nullcontext():
+                arrivals = [flight.arrivals() for flight in flights]
+                self._starts()
+                calls = [partial(self._backward, *each) for each in zip(actions, flights, arrivals, strict=True)]
+                self._interleaving.run(calls, [self], backward=True)
+        else:
+            for action, flight in zip(actions, flights, strict=True):
+                self.action = action
+                ends = ending(stage, None, 1) if ending and action is actions[-1] else nullcontext()
+                with ends, self._gathered(action):
+                    arrivals.append(flight.arrivals())
+                    self._starts()
+                    self._backward(action, flight, arrivals[-1])
+        for flight, arrived in zip(flights, arrivals, strict=True):
+            shapes = UNKNOWN
+            if self._promises is not None:
+                shapes = self._promises.shapes_back(stage, flight.place, [meta for meta, _ in arrived])
+            flight.send_back(shapes)

@@ -40,7 +40,7 @@ class CastingOnce:
         self._ids: frozenset[int] = frozenset()
         self._versions: list[int] = []
         self._tried: set[Hashable] = set()
-        self._keeps, self._is_inside = torch.amp.is_autocast_available(self._kind), False
+        self._keeps, self._inside_of = torch.amp.is_autocast_available(self._kind), 0  # microbatches
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -96,14 +96,14 @@ class CastingOnce:
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
-        self._is_inside = True
+        self._inside_of += 1
         try:
             yield
         finally:
-            self._is_inside = False
+            self._inside_of -= 1
 
     def _accessed(self, parameter: Tensor, data: Tensor, sets: bool) -> None:
-        if self._is_inside and id(parameter) in self._ids:
+        if self._inside_of and id(parameter) in self._ids:
             self._stop()
 
     def _stop(self) -> None:

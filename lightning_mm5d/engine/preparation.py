@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from lightning_mm5d.engine.bridge import Bridge
 from lightning_mm5d.engine.bridges import Bridges
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.schedule import Action, Graph, Kind, Schedule, is_table
+from lightning_mm5d.schedule import Action, Graph, Grouping, Kind, Schedule, is_table
 from lightning_mm5d.schedule.issue_order import IssueOrder
 from lightning_mm5d.schedule.stage_key import StageKey
 
@@ -27,6 +27,8 @@ class Prepared(NamedTuple):
     Attributes:
         graph: of the step.
         actions: of this rank, in order.
+        groups: the numbers of actions that begin after all that any of them receives, and send after all of them have
+            ended; of most groups one action.
         arrivals: how many payloads come, by their bridges.
         receipts: for each action, what is received from its begin on at the latest, in the order of issue; empty
             where threads receive ahead.
@@ -36,6 +38,7 @@ class Prepared(NamedTuple):
 
     graph: Graph
     actions: list[Action]
+    groups: list[range]
     arrivals: Counter[Bridge]
     receipts: list[list[Receipt]]
     split_stages: frozenset[StageKey]
@@ -106,7 +109,8 @@ class Preparation:
                 others = graph.successors(action.stage)
                 arrivals.update(between(action.stage, other, place, back=True) for other in others)
         receipts: list[list[Receipt]] = []
-        for turn in IssueOrder(schedule, graph).turns(actions) if self._is_ordered and arrivals else []:
+        grouping = None if forward_only else self._plan.graphs.grouping(count)
+        for turn in IssueOrder(schedule, graph, grouping).turns(actions) if self._is_ordered and arrivals else []:
             receipts.append([])
             for message in turn.receives:
                 place, ends = divmod(message.microbatch, count), (message.source, message.target)
@@ -114,4 +118,12 @@ class Preparation:
                 receipts[-1].append(Receipt(self._bridges.between(*ends, place, back=message.gradients), place))
         split_stages = frozenset(action.stage for action in actions if action.kind is Kind.I)
         last = {action.stage: action for action in actions if action.kind is not Kind.F}
-        return Prepared(graph, actions, arrivals, receipts, split_stages, last)
+        return Prepared(graph, actions, _groups(actions, grouping), arrivals, receipts, split_stages, last)
+
+
+def _groups(actions: Sequence[Action], grouping: Grouping | None) -> list[range]:
+    found: list[range] = []
+    for number, action in enumerate(actions):
+        joins = grouping is not None and action.kind is not Kind.W and grouping.place(action.microbatch) > 0
+        found.append(range(found.pop().start, number + 1) if joins else range(number, number + 1))
+    return found

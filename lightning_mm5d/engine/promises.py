@@ -94,6 +94,11 @@ class Promises:
         """Return the key of a microbatch, by its replica and index; None where nothing can be promised."""
         return self._keys[place]
 
+    def watches(self, stage: StageKey, place: tuple[int, int]) -> bool:
+        """Whether `watching` sees what a run of a stage on a microbatch does."""
+        key = self._keys[place]
+        return key is not None and (stage, key) not in self._fixed and len(self._fixed) < _MOST
+
     def shapes(self, stage: StageKey, place: tuple[int, int]) -> Shapes:
         """Return what is known by now of the shapes of a stage's payloads.
 
@@ -134,7 +139,7 @@ class Promises:
         """
         key = self._keys[place]
         fixed = self._fixed.get((stage, key))
-        if key is None or fixed is not None or len(self._fixed) >= _MOST:
+        if not self.watches(stage, place):
             if fixed and not any(payload.meta.get(_VARIES) for payload in received):
                 self._made.add((stage, key))
             yield self.shapes(stage, place)

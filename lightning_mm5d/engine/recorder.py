@@ -9,6 +9,7 @@ the last step is kept.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -31,7 +32,7 @@ class Recorder:
         self.trainable: frozenset[str] | None = None
         self.count = self.number = self._passed = 0
         self._device = device
-        self._times: dict[Action, tuple[_Moment, _Moment]] = {}
+        self._times: dict[Action, tuple[_Moment, _Moment, int, int]] = {}
         self._began: _Moment = 0.0
         self._ended: _Moment = 0.0
         self._start: _Moment = 0.0
@@ -51,9 +52,11 @@ class Recorder:
         """Note that an action starts to compute."""
         self._start = self._now()
 
-    def end(self, action: Action) -> None:
-        """Note that the action that started last has ended."""
-        self._times[action] = self._start, self._now()
+    def end(self, actions: Sequence[Action]) -> None:
+        """Note that the actions that started last have ended; several of a group count for equal parts of the time."""
+        now = self._now()
+        for place, action in enumerate(actions):
+            self._times[action] = self._start, now, place, len(actions)
 
     def finish(self) -> None:
         """Note that the step has ended."""
@@ -64,16 +67,17 @@ class Recorder:
         anchor = self._now()
         _wait(anchor)
         now = time.time()  # at which the device has nothing left to do, so that both clocks meet
-        return {
-            action: (now - _seconds(start, anchor), now - _seconds(end, anchor))
-            for action, (start, end) in self._times.items()
-        }
+        found = {}
+        for action, (start, end, place, count) in self._times.items():
+            first, whole = now - _seconds(start, anchor), _seconds(start, end)
+            found[action] = first + whole * place / count, first + whole * (place + 1) / count
+        return found
 
     def shares(self) -> tuple[float, float]:
         """Return which shares of the last step this rank computed and idled; waits for the device."""
         _wait(self._ended)
         whole = _seconds(self._began, self._ended)
-        busy = sum(_seconds(start, end) for start, end in self._times.values())
+        busy = sum(_seconds(start, end) / count for start, end, _, count in self._times.values())
         share = min(busy / whole, 1.0) if whole > 0 else 1.0
         return share, 1.0 - share
 

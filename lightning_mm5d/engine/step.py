@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.data.microbatch import Microbatch
+from lightning_mm5d.engine.copies import Scope
 
 
 class Step(Protocol):
@@ -20,6 +22,7 @@ class Step(Protocol):
         epoch: of the run.
         trains: whether backwards follow.
         fails: whether a pipeline cannot run it; the engine sets it.
+        scopes: what belongs to one microbatch at a time.
     """
 
     microbatches: Mapping[int, list[Microbatch]]
@@ -27,6 +30,7 @@ class Step(Protocol):
     epoch: int
     trains: bool
     fails: bool
+    scopes: Sequence[Scope]
 
     def structure(self, batch: Any) -> Hashable:
         """Return a key that is equal for batches that take the same way through the model."""
@@ -45,3 +49,17 @@ class Step(Protocol):
 
     def uncounted(self) -> AbstractContextManager[Any]:
         """Enter around a run whose metric updates must not count, because another stage's run counts them."""
+
+
+def count_of(step: Step) -> int:
+    """Return how many microbatches each replica has, which must be equal on replicas that share this rank."""
+    counts = {replica: len(parts) for replica, parts in step.microbatches.items()}
+    if len(set(counts.values())) > 1:
+        each = ", ".join(f"{count} of replica {replica}" for replica, count in sorted(counts.items()))
+        raise ConfigError(
+            "num_microbatches",
+            each,
+            "Replicas that share ranks have equal numbers of microbatches in a step",
+            "Give them batches of equal sizes, or with num_microbatches of that many samples and more",
+        )
+    return max(counts.values())

@@ -14,6 +14,7 @@ on those that any rank has added to after it sent them; these are summed too.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -88,24 +89,32 @@ class Reduction:
         self._ended: set[Hashable] = set()
 
     @contextmanager
-    def watched(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-        """Enter around the last backward that gives gradients to `parameters`."""
+    def watched(self, parameters: Iterable[nn.Parameter], backwards: int = 1) -> Iterator[None]:
+        """Enter around the last backwards that give gradients to `parameters`, side by side where they are several."""
+        given: Counter[int] = Counter()
+
+        def gives(key: int, *_: object) -> None:
+            given[key] += 1
+            if given[key] >= backwards:
+                self._is_final(key)
+
         found = [one for one in parameters if one.requires_grad and id(one) in self._buckets.of]
         nodes = [get_gradient_edge(one).node for one in found]  # they live as long as somebody holds them
         with ExitStack() as stack:
             for one, node in zip(found, nodes, strict=True):
                 # after the node has added to the gradient, and after hooks that are the user's
-                handle = node.register_hook(partial(self._is_final, id(one)))
+                handle = node.register_hook(partial(gives, id(one)))
                 stack.callback(handle.remove)
             yield
 
     @contextmanager
-    def ending(self, stage: Hashable, put_off: Iterable[nn.Parameter] | None) -> Iterator[None]:
+    def ending(self, stage: Hashable, put_off: Iterable[nn.Parameter] | None, backwards: int = 1) -> Iterator[None]:
         """Enter around the last action of this rank's `stage` that gives gradients.
 
         Args:
             stage: a key of `stages`.
             put_off: the only ones that get gradients in it; None for any.
+            backwards: how many run side by side in it.
         """
         self._ended.add(stage)
         others = {id(p) for key, found in self._stages.items() if key not in self._ended for p in found}
@@ -119,7 +128,7 @@ class Reduction:
                     self._note_final(id(parameter))
         is_early, self._is_early = self._is_early, self._is_early and self._inside
         self._send_final()
-        with self.watched(wanted):
+        with self.watched(wanted, backwards):
             yield
         self._is_early = is_early
         for parameter in own:
@@ -171,7 +180,7 @@ class Reduction:
         with torch.no_grad(), self._buckets.side.beside():
             yield
 
-    def _is_final(self, key: int, *_: object) -> None:
+    def _is_final(self, key: int) -> None:
         self._note_final(key)
         self._send_final()
 

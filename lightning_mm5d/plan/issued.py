@@ -99,7 +99,8 @@ class Issued:
             graph, schedule = self._plan.graphs.schedule(
                 self._schedule, self._count, self._trainable, rank=rank, forward_only=self._forward_only
             )
-            self._built[key] = schedule, IssueOrder(schedule, graph)
+            grouping = None if self._forward_only else self._plan.graphs.grouping(self._count)
+            self._built[key] = schedule, IssueOrder(schedule, graph, grouping)
         return self._built[key]
 
     def _ranks_at(self, stage: StageKey, microbatch: int) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from lightning_mm5d.schedule import (
     SCHEDULES,
     AnySchedule,
     Graph,
+    Grouping,
     Node,
     Schedule,
     Simulation,
@@ -93,7 +94,16 @@ class StageGraphs:
             module: the module; its trainable parameters count.
         """
         graph = self.full_graph(schedule, count, module)
-        return simulate(self._build(schedule, graph), graph)
+        return simulate(self._build(schedule, graph, self.grouping(count)), graph)
+
+    def grouping(self, count: int) -> Grouping | None:
+        """Return the groups of microbatches of a training step; None where no modality interleaves any.
+
+        Args:
+            count: microbatches per replica, M.
+        """
+        size = max(modality.interleaved_microbatches for modality in self.topology.modalities.values())
+        return Grouping(size, count) if size > 1 else None
 
     def schedule(
         self, schedule: AnySchedule, count: int, trainable: frozenset[str], *, rank: int, forward_only: bool = False
@@ -117,10 +127,15 @@ class StageGraphs:
             else:
                 replicas = range(self.topology.layout.num_replicas)
         graph = self.graph(replicas, count, trainable)
-        return graph, self._build(schedule, graph, forward_only=forward_only)
+        grouping = None if forward_only else self.grouping(count)
+        return graph, self._build(schedule, graph, grouping, forward_only=forward_only)
 
-    def _build(self, schedule: AnySchedule, graph: Graph, *, forward_only: bool = False) -> Schedule:
+    def _build(
+        self, schedule: AnySchedule, graph: Graph, grouping: Grouping | None = None, *, forward_only: bool = False
+    ) -> Schedule:
         """`build`, and `side_by_side` where a schedule's rank stands for several instances of a stage."""
+        if grouping is not None:
+            return grouping.expanded(self._build(schedule, grouping.coarse(graph), forward_only=forward_only))
         made = build(schedule, graph, forward_only=forward_only)
         lead = self.topology.lead_of_rank
         widths = {
@@ -155,7 +170,8 @@ class StageGraphs:
             trainable: names of the parameters that require a gradient.
             counts: microbatches of each replica, at most `count`, where they are unlike.
         """
-        trains = self.trains(trainable)
+        trains, grouping = self.trains(trainable), self.grouping(count)
+        size = 1 if grouping is None else grouping.size
         nodes = []
         for key in self.topology.members:
             here, before = trains[key]
@@ -164,7 +180,7 @@ class StageGraphs:
             backward = max(backward, forward / 1000) if here or before else 0.0
             for rank, instances in self._instances(key, replicas).items():
                 ids = sorted(
-                    (index, share.replica * count + index)
+                    (index // size, share.replica * count + index)
                     for shares in instances.values()
                     for share in shares
                     for index in range(share.start, count if counts is None else counts[share.replica], share.step)

@@ -20,6 +20,7 @@ from lightning_mm5d.schedule.builders import (
 from lightning_mm5d.schedule.custom import from_csv, to_csv
 from lightning_mm5d.schedule.fields import check_fields
 from lightning_mm5d.schedule.graph import Graph, Node
+from lightning_mm5d.schedule.grouping import Grouping
 from lightning_mm5d.schedule.issue_order import IssueOrder, Message, Turn
 from lightning_mm5d.schedule.plain import in_flight_limits
 from lightning_mm5d.schedule.report import Outcome, compare, name_of
@@ -34,6 +35,7 @@ __all__ = [
     "Action",
     "AnySchedule",
     "Graph",
+    "Grouping",
     "IssueOrder",
     "Kind",
     "Message",

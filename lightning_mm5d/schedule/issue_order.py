@@ -12,6 +12,9 @@ depends on come earlier. Both ends have issued everything that comes earlier, an
 are at the front of their devices, and the message passes. The same holds for one stream per pair, in one direction or
 in both.
 
+Microbatches in a group (`Grouping`) are one action here: it comes after all messages to any of them, and before all
+messages of any of them. So a rank may compute them at once or one after another.
+
 What arrives while an action runs was posted before it. The order knows stages only: a message between ranks is divided
 as the layout says, and what stays on one rank is not issued. A rank that is at both ends of a message sends its share
 to others before it receives its own.
@@ -25,6 +28,7 @@ from typing import NamedTuple
 
 from lightning_mm5d.schedule.actions import Action, Kind, Schedule, cost, dependencies
 from lightning_mm5d.schedule.graph import Graph
+from lightning_mm5d.schedule.grouping import Grouping
 from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.schedule.validate import execution_order
 
@@ -57,7 +61,7 @@ class Turn(NamedTuple):
     Attributes:
         action: the action.
         receives: posted before the action; the action may need only some of them, or others that were posted earlier.
-        sends: issued after it.
+        sends: issued after it; those of a group after its last action at the latest.
     """
 
     action: Action
@@ -71,26 +75,33 @@ class IssueOrder:
     Args:
         schedule: for each rank its actions in order.
         graph: its stages; their costs decide which of two independent messages comes first.
+        grouping: of microbatches whose actions follow each other in the schedule; None without groups.
 
     Raises:
         ScheduleError: the schedule deadlocks.
     """
 
-    def __init__(self, schedule: Schedule, graph: Graph) -> None:
+    def __init__(self, schedule: Schedule, graph: Graph, grouping: Grouping | None = None) -> None:
         self._sent: dict[Action, tuple[Message, ...]] = {}
         self._before: dict[Action, int] = {}  # how many messages come before those of the action
         self._arriving: defaultdict[tuple[StageKey, int, bool], list[Message]] = defaultdict(list)
+        self._grouping = grouping
+        if grouping is not None:
+            schedule, graph = grouping.firsts(schedule), grouping.coarse(graph)
         count = 0
         for action in total_order(schedule, graph):
             gradients = action.kind is not Kind.F
-            self._before[action] = count
-            self._sent[action] = tuple(
-                Message(place, action.stage, target, action.microbatch, gradients)
-                for place, target in enumerate(_targets(action, graph), start=count)
-            )
-            for message in self._sent[action]:
-                self._arriving[message.target, message.microbatch, gradients].append(message)
-                count += 1
+            before, members = count, [action.microbatch] if grouping is None else grouping.members(action.microbatch)
+            for member in members:
+                one = Action(action.kind, action.stage, member)
+                self._before[one] = before
+                self._sent[one] = tuple(
+                    Message(place, one.stage, target, member, gradients)
+                    for place, target in enumerate(_targets(one, graph), start=count)
+                )
+                count += len(self._sent[one])
+                for message in self._sent[one]:
+                    self._arriving[message.target, self._first(member), gradients].append(message)
 
     def turns(self, actions: Iterable[Action]) -> list[Turn]:
         """Return what one rank issues around each of its actions.
@@ -101,20 +112,29 @@ class IssueOrder:
         """
         found = list(actions)
         due = deque(sorted(message for action in found for message in self.needed(action)))
-        turns = []
+        turns, held = [], list[Message]()  # messages of a group, which leave together
         for action in found:
             receives = []
             while due and due[0].place < self._before[action]:
                 receives.append(due.popleft())
-            turns.append(Turn(action, tuple(receives), self._sent[action]))
+            held += self._sent[action]
+            is_last = self._grouping is None or self._grouping.members(action.microbatch)[-1] == action.microbatch
+            turns.append(Turn(action, tuple(receives), tuple(held) if is_last else ()))
+            held = [] if is_last else held
         assert not due, f"no action receives {due[0]}"
         return turns
 
     def needed(self, action: Action) -> list[Message]:
-        """Return the messages that an action takes, in their order; no other action takes them."""
-        if action.kind is Kind.W:
+        """Return the messages that an action takes, in their order; no other action takes them.
+
+        The first action of a group takes those of all.
+        """
+        if action.kind is Kind.W or self._first(action.microbatch) != action.microbatch:
             return []
         return self._arriving.get((action.stage, action.microbatch, action.kind is not Kind.F), [])
+
+    def _first(self, microbatch: int) -> int:
+        return microbatch if self._grouping is None else self._grouping.first(microbatch)
 
 
 def total_order(schedule: Schedule, graph: Graph) -> list[Action]:

@@ -48,6 +48,8 @@ class TensorGroup:
             gathered or summed and scattered.
         is_silent: whether collectives return values of the right shape without communicating; for runs on one rank
             that only ask for shapes.
+        hand_over: called between the start of a collective and the wait for it, so that something else is computed
+            meanwhile; the same on all ranks of the group. None just waits.
     """
 
     def __init__(self, group: dist.ProcessGroup, compression: Compression | None = None) -> None:
@@ -58,6 +60,14 @@ class TensorGroup:
         self.index = dist.get_rank(group)
         self.moved = 0.0
         self.is_silent = False
+        self.hand_over: Callable[[], None] | None = None
+
+    def wait(self, *works: Any) -> None:
+        """Wait for what has been started on the group, after `hand_over`."""
+        if self.hand_over is not None:
+            self.hand_over()
+        for work in works:
+            work.wait()
 
     def sum(self, tensor: Tensor, *, in_place: bool = False) -> Tensor:
         """Return the sum over ranks.
@@ -74,6 +84,9 @@ class TensorGroup:
             summed = CompressedSum(tensor.detach().reshape(-1), self.group, compression)
 
             def total() -> Tensor:
+                self.wait()
+                summed.gather()
+                self.wait()
                 found = _owned(summed.wait().view(tensor.shape))
                 self.moved += summed.moved
                 return found
@@ -87,13 +100,13 @@ class TensorGroup:
             return lambda: result
         work = dist.all_reduce(result, group=self.group, async_op=True)
         self.moved += 2 * result.nbytes * (self.size - 1) / self.size
-        return _after(work, lambda: result)
+        return self._after(work, lambda: result)
 
     def max(self, tensor: Tensor) -> Tensor:
         """Return the maximum over ranks."""
         result = tensor.detach().clone(memory_format=torch.contiguous_format)
         if not self.is_silent:
-            dist.all_reduce(result, dist.ReduceOp.MAX, group=self.group)
+            self.wait(dist.all_reduce(result, dist.ReduceOp.MAX, group=self.group, async_op=True))
             self.moved += 2 * result.nbytes * (self.size - 1) / self.size
         return result
 
@@ -123,6 +136,7 @@ class TensorGroup:
             self.moved += found.moved
 
             def joined() -> Tensor:
+                self.wait()
                 rows = zip(found.wait(), lengths, strict=True)
                 return torch.cat([flat.view(_with(own.shape, dim, length)) for flat, length in rows], dim)
 
@@ -143,7 +157,7 @@ class TensorGroup:
                 return torch.cat([one.narrow(dim, 0, length) for one, length in zip(shards, lengths, strict=True)], dim)
             return _owned(shards.movedim(0, dim).flatten(dim, dim + 1))
 
-        return _after(work, full, own)
+        return self._after(work, full, own)
 
     def sum_scattered(self, full: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
         """Return this rank's shard along `dim` of the sum over ranks; the shards are `lengths` long."""
@@ -157,7 +171,12 @@ class TensorGroup:
             pieces = full.split(list(lengths), dim)
             scattered = CompressedScatter([piece.reshape(-1) for piece in pieces], self.group, compression)
             self.moved += scattered.moved
-            return lambda: _owned(scattered.wait().view(pieces[self.index].shape))
+
+            def shard() -> Tensor:
+                self.wait()
+                return _owned(scattered.wait().view(pieces[self.index].shape))
+
+            return shard
         if any(length != longest for length in lengths):
             shape = [self.size, *full.shape]
             shape[dim + 1] = longest
@@ -171,7 +190,7 @@ class TensorGroup:
         if not self.is_silent:
             work = dist.reduce_scatter_single(local, sent, group=self.group, async_op=True)
             self.moved += shards.nbytes * (self.size - 1) / self.size
-        return _after(work, lambda: _owned(local.narrow(dim, 0, lengths[self.index]).contiguous()), sent)
+        return self._after(work, lambda: _owned(local.narrow(dim, 0, lengths[self.index]).contiguous()), sent)
 
     def local_of(self, full: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
         """Return this rank's shard of a replicated tensor, a view."""
@@ -188,12 +207,14 @@ class TensorGroup:
             parts = [piece.reshape(-1) for piece in pieces]
             exchanged = CompressedScatter(parts, self.group, compression, arriving=counts)
             self.moved += exchanged.moved
+            self.wait()
             came = zip(exchanged.parts(), before, strict=True)
             return torch.cat([row.to(local.dtype).view(_with(shape, source, n)) for row, n in came], source)
         sent = torch.cat([piece.reshape(-1) for piece in pieces])
         found = sent.new_empty(sum(counts))
         if not self.is_silent:
-            dist.all_to_all_single(found, sent, counts, [piece.numel() for piece in pieces], group=self.group)
+            lengths = [piece.numel() for piece in pieces]
+            self.wait(dist.all_to_all_single(found, sent, counts, lengths, group=self.group, async_op=True))
             self.moved += (sent.numel() - pieces[self.index].numel()) * sent.element_size()
         rows = zip(found.split(counts), before, strict=True)
         return torch.cat([row.view(_with(shape, source, length)) for row, length in rows], source)
@@ -212,20 +233,19 @@ class TensorGroup:
         """`gather`."""
         return gather(x, dim, lengths, self)
 
+    def _after(self, work: Any, result: Wait, *sent: Tensor) -> Wait:
+        """Return what waits for `work`, if any, and then returns ``result()``; it keeps what is `sent` until then."""
+
+        def wait() -> Tensor:
+            if work is not None:
+                self.wait(work)
+            _ = sent
+            return result()
+
+        return wait
+
     def description(self) -> None:
         """What a peer needs to know to find its own group of this kind: nothing."""
-
-
-def _after(work: Any, result: Wait, *sent: Tensor) -> Wait:
-    """Return what waits for `work`, if any, and then returns ``result()``; it keeps what is `sent` until then."""
-
-    def wait() -> Tensor:
-        if work is not None:
-            work.wait()
-        _ = sent
-        return result()
-
-    return wait
 
 
 def _with(shape: Sequence[int], dim: int, length: int) -> list[int]:
@@ -251,6 +271,19 @@ def dry_run(groups: Iterable[TensorGroup]) -> Iterator[None]:
     finally:
         for group in groups:
             group.is_silent = False
+
+
+@contextmanager
+def in_one_piece(groups: Iterable[TensorGroup]) -> Iterator[None]:
+    """Let no group hand over meanwhile."""
+    before = [(group, group.hand_over) for group in groups]
+    for group, _ in before:
+        group.hand_over = None
+    try:
+        yield
+    finally:
+        for group, hand_over in before:
+            group.hand_over = hand_over
 
 
 class _Differentiable(torch.autograd.Function):

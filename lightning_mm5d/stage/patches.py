@@ -258,10 +258,11 @@ class Patches:
             cut = run.stage.cuts.get(modality)
             if method == IN_PLACE:  # called in place of the hooks
                 args, kwargs = enter(layer, args, kwargs) or (args, kwargs)
-            if cut is not None and cut.first <= index < cut.last:
-                with run.inside(layer, modality, index, hidden_of(args, kwargs)):
+            at = index  # another microbatch may pass another call of the same layer meanwhile
+            if cut is not None and cut.first <= at < cut.last:
+                with run.inside(layer, modality, at, hidden_of(args, kwargs)):
                     result = original(*args, **kwargs)
-                return run.leaves(modality, index, result)
+                return run.leaves(modality, at, result)
             args, kwargs = arrived
             known = run.skip(modality, index, args, kwargs)
             result = results.of(layer, original, args, kwargs, known)

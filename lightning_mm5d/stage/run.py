@@ -74,7 +74,7 @@ class Run:
         self._inside: list[str] = []  # modalities whose boundaries are being computed, the inner one last
         self._boundaries_in: dict[str, list[Any]] = {}
         self._boundaries_out: list[tuple[str, Any, frozenset[str]]] = []  # with the modalities that it is inside of
-        self._writes = StepWrites(runtime, self._structure)
+        self.writes = StepWrites(runtime, self._structure)
         self._consumed: dict[str, int] = {}
         self._calls_in, self._calls_out = dict[str, list[LayerCall]](), dict[str, list[LayerCall]]()
         self._entered: dict[str, int] = {}
@@ -101,7 +101,7 @@ class Run:
             mark_dependent(payload.tensors[index])
         for name, description in payload.meta["boundaries"]:
             self._boundaries_in.setdefault(name, []).append(rebuild(description, payload.tensors))
-        self._writes.accept(payload.meta["writes"])
+        self.writes.accept(payload.meta["writes"])
         for modality, rows in payload.meta["taps"]:
             self._taps.accept(rows, payload.tensors, partial(self._runtime.holders, modality))
         for modality, hidden, returned, sides in payload.meta["calls"]:
@@ -153,7 +153,7 @@ class Run:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._writes.restore()
+        self.writes.restore()
         self._runtime.active = None
         self._runtime.guard.ends_here = None
         self._runtime.guard.received = {}
@@ -193,7 +193,7 @@ class Run:
                     f"{name} is called {index + 1} times in stage {self.stage.name}, and the stage that computes it "
                     f"called it {len(results)} times: what the step does must not depend on the stage"
                 )
-            self._writes.skipped(name)
+            self.writes.skipped(name)
             return self._taps.result(call, copies(results[index]), own=modality in self.stage.must_use)
         cut = self.stage.cuts.get(modality)
         outside = frozenset(self._inside)
@@ -201,7 +201,7 @@ class Run:
         try:
             # what is compiled expects no stand-ins
             eager = nullcontext() if cut is not None else torch.compiler.set_stance("force_eager")
-            with eager, self._writes.noted(name, self._runtime.path_of(name)):
+            with eager, self.writes.noted(name, self._runtime.path_of(name)):
                 result = original(*args, **kwargs)
         finally:
             self._inside.pop()
@@ -268,7 +268,7 @@ class Run:
             yield
             return
         path = self._runtime.partition.parts[modality].paths[index]
-        with self._taps.watching(layer, path, index, hidden), self._writes.noted(path, path):
+        with self._taps.watching(layer, path, index, hidden), self.writes.noted(path, path):
             yield
 
     def passed(self, modality: str, layer: int, result: Any, known: StandIn, hidden: Any) -> Any:
@@ -276,7 +276,7 @@ class Run:
         if known.is_later or self._replays:
             return result
         path = self._runtime.partition.parts[modality].paths[layer]
-        self._writes.skipped(path)
+        self.writes.skipped(path)
         self._taps.call_hooks(self._runtime.root, path, layer, hidden, self._runtime.guard)
         own = {"result": (None,), "first": (0,), None: ()}[known.received]
         return self._taps.result(("layer", modality, layer, 0), result, own=own)
@@ -383,7 +383,7 @@ class Run:
             for call in (self._calls_out.get(calls_of, []) if calls_of else [])
         ]
         taps = [[calls_of, self._taps.described(packer, self._runtime.parameters)]] if calls_of else []
-        writes = self._writes.described([name for name, _ in boundaries], calls_of)
+        writes = self.writes.described([name for name, _ in boundaries], calls_of)
         grads = [tensor.requires_grad and not is_remote(tensor) for tensor in packer.tensors]
         remote = [[index, x.origin.name, x.exact] for index, x in enumerate(packer.tensors) if is_remote(x)]
         tensors = [tensor.as_subclass(Tensor) if is_remote(tensor) else tensor for tensor in packer.tensors]

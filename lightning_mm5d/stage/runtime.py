@@ -19,7 +19,7 @@ from lightning_mm5d.stage.payload import sendable
 from lightning_mm5d.stage.taint import Tap, Trace
 from lightning_mm5d.stage.tap_points import tap_points, watched_modules
 from lightning_mm5d.stage.view import StageView, StandIn
-from lightning_mm5d.stage.written import Written
+from lightning_mm5d.stage.written import SetAside, Written
 from lightning_mm5d.tensor_parallel.apply import TensorParallel
 
 SkipInput = tuple[str, int, tuple[str | int, ...]]  # modality, layer, path in (args, kwargs)
@@ -34,6 +34,10 @@ class ActiveRun(Protocol):
     trains: bool
     is_traced: bool
     draws: StepDraws | None
+
+    @property
+    def writes(self) -> SetAside:
+        """What it has put on modules that it must not read."""
 
     def boundary(self, name: str, modality: str, original: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Stand in for a call of an encoder's boundary."""
@@ -128,6 +132,24 @@ class Runtime:
         self.lists: dict[str, list[nn.Module]] = {
             name: [root.get_submodule(path) for path in parts.paths] for name, parts in partition.parts.items()
         }
+
+    @property
+    def scopes(self) -> list[Any]:
+        """What is of one microbatch at a time."""
+        own = [] if self.tensor is None else self.tensor.scopes
+        return [self, *own, *(scope for one in self._context.values() for scope in one.scopes)]
+
+    def take(self) -> Any:
+        """Return what belongs to the microbatch that is computed."""
+        if self.active is not None:
+            self.active.writes.lay_aside()
+        return self.active, self.guard.ends_here, self.guard.received
+
+    def put(self, state: Any) -> None:
+        """Go on with the microbatch that `take` returned `state` of."""
+        self.active, self.guard.ends_here, self.guard.received = state
+        if self.active is not None:
+            self.active.writes.take_up()
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:

@@ -52,6 +52,14 @@ class StepWrites:
         """From now on, until `restore`, let reads of what `call` wrote in another stage give a remote value."""
         self._stale.mark(self._received.get(call, ()))
 
+    def lay_aside(self) -> None:
+        """Put it back while another microbatch is computed, until `take_up`."""
+        self._stale.lay_aside()
+
+    def take_up(self) -> None:
+        """Undo `lay_aside`."""
+        self._stale.take_up()
+
     def restore(self) -> None:
         """Put back what was there before `skipped`."""
         self._stale.restore()

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -157,7 +158,11 @@ class Taps:
                 handle.remove()
 
     def _noting(self, path: str, index: int, hidden: Any) -> Callable[[nn.Module, Any, Any], None]:
+        thread = get_ident()
+
         def note(_: nn.Module, args: Any, result: Any) -> None:
+            if get_ident() != thread:  # another microbatch passes the layer side by side with this one
+                return
             kind = "inner, of the layer's state" if args and args[0] is hidden else "inner"
             call = self.next_call(kind, path, index)
             self._seen[call] = None

@@ -10,7 +10,7 @@ Buffers and parameters are not meant: gradients and the sharing of buffers see t
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,16 @@ def written(before: Attributes, after: Attributes) -> list[Written]:
     ]
 
 
+class SetAside(Protocol):
+    """Attributes that stay in place only while their microbatch is computed."""
+
+    def lay_aside(self) -> None:
+        """Put back what was there while another microbatch is computed."""
+
+    def take_up(self) -> None:
+        """Undo `lay_aside`."""
+
+
 class StaleAttributes:
     """The attributes that a step must not read on this rank.
 
@@ -59,6 +69,7 @@ class StaleAttributes:
     def __init__(self, root: nn.Module, guard: Guard) -> None:
         self._root, self._guard = root, guard
         self._marks: list[tuple[nn.Module, str, Any, Any]] = []
+        self._aside: list[tuple[nn.Module, str, Any]] = []
 
     def mark(self, found: Iterable[Written]) -> None:
         """Let reads of these attributes give a remote value."""
@@ -67,6 +78,18 @@ class StaleAttributes:
             value: Any = marked(torch.full((1,), torch.nan), Origin(f"{path}.{name}".lstrip("."), self._guard))
             if is_list:
                 value = [value]
+            self._marks.append((module, name, value, vars(module).get(name, _MISSING)))
+            vars(module)[name] = value
+
+    def lay_aside(self) -> None:
+        """Put back what was there while another microbatch is computed."""
+        self._aside = [mark[:3] for mark in self._marks]
+        self.restore()
+
+    def take_up(self) -> None:
+        """Undo `lay_aside`."""
+        aside, self._aside = self._aside, []
+        for module, name, value in aside:
             self._marks.append((module, name, value, vars(module).get(name, _MISSING)))
             vars(module)[name] = value
 

@@ -93,6 +93,11 @@ class TensorParallel:
             blocks.attach(root, division, held)
             self._undo.append(blocks.remove)
 
+    @property
+    def scopes(self) -> list[Region]:
+        """What is of one microbatch at a time."""
+        return [*self._regions.values()]
+
     def divide_sequences(self, layers: nn.Module, group: str) -> None:
         """Let the hidden state between tensor parallel regions be a shard of the sequence (Korthikanti et al. 2022,
         arXiv:2205.05198).

@@ -62,7 +62,7 @@ class Region:
             entered = Entrance(local.local, self.group, (local.sharded_dim, local.lengths))
         else:
             entered = Entrance(local, self.group)
-        self._came.append((x, entered, _version(x)))
+        self._came = [*self._came, (x, entered, _version(x))]
         return entered
 
     def leave(self, y: Tensor) -> Tensor:
@@ -93,6 +93,14 @@ class Region:
         except BaseException:
             self.forget()
             raise
+
+    def take(self) -> Any:
+        """Return what belongs to the microbatch that is computed."""
+        return self._outer, self._came, self._sequences, self._left
+
+    def put(self, state: Any) -> None:
+        """Go on with the microbatch that `take` returned `state` of."""
+        self._outer, self._came, self._sequences, self._left = state
 
     # --- random streams ---
 

@@ -143,6 +143,14 @@ class LogCapture:
         self._microbatch, self._samples = index, samples
         self._calls[index] = []
 
+    def take(self) -> Any:
+        """Return what belongs to the microbatch that is computed."""
+        return self._microbatch, self._samples
+
+    def put(self, state: Any) -> None:
+        """Go on with the microbatch that `take` returned `state` of."""
+        self._microbatch, self._samples = state
+
     @contextmanager
     def discarded(self) -> Iterator[None]:
         """Drop what is recorded inside the block."""

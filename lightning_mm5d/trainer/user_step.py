@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.data.microbatch import Microbatch, copied
+from lightning_mm5d.engine.copies import Scope
 from lightning_mm5d.sharded.remote_value import is_remote, settled
 from lightning_mm5d.stage.payload import Packer, map_tensors, unsharded
 from lightning_mm5d.trainer.logs import LogCapture
@@ -42,6 +43,7 @@ class UserStep:
     Attributes:
         epoch: of the run.
         results: of the last stage, by index of the microbatch.
+        scopes: what belongs to one microbatch at a time.
     """
 
     trains = False
@@ -66,6 +68,7 @@ class UserStep:
         self._module, self._name, self._arguments = module, name, arguments
         self._capture, self._metrics, self._watches = capture, metrics, watches
         self._unchanged: dict[int, Any] = {}
+        self.scopes: Sequence[Scope] = [capture]
 
     def structure(self, batch: Any) -> Hashable:
         """Return a key that is equal for batches of equal nesting, dtypes and numbers of dims, whatever their sizes."""

@@ -56,6 +56,7 @@ def check_module(
         build(schedule, plan.graphs.full_graph(schedule, num_microbatches, module))
         named = module.named_parameters(remove_duplicate=False)
         check_messages(plan, schedule, num_microbatches, frozenset(name for name, p in named if p.requires_grad))
+    _check_interleaving(plan, schedule)
     if not module.automatic_optimization and (not plan.topology.is_replicated or num_microbatches != 1):
         raise ConfigError(
             "automatic_optimization",
@@ -77,6 +78,21 @@ def check_module(
                     f"Leave {field} unset, use pp_size=1, or set output_router_logits to False in the model's config",
                 )
     _check_prefix_tuning(module, plan)
+
+
+def _check_interleaving(plan: Plan, schedule: str | Callable[[Graph], Schedule]) -> None:
+    """Refuse microbatches that are interleaved where a schedule of one's own, or several replicas, order them."""
+    for name, modality in plan.modalities.items():
+        field, count = f"modalities.{name}.interleaved_microbatches", modality.interleaved_microbatches
+        if count == 1:
+            continue
+        if callable(schedule) or is_table(schedule):
+            rule = "A schedule of your own orders single microbatches"
+            raise ConfigError(field, count, rule, "Use a named schedule, or leave it unset")
+        for other, axes in plan.layout.axes.items():
+            if axes.dp > plan.layout.num_replicas:
+                rule = f"{other!r} has {axes.dp} replicas that take turns with the microbatches of one"
+                raise ConfigError(field, count, rule, f"Use dp_size={plan.layout.num_replicas} for {other!r}")
 
 
 def _check_prefix_tuning(module: pl.LightningModule, plan: Plan) -> None:

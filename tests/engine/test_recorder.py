@@ -65,7 +65,7 @@ def record(recorder: Recorder) -> None:
     recorder.begin(frozenset(), 1)
     for action in (FORWARD, BACKWARD):
         recorder.start()
-        recorder.end(action)
+        recorder.end([action])
     recorder.finish()
 
 
@@ -96,7 +96,7 @@ def test_shares_on_a_cpu_are_those_of_its_clock() -> None:
     time.sleep(0.02)
     recorder.start()
     time.sleep(0.02)
-    recorder.end(FORWARD)
+    recorder.end([FORWARD])
     recorder.finish()
     busy, idle = recorder.shares()
     assert 0.0 < busy < 1.0

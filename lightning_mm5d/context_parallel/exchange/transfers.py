@@ -85,7 +85,7 @@ class Gather:
     """
 
     def __init__(self, group: TensorGroup, part: Tensor, split: TokenSplit) -> None:
-        self._split = split
+        self._group, self._split = group, split
         rows, longest = tokens_first(part), max(split.lengths)
         if len(rows) < longest:
             filled = rows.new_empty(longest, *rows.shape[1:])
@@ -98,7 +98,7 @@ class Gather:
 
     def wait(self) -> Tensor:
         """Return the tensor, [B, N, S, D]."""
-        self._work.wait()
+        self._group.wait(self._work)
         places = Places.of(self._split, self._rows.device, is_padded=True)
         return heads_first(places.ordered(self._rows)[: self._split.size])
 
@@ -114,6 +114,7 @@ class SumScattered:
     """
 
     def __init__(self, group: TensorGroup, whole: Tensor, split: TokenSplit, dtype: torch.dtype) -> None:
+        self._group = group
         places = Places.of(split, whole.device, is_padded=True)
         self._own = places.parted(tokens_first(whole)).to(dtype).contiguous()
         self._length = split.lengths[group.index]
@@ -123,7 +124,7 @@ class SumScattered:
 
     def wait(self) -> Tensor:
         """Return the sum for this rank's tokens, [B, N, S_rank, D]."""
-        self._work.wait()
+        self._group.wait(self._work)
         return heads_first(self._part[: self._length])
 
 
@@ -138,7 +139,7 @@ class AllToAll:
     """
 
     def __init__(self, group: TensorGroup, sent: Tensor, send: Sequence[int], receive: Sequence[int]) -> None:
-        self._sent, self._received = sent, sent.new_empty(sum(receive))
+        self._group, self._sent, self._received = group, sent, sent.new_empty(sum(receive))
         self._work = dist.all_to_all_single(
             self._received, sent, list(receive), list(send), group=group.group, async_op=True
         )
@@ -146,7 +147,7 @@ class AllToAll:
 
     def wait(self) -> Tensor:
         """Return the pieces received, one after the other, in one dim."""
-        self._work.wait()
+        self._group.wait(self._work)
         return self._received
 
 
@@ -160,7 +161,7 @@ class Hop:
     """
 
     def __init__(self, group: TensorGroup, sent: Tensor, length: int) -> None:
-        self._device, wire = sent.device, message_device(sent.device, group.group)
+        self._group, self._device, wire = group, sent.device, message_device(sent.device, group.group)
         self._sent = sent.to(wire)  # gloo moves host memory only between two ranks
         self._received = self._sent.new_empty(length)
         following, previous = (group.index + 1) % group.size, (group.index - 1) % group.size
@@ -175,6 +176,5 @@ class Hop:
 
     def wait(self) -> Tensor:
         """Return what came; what was sent may be written to from now on."""
-        for work in self._works:
-            work.wait()
+        self._group.wait(*self._works)
         return self._received.to(self._device)

@@ -79,6 +79,7 @@ class ContextParallel:
         device: torch.device = torch.device("cpu"),  # noqa: B008
     ) -> None:
         self._name, self._group, self._device = name, ranks.context.whole, device
+        self._interface = interface
         self.groups = ranks.groups
         layers: nn.Module = root.get_submodule(path)
         drawers = drawing(layers.modules())
@@ -122,6 +123,11 @@ class ContextParallel:
         self._recent.clear()
         self._assignment.clear()
         self._attention.forget()
+
+    @property
+    def scopes(self) -> list[Any]:
+        """What is of one microbatch at a time."""
+        return [self._stream, self._attention, self._attention.masks, self._modules, self._interface]
 
     def sequence(self, description: Any) -> ShardedSequence:
         """Return the sequence that a peer described by `ShardedSequence.description`."""

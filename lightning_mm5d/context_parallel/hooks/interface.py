@@ -81,6 +81,16 @@ class Interface:
         self._adds.clear()
         self.caches.clear()
 
+    def take(self) -> Any:
+        """Return what belongs to the microbatch that is computed: the attention that each config names."""
+        return [(config, attention_name(config)) for config, _ in self._named.values()]
+
+    def put(self, state: Any) -> None:
+        """Go on with the microbatch that `take` returned `state` of."""
+        for config, name in state:
+            if attention_name(config) != name:
+                _name(config, name)
+
     @contextmanager
     def left_alone(self, attention: Attention) -> Iterator[None]:
         """Let the modules of `attention` attend as without context parallelism meanwhile."""

@@ -120,6 +120,14 @@ class Attention:
         """Whether an unknown module attends inside of a sharded layer, as the copy of a layer does."""
         return self._call is not None or (self.is_replaying and any(key[0] == id(module) for key in self._noted_now()))
 
+    def take(self) -> Any:
+        """Return what belongs to the microbatch that is computed."""
+        return self.is_replaying, self._is_off, self._call
+
+    def put(self, state: Any) -> None:
+        """Go on with the microbatch that `take` returned `state` of."""
+        self.is_replaying, self._is_off, self._call = state
+
     @contextmanager
     def replaying(self) -> Iterator[None]:
         """Around a backward, in which attention may be computed again."""

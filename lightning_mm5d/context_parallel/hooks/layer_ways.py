@@ -22,6 +22,7 @@ from lightning_mm5d.context_parallel.hooks.probe import LayerInput, MixingError,
 from lightning_mm5d.context_parallel.hooks.recorded_states import nothing
 from lightning_mm5d.context_parallel.hooks.support import BATCH_NORMS, Mixers, Reader
 from lightning_mm5d.context_parallel.hooks.whole_modules import Dims, Key, WholeModules
+from lightning_mm5d.sharded.collectives import in_one_piece
 from lightning_mm5d.sharded.kept_results import unseen
 
 _log = logging.getLogger(__name__)
@@ -104,8 +105,8 @@ class LayerWays:
         if given.dim == -2 and min(assigned.sequence.coarse.lengths) < 2:  # too short to tell this time
             return None
         while not self.is_whole(layer):
-            try:
-                with nothing(), unseen(), torch.compiler.set_stance("force_eager"):
+            try:  # it changes modules meanwhile, which no other microbatch may see
+                with nothing(), unseen(), in_one_piece(self._ranks.groups), torch.compiler.set_stance("force_eager"):
                     found = self._probed(layer, given, assigned)
             except MixingError as error:
                 found, why = None, str(error)

@@ -43,8 +43,16 @@ class StepMasks:
 
     def clear(self) -> None:
         """Drop the masks."""
-        self._made.clear()
+        self._made = []
         self._recent.clear()
+
+    def take(self) -> Any:
+        """Return what belongs to the microbatch that is computed."""
+        return self._made_in, self._made, self._ran
+
+    def put(self, state: Any) -> None:
+        """Go on with the microbatch that `take` returned `state` of."""
+        self._made_in, self._made, self._ran = state
 
     def note(self, mask: Mask) -> None:
         """Remember a mask that the model made; the first one of a run, and after layers ran, begins a new step.
@@ -55,7 +63,7 @@ class StepMasks:
         if self._ran or now is not self._made_in():
             self._made, self._ran = [], False
             self._made_in = (lambda: None) if now is None else weakref.ref(now)
-        self._made.append(mask)
+        self._made = [*self._made, mask]
 
     def work(self, size: int, block: int) -> Tensor:
         """What the queries of each block of a sequence cost all layers: int64 ``[ceil(S / block)]``.

@@ -113,6 +113,14 @@ class WholeModules:
         self._patched: dict[int, nn.Module] = {}
         self._without_rows: set[int] = set()  # modules whose attention works on tokens in another order
 
+    def take(self) -> Any:
+        """Return what belongs to the microbatch that is computed."""
+        return self._call, self._is_inside
+
+    def put(self, state: Any) -> None:
+        """Go on with the microbatch that `take` returned `state` of."""
+        self._call, self._is_inside = state
+
     @contextmanager
     def during(self, call: WholeCall | None) -> Iterator[None]:
         """Run modules as `call` says meanwhile."""

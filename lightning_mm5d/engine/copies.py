@@ -1,0 +1,204 @@
+"""Computes several microbatches of a stage side by side, so that one communicates while another computes.
+
+Each microbatch runs in a thread of its own, the first one in the schedule's, but only one of them at a time: it hands
+over to the next one where it has started a collective of its layers and would wait for it, and waits when its turn
+comes again. So code of the user's needs no locks, and the order in which collectives start follows from the code alone:
+it is the same on all ranks that share the layers.
+
+In a forward microbatches hand over inside of layers only. What a step does around them, such as metrics and logs, runs
+in one piece. What is of one microbatch at a time is exchanged at each turn (`Scope`): the run that patched modules
+obey, random generators, where logs go.
+
+Microbatches run one after another where they would disturb each other: the first ones of each structure, which are
+traced and watched; and wherever layers write attributes or buffers of modules, which the next one would read.
+
+An error ends all of them, and is raised once.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from lightning_mm5d.data.random_state import all_states, set_torch_states
+from lightning_mm5d.engine.thread_state import ThreadState
+from lightning_mm5d.sharded.collectives import TensorGroup
+
+
+class Scope(Protocol):
+    """Something that belongs to one microbatch at a time."""
+
+    def take(self) -> Any:
+        """Return what belongs to the microbatch that is computed."""
+
+    def put(self, state: Any) -> None:
+        """Go on with the microbatch that `take` returned `state` of."""
+
+
+class _Ended(BaseException):
+    """Ends a microbatch because another one has failed."""
+
+
+class Copies:
+    """Runs functions in turns on one rank.
+
+    Args:
+        groups: of ranks that share layers with this one; a wait for their collectives is where turns change.
+        scopes: what belongs to one microbatch at a time.
+        layers: inside of which turns change in a forward.
+        device: where this rank computes.
+    """
+
+    def __init__(
+        self, groups: Iterable[TensorGroup], scopes: Iterable[Scope], layers: Iterable[nn.Module], device: torch.device
+    ) -> None:
+        self._groups = list(dict.fromkeys(groups))
+        self._scopes, self._device = [_RandomNumbers(device), *scopes], device
+        self._turns: _Turns | None = None
+        self._handles = []
+        for layer in dict.fromkeys(layers):
+            self._handles += [
+                layer.register_forward_pre_hook(lambda *_: self._inside(1), prepend=True),
+                layer.register_forward_hook(lambda *_: self._inside(-1), always_call=True),
+            ]
+
+    def remove(self) -> None:
+        """Take the hooks on layers away again."""
+        for handle in self._handles:
+            handle.remove()
+
+    def run(
+        self, functions: Sequence[Callable[[], Any]], scopes: Sequence[Scope] = (), *, backward: bool = False
+    ) -> list[Any]:
+        """Call functions side by side; return their results.
+
+        Args:
+            functions: all ranks that share the layers call as many, and each starts the same collectives on all.
+            scopes: what else belongs to one of them at a time.
+            backward: whether turns change outside of layers too.
+        """
+        turns = self._turns = _Turns([*self._scopes, *scopes], functions, always=backward)
+        others = [
+            threading.Thread(target=turns.run, args=(place, ThreadState(self._device)), name="mm5d-copy", daemon=True)
+            for place in range(1, len(functions))
+        ]
+        for group in self._groups:
+            group.hand_over = turns.hand_over
+        try:
+            for thread in others:
+                thread.start()
+            turns.run(0)
+            for thread in others:
+                thread.join()
+        finally:
+            self._turns = None
+            for group in self._groups:
+                group.hand_over = None
+        return turns.results()
+
+    def _inside(self, more: int) -> None:
+        if self._turns is not None:
+            self._turns.inside(more)
+
+
+class _Turns:
+    """Whose turn it is, among functions that run in threads."""
+
+    def __init__(self, scopes: Sequence[Scope], functions: Sequence[Callable[[], Any]], *, always: bool) -> None:
+        self._scopes, self._functions, self._always = scopes, functions, always
+        count = len(functions)
+        self._before = [scope.take() for scope in scopes]
+        self._states = [self._before] * count
+        self._waiting = deque(range(count))  # the one that runs first, then those that have not ended
+        self._may_run = [threading.Semaphore(0) for _ in range(count)]
+        self._may_run[0].release()
+        self._depth = [0] * count  # of layers
+        self._results: list[Any] = [None] * count
+        self._error: BaseException | None = None
+
+    def run(self, place: int, state: ThreadState | None = None) -> None:
+        """Call a function when it is its turn; the next one goes on when it ends.
+
+        Args:
+            place: of the function.
+            state: of the schedule's thread, where this is another one.
+        """
+        self._may_run[place].acquire()
+        try:
+            if self._error is None:
+                if state is None:
+                    self._call(place)
+                else:
+                    state.call(partial(self._call, place))
+        except BaseException as error:
+            if self._error is None:
+                self._error = error
+                self._before = [scope.take() for scope in self._scopes]  # the action that failed, for messages
+            if self._waiting[0] != place:  # a signal: this one waits, and nobody may wait for it any more
+                for one in self._may_run:
+                    one.release()
+                raise
+        self._waiting.popleft()
+        if self._waiting:
+            self._go_on()
+
+    def _call(self, place: int) -> None:
+        with torch.autograd.set_multithreading_enabled(False):  # a backward runs in the thread that calls it
+            self._results[place] = self._functions[place]()
+
+    def hand_over(self) -> None:
+        """Let the others go on; return when it is this one's turn again."""
+        place = self._waiting[0]
+        if self._error is not None:
+            raise _Ended
+        if len(self._waiting) == 1 or not (self._always or self._depth[place]):
+            return
+        self._states[place] = [scope.take() for scope in self._scopes]
+        self._waiting.rotate(-1)
+        self._go_on()
+        self._may_run[place].acquire()
+        if self._error is not None:
+            raise _Ended
+
+    def inside(self, more: int) -> None:
+        """Note that a layer begins or ends in the function whose turn it is."""
+        self._depth[self._waiting[0]] += more
+
+    def results(self) -> list[Any]:
+        """Put back what was before all functions, or when one failed; return their results, or raise the error."""
+        self._put(self._before)
+        if self._error is not None:
+            raise self._error
+        return self._results
+
+    def _go_on(self) -> None:
+        place = self._waiting[0]
+        self._put(self._states[place])
+        self._may_run[place].release()
+
+    def _put(self, states: Sequence[Any]) -> None:
+        for scope, state in zip(self._scopes, states, strict=True):
+            scope.put(state)
+
+
+class _RandomNumbers:
+    """The states of Python's, numpy's and torch's generators."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def take(self) -> Any:
+        return all_states(self._device)
+
+    def put(self, state: Any) -> None:
+        random.setstate(state[0])
+        np.random.set_state(state[1])
+        set_torch_states(state[2], self._device)

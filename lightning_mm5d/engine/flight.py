@@ -1,0 +1,97 @@
+"""A microbatch of one stage between its forward and its backward."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_mm5d.data.microbatch import Microbatch
+from lightning_mm5d.engine.bridge import Bridge
+from lightning_mm5d.engine.promises import marked
+from lightning_mm5d.engine.saved_activations import SavedActivations
+from lightning_mm5d.engine.transport import Shapes
+from lightning_mm5d.schedule import Action
+from lightning_mm5d.stage import Payload, Run
+
+Arrivals = list[tuple[Any, list[Tensor]]]
+"""What the later stages sent back: meta and gradients of each."""
+
+
+@dataclass
+class Forward:
+    """A forward that has run, and has not sent anything."""
+
+    action: Action
+    part: Microbatch
+    run: Run
+    payloads: list[Payload]
+    shapes: Shapes
+    saved: SavedActivations | None
+    loss: Tensor | None
+
+
+@dataclass
+class Flight:
+    """A forward that waits for its backward.
+
+    Attributes:
+        run: of the forward.
+        sent: to each later stage, with the bridge on which gradients come back.
+        received: from each earlier stage that wants gradients, with the bridge on which they leave.
+        loss: of the last stage.
+        place: replica and index of the microbatch.
+        is_beside: whether others of its group ran side by side with it.
+    """
+
+    run: Run
+    sent: list[tuple[Bridge, list[Tensor]]]
+    received: list[tuple[Bridge, list[Tensor], frozenset[int]]]
+    loss: Tensor | None
+    place: tuple[int, int]
+    is_beside: bool
+
+    def arrivals(self) -> Arrivals:
+        """Return the gradients of what it has sent, waiting until they are there."""
+        return [bridge.recv(self.place) for bridge, _ in self.sent]
+
+    def backward(self, arrivals: Arrivals) -> None:
+        """Run its backward, inside of what takes the weight gradients that it puts off."""
+        outputs: dict[int, Tensor] = {}
+        gradients: dict[int, Tensor] = {}
+        if self.loss is not None and self.loss.requires_grad:
+            outputs[id(self.loss)], gradients[id(self.loss)] = self.loss, torch.ones_like(self.loss)
+        for (_, tensors), (meta, arrived) in zip(self.sent, arrivals, strict=True):
+            wanted = [tensor for index, tensor in enumerate(tensors) if index not in meta["missing"]]
+            for tensor, gradient in zip(wanted, arrived, strict=True):
+                key = id(tensor)
+                gradients[key] = gradients[key] + gradient if key in gradients else gradient
+                outputs[key] = tensor
+        if outputs:
+            with self.run.deferred or nullcontext():
+                self.run.backward(list(outputs.values()), list(gradients.values()))
+
+    def send_back(self, shapes: Shapes) -> None:
+        """Send the gradients of what it has received."""
+        for bridge, tensors, local in self.received:
+            missing = [index for index, tensor in enumerate(tensors) if tensor.grad is None]
+            present = [index for index, tensor in enumerate(tensors) if tensor.grad is not None]
+            own = frozenset(place for place, index in enumerate(present) if index in local)
+            # copies: a parameter may have taken the same memory for its gradient, and later microbatches add to that
+            grads = [tensors[index].grad.clone() for index in present]  # type: ignore[union-attr]
+            bridge.send(marked({"missing": missing}, shapes), grads, own, shapes, self.place)
+
+
+def unpacked(meta: Any, tensors: list[Tensor]) -> Payload:
+    """Return a payload that has arrived."""
+    return Payload(meta, tensors, frozenset(meta.get("local", ())))
+
+
+def with_grads(payload: Payload) -> tuple[list[Tensor], frozenset[int]]:
+    """Return the tensors of a payload that carry a gradient, and which of these are local."""
+    wanted = [index for index, has in enumerate(payload.meta["grads"]) if has]
+    local = frozenset(place for place, index in enumerate(wanted) if index in payload.local)
+    return [payload.tensors[index] for index in wanted], local

@@ -1,0 +1,148 @@
+"""Decides which microbatches of a stage are computed side by side, and computes them so.
+
+The first ones of each structure run one after another: skip inputs are traced in them, attributes that layers write are
+watched, and so are shapes that a stage promises. All ranks that share the layers decide alike, because they see the
+same microbatches and agree on what they have watched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+
+from lightning_mm5d.engine.copies import Copies, Scope
+from lightning_mm5d.engine.step import Step
+from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.stage import Runtime, StageView
+from lightning_mm5d.stage.written import written
+
+_OWN = frozenset(vars(nn.Module())) | {"forward"}
+
+
+class Interleaving:
+    """The stages of one rank whose microbatches run side by side.
+
+    Args:
+        plan: all stages.
+        runtime: the patched module.
+        views: this rank's stages.
+        device: where this rank computes.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        runtime: Runtime,
+        views: Mapping[StageKey, StageView],
+        device: torch.device,
+    ) -> None:
+        self._runtime, self._views, self._device = runtime, views, device
+        self._known: set[tuple[StageKey, Hashable]] = set()
+        self._writes: set[StageKey] = set()
+        self._sharing = {
+            key: [group for name in view.cuts if on(plan, name) and (group := runtime.sharing(name)) is not None]
+            for key, view in views.items()
+        }
+        self._layers = {
+            key: [
+                layer
+                for name, cut in view.cuts.items()
+                if on(plan, name)
+                for layer in runtime.lists[name][cut.first : cut.last]
+            ]
+            for key, view in views.items()
+        }
+        layers = [layer for held in self._layers.values() for layer in held]
+        self._copies = Copies(runtime.groups, runtime.scopes, layers, device) if layers else None
+
+    def remove(self) -> None:
+        """Take what it put on layers away again."""
+        if self._copies is not None:
+            self._copies.remove()
+
+    def is_on(self, stage: StageKey) -> bool:
+        """Whether microbatches of a stage may run side by side."""
+        return bool(self._sharing[stage]) and stage not in self._writes
+
+    def applies(self, step: Step, stage: StageKey, batches: Sequence[Any]) -> bool:
+        """Whether forwards of microbatches with `batches` run side by side."""
+        if step.random_key is None or not self.is_on(stage):
+            return False
+        return all((stage, step.structure(batch)) in self._known for batch in batches)
+
+    @contextmanager
+    def watching(self, step: Step, stage: StageKey, batch: Any) -> Iterator[None]:
+        """Enter around a forward that runs by itself; notes what its layers write. Collective where that is new."""
+        key = stage, step.structure(batch)
+        if not step.trains or not self.is_on(stage) or key in self._known:
+            yield
+            return
+        found: set[str] = set()
+        handles, before = [], list[Any]()
+
+        def enters(*_: Any) -> None:
+            before.append(_contents(self._runtime.root))
+
+        def leaves(*_: Any) -> None:
+            after = _contents(self._runtime.root)
+            found.update(f"{path}.{name}".lstrip(".") for path, name, _ in written(before.pop(), after))
+
+        for layer in dict.fromkeys(self._layers[stage]):
+            handles.append(layer.register_forward_pre_hook(enters, prepend=True))
+            handles.append(layer.register_forward_hook(leaves, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        flag = torch.tensor(float(bool(found)), device=self._device)
+        for group in self._sharing[stage]:
+            flag = group.max(flag)
+        self._known.add(key)
+        if flag:
+            self._writes.add(stage)
+            what = f"write {min(found)!r}" if found else "write attributes on another rank"
+            rank_zero_warn(
+                f"modalities.{stage.modality}.interleaved_microbatches: microbatches of {stage} run one after another, "
+                f"because its layers {what}, which the next microbatch would read"
+            )
+
+    def run(
+        self, functions: Sequence[Callable[[], Any]], scopes: Sequence[Scope] = (), *, backward: bool = False
+    ) -> list[Any]:
+        """Call functions side by side; see `Copies.run`."""
+        assert self._copies is not None
+        return self._copies.run(functions, scopes, backward=backward)
+
+
+def on(plan: Plan, modality: str) -> bool:
+    """Whether a modality interleaves microbatches."""
+    return plan.modalities[modality].interleaved_microbatches > 1
+
+
+def _contents(root: nn.Module) -> dict[tuple[str, str], Any]:
+    """What all modules hold beside parameters and submodules, so that `written` shows what has changed."""
+    found = {}
+    for path, part in root.named_modules():
+        for name, value in vars(part).items():
+            if name not in _OWN:
+                found[path, name] = _state(value)
+        for name, value in part._buffers.items():
+            found[path, name] = _state(value)
+    return found
+
+
+def _state(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return (type(value), *map(_state, value))
+    if isinstance(value, dict):
+        return (dict, *value, *map(_state, value.values()))
+    if isinstance(value, Tensor) and not value.is_inference():
+        return value, value._version
+    return value

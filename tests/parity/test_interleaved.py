@@ -1,0 +1,161 @@
+"""Microbatches that are computed side by side give what one process gives, and really run side by side.
+
+Ranks are in the order of the modalities: "vision | language tp 2" is "vision: rank 0; language: ranks 1-2".
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+from lightning_mm5d import Modality
+from parity.harness import fit, strategy
+from ranks import call_ranks, run_ranks
+from tensor_parallel.layouts import Compared, batches_of, check_all
+from zoo import CASES
+
+TWO = {"interleaved_microbatches": 2}
+OPEN: list[int] = []  # threads that are inside of a layer of this process
+MOST: list[int] = []  # how many at once
+
+
+def layers_of(module: L.LightningModule) -> nn.ModuleList:
+    """The longest list of modules: the layers of the language model."""
+    return max((one for one in module.modules() if isinstance(one, nn.ModuleList)), key=len)
+
+
+def side_by_side(module: L.LightningModule) -> None:
+    """Assert at the end of a run on ranks that two microbatches have been inside of layers at once."""
+    OPEN.clear()
+    MOST.clear()
+
+    def enters(*_: Any) -> None:
+        OPEN.append(threading.get_ident())
+        MOST.append(len(set(OPEN)))
+
+    for layer in layers_of(module):
+        layer.register_forward_pre_hook(enters)
+        layer.register_forward_hook(lambda *_: OPEN.remove(threading.get_ident()), always_call=True)
+
+    def on_train_end() -> None:
+        if torch.distributed.is_initialized():
+            most = torch.tensor(max(MOST, default=0))  # ranks of other modalities run no layers at once
+            torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
+            assert most > 1, "one microbatch after another"
+
+    module.on_train_end = on_train_end  # type: ignore[method-assign]
+
+
+def run(name: str, fields: dict[str, dict[str, Any]], **options: Any) -> Compared:
+    known = {key: options.pop(key) for key in ("replicas", "variant", "exact", "steps") if key in options}
+    return Compared(name=name, fields=fields, prepare=side_by_side, options=options, **known)
+
+
+PAIRS = [
+    run("llama_tied", {"language": {"tp_size": 2, **TWO}}),
+    run("bert", {"language": {"tp_size": 2, "interleaved_microbatches": 4}}, exact=True),
+    run("gpt2", {"language": {"tp_size": 2, "activation_checkpointing": "full", **TWO}}, accumulate_grad_batches=2),
+    run("llama", {"language": {"tp_size": 2, "sequence_parallel": True, **TWO}}, gradient_clip_val=0.05),
+    run("llama", {"language": {"cp_size": 2, "cp_mode": "ring", **TWO}}),
+    run("llama", {"language": {"cp_size": 2, "cp_mode": "ulysses", "activation_checkpointing": "full", **TWO}}),
+    run(
+        "llava",
+        {"vision": {"tp_size": 2, "colocate_with": "language"}, "language": {"tp_size": 2, **TWO}},
+        variant="encoder",
+    ),
+]
+TRIPLES = [
+    run("llava", {"vision": {}, "language": {"tp_size": 2, **TWO}}),
+    run("llava", {"vision": {"tp_size": 2, **TWO}, "language": {}}),
+]
+PIPES = [
+    run("llama", {"language": {"tp_size": 2, "pp_size": 2, **TWO}}),
+    run("llama_tied", {"language": {"tp_size": 2, "pp_size": 2, **TWO}}, schedule="zero_bubble"),
+    run("llama", {"language": {"cp_size": 2, "pp_size": 2, "pp_chunks": 2, **TWO}}, schedule="interleaved"),
+    run("llama", {"language": {"tp_size": 2, "cp_size": 2, **TWO}}),
+    run("llama", {"language": {"tp_size": 2, **TWO}}, replicas=2),
+]
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize(("world", "runs"), [(2, PAIRS), (3, TRIPLES), (4, PIPES)], ids=["2", "3", "4"])
+def test_microbatches_side_by_side_equal_one_process(world: int, runs: list[Compared]) -> None:
+    check_all(world, *runs)
+
+
+def drops(module: L.LightningModule) -> None:
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.2
+
+
+def logs(module: L.LightningModule) -> None:
+    """Log a number of each microbatch after its layers."""
+    step = module.training_step
+
+    def training_step(batch: Any, batch_idx: int) -> Any:
+        loss = step(batch, batch_idx)
+        module.log("sum", batch["input_ids"].sum().double(), reduce_fx="sum")
+        module.log("most", loss.detach(), reduce_fx="max")
+        return loss
+
+    module.training_step = training_step  # type: ignore[method-assign]
+
+
+def remembers(module: L.LightningModule) -> None:
+    """Let a layer write an attribute that the step reads after all layers."""
+    step, layer = module.training_step, layers_of(module)[0]
+
+    def hook(_: nn.Module, args: Any, result: Any) -> None:
+        module.kept = (result[0] if isinstance(result, tuple) else result).square().mean()
+
+    def training_step(batch: Any, batch_idx: int) -> Any:
+        return step(batch, batch_idx) + module.kept
+
+    layer.register_forward_hook(hook)
+    module.training_step = training_step  # type: ignore[method-assign]
+
+
+def trained(rank: int, which: str) -> list[Any]:
+    """What a rank finds with microbatches one after another, and side by side."""
+    found = []
+    for size in (1, 2):
+        module = CASES["gpt2"].build()
+        {"drops": drops, "logs": logs, "remembers": remembers}[which](module)
+        if size > 1 and which != "remembers":
+            side_by_side(module)
+        chosen = strategy({"language": Modality(tp_size=2, interleaved_microbatches=size)}, num_microbatches=4)
+        recorder = fit(module, batches_of("gpt2"), chosen, 2)
+        found.append((recorder.losses, recorder.gradients, dict(module.trainer.callback_metrics)))
+    return found
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("which", ["drops", "logs", "remembers"])
+def test_dropout_logs_and_attributes_are_those_of_one_after_another(which: str) -> None:
+    for apart, beside in call_ranks(2, trained, which):
+        torch.testing.assert_close(beside, apart, rtol=1e-9, atol=1e-12)
+
+
+def failing(rank: int) -> None:
+    """Fail in the layers of one rank, in a microbatch that is not the first of its group."""
+    module, calls = CASES["llama"].build(), [0]
+
+    def fails(*_: Any) -> None:
+        calls[0] += 1
+        if rank == 1 and calls[0] > 4 and threading.current_thread() is not threading.main_thread():
+            raise ValueError("the layer is broken")
+
+    layers_of(module)[0].register_forward_pre_hook(fails)
+    chosen = strategy({"language": Modality(tp_size=2, **TWO)}, num_microbatches=4)
+    fit(module, batches_of("llama"), chosen, 2)
+
+
+def test_an_error_beside_another_microbatch_ends_all_ranks_with_its_cause() -> None:
+    with pytest.raises(AssertionError, match="ValueError: the layer is broken"):
+        run_ranks(2, failing, limit=60)
