@@ -11,8 +11,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard, get_args, get_type_hints
 
-from lightning_mm5d.config.errors import ConfigError, did_you_mean, nearest, one_of
+from lightning_mm5d.config.errors import ConfigError, did_you_mean, one_of
 from lightning_mm5d.config.feeding import check_feeds_from
+from lightning_mm5d.config.interleaving import check_interleaving
 from lightning_mm5d.config.kernels import check_kernels
 from lightning_mm5d.config.memory import check_cached_features, check_memory
 from lightning_mm5d.config.modality import (
@@ -72,7 +73,7 @@ def check(
         check_memory(f"modalities.{name}", modality)
         check_grid(f"modalities.{name}", modality)
         check_cached_features(f"modalities.{name}", modality, is_encoder=is_encoder)
-        _check_interleaving(f"modalities.{name}.interleaved_microbatches", modality, modalities, number)
+        check_interleaving(name, modalities, number)
         _check_compile(f"modalities.{name}.compile", modality)
         check_kernels(f"modalities.{name}.kernels", modality)
         _check_head(f"modalities.{name}.fused_linear_cross_entropy", modality, is_encoder=is_encoder)
@@ -192,35 +193,6 @@ def _check_compile(field: str, modality: Modality) -> None:
             "With sequence_parallel layers take hidden states that stand for shards of other ranks, and run uncompiled"
         )
         raise ConfigError(field, said, rule, "Leave out compile, or sequence_parallel")
-
-
-def _check_interleaving(
-    field: str, modality: Modality, modalities: Mapping[str, Modality], num_microbatches: object
-) -> None:
-    count = modality.interleaved_microbatches
-    check_count(field, count)
-    if count == 1:
-        return
-    fix = "Leave it unset here"
-    if modality.tp_size == 1 and modality.cp_size == 1:
-        rule = (
-            "One microbatch computes while another communicates with tensor or context parallel ranks: there are none"
-        )
-        raise ConfigError(field, count, rule, f"Use a tp_size or cp_size above 1. {fix}")
-    if modality.ep_size > 1 or modality.shared_stage == 3:
-        other = "ep_size" if modality.ep_size > 1 else "zero_stage=3"
-        rule = f"With {other} replicas meet in each microbatch, which runs by itself"
-        raise ConfigError(field, count, rule, f"{fix}, or leave {other} unset")
-    if modality.compile:
-        raise ConfigError(field, count, "Compiled layers do not stop at their communication", f"{fix}, or compile")
-    others = {other.interleaved_microbatches for other in modalities.values()} - {1, count}
-    if others:
-        rule = f"Modalities that interleave take one number, and another one has {max(others)}"
-        raise ConfigError(field, count, rule, f"Use {max(others)}, or 1")
-    if isinstance(num_microbatches, int) and num_microbatches % count:
-        rule = f"It divides num_microbatches={num_microbatches}"
-        near = nearest(count, lambda n: num_microbatches % n == 0)
-        raise ConfigError(field, count, rule, f"Use {one_of(near)}")
 
 
 def _check_head(field: str, modality: Modality, *, is_encoder: bool) -> None:

@@ -111,7 +111,8 @@ class Engine:
         self._interleaving = Interleaving(plan, runtime, views, device)
 
     def remove(self) -> None:
-        """Take what it put on modules away again."""
+        """Let go of what is on the host, and take what it put on modules away again."""
+        self.offload.end()
         self._interleaving.remove()
 
     def execute(self, step: Step, trainable: frozenset[str], ending: Ending | None = None) -> None:

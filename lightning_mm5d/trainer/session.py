@@ -363,7 +363,6 @@ class Session:
         """
         if self._lock_step is not None:
             self._lock_step.remove()
-        self._engine.offload.end()
         self._engine.remove()
         self._cut.remove()
         self._metrics.detach()

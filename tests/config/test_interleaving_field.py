@@ -20,12 +20,22 @@ from lightning_mm5d.config.errors import ConfigError
         ({"interleaved_microbatches": 2, "tp_size": 2, "ep_size": 2}, "With ep_size"),
         ({"interleaved_microbatches": 2, "tp_size": 2, "dp_shard_size": 2}, "zero_stage=3"),
         ({"interleaved_microbatches": 2, "tp_size": 2, "compile": True}, "Compiled"),
+        ({"interleaved_microbatches": 2, "tp_size": 4, "tp_mode": "2d"}, "tp_mode='2d'"),
+        ({"interleaved_microbatches": 2, "tp_size": 2, "offload": "activations"}, "offload"),
+        ({"interleaved_microbatches": 2, "tp_size": 2, "communication_dtype": "bfloat16"}, "on the wire"),
+        ({"interleaved_microbatches": 2, "tp_size": 2, "speeds": [1, 2]}, "unlike numbers of microbatches"),
     ],
 )
 def test_what_cannot_run_side_by_side_is_refused_by_name(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said) as error:
         check({"language": Modality(**fields)}, num_microbatches=4, schedule="1f1b", schedules=("1f1b",))
     assert "interleaved_microbatches" in str(error.value)
+
+
+def test_a_size_of_microbatches_leaves_their_number_open() -> None:
+    modalities = {"language": Modality(tp_size=2, interleaved_microbatches=2)}
+    with pytest.raises(ConfigError, match="in place of microbatch_size"):
+        check(modalities, num_microbatches=None, microbatch_size=2, schedule="1f1b", schedules=("1f1b",))
 
 
 def test_modalities_that_interleave_take_one_number() -> None:

@@ -1,0 +1,68 @@
+"""Microbatches that a stage computes side by side: what they need, and what does not go with them. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lightning_mm5d.config.errors import ConfigError, nearest, one_of
+from lightning_mm5d.config.modality import Modality
+
+_FIX = "Leave it unset here"
+
+
+def check_interleaving(name: str, modalities: Mapping[str, Modality], num_microbatches: int | None) -> None:
+    """Refuse microbatches side by side that cannot work whatever the model and the number of ranks.
+
+    Args:
+        name: of the modality that has them.
+        modalities: all of them.
+        num_microbatches: per batch; None where they follow from `microbatch_size`.
+
+    Raises:
+        ConfigError: at the first field that cannot work.
+    """
+    modality = modalities[name]
+    field, count = f"modalities.{name}.interleaved_microbatches", modality.interleaved_microbatches
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ConfigError(field, count, "It must be a whole number of at least 1", "Use 1, or leave it unset")
+    if count == 1:
+        return
+    if modality.tp_size == 1 and modality.cp_size == 1:
+        rule = "One computes while another communicates with tensor or context parallel ranks: there are none"
+        raise ConfigError(field, count, rule, f"Use a tp_size or cp_size above 1. {_FIX}")
+    _check_beside(field, modality)
+    others = {other.interleaved_microbatches for other in modalities.values()} - {1, count}
+    if others:
+        rule = f"Modalities that interleave take one number, and another one has {max(others)}"
+        raise ConfigError(field, count, rule, f"Use {max(others)}, or 1")
+    for other, one in modalities.items():
+        if one.pipelines is not None or one.speeds is not None:
+            unlike = "pipelines" if one.pipelines is not None else "speeds"
+            rule = f"With modalities.{other}.{unlike} replicas have unlike numbers of microbatches"
+            raise ConfigError(field, count, rule, f"{_FIX}, or leave {unlike} unset")
+    if num_microbatches is None:
+        rule = "With microbatch_size a batch may have any number of microbatches, and it divides that number"
+        raise ConfigError(field, count, rule, "Set num_microbatches in place of microbatch_size")
+    if isinstance(num_microbatches, int) and num_microbatches % count:
+        rule = f"It divides num_microbatches={num_microbatches}"
+        near = nearest(count, lambda n: num_microbatches % n == 0)
+        raise ConfigError(field, count, rule, f"Use {one_of(near)}")
+
+
+def _check_beside(field: str, modality: Modality) -> None:
+    count = modality.interleaved_microbatches
+    if modality.ep_size > 1 or modality.shared_stage == 3:
+        other = "ep_size" if modality.ep_size > 1 else "zero_stage=3"
+        rule = f"With {other} replicas meet in each microbatch, which runs by itself"
+        raise ConfigError(field, count, rule, f"{_FIX}, or leave {other} unset")
+    if modality.compile:
+        raise ConfigError(field, count, "Compiled layers do not stop at their communication", f"{_FIX}, or compile")
+    if modality.tp_mode != "1d":
+        rule = f"With tp_mode={modality.tp_mode!r} a product waits for its panels by itself"
+        raise ConfigError(field, count, rule, f"{_FIX}, or use tp_mode='1d'")
+    if modality.offloads:
+        rule = f"With offload={modality.offload!r} tensors move to the host and back in the order of one microbatch"
+        raise ConfigError(field, count, rule, f"{_FIX}, or leave offload unset")
+    if modality.communication_dtype is not None:
+        rule = "Messages of another type on the wire are not sent side by side"
+        raise ConfigError(field, count, rule, f"{_FIX}, or leave communication_dtype unset")
