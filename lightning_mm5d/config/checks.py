@@ -13,7 +13,7 @@ from typing import Any, TypeGuard, get_args, get_type_hints
 
 from lightning_mm5d.config.errors import ConfigError, did_you_mean, one_of
 from lightning_mm5d.config.feeding import check_feeds_from
-from lightning_mm5d.config.interleaving import check_interleaving
+from lightning_mm5d.config.interleaved_field import check_interleaving
 from lightning_mm5d.config.kernels import check_kernels
 from lightning_mm5d.config.memory import check_cached_features, check_memory
 from lightning_mm5d.config.modality import (
