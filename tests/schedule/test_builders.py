@@ -208,7 +208,7 @@ def test_processes_with_other_hash_seeds_build_the_same_schedule() -> None:
             capture_output=True,
             text=True,
             check=True,
-            timeout=60,
+            timeout=180,
         ).stdout
         for seed in ("1", "2")
     }
