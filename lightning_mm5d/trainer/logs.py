@@ -98,13 +98,22 @@ class MergedLog:
     is_computed: bool = False
     """whether it was logged as a tensor; False where it was received"""
 
-    def weighted(self, samples: float, factor: float) -> MergedLog:
-        """Return the log of a batch of `samples`, whose value counts `factor` times in a mean over replicas."""
+    def weighted(self, samples: float, factor: float, everywhere: float | None = None) -> MergedLog:
+        """Return the log of a batch of `samples`, whose value counts `factor` times in a mean over replicas.
+
+        Lightning's mean over an epoch counts replicas by their samples again. So where these are unlike, a value that
+        has the factor stands for the samples of all replicas.
+
+        Args:
+            samples: of this replica.
+            factor: 1 where all replicas count as much.
+            everywhere: samples of all replicas, where these have unlike numbers.
+        """
         value = self.value
         is_mean = self.options.sync_dist and self.options.reduce_fx == "mean" and self.options.metric_attribute is None
         if value is not None and is_mean and factor != 1.0:
             value = value * factor if factor else torch.zeros_like(value)  # a mean over no tokens is NaN
-        return replace(self, value=value, batch_size=samples)
+        return replace(self, value=value, batch_size=everywhere if is_mean and everywhere is not None else samples)
 
 
 class LogCapture:

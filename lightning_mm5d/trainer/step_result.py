@@ -23,10 +23,12 @@ class Weights:
     Attributes:
         own: of this replica's microbatches, by index; empty on ranks where no step ends.
         total: of the microbatches of all replicas.
+        samples: of all replicas, where these have unlike numbers; else None.
     """
 
     own: tuple[float, ...] = ()
     total: float = 1.0
+    samples: float | None = None
 
     def share(self, index: int) -> float:
         """Return the factor of a microbatch's loss in the mean over all replicas; NaN where nothing weighs anything."""

@@ -244,12 +244,15 @@ class Steps:
         if self._own is None or self._own not in parts:
             return Weights()
         own = self._batch_parts.weights(parts[self._own])
-        if self._batch_parts.counts_samples and not (trains and self._batch_parts.deals):
+        deals = trains and self._batch_parts.deals
+        if self._batch_parts.counts_samples and not deals:
             return Weights(own, sum(own) * self._plan.layout.num_replicas)
-        total = torch.tensor([sum(own)], dtype=torch.float64, device=self._device)
+        samples = sum(part.samples for part in parts[self._own])
+        totals = torch.tensor([sum(own), samples], dtype=torch.float64, device=self._device)
         if self._loss_group is not None:
-            dist.all_reduce(total, group=self._loss_group)
-        return Weights(own, float(total))
+            dist.all_reduce(totals, group=self._loss_group)
+        total, everywhere = totals.tolist()
+        return Weights(own, total, everywhere if deals else None)
 
     # --- phase 2 ---
 
@@ -300,7 +303,8 @@ class Steps:
         total = step.weights.total
         factor = weight * self._plan.layout.num_replicas / total if total else 1.0
         logs = [
-            log.weighted(sum(samples), factor) if log.batch_size == weight else log for log in self._capture.merge()
+            log.weighted(sum(samples), factor, step.weights.samples) if log.batch_size == weight else log
+            for log in self._capture.merge()
         ]
         return StepResult(loss, outputs, logs)
 

@@ -191,3 +191,47 @@ def test_unlike_replicas_train_as_one_process(which: str) -> None:
     ranks = call_ranks(case.world, train, which)
     limits = tolerance(case.name in ("bert", "t5"))
     assert_equal_to_one_process(ranks, recorder, parameters, with_losses=False, where=which, cut=cut, **limits)
+
+
+class Logging(L.LightningModule):
+    """Logs the mean loss of its steps and of its epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = CASES["bert"].build()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = self.inner.model(**batch).loss
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        self.log("given", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(batch["labels"]))
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def logged(rank: int | None, weight: str) -> dict[str, float]:
+    """What the epoch of 21 samples logs, as two replicas that take 6 and 2 of 8 samples, or as one process."""
+    modalities = {"model": Modality(dp_size=2, speeds=[3, 1])}
+    data = Rows("bert", 21)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = L.Trainer(
+            accelerator="cpu",
+            devices=1 if rank is None else 2,
+            strategy="auto" if rank is None else strategy(modalities, num_microbatches=4, loss_weight=weight),
+            **dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False),
+            max_epochs=1,
+        )
+        sampler = DistributedSampler(data, num_replicas=1, rank=0) if rank is None else None
+        trainer.fit(Logging(), DataLoader(data, batch_size=8 if rank is None else 4, sampler=sampler))
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("weight", ["samples", "tokens"])
+def test_logs_of_replicas_at_speeds_are_those_of_one_process(weight: str) -> None:
+    expected = logged(None, weight)
+    assert {"loss_step", "loss_epoch", "given"} <= expected.keys()
+    for found in call_ranks(2, logged, weight):
+        assert found == pytest.approx(expected, rel=1e-9)
