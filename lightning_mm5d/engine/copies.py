@@ -10,7 +10,8 @@ in one piece. What is of one microbatch at a time is exchanged at each turn (`Sc
 obey, random generators, where logs go.
 
 Microbatches run one after another where they would disturb each other: the first ones of each structure, which are
-traced and watched; and wherever layers write attributes or buffers of modules, which the next one would read.
+traced and watched; and wherever the step writes attributes or buffers of modules in layers or before them, which
+another one would read.
 
 An error ends all of them, and is raised once.
 """

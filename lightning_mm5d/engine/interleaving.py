@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
 
 from lightning_mm5d.engine.copies import Copies, Scope
 from lightning_mm5d.engine.step import Step
@@ -78,23 +79,22 @@ class Interleaving:
 
     @contextmanager
     def watching(self, step: Step, stage: StageKey, batch: Any) -> Iterator[None]:
-        """Enter around a forward that runs by itself; notes what its layers write. Collective where that is new."""
+        """Enter around a forward that runs by itself; notes what is written on modules up to the end of its layers.
+
+        Collective where that is new.
+        """
         key = stage, step.structure(batch)
         if not step.trains or not self.is_on(stage) or key in self._known:
             yield
             return
         found: set[str] = set()
-        handles, before = [], list[Any]()
+        handles, before = [], _contents(self._runtime.root)
 
-        def enters(*_: Any) -> None:
-            before.append(_contents(self._runtime.root))
-
-        def leaves(*_: Any) -> None:
+        def leaves(*_: Any) -> None:  # since the step began: what it writes before its layers, it may read after them
             after = _contents(self._runtime.root)
-            found.update(f"{path}.{name}".lstrip(".") for path, name, _ in written(before.pop(), after))
+            found.update(f"{path}.{name}".lstrip(".") for path, name, _ in written(before, after))
 
         for layer in dict.fromkeys(self._layers[stage]):
-            handles.append(layer.register_forward_pre_hook(enters, prepend=True))
             handles.append(layer.register_forward_hook(leaves, always_call=True))
         try:
             yield
@@ -110,7 +110,7 @@ class Interleaving:
             what = f"write {min(found)!r}" if found else "write attributes on another rank"
             rank_zero_warn(
                 f"modalities.{stage.modality}.interleaved_microbatches: microbatches of {stage} run one after another, "
-                f"because its layers {what}, which the next microbatch would read"
+                f"because its layers, or the step before them, {what}, which the other microbatches would read"
             )
 
     def run(
@@ -127,9 +127,14 @@ def on(plan: Plan, modality: str) -> bool:
 
 
 def _contents(root: nn.Module) -> dict[tuple[str, str], Any]:
-    """What all modules hold beside parameters and submodules, so that `written` shows what has changed."""
+    """What all modules hold beside parameters and submodules, so that `written` shows what has changed.
+
+    Metrics are left out: nothing changes turns within their updates, and these add up in any order.
+    """
     found = {}
     for path, part in root.named_modules():
+        if isinstance(part, (Metric, MetricCollection)):
+            continue
         for name, value in vars(part).items():
             if name not in _OWN:
                 found[path, name] = _state(value)

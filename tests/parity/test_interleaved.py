@@ -121,13 +121,24 @@ def remembers(module: L.LightningModule) -> None:
     module.training_step = training_step  # type: ignore[method-assign]
 
 
+def prepares(module: L.LightningModule) -> None:
+    """Let the step put a value on the module before all layers, and read it after them."""
+    step = module.training_step
+
+    def training_step(batch: Any, batch_idx: int) -> Any:
+        module.factor = batch["input_ids"].double().mean()
+        return step(batch, batch_idx) * module.factor
+
+    module.training_step = training_step  # type: ignore[method-assign]
+
+
 def trained(rank: int, which: str) -> list[Any]:
     """What a rank finds with microbatches one after another, and side by side."""
     found = []
     for size in (1, 2):
         module = CASES["gpt2"].build()
-        {"drops": drops, "logs": logs, "remembers": remembers}[which](module)
-        if size > 1 and which != "remembers":
+        {"drops": drops, "logs": logs, "remembers": remembers, "prepares": prepares}[which](module)
+        if size > 1 and which in ("drops", "logs"):
             side_by_side(module)
         chosen = strategy({"language": Modality(tp_size=2, interleaved_microbatches=size)}, num_microbatches=4)
         recorder = fit(module, batches_of("gpt2"), chosen, 2)
@@ -136,7 +147,7 @@ def trained(rank: int, which: str) -> list[Any]:
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("which", ["drops", "logs", "remembers"])
+@pytest.mark.parametrize("which", ["drops", "logs", "remembers", "prepares"])
 def test_dropout_logs_and_attributes_are_those_of_one_after_another(which: str) -> None:
     for apart, beside in call_ranks(2, trained, which):
         torch.testing.assert_close(beside, apart, rtol=1e-9, atol=1e-12)
