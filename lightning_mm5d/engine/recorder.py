@@ -35,13 +35,13 @@ class Recorder:
         self._times: dict[Action, tuple[_Moment, _Moment, int, int]] = {}
         self._began: _Moment = 0.0
         self._ended: _Moment = 0.0
-        self._start: _Moment = 0.0
+        self._start: _Moment | None = None
 
     def begin(self, trainable: frozenset[str], count: int) -> None:
         """Forget the last step and begin a new one of `count` microbatches per replica."""
         self._passed += 1
         self.trainable, self.count, self.number = trainable, count, self._passed
-        self._times = {}
+        self._times, self._start = {}, None
         self._began = self._ended = self._now()
 
     def skip(self) -> None:
@@ -49,14 +49,16 @@ class Recorder:
         self._passed += 1
 
     def start(self) -> None:
-        """Note that an action starts to compute."""
-        self._start = self._now()
+        """Note that an action starts to compute; of several in a group the first one counts."""
+        if self._start is None:
+            self._start = self._now()
 
     def end(self, actions: Sequence[Action]) -> None:
         """Note that the actions that started last have ended; several of a group count for equal parts of the time."""
-        now = self._now()
+        start, self._start, now = self._start, None, self._now()
+        assert start is not None, "no action has started"
         for place, action in enumerate(actions):
-            self._times[action] = self._start, now, place, len(actions)
+            self._times[action] = start, now, place, len(actions)
 
     def finish(self) -> None:
         """Note that the step has ended."""

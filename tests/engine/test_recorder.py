@@ -111,3 +111,17 @@ def test_a_profile_names_actions_as_a_timeline_does() -> None:
     names = {event.name for event in profile.events()}
     assert "B(language.1, 3)" in names
     assert "F(language.1, 3)" not in names
+
+
+def test_actions_of_a_group_share_the_time_since_the_first_of_them_started(device: Device) -> None:
+    device.takes = [0.0, 5.0, 40.0, 0.0, 10.0]  # begin, first, end of both, end of the step, and the event that reads
+    recorder = Recorder(torch.device("cuda"))
+    recorder.begin(frozenset(), 2)
+    later = Action(Kind.F, StageKey.parse("language.1"), 4)
+    for _ in (FORWARD, later):
+        recorder.start()
+    recorder.end([FORWARD, later])
+    recorder.finish()
+    spans = recorder.times()
+    assert [end - start for start, end in spans.values()] == pytest.approx([0.02, 0.02], abs=1e-5)
+    assert spans[later][0] == pytest.approx(spans[FORWARD][1], abs=1e-5)
