@@ -20,6 +20,7 @@ from lightning_mm5d.engine.copies import Copies, Scope
 from lightning_mm5d.engine.step import Step
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.stage import Runtime, StageView
 from lightning_mm5d.stage.written import written
 
@@ -60,7 +61,7 @@ class Interleaving:
             for key, view in views.items()
         }
         layers = [layer for held in self._layers.values() for layer in held]
-        self._copies = Copies(runtime.groups, runtime.scopes, layers, device) if layers else None
+        self._copies = Copies(_turning(plan, runtime), runtime.scopes, layers, device) if layers else None
 
     def remove(self) -> None:
         """Take what it put on layers away again."""
@@ -119,6 +120,17 @@ class Interleaving:
         """Call functions side by side; see `Copies.run`."""
         assert self._copies is not None
         return self._copies.run(functions, scopes, backward=backward)
+
+
+def _turning(plan: Plan, runtime: Runtime) -> list[TensorGroup]:
+    """Return the groups at whose collectives turns change: in one order on all ranks that share any collective.
+
+    Ranks that share a sequence hold other tokens and may communicate with their tensor parallel ranks unlike numbers of
+    times (a loop over the experts that got any). So turns change where all of them communicate.
+    """
+    tensor = {} if runtime.tensor is None else runtime.tensor.groups
+    left_out = {id(tensor[name]) for name, one in plan.modalities.items() if one.cp_size > 1 and name in tensor}
+    return [group for group in runtime.groups if id(group) not in left_out]
 
 
 def on(plan: Plan, modality: str) -> bool:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_mm5d import Modality
+from lightning_mm5d import Modality, TensorParallelPlan, register_tensor_parallel_plan
 from parity.harness import fit, strategy
 from ranks import call_ranks, run_ranks
 from tensor_parallel.layouts import Compared, batches_of, check_all
@@ -151,6 +151,53 @@ def trained(rank: int, which: str) -> list[Any]:
 def test_dropout_logs_and_attributes_are_those_of_one_after_another(which: str) -> None:
     for apart, beside in call_ranks(2, trained, which):
         torch.testing.assert_close(beside, apart, rtol=1e-9, atol=1e-12)
+
+
+class Unit(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 16), nn.Linear(16, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).tanh())
+
+
+class Units(nn.Module):
+    """Calls only those units that any token takes: other ones, and another number, on ranks with other tokens."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.units = nn.ModuleList([Unit(width) for _ in range(8)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out, taken = torch.zeros_like(x), (x[..., 0].abs() * 1000).long() % len(self.units)
+        for number, unit in enumerate(self.units):
+            rows = taken == number
+            if bool(rows.any()):
+                out = out.masked_scatter(rows.unsqueeze(-1), unit(x[rows]))
+        return out
+
+
+def routed(rank: int) -> list[Any]:
+    """What a rank finds with microbatches one after another, and side by side, where ranks call unlike units."""
+    register_tensor_parallel_plan("Unit", TensorParallelPlan(column={"up": ("width",)}, row={"down": ("width",)}))
+    found = []
+    for size in (1, 2):
+        module = CASES["llama"].build()
+        torch.manual_seed(3)
+        for layer in layers_of(module):
+            layer.mlp = Units(layer.mlp.gate_proj.in_features)  # type: ignore[union-attr, arg-type]
+        language = Modality(tp_size=2, cp_size=2, interleaved_microbatches=size)
+        recorder = fit(module, batches_of("llama"), strategy({"language": language}, num_microbatches=4), 4)
+        found.append((recorder.losses, recorder.gradients))
+    return found
+
+
+@pytest.mark.usefixtures("float64")
+def test_ranks_of_a_sequence_may_communicate_unlike_numbers_of_times_with_their_tensor_parallel_ranks() -> None:
+    """language: ranks 0-3, tp 2 and cp 2."""
+    for apart, beside in call_ranks(4, routed):
+        torch.testing.assert_close(beside, apart, rtol=1e-6, atol=1e-7)
 
 
 def failing(rank: int) -> None:
