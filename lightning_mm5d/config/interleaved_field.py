@@ -36,6 +36,10 @@ def check_interleaving(name: str, modalities: Mapping[str, Modality], num_microb
         rule = f"Modalities that interleave take one number, and another one has {max(others)}"
         raise ConfigError(field, count, rule, f"Use {max(others)}, or 1")
     for other, one in modalities.items():
+        if one.offloads:
+            said = f"modalities.{other}.offload"
+            rule = f"With {said}={one.offload!r} tensors move to the host and back in the order of one microbatch"
+            raise ConfigError(field, count, rule, f"{_FIX}, or leave {said} unset")
         if one.pipelines is not None or one.speeds is not None:
             unlike = "pipelines" if one.pipelines is not None else "speeds"
             rule = f"With modalities.{other}.{unlike} replicas have unlike numbers of microbatches"
@@ -60,9 +64,6 @@ def _check_beside(field: str, modality: Modality) -> None:
     if modality.tp_mode != "1d":
         rule = f"With tp_mode={modality.tp_mode!r} a product waits for its panels by itself"
         raise ConfigError(field, count, rule, f"{_FIX}, or use tp_mode='1d'")
-    if modality.offloads:
-        rule = f"With offload={modality.offload!r} tensors move to the host and back in the order of one microbatch"
-        raise ConfigError(field, count, rule, f"{_FIX}, or leave offload unset")
     if modality.communication_dtype is not None:
         rule = "Messages of another type on the wire are not sent side by side"
         raise ConfigError(field, count, rule, f"{_FIX}, or leave communication_dtype unset")
