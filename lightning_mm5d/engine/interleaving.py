@@ -45,6 +45,7 @@ class Interleaving:
         device: torch.device,
     ) -> None:
         self._runtime, self._views, self._device = runtime, views, device
+        self._ran: set[tuple[StageKey, Hashable]] = set()
         self._known: set[tuple[StageKey, Hashable]] = set()
         self._writes: set[StageKey] = set()
         self._sharing = {
@@ -82,10 +83,14 @@ class Interleaving:
     def watching(self, step: Step, stage: StageKey, batch: Any) -> Iterator[None]:
         """Enter around a forward that runs by itself; notes what is written on modules up to the end of its layers.
 
-        Collective where that is new.
+        It watches the second forward of a structure, because the first one may write what stays, such as a flag that
+        hooks are installed. Collective then.
         """
         key = stage, step.structure(batch)
-        if not step.trains or not self.is_on(stage) or key in self._known:
+        is_watched = step.trains and self.is_on(stage) and key not in self._known
+        if not is_watched or key not in self._ran:
+            if is_watched:
+                self._ran.add(key)
             yield
             return
         found: set[str] = set()
