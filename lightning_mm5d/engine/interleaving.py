@@ -21,6 +21,7 @@ from lightning_mm5d.engine.step import Step
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.sharded.collectives import TensorGroup
+from lightning_mm5d.sharded.remote_value import is_remote
 from lightning_mm5d.stage import Runtime, StageView
 from lightning_mm5d.stage.written import written
 
@@ -146,14 +147,16 @@ def on(plan: Plan, modality: str) -> bool:
 def _contents(root: nn.Module) -> dict[tuple[str, str], Any]:
     """What all modules hold beside parameters and submodules, so that `written` shows what has changed.
 
-    Metrics are left out: nothing changes turns within their updates, and these add up in any order.
+    Metrics are left out: nothing changes turns within their updates, and these add up in any order. So are remote
+    values, which stand for what other stages have written, and which nothing may read.
     """
     found = {}
     for path, part in root.named_modules():
         if isinstance(part, (Metric, MetricCollection)):
             continue
         for name, value in vars(part).items():
-            if name not in _OWN:
+            one = value[0] if isinstance(value, list) and len(value) == 1 else value
+            if name not in _OWN and not is_remote(one):
                 found[path, name] = _state(value)
         for name, value in part._buffers.items():
             found[path, name] = _state(value)
