@@ -52,6 +52,7 @@ def _in_place(collective: str, *arguments: object) -> Collective:
 COLLECTIVES: dict[str, list[Collective]] = {
     "all_reduce": [_in_place("all_reduce", op) for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN)],
     "broadcast": [_in_place("broadcast", 0)],
+    "reduce": [_in_place("reduce", 0)],
     "all_gather": [_all_gather],
     "all_gather_single": [_into("all_gather_single")],
     "reduce_scatter_single": [_into("reduce_scatter_single")],

@@ -331,7 +331,7 @@ class Engine:
     ) -> tuple[Bridge, list[Tensor]]:
         stage = run.stage.name
         if fails:
-            payload = Payload({"boundaries": [], "calls": [], "taps": [], "grads": [], "remote": [], "fails": True})
+            payload = Payload({**dict.fromkeys(PARTS, []), "fails": True})
             self._bridges.between(stage, other, place).send(payload.meta, [], payload.local, place=place)
             return self._bridges.between(stage, other, place, back=True), []
         consumed = self._plan.topology.consumes.get(other, frozenset())

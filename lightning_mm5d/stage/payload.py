@@ -28,6 +28,10 @@ Path = tuple[str | int, ...]
 _VALUES = (bool, int, float, str, bytes, pathlib.PurePath, np.generic)
 
 
+PARTS = ("boundaries", "calls", "taps", "writes", "grads", "remote")
+"""What a description of a payload lists."""
+
+
 @dataclass
 class Payload:
     """One message between stages.
