@@ -42,7 +42,7 @@ from lightning_mm5d.schedule import Action, Graph, Kind, Schedule
 from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.stage import Deferred, DeferredProducts, Payload, Run, Runtime, SharedBuffers, StageError, StageView
-from lightning_mm5d.stage.payload import tensors_in
+from lightning_mm5d.stage.payload import PARTS, tensors_in
 
 Ending = Callable[[StageKey, Sequence[nn.Parameter] | None, int], AbstractContextManager[None]]
 _NAMES = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W: "weight gradient"}
@@ -331,7 +331,7 @@ class Engine:
     ) -> tuple[Bridge, list[Tensor]]:
         stage = run.stage.name
         if fails:
-            payload = Payload({**dict.fromkeys(PARTS, []), "fails": True})
+            payload = Payload({**{part: [] for part in PARTS}, "fails": True})
             self._bridges.between(stage, other, place).send(payload.meta, [], payload.local, place=place)
             return self._bridges.between(stage, other, place, back=True), []
         consumed = self._plan.topology.consumes.get(other, frozenset())
