@@ -98,7 +98,8 @@ def _check_types(modalities: object) -> None:
         _check_name(name)
         if not isinstance(modality, Modality):
             rule = "A modality is a Modality, a mapping of its fields or its number of stages"
-            raise ConfigError(f"modalities.{name}", modality, rule, "Write for instance {'pp_size': 2}, or 2")
+            fix = "Write for instance Modality(pp_size=2), {'pp_size': 2} or 2"
+            raise ConfigError(f"modalities.{name}", modality, rule, fix)
 
 
 def _check_name(name: object) -> None:

@@ -89,7 +89,7 @@ def _check_placement(placement: object) -> None:
     if not isinstance(placement, list | tuple) or not placement:
         rule = "It lists the rank of each position of the layout, or names of axes, outermost first"
         raise ConfigError("placement", placement, rule, f"Use for instance [0, 1] or {list(AXES)}, or leave it unset")
-    if any(isinstance(one, str) for one in placement):
+    if isinstance(placement[0], str):
         _check_order(placement)
         return
     fix = f"Use {list(range(len(placement)))}, or leave it unset"

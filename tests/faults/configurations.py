@@ -142,10 +142,9 @@ PYTHON: dict[str, Wrong] = {
         "modalities.audio.colocate_with",
         "'language'",
     ),
-    "a modality that is a number": _option("modalities", {"language": 2}, "Modality(pp_size=2)", ".language"),
-    "a modality that is a dict": _option(
-        "modalities", {"language": {"pp_size": 2}}, "Modality(pp_size=2)", ".language"
-    ),
+    "a modality that is half a number": _option("modalities", {"language": 2.5}, "Modality(pp_size=2)", ".language"),
+    "a modality that is a list": _option("modalities", {"language": [2]}, "Modality(pp_size=2)", ".language"),
+    "a modality that is true": _option("modalities", {"language": True}, "Modality(pp_size=2)", ".language"),
     "a modality that is None": _option("modalities", {"language": None}, "Modality(", ".language"),
     "a modality that is a class": _option("modalities", {"language": Modality}, "Modality(", ".language"),
     "a dict with a misspelt field": _option("modalities", {"language": {"pp_sise": 2}}, "'pp_size'", ".language"),
@@ -166,7 +165,7 @@ PYTHON: dict[str, Wrong] = {
     "a schedule without arguments": _option("schedule", lambda: None, "def schedule(graph)"),
     **{
         f"num_microbatches that is {value!r}": _option("num_microbatches", value, "The nearest is")
-        for value in (0, -1, True, 1.5, "4", None, [4], 2**40)
+        for value in (0, -1, True, 1.5, "4", [4], 2**40)
     },
     "an unknown microbatching": _option("microbatching", "both", "'split'"),
     "a microbatching without a value": _option("microbatching", None, "split"),
@@ -240,7 +239,8 @@ YAML: dict[str, Wrong] = {
     "feeds by an unknown word": Wrong(
         "modalities: {vision: {feeds: al}, language: {}}", "modalities.vision.feeds", "'all'"
     ),
-    "a modality that is a number": Wrong("modalities: {language: 2}", "modalities.language", "Modality("),
+    "a modality that is a word": Wrong("modalities: {language: two}", "modalities.language", "Modality("),
+    "a modality of no stages": Wrong("modalities: {language: 0}", "modalities.language.pp_size", "The nearest is 1"),
     "modalities as a list": Wrong("modalities: [language]", "modalities", "{'language'"),
     "modalities as a number": Wrong("modalities: 3", "modalities", "{'language'"),
     "a misspelt strategy's field": Wrong(_yaml("num_microbatchs: 2"), "num_microbatchs", "'num_microbatches'"),

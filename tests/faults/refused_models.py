@@ -114,12 +114,6 @@ CASES: dict[str, Wrong] = {
     "two modalities that compute the loss": Wrong(
         {"modalities": {"language": Modality(), "text": Modality()}}, "modalities", ""
     ),
-    "tensor parallel ranks that do not divide": Wrong(
-        _language(tp_size=3), "modalities.language.tp_size", "", {"devices": 4}
-    ),
-    "context parallel ranks without attention": Wrong(
-        _language(cp_size=2), "modalities.language.cp_size", "", {"devices": 3}
-    ),
     "more microbatches than samples": Wrong({**_language(), "num_microbatches": 9}, "num_microbatches", "8"),
     "ranks that are not filled": Wrong(_language(pp_size=2), _WORLD, "3 ranks", {"devices": 4}),
     "one device": Wrong(_language(), _WORLD, "2 ranks", {"devices": 1}),

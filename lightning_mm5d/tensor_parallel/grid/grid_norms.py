@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
+from lightning_mm5d.data.random_state import kept_random_state
 from lightning_mm5d.sharded.collectives import TensorGroup, differentiable
 
 Sums = Callable[[Tensor], Tensor]
@@ -89,7 +90,7 @@ def norm_of(module: nn.Module) -> Norm | None:
     }
     x = torch.randn(3, width, dtype=torch.float64, generator=generator) + 0.25
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with torch.no_grad(), kept_random_state():
             found = functional_call(module, held, (x,))
     except Exception:  # not a module of one tensor
         return None
