@@ -361,7 +361,7 @@ def test_a_cost_is_a_number_or_one_for_each_rank_from_yaml_too(cost: Any, tmp_pa
 def test_refuses_a_modality_of_another_type_before_it_reads_its_fields(modality: Any) -> None:
     error = refusal({"language": modality}, loss_modality=None)
     assert (error.field, error.got) == ("modalities.language", modality)
-    assert error.fix == "Write for instance {'pp_size': 2}, or 2"
+    assert error.fix == "Write for instance Modality(pp_size=2), {'pp_size': 2} or 2"
 
 
 def test_refuses_modalities_without_names() -> None:
