@@ -2,8 +2,8 @@
 
 A case says the family, what shares (`zero_stage`, or "layers" for 3 with `reshard_after_forward`), ranks of a block,
 and the layout: "replicas" (all modalities on all ranks), "tp 2", "pp 2" (encoders beside the first stage, or by
-themselves), "cp 2", "apart" (encoders on ranks of their own). The first moments of AdamW hold the gradients of all
-steps.
+themselves), "cp 2", "apart" (encoders on ranks of their own), or a grid of tensor parallel ranks ("2d", "2.5d", "3d").
+The first moments of AdamW hold the gradients of all steps.
 """
 
 from __future__ import annotations
@@ -37,6 +37,11 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "cp 2": ({"cp_size": 2}, {"colocate_with": "language"}, 2),
     "apart": ({}, {}, 2),
 }
+GRIDS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
+    "2d": ({"tp_size": 4, "tp_mode": "2d"}, {"colocate_with": "language"}, 4),
+    "3d": ({"tp_size": 8, "tp_mode": "3d"}, {"colocate_with": "language"}, 8),
+    "2.5d": ({"tp_size": 8, "tp_mode": "2.5d", "tp_depth": 2}, {"colocate_with": "language"}, 8),
+}
 VARIANTS = ("none", "encoder", "lora")
 
 
@@ -67,16 +72,17 @@ def build(name: str, variant: str) -> L.LightningModule:
     return module
 
 
-def batches(name: str, replicas: int, accumulated: int) -> list[Any]:
-    samples = replicas * MICROBATCHES
-    return [CASES[name].batch(samples, seed=step) for step in range(STEPS * accumulated)]
+def batches(name: str, replicas: int, accumulated: int, samples: int = 1) -> list[Any]:
+    """Batches of so many samples in each microbatch."""
+    count = replicas * MICROBATCHES * samples
+    return [CASES[name].batch(count, seed=step) for step in range(STEPS * accumulated)]
 
 
 @lru_cache
-def reference(name: str, variant: str, replicas: int, accumulated: int) -> tuple[Any, dict[str, Tensor]]:
+def reference(name: str, variant: str, replicas: int, accumulated: int, samples: int) -> tuple[Any, dict[str, Tensor]]:
     module, states = build(name, variant), States()
     options = {"accumulate_grad_batches": accumulated, "callbacks": [states], "gradient_clip_val": 0.5}
-    fit(module, batches(name, replicas, accumulated), **options)
+    fit(module, batches(name, replicas, accumulated, samples), **options)
     return states.state, module.state_dict()
 
 
@@ -85,7 +91,7 @@ def layout(
 ) -> tuple[dict[str, dict[str, Any]], int, int]:
     """Fields of each modality, the number of ranks, and replicas of the language model."""
     *encoders, last = CASES[name].modalities
-    language, encoder, each = LAYOUTS[which]
+    language, encoder, each = (LAYOUTS | GRIDS)[which]
     if which == "apart" and not encoders:
         each = 1
     replicas = 1 if which == "cp 2" and size == 2 else size
@@ -110,8 +116,8 @@ def train(
         num_microbatches=options.get("microbatches", MICROBATCHES),
         schedule=options.get("schedule", "1f1b"),
     )
-    module, states = build(name, variant), States()
-    parts = [part for one in batches(name, replicas, accumulated) for part in CASES[name].split(one, replicas)]
+    module, states, samples = build(name, variant), States(), options.get("samples", 1)
+    parts = [part for one in batches(name, replicas, accumulated, samples) for part in CASES[name].split(one, replicas)]
     fit(
         module,
         parts,
@@ -136,7 +142,7 @@ def check(
 ) -> None:
     _, world, replicas = layout(name, shares, size, which)
     found, *_ = call_ranks(world, train, name, shares, size, which, variant, accumulated, options)
-    state, parameters = reference(name, variant, replicas, accumulated)
+    state, parameters = reference(name, variant, replicas, accumulated, options.get("samples", 1))
     bounds = tolerance(name in FLOAT64)
     for key, value in parameters.items():
         torch.testing.assert_close(found[1][key], value, **bounds, msg=lambda m, key=key: f"{key}: {m}")
@@ -167,6 +173,31 @@ def test_models_that_share_equal_one_process(case: tuple[Any, ...]) -> None:
 @pytest.mark.usefixtures("float64")
 def test_weight_gradients_that_are_put_off_need_no_weights() -> None:
     check("t5", "layers", 2, "pp 2", schedule="zero_bubble")
+
+
+ON_GRIDS = [
+    ("llama", 1, 2, "2d", "none", 1),
+    ("gpt2", 2, 2, "2d", "none", 2),
+    ("llama_tied", 3, 2, "2d", "lower", 1),
+    ("bert", "layers", 2, "2d", "none", 1),
+]
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("case", ON_GRIDS, ids=lambda case: " ".join(map(str, case)))
+def test_models_on_grids_that_share_equal_one_process(case: tuple[Any, ...]) -> None:
+    """language: ranks 0-3 and 4-7, two replicas on a grid each."""
+    check(*case, samples=3)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("shares", [1, 2, 3, "layers"])
+@pytest.mark.parametrize("which", GRIDS)
+def test_all_grids_that_share_equal_one_process(which: str, shares: int | str) -> None:
+    for name, variant in (("llava", "encoder"), ("llama_tied", "lower")) if which == "2d" else (("llama", "none"),):
+        check(name, shares, 2, which, variant, samples=3)
+        check(name, shares, 2, which, variant, 2)
 
 
 def _possible(name: str, size: int, which: str) -> bool:

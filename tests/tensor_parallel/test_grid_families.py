@@ -26,7 +26,7 @@ from lightning_mm5d.tensor_parallel.plan_lookup import plans_of
 from lightning_mm5d.tensor_parallel.resolve import Division, resolve
 from ranks import run_ranks
 
-from .families import FAMILIES, Root
+from .families import FAMILIES, FLOAT32, GROUPED, IDS, TEXT, VISION, Family, Root, labelled_pixels, made, tokens
 from .test_families import Step, train
 
 GRIDS: dict[str, Modality] = {
@@ -34,6 +34,66 @@ GRIDS: dict[str, Modality] = {
     "2.5d": Modality(tp_size=8, tp_mode="2.5d", tp_depth=2),
     "3d": Modality(tp_size=8, tp_mode="3d"),
     "2d, 3 x 3": Modality(tp_size=9, tp_mode="2d"),
+}
+ODD: dict[str, Any] = {"hidden_size": 33, "num_attention_heads": 3, "intermediate_size": 51}
+UNDROPPED = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def three() -> dict[str, Any]:
+    return tokens(samples=3)
+
+
+def three_pictures() -> dict[str, Any]:
+    return {"pixel_values": torch.randn(3, 3, 12, 12), "labels": torch.tensor([0, 1, 2])}
+
+
+# widths, heads, a vocabulary of 67 and samples that two do not divide
+UNEVEN = {
+    "uneven llama": Family(
+        made(
+            "LlamaForCausalLM",
+            "LlamaConfig",
+            **(GROUPED | ODD | {"hidden_size": 31, "num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 6}),
+        ),
+        three,
+        FLOAT32,
+        {"use_cache": False},
+    ),
+    "uneven groups": Family(
+        made(
+            "LlamaForCausalLM",
+            "LlamaConfig",
+            **(GROUPED | ODD | {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 6}),
+        ),
+        three,
+        FLOAT32,
+        {"use_cache": False},
+    ),
+    "uneven gpt2": Family(
+        made(
+            "GPT2LMHeadModel",
+            "GPT2Config",
+            **IDS,
+            **{"n_embd": 33, "n_layer": 2, "n_head": 3, "n_positions": 32, "n_inner": 51},
+            **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+        ),
+        three,
+        fixed={"use_cache": False},
+    ),
+    "uneven bert": Family(made("BertForMaskedLM", "BertConfig", **(TEXT | ODD | UNDROPPED)), three),
+    "uneven vit": Family(
+        made("ViTForImageClassification", "ViTConfig", **(VISION | ODD | UNDROPPED), num_labels=3), three_pictures
+    ),
+}
+MODELS = FAMILIES | UNEVEN
+REFUSED = {
+    "one head": Family(
+        made("LlamaForCausalLM", "LlamaConfig", **(GROUPED | {"num_attention_heads": 1, "num_key_value_heads": 1})),
+        tokens,
+    ),
+    "dropped paths": Family(
+        made("Dinov2ForImageClassification", "Dinov2Config", **VISION, drop_path_rate=0.1), labelled_pixels
+    ),
 }
 FEW = ("llama", "gpt2", "bert", "vit", "clip")
 MORE = ("opt", "qwen3", "gemma3_text", "mistral", "roberta", "siglip", "dinov2", "phi3", "gpt_neox", "llama_eager")
@@ -72,8 +132,8 @@ def run(rank: int, names: list[str], modality: Modality) -> tuple[dict[str, list
     done: dict[str, list[Step]] = {}
     for name in names:
         try:
-            division = divided_on(FAMILIES[name].build(), modality)
-            done[name] = train(FAMILIES[name], division, group, lines={"all": lines})
+            division = divided_on(MODELS[name].build(), modality)
+            done[name] = train(MODELS[name], division, group, lines={"all": lines})
         except BaseException:
             dist.destroy_process_group()
             return done, f"{name}: {traceback.format_exc()}"
@@ -85,7 +145,7 @@ def check(grid: str, names: tuple[str, ...]) -> None:
     for rank, (done, why) in enumerate(run_ranks(modality.tp_size, run, list(names), modality, limit=300)):
         assert why is None, why
         for name in names:
-            family = FAMILIES[name]
+            family = MODELS[name]
             expected = train(family)
             for step, (loss, gradients) in enumerate(done[name]):
                 wanted_loss, wanted = expected[step]
@@ -107,7 +167,14 @@ def double() -> Iterator[None]:
     torch.set_default_dtype(before)
 
 
-@pytest.mark.parametrize(("grid", "names"), [("2d", FEW), ("2.5d", ("vit",)), ("3d", ("gpt2", "clip"))])
+@pytest.mark.parametrize(
+    ("grid", "names"),
+    [
+        ("2d", (*FEW, "uneven llama", "uneven bert")),
+        ("2.5d", ("uneven vit", "uneven groups")),
+        ("3d", ("uneven gpt2", "uneven llama", "clip")),
+    ],
+)
 def test_families_on_a_grid_train_like_whole_ones(grid: str, names: tuple[str, ...]) -> None:
     check(grid, names)
 
@@ -115,7 +182,7 @@ def test_families_on_a_grid_train_like_whole_ones(grid: str, names: tuple[str, .
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("grid", GRIDS)
 def test_more_families_on_a_grid_train_like_whole_ones(grid: str) -> None:
-    check(grid, (*FEW, *MORE) if grid != "2d, 3 x 3" else ("llama", "bert", "vit", "opt"))
+    check(grid, (*FEW, *MORE, *UNEVEN) if grid != "2d, 3 x 3" else ("llama", "bert", "vit", "opt", *UNEVEN))
 
 
 @pytest.mark.parametrize(
@@ -126,11 +193,24 @@ def test_more_families_on_a_grid_train_like_whole_ones(grid: str) -> None:
         ("t5", "parameter beside"),
         ("swin", "parameter beside"),
         ("falcon_heads", "no plan|beside|divides|arguments"),
+        ("one head", "1 heads cannot be shared by 2 ranks"),
+        ("dropped paths", "drops whole samples"),
     ],
 )
 def test_what_cannot_be_in_blocks_is_refused_by_name(name: str, why: str) -> None:
-    root: Any = FAMILIES[name].build()
+    root: Any = (FAMILIES | REFUSED)[name].build()
     with pytest.raises(ConfigError, match=why):
+        divided_on(root, GRIDS["2d"])
+
+
+@pytest.mark.parametrize(("kind", "rate"), [(nn.Dropout1d, 0.1), (nn.Dropout1d, 0.0), (nn.Dropout, 0.1)])
+def test_dropout_of_whole_tokens_is_refused_by_name(kind: type[nn.Module], rate: float) -> None:
+    root: Any = FAMILIES["llama"].build()
+    root.get_submodule(layers_of(root)[0]).dropout = kind(rate)
+    if kind is nn.Dropout1d and rate:
+        with pytest.raises(ConfigError, match=r"dropout.*Dropout1d drops whole samples or tokens"):
+            divided_on(root, GRIDS["2d"])
+    else:
         divided_on(root, GRIDS["2d"])
 
 

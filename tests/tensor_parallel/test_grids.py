@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_mm5d import Modality
 from lightning_mm5d.config.errors import ConfigError
-from parity.harness import Batches, strategy
+from parity.harness import Batches, fit, strategy
 from ranks import call_ranks
 from tensor_parallel.layouts import Compared, check_all
 from zoo import CASES
@@ -49,7 +49,7 @@ def test_grids_on_stages_and_replicas_equal_one_process() -> None:
         case("llama", CUBE, num_microbatches=2, steps=3),
         case("bert", DEEP, num_microbatches=2),
         case("llama", SQUARE | {"pp_size": 2}, schedule="zero_bubble", num_microbatches=2),
-        case("gpt2", SQUARE, replicas=2, num_microbatches=2),
+        case("gpt2", SQUARE, replicas=2, num_microbatches=2, variant="lower"),
         case("llava", SQUARE, SQUARE, variant="encoder", num_microbatches=2),
     )
 
@@ -67,6 +67,67 @@ def test_grids_with_everything_equal_one_process() -> None:
         case("llava", SQUARE | {"pp_size": 2}, {"colocate_with": "language.0", "tp_size": 4}),
         limit=600,
     )
+
+
+def hooked(module: Any) -> None:
+    """Halve the gradient of the hidden state between two layers, and keep that of another one."""
+
+    def halve(_: Any, args: Any, hidden: Any) -> None:
+        hidden.register_hook(lambda gradient: gradient * 0.5)
+        hidden.register_hook(lambda gradient: None)
+        hidden.retain_grad()
+        module.between = hidden
+
+    def look(_: Any, args: Any) -> None:
+        args[0].register_hook(lambda gradient: module.seen.append(float(gradient.norm())))
+
+    module.seen = []
+    module.model.model.layers[1].register_forward_hook(halve)
+    module.model.model.layers[3].register_forward_pre_hook(look)
+    step = type(module).training_step
+
+    def training_step(batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1:  # the step before has run its backward
+            module.seen.append(float(module.between.grad.norm()))
+        return step(module, batch, batch_idx)
+
+    module.training_step = training_step
+
+
+def watched(rank: int | None, fields: dict[str, Any]) -> list[float]:
+    module: Any = CASES["llama"].build()
+    hooked(module)
+    chosen: Any = "auto" if rank is None else strategy({"language": Modality(**fields)}, num_microbatches=1)
+    fit(module, [CASES["llama"].batch(5, seed=step) for step in range(2)], chosen, 1 if rank is None else 4)
+    return module.seen
+
+
+@pytest.mark.usefixtures("float64")
+def test_hooks_on_hidden_states_see_and_change_full_gradients() -> None:
+    expected = watched(None, {})
+    assert len(expected) == 3
+    for found in call_ranks(4, watched, SQUARE):
+        assert found == pytest.approx(expected, rel=1e-6)
+    check_all(4, case("llama", SQUARE, prepare=hooked, num_microbatches=1, steps=3))
+
+
+def refused(rank: int, name: str) -> str:
+    module: Any = CASES[name].build()
+    fields = {key: Modality(**SQUARE) for key in CASES[name].modalities[-1:]}
+    others = {key: Modality(colocate_with="language") for key in CASES[name].modalities[:-1]}
+    try:
+        fit(module, [CASES[name].batch(4, seed=0)], strategy(others | fields), 4)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.usefixtures("float64")
+def test_cross_attention_is_refused_on_every_rank() -> None:
+    """language: ranks 0-3, whose decoder attends to what its encoder gives."""
+    for found in call_ranks(4, refused, "whisper"):
+        assert "A layer on a grid takes" in found
+        assert "tp_mode='1d'" in found
 
 
 class Speaker(L.LightningModule):

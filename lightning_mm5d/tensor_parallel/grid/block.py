@@ -19,6 +19,7 @@ from lightning_mm5d.sharded.autograd import requires_grad
 from lightning_mm5d.sharded.collectives import TensorGroup, differentiable
 from lightning_mm5d.sharded.shards import Range
 from lightning_mm5d.sharded.tensor import Sharded, as_sharded, without_graph
+from lightning_mm5d.sharded.torch_internals import in_backward
 from lightning_mm5d.tensor_parallel.grid.grid_shape import GridShape, Side
 
 
@@ -138,6 +139,25 @@ def _itself(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
     return x if torch.is_grad_enabled() else without_graph(x._raw.detach(), x.sharding, Block)
 
 
+def _register_hook(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    x, hook = args
+    frame: Frame = x.sharding
+
+    def of_local(gradient: Tensor) -> Tensor | None:
+        changed = hook(frame.wrapped(gradient))
+        if changed is None or isinstance(changed, Block):
+            return None if changed is None else changed.local
+        return frame.own_gradient(changed)
+
+    return func(x.local, of_local, **kwargs)
+
+
+def _kept_gradient(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    gradient = func(args[0].local)
+    # inside a backward a checkpoint hands it to autograd, which knows the local tensor alone
+    return gradient if gradient is None or in_backward() else args[0].sharding.wrapped(gradient)
+
+
 def _size(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
     return args[0].shape if dim is None else args[0].shape[dim]
@@ -150,7 +170,7 @@ def _repr(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
 
 _TELLING = """
     dtype device layout grad_fn is_leaf is_cuda is_cpu is_meta is_sparse is_nested is_quantized is_mps is_xpu
-    is_floating_point is_complex is_inference get_device dim ndim ndimension
+    is_floating_point is_complex is_inference get_device dim ndim ndimension retain_grad retains_grad
 """
 Block.rules |= {getattr(Tensor, name).__get__: _of_local for name in _TELLING.split() if _is_property(name)}
 Block.rules |= {getattr(Tensor, name): _of_local for name in _TELLING.split() if not _is_property(name)}
@@ -162,5 +182,7 @@ Block.rules |= {
     Tensor.nelement: lambda func, args, kwargs: args[0].shape.numel(),
     Tensor.__len__: lambda func, args, kwargs: args[0].shape[0],
     Tensor.view_as: _itself,
+    Tensor.register_hook: _register_hook,
+    Tensor.grad.__get__: _kept_gradient,  # type: ignore[union-attr]
     Tensor.__repr__: _repr,
 }

@@ -24,7 +24,8 @@ from lightning_mm5d.tensor_parallel.resolve import Division
 from lightning_mm5d.tensor_parallel.units import OwnHeads
 
 _ON_FULL_WIDTH = re.compile(r"norm|scale", re.IGNORECASE)
-_DROPS_SAMPLES = re.compile(r"drop_?path|stochastic_?depth", re.IGNORECASE)
+_DROPS_SAMPLES = re.compile(r"drop_?path|stochastic_?depth|dropout[123]d|featurealphadropout", re.IGNORECASE)
+_RATE = re.compile(r"drop|^p$")
 _TOKENS_FIRST = re.compile(r"permute\(\s*1,\s*2,\s*0,\s*3\s*\)")  # [sequence, samples, heads, width] to torch's order
 _FIX = "Use tp_mode='1d' for this modality"
 
@@ -122,9 +123,9 @@ class _Layer:
         if _TOKENS_FIRST.search(_code_of(module)):
             self._refuse(path, f"{kind} takes [sequence, samples, ...], whose rows would be tokens")
         if _DROPS_SAMPLES.search(kind) and any(
-            isinstance(value, float) and value > 0 for name, value in vars(module).items() if "drop" in name
+            isinstance(value, int | float) and value > 0 for name, value in vars(module).items() if _RATE.search(name)
         ):
-            self._refuse(path, f"{kind} drops whole samples, whose columns are on several ranks")
+            self._refuse(path, f"{kind} drops whole samples or tokens, whose columns are on several ranks")
         own = {f"{path}.{name}" for name, parameter in module._parameters.items() if parameter is not None}
         own -= {*self._shards, *self._shared}
         if path in self._division.roles or not (own or self._is_bare_norm(path, module)):
