@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality
@@ -211,6 +212,21 @@ def test_dropout_of_whole_tokens_is_refused_by_name(kind: type[nn.Module], rate:
         with pytest.raises(ConfigError, match=r"dropout.*Dropout1d drops whole samples or tokens"):
             divided_on(root, GRIDS["2d"])
     else:
+        divided_on(root, GRIDS["2d"])
+
+
+class Centered(LlamaDecoderLayer):
+    """Does to the hidden state what a rank cannot do to its columns."""
+
+    def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        result = super().forward(hidden_states, *args, **kwargs)
+        return result - result.mean(-1, keepdim=True)
+
+
+def test_code_that_mixes_columns_is_refused_by_name() -> None:
+    root: Any = FAMILIES["llama"].build()
+    root.get_submodule(layers_of(root)[1]).__class__ = Centered
+    with pytest.raises(ConfigError, match=r"layers\.1 .*Centered mixes columns or samples, by mean"):
         divided_on(root, GRIDS["2d"])
 
 

@@ -17,6 +17,8 @@ from transformers.pytorch_utils import Conv1D  # the projections of GPT-2 and it
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.sharded.shards import Shard
+from lightning_mm5d.source.names import forward_names
+from lightning_mm5d.source.trees import Source
 from lightning_mm5d.tensor_parallel.grid.grid_norms import Norm, norm_of
 from lightning_mm5d.tensor_parallel.grid.grid_plan import GridPlan
 from lightning_mm5d.tensor_parallel.grid.grid_shape import GridShape
@@ -27,6 +29,12 @@ _ON_FULL_WIDTH = re.compile(r"norm|scale", re.IGNORECASE)
 _DROPS_SAMPLES = re.compile(r"drop_?path|stochastic_?depth|dropout[123]d|featurealphadropout", re.IGNORECASE)
 _RATE = re.compile(r"drop|^p$")
 _TOKENS_FIRST = re.compile(r"permute\(\s*1,\s*2,\s*0,\s*3\s*\)")  # [sequence, samples, heads, width] to torch's order
+# of a hidden state's columns or rows; what attentions and the way between two linear layers do with units is theirs
+_MIXES = {
+    *("mean", "sum", "prod", "var", "std", "softmax", "log_softmax", "logsumexp", "cumsum", "cumprod", "normalize"),
+    *("sort", "argsort", "topk", "argmax", "argmin", "amax", "amin", "roll", "flip", "cat", "concat", "chunk", "split"),
+    *("unbind", "einsum", "matmul", "bmm", "mm", "layer_norm", "rms_norm", "group_norm"),
+}
 _FIX = "Use tp_mode='1d' for this modality"
 
 
@@ -45,10 +53,11 @@ def on_grids(
         ConfigError: something in a layer cannot be in blocks.
     """
     plans: dict[str, GridPlan] = {}
+    source = Source()
     for name, shape in grids.items():
         norms: dict[str, Norm | None] = {}
         for path in layers[name]:
-            layer = _Layer(root, division, name, shape, path)
+            layer = _Layer(root, division, name, shape, path, source)
             division = layer.divided()
             norms |= layer.norms
         plans[name] = GridPlan(shape, tuple(layers[name]), norms)
@@ -56,7 +65,10 @@ def on_grids(
 
 
 class _Layer:
-    def __init__(self, root: nn.Module, division: Division, group: str, shape: GridShape, path: str) -> None:
+    def __init__(
+        self, root: nn.Module, division: Division, group: str, shape: GridShape, path: str, source: Source
+    ) -> None:
+        self._source = source
         self._root, self._division, self._group, self._shape, self._path = root, division, group, shape, path
         self._layer = root.get_submodule(path)
         self._shards: dict[str, Shard] = dict(division.shards)
@@ -85,6 +97,7 @@ class _Layer:
                 self._refuse(path, f"its heads have parts of the arguments {', '.join(heads.arguments)}")
         for path, module in self._layer.named_modules(prefix=self._path):
             self._other(path, module)
+            self._code(path, module)
         size = range(self._shape.size)
         local = {
             place: tuple(values[self._shape.columns("inside", index)] for index in size)
@@ -140,6 +153,16 @@ class _Layer:
             self._shared |= own  # each rank has the gradient of its rows and columns
         else:
             self._refuse(path, f"no plan says how {kind} is sharded")
+
+    def _code(self, path: str, module: nn.Module) -> None:
+        """Refuse code around attentions and linear layers that does not treat each entry by itself."""
+        ways = {other.rpartition(".")[0] for other in self._division.roles}
+        inside = any(path == other or path.startswith(f"{other}.") for other in self._division.heads)
+        if inside or path in ways or path in self._division.roles or path in self.norms:
+            return
+        mixing = _MIXES & (forward_names(self._source, type(module)) or frozenset())
+        if mixing:
+            self._refuse(path, f"{type(module).__name__} mixes columns or samples, by {', '.join(sorted(mixing))}")
 
     def _is_bare_norm(self, path: str, module: nn.Module) -> bool:
         """Whether a module without parameters norms the hidden state; in an attention it would norm single heads."""
