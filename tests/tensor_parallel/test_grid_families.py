@@ -54,7 +54,7 @@ UNEVEN = {
         made(
             "LlamaForCausalLM",
             "LlamaConfig",
-            **(GROUPED | ODD | {"hidden_size": 31, "num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 6}),
+            **(GROUPED | ODD | {"hidden_size": 35, "num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 6}),
         ),
         three,
         FLOAT32,
@@ -64,7 +64,7 @@ UNEVEN = {
         made(
             "LlamaForCausalLM",
             "LlamaConfig",
-            **(GROUPED | ODD | {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 6}),
+            **(GROUPED | ODD | {"hidden_size": 45, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 6}),
         ),
         three,
         FLOAT32,
