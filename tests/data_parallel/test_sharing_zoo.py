@@ -175,12 +175,7 @@ def test_weight_gradients_that_are_put_off_need_no_weights() -> None:
     check("t5", "layers", 2, "pp 2", schedule="zero_bubble")
 
 
-ON_GRIDS = [
-    ("llama", 1, 2, "2d", "none", 1),
-    ("gpt2", 2, 2, "2d", "none", 2),
-    ("llama_tied", 3, 2, "2d", "lower", 1),
-    ("bert", "layers", 2, "2d", "none", 1),
-]
+ON_GRIDS = [("gpt2", 2, 2, "2d", "none", 2), ("llama_tied", "layers", 2, "2d", "lower", 1)]
 
 
 @pytest.mark.usefixtures("float64")
@@ -195,7 +190,7 @@ def test_models_on_grids_that_share_equal_one_process(case: tuple[Any, ...]) -> 
 @pytest.mark.parametrize("shares", [1, 2, 3, "layers"])
 @pytest.mark.parametrize("which", GRIDS)
 def test_all_grids_that_share_equal_one_process(which: str, shares: int | str) -> None:
-    for name, variant in (("llava", "encoder"), ("llama_tied", "lower")) if which == "2d" else (("llama", "none"),):
+    for name, variant in (("llava", "encoder"), ("bert", "none")) if which == "2d" else (("llama", "lower"),):
         check(name, shares, 2, which, variant, samples=3)
         check(name, shares, 2, which, variant, 2)
 
