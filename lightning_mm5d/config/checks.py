@@ -14,7 +14,7 @@ from typing import Any, TypeGuard, get_args, get_type_hints
 from lightning_mm5d.config.errors import ConfigError, did_you_mean, one_of
 from lightning_mm5d.config.feeding import check_feeds_from
 from lightning_mm5d.config.interleaved_field import check_interleaving
-from lightning_mm5d.config.kernels import check_kernels
+from lightning_mm5d.config.kernels import check_compile, check_kernels
 from lightning_mm5d.config.memory import check_cached_features, check_memory
 from lightning_mm5d.config.modality import (
     Modality,
@@ -74,7 +74,7 @@ def check(
         check_grid(f"modalities.{name}", modality)
         check_cached_features(f"modalities.{name}", modality, is_encoder=is_encoder)
         check_interleaving(name, modalities, number)
-        _check_compile(f"modalities.{name}.compile", modality)
+        check_compile(f"modalities.{name}.compile", modality)
         check_kernels(f"modalities.{name}.kernels", modality)
         _check_head(f"modalities.{name}.fused_linear_cross_entropy", modality, is_encoder=is_encoder)
     check_pipelines(modalities, schedule)
@@ -182,18 +182,6 @@ def _check_inner_ring(field: str, modality: Modality) -> None:
         rule = f"Inner rings are of equal sizes, so it divides cp_size={size}"
         fits = [one for one in range(1, size + 1) if size % one == 0]
         raise ConfigError(field, inner, rule, f"Use {one_of(fits)}")
-
-
-def _check_compile(field: str, modality: Modality) -> None:
-    said = modality.compile
-    if not isinstance(said, bool | str) or not (isinstance(said, bool) or said.strip()):
-        rule = "It is true, false or the name of a backend of torch.compile"
-        raise ConfigError(field, said, rule, f"Use {bool(said)}")
-    if said and modality.sequence_parallel:
-        rule = (
-            "With sequence_parallel layers take hidden states that stand for shards of other ranks, and run uncompiled"
-        )
-        raise ConfigError(field, said, rule, "Leave out compile, or sequence_parallel")
 
 
 def _check_head(field: str, modality: Modality, *, is_encoder: bool) -> None:

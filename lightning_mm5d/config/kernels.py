@@ -1,4 +1,4 @@
-"""Which kernels a modality may name, and what goes together. Imports no torch."""
+"""Which kernels a modality may name, what it may compile, and what goes together. Imports no torch."""
 
 from __future__ import annotations
 
@@ -44,3 +44,16 @@ def check_kernels(field: str, modality: Modality) -> None:
     if "liger" in chosen and (modality.cp_size > 1 or modality.sequence_parallel):
         rule = "Liger's kernels take plain tensors, and hidden states stand for those of other ranks here"
         raise ConfigError(field, said, rule, "Leave out 'liger', or sequence_parallel and cp_size")
+
+
+def check_compile(field: str, modality: Modality) -> None:
+    """Refuse a `compile` that names no backend or does not go with other fields; raise ConfigError."""
+    said = modality.compile
+    if not isinstance(said, bool | str) or not (isinstance(said, bool) or said.strip()):
+        rule = "It is true, false or the name of a backend of torch.compile"
+        raise ConfigError(field, said, rule, f"Use {bool(said)}")
+    if said and modality.sequence_parallel:
+        rule = (
+            "With sequence_parallel layers take hidden states that stand for shards of other ranks, and run uncompiled"
+        )
+        raise ConfigError(field, said, rule, "Leave out compile, or sequence_parallel")

@@ -9,21 +9,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lightning_mm5d.config.foreign.kernel_switches import KERNELS, convert_kernels
 from lightning_mm5d.config.foreign.knobs import Conversion, Draft, Knob, always, costs, elsewhere, results, ruled, same
 
 _SCALER = "The scaler is the Trainer's: plugins=MixedPrecision('16-mixed', 'cuda', scaler=torch.amp.GradScaler(...))"
 _NO_SCALER = "torch's GradScaler has no such setting"
 _OVERLAPS = "Communication overlaps with computation wherever it can"
+PARALLEL_OUTPUT = (
+    "Logits stay sharded, and pass for whole ones wherever they are read; `vocabulary_shard` gives those of a rank"
+)
 
 PRECISION = (
     ruled("precision", "trainer.precision strategy.main_params", "`fp16`: `16-mixed`; `bf16`: `bf16-true` with float32 "
           "main parameters; `fp32`: `32-true`; unset: as the plugin's default"),
 )  # fmt: skip
-KERNELS = (
-    costs("enable_fused_normalization", "`kernels: [rms_norm]` chooses torch's", neutral=(False,)),
-    costs("enable_flash_attention", "`kernels: [sdpa]` or `[flash_attention_2]` chooses one", neutral=(False,)),
-    costs("enable_jit_fused", "`compile: true` compiles whole layers", neutral=(False,)),
-)
 SCALER = (
     elsewhere("initial_scale", _SCALER, neutral=(2**16, 2.0**16)),
     elsewhere("min_scale", _NO_SCALER, neutral=(1, 1.0)),
@@ -50,14 +49,15 @@ KNOBS: tuple[Knob, ...] = (
     ruled("sp_size", "modality.cp_size", "Of `all_to_all` and `ring_attn`; the other modes share it with `tp_size`"),
     *PRECISION,
     same("zero_stage", "modality.zero_stage"),
-    costs("enable_all_optimization", "Kernels are chosen one by one: see the three below", neutral=(False,)),
+    ruled("enable_all_optimization", "modality.kernels modality.compile", "Turns the three below on, here and there",
+          neutral=(False,)),
     *KERNELS,
     ruled("enable_sequence_parallelism", "modality.sequence_parallel modality.cp_mode", "As the mode says",
           neutral=(False,)),
     ruled("sequence_parallelism_mode", "modality.sequence_parallel modality.cp_mode modality.cp_distribution",
           "`split_gather` and `ring`: `sequence_parallel`; `all_to_all`: `cp_mode: ulysses`; `ring_attn`: "
           "`cp_mode: ring` with `cp_distribution: zigzag`"),
-    always("parallel_output", "Logits stay sharded, and pass for whole ones wherever they are read"),
+    always("parallel_output", PARALLEL_OUTPUT),
     ruled("num_microbatches", "strategy.num_microbatches", "With several stages"),
     ruled("microbatch_size", "strategy.microbatch_size", "Where `num_microbatches` is not said"),
     *SCALER,
@@ -80,7 +80,7 @@ KNOBS: tuple[Knob, ...] = (
     *CHECKPOINTING,
     always("enable_metadata_cache", "Shapes are agreed once for each structure"),
     always("make_vocab_size_divisible_by", "A vocabulary is split unevenly, and needs no padding"),
-    costs("dp_outside", "Data parallel ranks of a stage are neighbours; `placement` orders ranks otherwise",
+    ruled("dp_outside", "strategy.placement", "`[dp, pp, cp, tp]`; `false` is the order without one",
           neutral=(False,)),
     costs("overlap_p2p", _OVERLAPS, neutral=(True,)),
     always("overlap_allgather", "The gather of shared parameters overlaps with computation"),
@@ -90,15 +90,16 @@ KNOBS: tuple[Knob, ...] = (
     ruled("inner_ring_size", "modality.inner_ring_size", "With `ring_attn`"),
 )  # fmt: skip
 
-_MOE_ONLY = {"dp_outside": "moe_dp_outside"}
-
 
 def _of_experts(knob: Knob) -> tuple[Knob, ...]:
     if knob.name == "pp_size":
         return knob, same("ep_size", "modality.ep_size")
     if knob.name == "inner_ring_size":
         return ()
-    return (Knob(_MOE_ONLY.get(knob.name, knob.name), knob.ours, knob.effect, knob.about, knob.neutral, knob.rule),)
+    if knob.name == "dp_outside":
+        about = "Ranks that share experts are no axis of their own: `placement` orders `pp`, `dp`, `cp` and `tp`"
+        return (costs("moe_dp_outside", about, neutral=(False,)),)
+    return (knob,)
 
 
 MOE_KNOBS = tuple(one for knob in KNOBS for one in _of_experts(knob))
@@ -130,6 +131,8 @@ def convert_moe(given: Mapping[str, Any]) -> Conversion:
 
 
 def _converted(source: str, table: tuple[Knob, ...], given: Mapping[str, Any]) -> Conversion:
+    if given.get("enable_all_optimization"):
+        given = {**given, **{knob.name: True for knob in KERNELS}}
     draft = Draft(table, given)
     for name in ("tp_size", "pp_size", *(["ep_size"] if table is MOE_KNOBS else [])):
         if name not in draft.given:
@@ -145,6 +148,10 @@ def _converted(source: str, table: tuple[Knob, ...], given: Mapping[str, Any]) -
     _convert_pipeline(draft)
     _convert_checkpointing(draft)
     _convert_communication(draft)
+    if draft.given.get("dp_outside", False):
+        draft.put("dp_outside", "strategy.placement", ["dp", "pp", "cp", "tp"])
+    convert_kernels(draft)
+    draft.leave_rest(["enable_all_optimization"], "mapped", "It turns on the switches of kernels, which are listed")
     return Conversion(
         source, {"modalities": {"model": draft.modality}, **draft.strategy}, draft.trainer, draft.entries()
     )

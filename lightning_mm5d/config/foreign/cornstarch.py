@@ -11,12 +11,13 @@ from typing import Any
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.foreign.colossalai import (
-    KERNELS,
+    PARALLEL_OUTPUT,
     PRECISION,
     SCALER,
     convert_microbatches,
     convert_precision,
 )
+from lightning_mm5d.config.foreign.kernel_switches import KERNELS, convert_kernels
 from lightning_mm5d.config.foreign.knobs import Conversion, Draft, Entry, Knob, always, costs, results, ruled, same
 
 MODAL_KNOBS: tuple[Knob, ...] = (
@@ -44,15 +45,15 @@ KNOBS: tuple[Knob, ...] = (
     *KERNELS,
     ruled("num_microbatches", "strategy.num_microbatches", "The dataloader's batches have `num_microbatches * "
           "microbatch_size` samples"),
-    ruled("microbatch_size", "strategy.num_microbatches", "See `num_microbatches`"),
+    ruled("microbatch_size", "strategy.microbatch_size", "Where `num_microbatches` is not said"),
     *SCALER,
-    always("parallel_output", "Logits stay sharded, and pass for whole ones wherever they are read"),
+    always("parallel_output", PARALLEL_OUTPUT),
     always("make_vocab_size_divisible_by", "A vocabulary is split unevenly, and needs no padding"),
 )  # fmt: skip
 
 UNLIKE_KNOBS: tuple[Knob, ...] = (
     same("tp_size", "modality.tp_size"),
-    always("microbatch_size", "The dataloader's batch is split into num_microbatches"),
+    ruled("microbatch_size", "strategy.microbatch_size", "Without `pipelines`, which have numbers of microbatches"),
     *PRECISION,
     *KERNELS,
     *SCALER,
@@ -75,10 +76,6 @@ def convert_multimodal(given: Mapping[str, Any], *, colocated: bool = False) -> 
     draft = Draft(KNOBS, given)
     convert_precision(draft, "fp32")
     convert_microbatches(draft)
-    if draft.get("microbatch_size") is not None:
-        draft.leave(
-            "microbatch_size", "always", "Batches of the dataloader have num_microbatches times as many samples"
-        )
     encoders = draft.get("encoder_plugins", {})
     if not isinstance(encoders, Mapping):
         raise draft.refused("encoder_plugins", "It maps names to plugins", "Write {vision: {tp_size: 1}}")
@@ -87,6 +84,7 @@ def convert_multimodal(given: Mapping[str, Any], *, colocated: bool = False) -> 
     plugins = {name: (f"encoder_plugins.{name}", one) for name, one in encoders.items()}
     if "language_model_plugin" in draft.given:
         plugins["language"] = ("language_model_plugin", draft.get("language_model_plugin", {}))
+    switches = {knob.name: draft.given[knob.name] for knob in KERNELS if draft.get(knob.name, False)}
     modalities: dict[str, Any] = {}
     entries: list[Entry] = []
     for name, (path, plugin) in plugins.items():
@@ -94,17 +92,20 @@ def convert_multimodal(given: Mapping[str, Any], *, colocated: bool = False) -> 
             raise ConfigError(path, plugin, "It maps arguments of a ModalParallelPlugin", "Write {tp_size: 1}")
         modal = _modal(name, path, plugin)
         modalities[name] = modal.modality
-        entries += modal.entries()
+        kernels = Draft(KERNELS, switches, modality=name)
+        kernels.modality = modal.modality
+        convert_kernels(kernels)
+        entries += [*modal.entries(), *kernels.entries()]
         if colocated and name != "language" and name != next(iter(encoders)):
             modal.modality["colocate_with"] = next(iter(encoders))
     if not modalities:
         raise draft.refused("language_model_plugin", "There is no plugin of a modality", "Write {tp_size: 1}")
-    for name in ("encoder_plugins", "language_model_plugin"):
-        draft.leave_rest([name], "always", "Its arguments are said one by one")
+    listed = ["encoder_plugins", "language_model_plugin", *switches]
+    draft.leave_rest(listed, "mapped", "Said for each modality")
     source = (
         "Cornstarch EncodersColocatedMultimodalParallelPlugin" if colocated else "Cornstarch MultimodalParallelPlugin"
     )
-    own = tuple(one for one in draft.entries() if not one.name.endswith("_plugins") and one.name[-7:] != "_plugin")
+    own = tuple(one for one in draft.entries() if one.name not in listed)
     return Conversion(source, {"modalities": modalities, **draft.strategy}, draft.trainer, (*entries, *own))
 
 
@@ -124,6 +125,7 @@ def convert_unlike(given: Mapping[str, Any]) -> Conversion:
     draft = Draft(UNLIKE_KNOBS, given)
     convert_precision(draft)
     _convert_pipelines(draft)
+    convert_kernels(draft)
     strategy = {"modalities": {"model": draft.modality}, **draft.strategy}
     return Conversion("Cornstarch HeterogeneousParallelPlugin", strategy, draft.trainer, draft.entries())
 
@@ -142,6 +144,9 @@ def _convert_pipelines(draft: Draft) -> None:
             raise draft.refused("num_microbatches", rule, "Write for instance [8, 6]")
         draft.put("num_microbatches", "strategy.num_microbatches", sum(counts) // len(counts))
         draft.put("num_microbatches", "modality.speeds", counts)
+    if templates is None and draft.get("microbatch_size") is not None:
+        draft.put("microbatch_size", "strategy.microbatch_size", draft.count("microbatch_size"))
+    draft.leave_rest(["microbatch_size"], "always", "A batch of the dataloader is split into num_microbatches")
 
 
 def _modal(name: str, path: str, given: Mapping[str, Any]) -> Draft:

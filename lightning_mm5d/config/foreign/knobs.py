@@ -6,11 +6,13 @@ name of the nearest known one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lightning_mm5d.config.errors import ConfigError, did_you_mean
+from lightning_mm5d.config.modality import Modality
+from lightning_mm5d.config.shorthand import as_modalities
 
 Effect = Literal["mapped", "always", "elsewhere", "costs", "results"]
 """What becomes of a knob.
@@ -189,6 +191,21 @@ class Draft:
         fields = {**(entry.fields if entry is not None else {}), shown[where]: value}
         about = about or (entry.about if entry is not None else "")
         self._entries[name] = Entry(self._prefix + name, self.given.get(name), "mapped", fields, about)
+
+    def accepts(self, name: str, check: Callable[[Modality], None], **fields: Any) -> bool:
+        """Return whether a check of ours lets the modality have further fields; `leave` the knob if not.
+
+        Args:
+            name: of the knob that asks for the fields.
+            check: raises ConfigError where a modality cannot have what it has.
+            **fields: what `put` may say of the modality then.
+        """
+        try:
+            check(as_modalities({self._modality: {**self.modality, **fields}})[self._modality])
+        except ConfigError as error:
+            self.leave(name, "costs", error.rule)
+            return False
+        return True
 
     def leave(self, name: str, effect: Effect, about: str) -> None:
         """Note that no field of ours says a knob."""

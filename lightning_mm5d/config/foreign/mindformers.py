@@ -10,17 +10,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lightning_mm5d.config.errors import ConfigError, did_you_mean
-from lightning_mm5d.config.foreign.knobs import (
-    Conversion,
-    Draft,
-    Knob,
-    always,
-    costs,
-    elsewhere,
-    results,
-    ruled,
-    same,
-)
+from lightning_mm5d.config.foreign.kernel_switches import choose_kernel
+from lightning_mm5d.config.foreign.knobs import Conversion, Draft, Knob, always, costs, elsewhere, results, ruled, same
+from lightning_mm5d.config.interleaved_field import check_interleaving
+from lightning_mm5d.config.modality import Modality
 
 _P, _R, _M, _A = "parallel_config.", "recompute_config.", "parallel.", "model.model_config."
 _COMPILER = "It steers MindSpore's compiler"
@@ -97,13 +90,15 @@ OTHERS: tuple[Knob, ...] = (
     costs("swap_config.layer_swap", "Activations of all layers are offloaded"),
     costs("swap_config.op_swap", "Activations of all operations are offloaded"),
     costs("swap_config.default_prefetch", "The order of the schedule tells when they come back"),
-    costs("micro_batch_interleave_num", "A microbatch is computed as one", neutral=(1,)),
-    costs(_A + "fine_grain_interleave", "A microbatch is computed as one", neutral=(0, 1)),
+    ruled("micro_batch_interleave_num", "modality.interleaved_microbatches strategy.num_microbatches", "Each "
+          "microbatch is as many, so `num_microbatches` is the product with `micro_batch_num`", neutral=(1,)),
+    ruled(_A + "fine_grain_interleave", "modality.interleaved_microbatches", "Microbatches side by side in place of "
+          "slices of one, where it divides their number", neutral=(0, 1)),
     ruled(_A + "pp_interleave_num", "modality.pp_chunks", "With `pipeline_interleave`", neutral=(1,)),
     ruled(_A + "offset", "modality.pipeline_template", "`{stages: [...]}`, or `{offsets: [...]}` where `num_layers` is "
           "not said", neutral=(0,)),
     elsewhere(_A + "num_layers", "The model's"),
-    elsewhere(_A + "use_flash_attention", "The model's: attn_implementation"),
+    ruled(_A + "use_flash_attention", "modality.kernels", "`sdpa`, with a `cp_size` of 1", neutral=(False,)),
     ruled(_A + "use_ring_attention", "modality.cp_mode", "`ring`", neutral=(False,)),
     ruled("moe_config.expert_model_parallel", "modality.expert_tp_size", "", neutral=(1,)),
     same("runner_config.gradient_accumulation_steps", "trainer.accumulate_grad_batches", neutral=(1,)),
@@ -166,6 +161,9 @@ def convert_mindformers(given: Mapping[str, Any]) -> Conversion:
     if draft.get("moe_config.expert_model_parallel") is not None:
         name = "moe_config.expert_model_parallel"
         draft.put(name, "modality.expert_tp_size", draft.count(name))
+    if draft.get(_A + "use_flash_attention", False):
+        choose_kernel(draft, _A + "use_flash_attention", "sdpa")
+    _convert_copies(draft, stages)
     strategy = {"modalities": {"model": draft.modality}, **draft.strategy}
     return Conversion("MindFormers", strategy, draft.trainer, draft.entries())
 
@@ -322,3 +320,33 @@ def _convert_sharing(draft: Draft) -> None:
     if draft.get(size, -1) != -1:
         draft.put(size, "modality.dp_shard_size", draft.count(size))
     draft.leave_rest([gradients, size, again], "always", "Another knob says it, or nothing")
+
+
+def _convert_copies(draft: Draft, stages: int) -> None:
+    """Say what is computed side by side, when the modality has its other fields."""
+    copies, slices, number = "micro_batch_interleave_num", _A + "fine_grain_interleave", _P + "micro_batch_num"
+    count, total = draft.count(copies), draft.count(number) if stages > 1 else 1
+    if count > 1 and _interleaves(draft, copies, count, total * count):
+        draft.put(copies, "strategy.num_microbatches", total * count)
+        if number in draft.given and draft.count(number) == total:
+            draft.put(number, "strategy.num_microbatches", total * count, f"Times {copies}")
+    if draft.get(slices, 0) == 0 or (count := draft.count(slices)) == 1:
+        return
+    if draft.count(_P + "model_parallel") == 1:
+        draft.leave(slices, "always", "It is read with several model parallel ranks")
+    elif "interleaved_microbatches" in draft.modality:
+        draft.leave(slices, "costs", f"{copies} says how many microbatches are computed side by side")
+    else:
+        _interleaves(draft, slices, count, total)
+
+
+def _interleaves(draft: Draft, name: str, count: int, total: int) -> bool:
+    """Say `interleaved_microbatches` where it goes with the other fields and divides the number of microbatches."""
+
+    def check(modality: Modality) -> None:
+        check_interleaving("model", {"model": modality}, total)
+
+    accepted = draft.accepts(name, check, interleaved_microbatches=count)
+    if accepted:
+        draft.put(name, "modality.interleaved_microbatches", count)
+    return accepted
