@@ -12,35 +12,49 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 import transformers as hf
 from torch import nn
 
-from tensor_parallel.families import (
-    DEEPSEEK,
-    EXPERTS,
-    FAMILIES,
-    FLOAT32,
-    GROUPED,
-    IDS,
-    NO_DROPOUT,
-    TEXT,
-    VISION,
-    VOCABULARY,
-    WIDE,
-    Batch,
-    Family,
-    made,
-    pixels,
-    source_and_target,
-    speech_and_text,
-    tokens,
-    unpadded,
-)
+from tensor_parallel.families import FAMILIES, FLOAT32, Family, made
+from tensor_parallel.family_inputs import VOCABULARY, Batch, pixels, tokens
+from tensor_parallel.family_sizes import EXPERTS, GROUPED, IDS, NO_DROPOUT, TEXT, VISION
 from zoo import qwen
 
-LENGTH = 29  # no degree divides it
-IMAGE = 66
+from .long_inputs import (
+    IMAGE,
+    LENGTH,
+    LONGER,
+    LONGER_BY_NAME,
+    documents,
+    frames_and_text,
+    image_and_text,
+    long_source_and_target,
+    marked_image_and_text,
+    nested_image_and_text,
+    packed_images_and_text,
+    patches_and_text,
+    tiled_image_and_text,
+)
+from .sequence_sizes import (
+    CONFORMER,
+    CONVOLUTIONS,
+    GEMMA3N,
+    GEMMA4_VISION,
+    KOSMOS2,
+    LINEAR_ATTENTION,
+    LLAMA4,
+    LLAMA4_VISION,
+    MAMBA,
+    MLLAMA_VISION,
+    MODERN,
+    QFORMER,
+    QWEN3_MOE,
+    QWEN3_VISION,
+    SHARING,
+    SMALL_VISION,
+    SPARSE,
+)
+
 LATE: dict[str, Any] = {"use_cache": False}
 
 
@@ -57,127 +71,11 @@ class Shared:
     modalities: tuple[str, ...] = ("language",)
 
 
-# --- batches ---
-
-
-def text(length: int = LENGTH) -> Batch:
-    """Token ids, some of them padding, and none that stands for something else."""
-    batch = tokens(length)
-    ids = batch["input_ids"].clamp(max=60)
-    return batch | {"input_ids": ids, "labels": ids.masked_fill(batch["attention_mask"] == 0, -100)}
-
-
-def to_be_filled(count: int, placeholder: int = IMAGE, length: int = LENGTH) -> Batch:
-    """`text` whose second to ``1 + count``th tokens are placeholders."""
-    batch = text(length)
-    batch["input_ids"][:, 1 : 1 + count] = placeholder
-    return batch
-
-
-def whole_rows() -> Batch:
-    ids = torch.randint(3, VOCABULARY, (2, LENGTH))
-    return {"input_ids": ids, "labels": ids}
-
-
-def long_source_and_target() -> Batch:
-    return tokens(LENGTH) | {"labels": torch.randint(3, VOCABULARY, (2, 21))}
-
-
-def documents() -> Batch:
-    """One row of three documents, which do not see each other."""
-    ids = torch.randint(3, VOCABULARY, (1, LENGTH))
-    return {"input_ids": ids, "labels": ids, "position_ids": torch.cat([torch.arange(n) for n in (11, 12, 6)])[None]}
-
-
-def image_and_text(features: int, size: int, **others: Any) -> Callable[[], Batch]:
-    return lambda: to_be_filled(features) | pixels(size) | others
-
-
-def nested_image_and_text() -> Batch:
-    batch = image_and_text(4, 8)()
-    return batch | {"pixel_values": batch["pixel_values"].unsqueeze(1)}
-
-
-def sized_image_and_text() -> Batch:
-    return image_and_text(4, 16)() | {"image_sizes": torch.tensor([[16, 16]] * 2)}
-
-
-def typed_image_and_text() -> Batch:
-    """The image and the text before it are a prefix, which sees itself both ways."""
-    batch = image_and_text(9, 12)()
-    types = torch.ones_like(batch["input_ids"])
-    types[:, :10] = 0
-    return batch | {"token_type_ids": types}
-
-
-def tiled_image_and_text() -> Batch:
-    """Two tiles in one sample and one in the other, which some tokens do not see."""
-    seen = torch.ones(2, LENGTH, 1, 2, dtype=torch.long)
-    seen[0, :3] = 0
-    return text() | {
-        "pixel_values": torch.randn(2, 1, 2, 3, 8, 8),
-        "aspect_ratio_ids": torch.tensor([[2], [1]]),
-        "aspect_ratio_mask": torch.tensor([[[1, 1]], [[1, 0]]]),
-        "cross_attention_mask": seen,
-    }
-
-
-def patches_and_text() -> Batch:
-    batch = to_be_filled(4)
-    places = torch.stack(torch.meshgrid(torch.arange(4), torch.arange(4), indexing="xy"), -1).view(1, 16, 2)
-    return batch | {
-        "pixel_values": torch.randn(2, 16, 12),
-        "image_position_ids": places.repeat(2, 1, 1),
-        "mm_token_type_ids": (batch["input_ids"] == IMAGE).long(),
-    }
-
-
-def marked_image_and_text() -> Batch:
-    marks = torch.zeros(2, LENGTH, dtype=torch.long)
-    marks[:, 2:6] = 1
-    return text() | pixels() | {"image_embeds_position_mask": marks}
-
-
-def packed_images_and_text() -> Batch:
-    batch = text()
-    ids = batch["input_ids"].clamp(min=16)
-    ids[:, 1:7] = torch.tensor([qwen.VISION_START_ID, *[qwen.IMAGE_ID] * 4, qwen.VISION_END_ID])
-    return batch | {"input_ids": ids, "mm_token_type_ids": (ids == qwen.IMAGE_ID).int()} | qwen.packed_images(2)
-
-
-def long_speech_and_text() -> Batch:
-    return to_be_filled(2) | {"input_features": torch.randn(2, 8, 16)}
-
-
-def frames_and_text() -> Batch:
-    return to_be_filled(6) | {
-        "input_features": torch.randn(2, 12, 8),
-        "input_features_mask": torch.ones(2, 6, dtype=torch.bool),
-    }
-
-
-LONGER: dict[Any, Callable[[], Batch]] = {
-    tokens: lambda: tokens(LENGTH),
-    unpadded: whole_rows,
-    source_and_target: long_source_and_target,
-    speech_and_text: long_speech_and_text,
-}
-LONGER_BY_NAME: dict[str, Callable[[], Batch]] = {
-    "internvl": image_and_text(4, 8),
-    "internvl_qk_norm": image_and_text(4, 8),
-    "mistral3": sized_image_and_text,
-    "paligemma": typed_image_and_text,
-}
-
-
 def known(name: str, *modalities: str) -> Shared:
     """A family that tensor parallelism knows, with longer sequences."""
     family = FAMILIES[name]
     batch = LONGER_BY_NAME.get(name) or LONGER.get(family.batch, family.batch)
     return Shared(replace(family, batch=batch), modalities or ("language",))
-
-
-# --- models ---
 
 
 def composed(
@@ -212,133 +110,6 @@ def tower(model: str, config: str, **options: Any) -> Shared:
 def masked(model: str, config: str, **options: Any) -> Shared:
     return Shared(Family(made(model, config, **(TEXT | options)), lambda: tokens(LENGTH), FLOAT32))
 
-
-SMALL_VISION = VISION | {"image_size": 8, "patch_size": 2}
-LLAMA4 = GROUPED | {
-    "head_dim": 8,
-    "intermediate_size_mlp": 50,
-    "num_hidden_layers": 4,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 1,
-    "interleave_moe_layer_step": 2,
-    "no_rope_layers": [1, 1, 1, 0],
-    "attention_chunk_size": 8,
-    "attn_temperature_tuning": False,
-}
-LLAMA4_VISION = VISION | {
-    "image_size": 16,
-    "intermediate_size": 128,
-    "vision_output_dim": 32,
-    "projector_input_dim": 32,
-    "projector_output_dim": 32,
-}
-MLLAMA_VISION: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 50,
-    "num_hidden_layers": 2,
-    "num_global_layers": 1,
-    "attention_heads": 4,
-    "image_size": 8,
-    "patch_size": 4,
-    "max_num_tiles": 2,
-    "intermediate_layers_indices": [0],
-    "supported_aspect_ratios": [[1, 1], [1, 2], [2, 1]],
-    "vision_output_dim": 64,
-}
-# the last two of six layers take keys and values of earlier ones
-SHARING = GROUPED | {
-    "head_dim": 8,
-    "sliding_window": 6,
-    "num_hidden_layers": 6,
-    "num_kv_shared_layers": 2,
-    "layer_types": ["sliding_attention", "full_attention"] * 3,
-    "vocab_size_per_layer_input": VOCABULARY,
-    "hidden_size_per_layer_input": 8,
-}
-GEMMA3N = SHARING | {
-    "laurel_rank": 8,
-    "altup_num_inputs": 3,
-    "activation_sparsity_pattern": [0.5, 0.0, 0.5, 0.0, 0.0, 0.0],
-}
-GEMMA4_VISION: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 50,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "patch_size": 2,
-    "pooling_kernel_size": 2,
-    "position_embedding_size": 64,
-}
-KOSMOS2: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 64,
-    "embed_dim": 32,
-    "layers": 2,
-    "ffn_dim": 50,
-    "attention_heads": 4,
-    "dropout": 0.0,
-    "attention_dropout": 0.0,
-    "pad_token_id": 0,
-}
-CONFORMER: dict[str, Any] = {
-    "input_dim": 8,
-    "num_layers": 2,
-    "hidden_dim": 32,
-    "feedforward_mult": 2,
-    "num_heads": 4,
-    "dim_head": 8,
-    "output_dim": 8,
-    "context_size": 6,
-    "max_pos_emb": 16,
-    "dropout": 0.0,
-    "conv_kernel_size": 3,
-}
-QFORMER: dict[str, Any] = (
-    WIDE
-    | NO_DROPOUT
-    | {
-        "model_type": "blip_2_qformer",
-        "intermediate_size": 50,
-        "encoder_hidden_size": 32,
-        "cross_attention_frequency": 1,
-    }
-)
-QWEN3_MOE = GROUPED | {
-    "num_hidden_layers": 3,
-    "head_dim": 8,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 20,
-    "mlp_only_layers": [],
-    "rope_parameters": qwen.ROPE,
-}
-QWEN3_VISION = qwen.VISION | {
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "out_hidden_size": 32,
-    "num_position_embeddings": qwen.PATCHES,
-    "deepstack_visual_indexes": [0, 1],
-}
-MODERN = {
-    "num_hidden_layers": 3,
-    "local_attention": 8,
-    "global_attn_every_n_layers": 2,
-    "cls_token_id": 1,
-    "sep_token_id": 2,
-}
-LINEAR_ATTENTION = GROUPED | {
-    "head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "layer_types": ["linear_attention", "full_attention"],
-}
-CONVOLUTIONS = {"layer_types": ["full_attention", "conv"]}
-MAMBA: dict[str, Any] = IDS | {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "time_step_rank": 4}
-SPARSE = TEXT | DEEPSEEK | {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 8}
 
 OF_TENSOR_PARALLELISM = {
     name: known(name)

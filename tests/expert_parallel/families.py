@@ -15,7 +15,7 @@ import lightning as L
 import torch
 from torch import nn
 
-from context_parallel.families import LLAMA4_VISION
+from context_parallel.sequence_sizes import LLAMA4_VISION
 from zoo import CASES as ZOO
 from zoo import qwen
 from zoo.case import LABELS, Batch, Items, TinyModule, text_batch

@@ -18,58 +18,38 @@ from torch import Tensor, nn
 from zoo import CASES
 
 from .chatglm import ChatGLM
-
-VOCABULARY = 67
-IDS: dict[str, Any] = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-WIDE: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-TEXT = IDS | WIDE | {"intermediate_size": 50, "max_position_embeddings": 32}
-GROUPED = TEXT | {"num_key_value_heads": 2}
-NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-VISION = WIDE | {"intermediate_size": 50, "image_size": 12, "patch_size": 4}
-T5_SIZES = IDS | {
-    "d_model": 32,
-    "d_kv": 8,
-    "d_ff": 50,
-    "num_layers": 2,
-    "num_heads": 4,
-    "relative_attention_num_buckets": 8,
-    "relative_attention_max_distance": 16,
-    "dropout_rate": 0.0,
-    "decoder_start_token_id": 0,
-}
-BART_SIZES = IDS | {
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 50,
-    "decoder_ffn_dim": 50,
-    "max_position_embeddings": 32,
-    "decoder_start_token_id": 2,
-    "dropout": 0.0,
-}
-SPEECH: dict[str, Any] = WIDE | {
-    "intermediate_size": 50,
-    "vocab_size": 32,
-    "conv_dim": (16, 16),
-    "conv_stride": (4, 4),
-    "conv_kernel": (8, 4),
-    "num_feat_extract_layers": 2,
-    "num_conv_pos_embeddings": 4,
-    "num_conv_pos_embedding_groups": 2,
-    "apply_spec_augment": False,
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
-    "activation_dropout": 0.0,
-    "feat_proj_dropout": 0.0,
-    "final_dropout": 0.0,
-    "layerdrop": 0.0,
-}
+from .family_inputs import (
+    VOCABULARY,
+    Batch,
+    image_and_text,
+    labelled_pixels,
+    pair,
+    pixels,
+    points,
+    sized_image_and_text,
+    source_and_target,
+    speech_and_text,
+    tokens,
+    typed_image_and_text,
+    unpadded,
+    waves,
+)
+from .family_sizes import (
+    BART_SIZES,
+    DEEPSEEK,
+    EXPERTS,
+    GROUPED,
+    IDS,
+    NO_DROPOUT,
+    QWEN_EXPERTS,
+    SPEECH,
+    T5_SIZES,
+    TEXT,
+    VISION,
+    WIDE,
+)
 
 FLOAT32 = 5e-6  # tolerance of models that drop to float32 on the way: in norms, softmaxes or the loss
-
-Batch = dict[str, Any]
 
 
 class Root(nn.Module):
@@ -120,74 +100,6 @@ class Family:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return self.batch()
-
-
-# --- batches ---
-
-
-def tokens(length: int = 9, samples: int = 2) -> Batch:
-    ids = torch.randint(3, VOCABULARY, (samples, length))
-    mask = torch.ones_like(ids)
-    ids[-1, -2:] = 0
-    mask[-1, -2:] = 0
-    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
-
-
-def unpadded() -> Batch:
-    ids = torch.randint(3, VOCABULARY, (2, 9))
-    return {"input_ids": ids, "labels": ids}
-
-
-def source_and_target() -> Batch:
-    return tokens() | {"labels": torch.randint(3, VOCABULARY, (2, 6))}
-
-
-def pixels(size: int = 12) -> Batch:
-    return {"pixel_values": torch.randn(2, 3, size, size)}
-
-
-def labelled_pixels(size: int = 12) -> Batch:
-    return pixels(size) | {"labels": torch.tensor([0, 1])}
-
-
-def points() -> Batch:
-    return pixels(16) | {"input_points": torch.rand(2, 1, 3, 2) * 16, "input_labels": torch.ones(2, 1, 3).long()}
-
-
-def pair() -> Batch:
-    ids = torch.randint(3, VOCABULARY, (2, 9))
-    return pixels() | {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-
-def waves() -> Batch:
-    return {"input_values": torch.randn(2, 400), "labels": torch.randint(1, 32, (2, 5))}
-
-
-def image_and_text(features: int, size: int, image_id: int = 66) -> Callable[[], Batch]:
-    def batch() -> Batch:
-        ids = torch.randint(3, 60, (2, features + 8))
-        ids[:, 1 : 1 + features] = image_id
-        return pixels(size) | {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
-
-    return batch
-
-
-def sized_image_and_text() -> Batch:
-    return image_and_text(4, 16)() | {"image_sizes": torch.tensor([[16, 16]] * 2)}
-
-
-def typed_image_and_text() -> Batch:
-    batch = image_and_text(9, 12)()
-    return batch | {"token_type_ids": (batch["input_ids"] != 66).long()}
-
-
-def speech_and_text() -> Batch:
-    ids = torch.randint(3, 60, (2, 12))
-    ids[:, 1:3] = 66
-    return {"input_ids": ids, "labels": ids, "input_features": torch.randn(2, 8, 16)}
-
-
-# --- models ---
 
 
 def made(model: str, config: str, **options: Any) -> Callable[[], nn.Module]:
@@ -323,23 +235,6 @@ def internvl(*, use_qk_norm: bool) -> nn.Module:
     )
     return hf.InternVLForConditionalGeneration(config).to(torch.get_default_dtype())
 
-
-DEEPSEEK: dict[str, Any] = {
-    "moe_intermediate_size": 20,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "num_key_value_heads": 4,
-}
-EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
-QWEN_EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 21}
 
 FAMILIES: dict[str, Family] = {
     "albert": masked("AlbertForMaskedLM", "AlbertConfig", embedding_size=16, inner_group_num=2),

@@ -22,7 +22,9 @@ from lightning_mm5d.data.random_state import torch_states
 from lightning_mm5d.sharded.tensor import Sharded
 from lightning_mm5d.tensor_parallel.region import Region, drops
 from parity.harness import Batches
-from tensor_parallel.families import BART_SIZES, FAMILIES, Family, Root, source_and_target
+from tensor_parallel.families import FAMILIES, Family, Root
+from tensor_parallel.family_inputs import source_and_target
+from tensor_parallel.family_sizes import BART_SIZES
 from zoo.case import TinyModule
 from zoo.text import LLAMA, padded_batch
 
