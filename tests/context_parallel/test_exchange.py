@@ -5,106 +5,37 @@ Rings of 2, 3 and 4 ranks; groups within 4 ranks: inner 0-1 and 2-3, outer 0, 2 
 
 from __future__ import annotations
 
-import time
-import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from lightning_mm5d.context_parallel.balance.distributions import uniform, zigzag
-from lightning_mm5d.context_parallel.exchange import allgather, ring
+from context_parallel.exchange_cases import (
+    LIMIT_S,
+    MASKS,
+    SPLITS,
+    B,
+    Case,
+    S,
+    call,
+    causal,
+    groups_of,
+    own_part,
+    tensors,
+    uneven,
+)
+from lightning_mm5d.context_parallel.balance.distributions import uniform
 from lightning_mm5d.context_parallel.exchange.attention import (
     ContextGroups,
     context_attention,
     first_tokens,
     local_attention,
 )
-from lightning_mm5d.context_parallel.exchange.local import Local
-from lightning_mm5d.context_parallel.exchange.transfers import Gather, Hop
 from lightning_mm5d.context_parallel.exchange.ulysses import joined, within
 from lightning_mm5d.context_parallel.masks.mask import Mask
 from lightning_mm5d.sharded.collectives import TensorGroup, dry_run
-from lightning_mm5d.sharded.token_split import TokenSplit
 from ranks import run_ranks
-
-B, S, D, DV = 2, 301, 8, 6
-LIMIT_S = 60
-
-
-@dataclass(frozen=True)
-class Case:
-    """One call, the same on all ranks; `split` and `mask` are names of those below."""
-
-    mode: str
-    split: str = "zigzag"
-    mask: str = "causal"
-    heads: tuple[int, int] = (4, 2)
-    size: int = S
-    sinks: bool = False
-    softcap: float | None = None
-    dtype: torch.dtype = torch.float64
-    nested: bool = False
-    step_bytes: int = 0
-    autocast: bool = False
-    is_checkpointed: bool = False
-
-
-def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return k <= q
-
-
-def sliding(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return (k <= q) & (q - k < 40)
-
-
-def packed(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Documents of 90 tokens; in each, tokens 10 to 49 are an image whose tokens see each other."""
-    is_image = (q % 90 >= 10) & (q % 90 < 50) & (k % 90 >= 10) & (k % 90 < 50)
-    return (q // 90 == k // 90) & ((k <= q) | is_image)
-
-
-def padded(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Row 0 ends after 250 tokens; row 1 begins at the 130th, so that its first queries see nothing."""
-    return (k <= q) & torch.where(b == 0, k < 250, k >= 130)
-
-
-MASKS = {"causal": causal, "sliding": sliding, "packed": packed, "padded": padded, "all": None}
-
-
-def uneven(size: int, ranks: int) -> TokenSplit:
-    """Stretches of 7 tokens, at random, of which the last rank gets most and rank 1, if there is a third, none."""
-    generator = torch.Generator().manual_seed(ranks)
-    weights = torch.tensor([0.0 if rank == 1 and ranks > 2 else 1.0 + rank for rank in range(ranks)])
-    starts = list(range(0, size, 7))
-    owners = torch.multinomial(weights, len(starts), replacement=True, generator=generator).tolist()
-    parts: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
-    for start, owner in zip(starts, owners, strict=True):
-        parts[owner].append((start, min(start + 7, size)))
-    return TokenSplit.of(parts, size)
-
-
-SPLITS: dict[str, Callable[[int, int], TokenSplit]] = {"uniform": uniform, "zigzag": zigzag, "uneven": uneven}
-
-
-def tensors(case: Case) -> list[Tensor]:
-    """Whole queries, keys, values, gradient of the output, and sinks."""
-    generator = torch.Generator().manual_seed(1)
-    heads, keys = case.heads
-    shapes = [(B, heads, case.size, D), (B, keys, case.size, D), (B, keys, case.size, DV), (B, heads, case.size, DV)]
-    made = [torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in [*shapes, (heads,)]]
-    return [x.to(case.dtype).double() for x in made]
-
-
-def mask_of(case: Case) -> Mask:
-    return Mask(MASKS[case.mask], batch=B, q_length=case.size, k_length=case.size, device="cpu")
 
 
 def dense(case: Case) -> list[Tensor]:
@@ -129,42 +60,6 @@ def dense(case: Case) -> list[Tensor]:
     assert k.grad is not None
     assert v.grad is not None
     return [out.detach(), q.grad, k.grad, v.grad, torch.zeros_like(sinks) if sinks.grad is None else sinks.grad]
-
-
-def groups_of(rank: int, world: int) -> ContextGroups:
-    """The groups of a rank; makes them on all ranks."""
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", timeout=timedelta(seconds=30))
-    whole = TensorGroup(dist.new_group(list(range(world))))
-    if world != 4:
-        return ContextGroups(whole)
-    inner, outer = ([dist.new_group(ranks) for ranks in way] for way in ([[0, 1], [2, 3]], [[0, 2], [1, 3]]))
-    return ContextGroups(whole, TensorGroup(inner[rank // 2]), TensorGroup(outer[rank % 2]))
-
-
-def own_part(case: Case, rank: int, world: int) -> tuple[TokenSplit, list[Tensor]]:
-    split = SPLITS[case.split](case.size, world)
-    *whole, sinks = tensors(case)
-    at = split.indices(rank)
-    return split, [x[:, :, at].to(case.dtype) for x in whole] + [sinks.to(case.dtype)]
-
-
-def call(case: Case, groups: ContextGroups) -> list[Tensor]:
-    """Output of one rank, and gradients of its queries, keys, values and of sinks."""
-    split, (q, k, v, d_out, sinks) = own_part(case, groups.whole.index, groups.whole.size)
-    leaves = [x.requires_grad_() for x in (q, k, v, sinks)]
-    allgather.STEP_BYTES = case.step_bytes
-    chosen = groups if case.nested or case.mode == "hybrid" else ContextGroups(groups.whole)
-    options: Any = {"mode": case.mode, "scale": 0.3, "softcap": case.softcap, "sinks": sinks if case.sinks else None}
-    arguments = q, k, v, mask_of(case), split, chosen
-    with torch.autocast("cpu", dtype=torch.bfloat16) if case.autocast else nullcontext():
-        if case.is_checkpointed:
-            out = checkpoint(context_attention, *arguments, use_reentrant=False, **options)
-        else:
-            out = context_attention(*arguments, **options)
-    out.backward(d_out.to(out.dtype))
-    gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
-    return [out.detach(), *gradients]
 
 
 def calls(rank: int, world: int, cases: list[Case]) -> list[list[Tensor]]:
@@ -260,138 +155,6 @@ def test_autocast_decides_the_type() -> None:
     check(
         2, [Case("ring", dtype=torch.float32, autocast=True), Case("ulysses", dtype=torch.float32, autocast=True)], 8e-2
     )
-
-
-def saved(rank: int, world: int, cases: list[Case]) -> list[tuple[int, int]]:
-    """Bytes that a rank keeps for the backward, and of its own queries, keys, values, output and log-sum-exp."""
-    groups, found = groups_of(rank, world), []
-    for case in cases:
-        storages: dict[int, int] = {}
-
-        def pack(x: Tensor, storages: dict[int, int] = storages) -> Tensor:
-            storages[x.data_ptr()] = x.untyped_storage().nbytes()
-            return x
-
-        split, (q, k, *_) = own_part(case, rank, world)
-        q, k, v = (x.clone().requires_grad_() for x in (q, k, k))
-        options: Any = {"mode": case.mode, "scale": 0.3}
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            out = context_attention(q, k, v, mask_of(case), split, groups, **options)
-        own = q.nbytes + k.nbytes + v.nbytes + out.nbytes + out.nbytes // D
-        found.append((sum(storages.values()), own))
-        out.sum().backward()  # all ranks, so that none ends while another waits
-    return found
-
-
-def test_what_is_kept_for_the_backward_is_one_ranks_share() -> None:
-    alike = [Case(mode, "uneven") for mode in ("allgather", "ring")]
-    alike += [Case(mode, "uniform", heads=(8, 4), size=300) for mode in ("ulysses", "hybrid")]
-    shared = [Case(mode, heads=heads) for mode in ("ulysses", "hybrid") for heads in ((4, 2), (4, 1), (3, 3))]
-    ranks = run_ranks(4, saved, 4, [*alike, *shared], limit=LIMIT_S)
-    for index, case in enumerate([*alike, *shared]):
-        found = [results[index] for results in ranks]
-        if index < len(alike):
-            assert all(kept == own for kept, own in found), (case, found)
-        assert sum(kept for kept, _ in found) == sum(own for _, own in found), (case, found)
-
-
-def order_of_work(rank: int, world: int, case: Case) -> tuple[list[str], float]:
-    """What a rank does in turn, and the bytes that it has sent."""
-    events: list[str] = []
-    groups = groups_of(rank, world)
-
-    class Noted(Hop):
-        def __init__(self, group: TensorGroup, sent: Tensor, length: int) -> None:
-            self._name = "outer" if group is groups.outer else "inner"
-            events.append(f"post {self._name}")
-            super().__init__(group, sent, length)
-
-        def wait(self) -> Tensor:
-            events.append(f"wait {self._name}")
-            return super().wait()
-
-    class NotedGather(Gather):
-        def __init__(self, *args: Any) -> None:
-            events.append("gather")
-            super().__init__(*args)
-
-    def noted(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call_noted(*args: Any) -> Any:
-            found = function(*args)
-            events.append("skip" if found is None else "attend")
-            return found
-
-        return call_noted
-
-    # in this process only
-    ring.Hop, allgather.Gather = Noted, NotedGather  # type: ignore[misc]
-    Local.attend, Local.gradients = noted(Local.attend), noted(Local.gradients)  # type: ignore[method-assign]
-    call(case, groups)
-    return events, groups.whole.moved
-
-
-def test_a_ring_posts_what_comes_next_before_it_computes() -> None:
-    post, wait = "post inner", "wait inner"
-    forward = [post, "attend", wait, post, "attend", wait, "attend"]
-    backward = [post, "attend", post, wait, post, "attend", wait, post, wait, "attend", wait, post, wait]
-    ranks = run_ranks(3, order_of_work, 3, Case("ring", mask="all", size=300), limit=LIMIT_S)
-    hop = B * 2 * 100 * (D + DV) * 8
-    assert ranks == [(forward + backward, (2 + 2 + 3) * hop)] * 3
-
-
-def test_a_double_ring_posts_the_outer_hop_before_the_inner_ring() -> None:
-    round_trip = ["post inner", "attend", "wait inner", "attend"]
-    ranks = run_ranks(4, order_of_work, 4, Case("ring", mask="all", nested=True), limit=LIMIT_S)
-    for events, _ in ranks:
-        assert events[: 2 * len(round_trip) + 2] == ["post outer", *round_trip, "wait outer", *round_trip]
-        assert events.count("post outer") == 1 + 1 + 2, "keys and values twice, gradients twice"
-
-
-def test_a_ring_skips_keys_that_are_not_seen() -> None:
-    ranks = run_ranks(3, order_of_work, 3, Case("ring", "uniform"), limit=LIMIT_S)
-    counts = [(events.count("attend"), events.count("skip")) for events, _ in ranks]
-    assert counts == [(2, 4), (4, 2), (6, 0)]
-
-
-def test_the_next_heads_are_gathered_while_these_are_computed() -> None:
-    pair = ["gather", "gather"]
-    ranks = run_ranks(2, order_of_work, 2, Case("allgather", heads=(6, 3), size=300), limit=LIMIT_S)
-    once = [*pair, *pair, "attend", *pair, "attend", "attend"]
-    gathered = B * 3 * 300 * (D + DV) * 8 / 2
-    assert ranks == [(once + once, 3 * gathered)] * 2
-
-
-def whole_keys_held(rank: int, world: int, case: Case) -> int:
-    """The largest number of whole keys or values of a step that were held at a time."""
-    groups, held, most = groups_of(rank, world), [], 0
-
-    class Counted(Gather):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            held.append(weakref.ref(self._rows))
-            count()
-
-        def wait(self) -> Tensor:
-            whole = super().wait()
-            held.append(weakref.ref(whole))
-            count()
-            return whole
-
-    def count() -> None:
-        nonlocal most
-        end = time.monotonic() + 1
-        # gloo's threads let go of a buffer a little after its transfer has ended
-        while (now := sum(one() is not None for one in held)) > 4 and time.monotonic() < end:
-            time.sleep(0.001)
-        most = max(most, now)
-
-    allgather.Gather = Counted  # type: ignore[misc]
-    call(case, groups)
-    return most
-
-
-def test_at_most_two_heads_of_whole_keys_and_values_are_held() -> None:
-    assert run_ranks(2, whole_keys_held, 2, Case("allgather", heads=(10, 5)), limit=LIMIT_S) == [4, 4]
 
 
 def stand_in(size: int, index: int) -> TensorGroup:

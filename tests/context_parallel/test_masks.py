@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -14,19 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import masking_utils as hf
 
+from context_parallel.mask_cases import brute, check, padding, runs
 from lightning_mm5d.context_parallel.masks.caches import Cache, Caches
 from lightning_mm5d.context_parallel.masks.mask import EMPTY, FULL, PARTIAL, TILE, Mask, MaskFunction
 
 Build = Callable[[int, int], MaskFunction]
-
-
-def runs(batch: int, size: int, longest: int) -> Tensor:
-    """Ids of stretches of 1 to `longest` tokens, in no order: [B, S]."""
-    rows = []
-    for _ in range(batch):
-        lengths = torch.randint(1, longest + 1, (size,))
-        rows.append(torch.randperm(size).repeat_interleave(lengths)[:size])
-    return torch.stack(rows)
 
 
 def images(batch: int, size: int, longest: int = 150) -> Tensor:
@@ -45,12 +36,6 @@ def positions(ids: Tensor) -> Tensor:
 def packed(batch: int, size: int, inner: MaskFunction = hf.causal_mask_function, longest: int = 250) -> MaskFunction:
     ids = runs(batch, size, longest)
     return hf.packed_sequence_compatibility_function(inner, positions(ids), ids)
-
-
-def padding(batch: int, size: int) -> Tensor:
-    """True where a token is real, rows padded on alternating sides: bool [B, S]."""
-    at = torch.arange(size)
-    return torch.stack([at >= size // 3 if row % 2 == 0 else at < size - 17 * row for row in range(batch)])
 
 
 def streaming(left: int, right: int) -> MaskFunction:
@@ -122,42 +107,6 @@ MASKS: dict[str, Build] = {
 }
 
 
-def brute(function: MaskFunction, batch: int, q_length: int, k_length: int) -> Tensor:
-    """The whole mask, as transformers makes it: bool [B, Sq, Sk]."""
-    b, q, k = torch.arange(batch), torch.arange(q_length), torch.arange(k_length)
-    whole = function(b[:, None, None, None], torch.zeros(1, 1, 1, 1).long(), q[:, None], k)
-    return whole.expand(batch, 1, q_length, k_length)[:, 0]
-
-
-def shards(q_length: int, k_length: int) -> list[tuple[Tensor, Tensor]]:
-    """Shards of queries and keys: all, halves, random ones, none."""
-    q, k = torch.arange(q_length), torch.arange(k_length)
-    some_q, some_k = (torch.randperm(n)[: 2 * n // 3].sort()[0] for n in (q_length, k_length))
-    zigzag = torch.cat([q[: q_length // 4], q[-q_length // 4 :]])
-    return [(q, k), (q[q_length // 2 :], k[: k_length // 2]), (zigzag, k[77:]), (some_q, some_k), (q[:0], k)]
-
-
-def check(mask: Mask, want: Tensor) -> None:
-    """Assert that tiles, their masks and the work are those of the whole mask `want` [B, Sq, Sk]."""
-    assert mask.rows in (1, mask.batch)
-    for q, k in shards(mask.q_length, mask.k_length):
-        tiles, inside = mask.tiles(q, k), want[:, q][:, :, k]
-        assert (tiles.rows, tiles.q_length, tiles.k_length) == (mask.rows, len(q), len(k))
-        for row in range(mask.batch):
-            kinds = tiles.kinds[row if tiles.rows > 1 else 0]
-            for i, band in enumerate(inside[row].split(TILE) if len(q) else ()):
-                for j, tile in enumerate(band.split(TILE, 1)):
-                    assert kinds[i, j] == (FULL if tile.all() else PARTIAL if tile.any() else EMPTY)
-                    at = slice(i * TILE, i * TILE + len(band)), slice(j * TILE, (j + 1) * TILE)
-                    assert torch.equal(tiles.allowed(row, *at), tile)
-            some = slice(len(q) // 5, len(q) // 5 + 200), slice(3, 290)
-            assert torch.equal(tiles.allowed(row, *some), inside[row][some])
-            assert torch.equal(mask.allowed(row, q[some[0]], k[some[1]]), inside[row][some])
-    for block in (TILE, 2 * TILE, 100, 32):
-        assert mask.work(block).tolist() == [int(part.sum()) for part in want.sum((0, 2)).split(block)]
-    assert torch.equal(mask.dense()[:, 0], want)
-
-
 @pytest.mark.parametrize(("batch", "size"), [(1, 1100), (3, 300)])
 @pytest.mark.parametrize("name", MASKS)
 def test_tiles_and_work_are_those_of_the_whole_mask(name: str, batch: int, size: int) -> None:
@@ -215,111 +164,6 @@ def test_rows_that_are_alike_are_judged_once() -> None:
     assert Mask(hf.blockwise_overlay(ids), batch=3, q_length=300, k_length=300, device="cpu").rows == 1
     ids[1, 7] += 2
     assert Mask(hf.blockwise_overlay(ids), batch=3, q_length=300, k_length=300, device="cpu").rows == 3
-
-
-def in_place(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    first = k <= q
-    both = first
-    both &= k > q - 5
-    return first
-
-
-WHOLE = torch.rand(2, 1, 1100, 1100, generator=torch.Generator().manual_seed(0)) > 0.5
-GAPS = torch.tensor([1.0, torch.nan]).repeat(550)
-
-UNKNOWN: dict[str, MaskFunction] = {
-    "a mask of all pairs": lambda b, h, q, k: WHOLE[b, 0, q, k],
-    "in place": in_place,
-    "out": lambda b, h, q, k: torch.ge(q, k, out=torch.empty(0, dtype=torch.bool)),
-    "a shape": lambda b, h, q, k: (k <= q) & torch.ones(q.shape, dtype=torch.bool),
-    "broadcast": lambda b, h, q, k: torch.le(*torch.broadcast_tensors(k, q)),
-    "reduced": lambda b, h, q, k: torch.stack([(k <= q), (k > 9 * q)]).any(0),
-    "not a number": lambda b, h, q, k: ~(GAPS[q] <= GAPS[k]),
-    "a number of pairs": lambda b, h, q, k: ((k <= q).long() + (k > q - 9).long()) == 2,
-}
-
-
-@pytest.mark.parametrize("name", UNKNOWN)
-def test_functions_that_cannot_be_followed_are_evaluated(name: str) -> None:
-    mask = Mask(UNKNOWN[name], batch=2, q_length=1100, k_length=1100, device="cpu")
-    check(mask, brute(UNKNOWN[name], 2, 1100, 1100))
-    if name != "not a number":
-        assert (mask.key, mask.rows) == (None, 2)
-
-
-def test_an_error_in_a_mask_function_is_raised() -> None:
-    mask = Mask(hf.padding_mask_function(padding(1, 100)), batch=1, q_length=200, k_length=200, device="cpu")
-    with pytest.raises(IndexError):
-        mask.work()
-
-
-class Random:
-    """Random mask functions of plain torch operations."""
-
-    def __init__(self, seed: int, size: int) -> None:
-        self.dice = random.Random(seed)
-        torch.manual_seed(seed)
-        of = [torch.randint(-3, 4, (2, size)), torch.randint(0, 200, (2, size)).sort(1)[0], runs(2, size, 60)]
-        self.tables = [*of, of[0].to(torch.int8), torch.randn(2, size), of[1].to(torch.uint8)]
-
-    def number(self, b: Tensor, index: Tensor, depth: int) -> Tensor:
-        choose = self.dice.randrange(8 if depth else 2)
-        if choose == 0:
-            return index
-        if choose == 1:
-            return self.dice.choice(self.tables)[b, index]
-        inner = self.number(b, index, depth - 1)
-        return [
-            lambda: inner + self.dice.randrange(-9, 9),
-            lambda: self.dice.randrange(100) - inner,
-            lambda: inner // self.dice.randrange(1, 9),
-            lambda: abs(inner),
-            lambda: torch.where(inner > 3, inner, -2),
-            lambda: inner.clamp(min=self.dice.randrange(5)),
-        ][choose - 2]()
-
-    def pair(self, b: Tensor, q: Tensor, k: Tensor, depth: int) -> Tensor:
-        choose = self.dice.randrange(10 if depth else 5)
-        if choose == 0:
-            side = self.number(b, self.dice.choice([q, k]), 2)
-            return side > self.dice.randrange(-2, 50)
-        if choose < 5:
-            x, y = self.number(b, q, 2), self.number(b, k, 2)
-            if self.dice.random() < 0.3:
-                x, y = y, x
-            compare = self.dice.choice([operator.le, operator.lt, operator.ge, operator.gt, operator.eq, operator.ne])
-            how = self.dice.randrange(6)
-            if how == 0:
-                return compare(x - y, self.dice.randrange(-40, 40))
-            if how == 1:
-                return compare(abs(x - y), self.dice.randrange(60))
-            if how == 2:
-                return compare(self.dice.randrange(60), (x + y))
-            if how == 3:
-                return compare(x + q, y - k)
-            return compare(x, y)
-        x, y = self.pair(b, q, k, depth - 1), self.pair(b, q, k, depth - 1)
-        third = self.pair(b, q, k, 0)
-        return [
-            lambda: x & y,
-            lambda: x | y,
-            lambda: x ^ y,
-            lambda: ~x & (x.new_ones((), dtype=torch.bool) & y).to(x.device),
-            lambda: torch.where(third, x, y),
-        ][choose - 5]()
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_random_functions_are_never_misread(seed: int) -> None:
-    maker = Random(seed, 300)
-
-    def function(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        maker.dice.seed(seed)  # the same choices at each call
-        return maker.pair(b, q, k, 3)
-
-    mask = Mask(function, batch=2, q_length=300, k_length=300, device="cpu")
-    assert mask.key is not None
-    check(mask, brute(function, 2, 300, 300))
 
 
 def key(function: MaskFunction, batch: int = 1, size: int = 200) -> bytes | None:
