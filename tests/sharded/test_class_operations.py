@@ -19,7 +19,7 @@ from lightning_mm5d import ConfigError, vocabulary_shard
 from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.sharded.tensor import Sharded
 from ranks import run_ranks
-from sharded.test_tensor import LENGTHS, SHAPES, close, make, random, start
+from sharded.tensor_cases import LENGTHS, SHAPES, close, make, random, start
 
 LABELS = torch.tensor([[0, 4, 2, 3], [1, 1, 4, 0]])
 TEACHER = torch.rand(SHAPES[-1], dtype=torch.float64, generator=torch.Generator().manual_seed(3)).softmax(-1)
