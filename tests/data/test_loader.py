@@ -10,48 +10,25 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from lightning.pytorch.overrides import distributed
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
-    IterableDataset,
     RandomSampler,
-    Sampler,
     SequentialSampler,
     WeightedRandomSampler,
     get_worker_info,
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_mm5d.config.errors import ConfigError
+from data.loader_cases import Augmented
 from lightning_mm5d.data.batches import ReplicaBatches, per_replica, split_replicas
 from lightning_mm5d.data.loader import shard_loader
 from lightning_mm5d.data.random_state import seeded
-
-
-class Augmented(Dataset[torch.Tensor]):
-    """Sample i is (i, three random numbers, one of each library)."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor([index, random.random(), np.random.rand(), torch.rand(()).item()])
-
-
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(6))
 
 
 class ShuffledBatches(BatchSampler):
@@ -62,21 +39,6 @@ class ShuffledBatches(BatchSampler):
         random.shuffle(batches)
         for batch in batches:
             yield random.sample(batch, len(batch))
-
-
-class FixedBatches(BatchSampler):
-    """Fixes its batches when it is made."""
-
-    def __init__(self, sampler: Sampler[int], batch_size: int, drop_last: bool) -> None:
-        super().__init__(sampler, batch_size, drop_last)
-        self.batches = list(super().__iter__())
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(self.batches)
-
-
-class OwnSampler(DistributedSampler[Any]):
-    """A distributed sampler of the user's own class."""
 
 
 class UsersLoader(DataLoader[Any]):
@@ -287,42 +249,6 @@ def test_lightnings_seeding_by_global_rank_does_not_win(monkeypatch: pytest.Monk
     assert torch.equal(*firsts)
 
 
-def test_an_iterable_data_set_is_read_whole_by_one_replica_and_refused_for_two() -> None:
-    loader = DataLoader(Stream(), batch_size=3)
-    alone = shard_loader(loader, shards=[1], num_shards=2, seed=0)
-    assert [batch.tolist() for batch in alone] == [[0, 1, 2], [3, 4, 5]]
-    with pytest.raises(ConfigError, match="IterableDataset cannot be sharded"):
-        shard_loader(loader, shards=[0, 1], num_shards=2, seed=0)
-
-
-def test_batches_fixed_before_sharding_are_refused_not_paired_wrongly() -> None:
-    sampler = DistributedSampler(range(8), num_replicas=2, rank=0)
-    loader = DataLoader(range(8), batch_sampler=FixedBatches(sampler, 2, False))
-    sharded = shard_loader(loader, shards=[0, 1], num_shards=2, seed=0)
-    with pytest.raises(ConfigError, match="Build the batches in its __iter__"):
-        list(sharded)
-
-
-@pytest.mark.parametrize(
-    ("loader", "match"),
-    [
-        (DataLoader(range(8)), "must draw from a DistributedSampler"),
-        ([1, 2, 3], "must be a torch DataLoader"),
-        (DataLoader(range(8), sampler=OwnSampler(range(8), 2, 0)), "num_replicas=2 and rank=0"),
-    ],
-)
-def test_what_cannot_serve_two_replicas_is_refused(loader: Any, match: str) -> None:
-    with pytest.raises(ConfigError, match=match):
-        shard_loader(loader, shards=[0, 1], num_shards=2, seed=0)
-
-
-def test_a_sampler_of_the_users_own_class_is_kept_where_it_fits_and_refused_where_not() -> None:
-    loader = DataLoader(range(4), 2, sampler=OwnSampler(range(4), 2, 1, shuffle=False))
-    assert [batch.tolist() for batch in shard_loader(loader, shards=[1], num_shards=2, seed=0)] == [[1, 3]]
-    with pytest.raises(ConfigError, match="serves replicas"):
-        shard_loader(loader, shards=[0], num_shards=2, seed=0)
-
-
 def test_split_and_map_reach_into_a_collection_of_loaders() -> None:
     batch = {"a": ReplicaBatches(([1], [2])), "b": ReplicaBatches(([3], [4]))}
     assert split_replicas(batch, 2) == [{"a": [1], "b": [3]}, {"a": [2], "b": [4]}]
@@ -342,83 +268,3 @@ def test_seeded_is_a_function_of_its_key_and_restores_the_state() -> None:
         assert (torch.rand(1), random.random(), np.random.rand()) == inside
     with seeded("a", 2):
         assert random.random() != inside[1]
-
-
-@pytest.mark.parametrize("name", ["_IndexBatchSamplerWrapper", "_sampler"])
-def test_a_name_of_lightnings_that_has_moved_is_told(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    sampler = DistributedSamplerWrapper(RandomSampler(range(8)), num_replicas=2, rank=0)
-    loader = DataLoader(range(8), batch_size=2, sampler=sampler)
-    shard_loader(loader, shards=[0, 1], num_shards=2, seed=7)
-    monkeypatch.delattr(distributed if name.startswith("_Index") else sampler.dataset, name)
-    with pytest.raises(ImportError, match=f"lightning 2.* has no .*{name}"):
-        shard_loader(loader, shards=[0, 1], num_shards=2, seed=7)
-
-
-class TwoShards(pl.strategies.DDPStrategy):
-    """vision: rank 0, serving the replicas 0 and 1 of the language model, whose ranks do not exist here."""
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": 2, "rank": 0}
-
-    def process_dataloader(self, dataloader: object) -> object:
-        return shard_loader(dataloader, shards=[0, 1], num_shards=2, seed=7)
-
-    def _configure_launcher(self) -> None:
-        pass
-
-    def setup_environment(self) -> None:
-        pl.strategies.ParallelStrategy.setup_environment(self)
-
-    def setup(self, trainer: pl.Trainer) -> None:
-        pl.strategies.ParallelStrategy.setup(self, trainer)
-
-    def _setup_model(self, model: Any) -> Any:
-        return model
-
-
-class Reader(pl.LightningModule):
-    """Keeps the indices of every batch that it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-        self.seen: list[list[list[int]]] = []
-
-    def training_step(self, batch: ReplicaBatches) -> torch.Tensor:
-        self.seen.append([one[:, 0].int().tolist() for one in batch])
-        return self.layer(torch.ones(1))
-
-    def predict_step(self, batch: ReplicaBatches) -> torch.Tensor:
-        return self.training_step(batch)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*LeafSpec:FutureWarning")
-def test_under_the_trainer_both_shards_arrive_in_lightnings_own_order(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=TwoShards(),
-        max_epochs=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    module = Reader()
-    trainer.fit(module, DataLoader(Augmented(8), batch_size=2, shuffle=True))
-    for epoch, steps in enumerate((module.seen[:2], module.seen[2:])):
-        for shard in range(2):
-            sampler: DistributedSampler[Any] = DistributedSampler(range(8), 2, shard, shuffle=True, seed=0)
-            sampler.set_epoch(epoch)
-            assert [index for step in steps for index in step[shard]] == list(sampler)
-
-    module.seen.clear()
-    trainer.predict(module, DataLoader(Augmented(5), batch_size=1))
-    assert module.seen == [[[0], [1]], [[2], [3]], [[4]]]
