@@ -203,7 +203,7 @@ class Draft:
         try:
             check(as_modalities({self._modality: {**self.modality, **fields}})[self._modality])
         except ConfigError as error:
-            self.leave(name, "costs", error.rule)
+            self.leave(name, "costs", error.rule if self._modality == MODEL else f"{self._modality}: {error.rule}")
             return False
         return True
 

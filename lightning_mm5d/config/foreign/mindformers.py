@@ -18,6 +18,7 @@ from lightning_mm5d.config.modality import Modality
 _P, _R, _M, _A = "parallel_config.", "recompute_config.", "parallel.", "model.model_config."
 _COMPILER = "It steers MindSpore's compiler"
 _SAID = (0, 1, "DATA_PARALLEL", "SEMI_AUTO_PARALLEL", "STAND_ALONE", "MANUAL_PARALLEL")
+_ANY_LAYOUT = "Checkpoints load into any layout without a file of it"
 _WHOLE = "A part is computed again layer by layer: `full`, or `selective`"
 
 PARALLEL_CONFIG: tuple[Knob, ...] = (
@@ -80,10 +81,10 @@ PARALLEL: tuple[Knob, ...] = (
     same(_M + "grad_accumulation_step", "trainer.accumulate_grad_batches"),
     costs(_M + "all_reduce_fusion_config", "`bucket_bytes` sets the size of messages"),
     costs(_M + "comm_fusion", "`bucket_bytes` sets the size of messages"),
-    always(_M + "strategy_ckpt_save_file", "Checkpoints load into any layout without a file of it"),
-    always(_M + "strategy_ckpt_load_file", "Checkpoints load into any layout without a file of it"),
-    always(_M + "strategy_ckpt_config", "Checkpoints load into any layout without a file of it"),
-    always(_M + "group_ckpt_save_file", "Checkpoints load into any layout without a file of it"),
+    always(_M + "strategy_ckpt_save_file", _ANY_LAYOUT),
+    always(_M + "strategy_ckpt_load_file", _ANY_LAYOUT),
+    always(_M + "strategy_ckpt_config", _ANY_LAYOUT),
+    always(_M + "group_ckpt_save_file", _ANY_LAYOUT),
 )  # fmt: skip
 OTHERS: tuple[Knob, ...] = (
     ruled("swap_config.swap", "modality.offload", "`activations`", neutral=(False,)),

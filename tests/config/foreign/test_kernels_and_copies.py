@@ -83,6 +83,7 @@ def test_switches_of_a_whole_plugin_are_for_each_modality_that_takes_them() -> N
     assert modalities["language"].kernels == ["rms_norm"]
     (entry,) = found.of("costs")
     assert entry.name == "enable_flash_attention"
+    assert entry.about.startswith("language: ")
     assert "with cp_size above 1" in entry.about
     said = [dict(entry.fields) for entry in found.of("mapped") if entry.name == "enable_fused_normalization"]
     assert [list(fields) for fields in said] == [["modalities.vision.kernels"], ["modalities.language.kernels"]]
