@@ -28,18 +28,8 @@ class OwnRows(TorchFunctionMode):
         self._sequence = sequence
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is not F.scaled_dot_product_attention or not self._fits(*args, **kwargs):
-            return func(*args, **kwargs)
-        return self._of_rows(*args, **kwargs)
-
-    def _fits(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> bool:
-        names = ("attn_mask", "dropout_p", "is_causal")
-        given = dict(zip(names, args, strict=False)) | kwargs
-        mask = given.get("attn_mask")
-        has_rows = mask is None or mask.dim() < 2 or mask.shape[-2] in (1, query.shape[-2])
-        # ranks draw equally many numbers for equal dropout, which rows of their own would not
-        return query.shape[-2] == self._sequence.split.size and has_rows and not given.get("dropout_p")
+        of_rows = func is F.scaled_dot_product_attention
+        return (self._of_rows if of_rows else func)(*args, **(kwargs or {}))
 
     def _of_rows(
         self,
@@ -52,6 +42,10 @@ class OwnRows(TorchFunctionMode):
         **options: Any,
     ) -> Tensor:
         split = self._sequence.split
+        has_rows = attn_mask is None or attn_mask.dim() < 2 or attn_mask.shape[-2] in (1, query.shape[-2])
+        # ranks draw equally many numbers for equal dropout, which rows of their own would not
+        if query.shape[-2] != split.size or not has_rows or dropout_p:
+            return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
         own = split.indices(self._sequence.index, query.device)
         if is_causal:
             attn_mask = own[:, None] >= torch.arange(key.shape[-2], device=query.device)
