@@ -15,7 +15,7 @@ modality, so beside it the language model is cut into up to four chunks a rank, 
 where the search put them, and with encoders spread over the language model's ranks: pipelines of some stages, as many
 replicas of them as there is room for, each with its share of the microbatches.
 
-It refuses nothing: where no layout fits, there is none.
+Where no layout fits, there is none.
 """
 
 from __future__ import annotations

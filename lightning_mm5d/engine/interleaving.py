@@ -1,8 +1,8 @@
 """Decides which microbatches of a stage are computed side by side, and computes them so.
 
 The first ones of each structure run one after another: skip inputs are traced in them, attributes that layers write are
-watched, and so are shapes that a stage promises. All ranks that share the layers decide alike, because they see the
-same microbatches and agree on what they have watched.
+watched, and so are shapes that a stage promises. Ranks that share layers make equal decisions: they see the same
+microbatches, and agree on what they have watched.
 """
 
 from __future__ import annotations

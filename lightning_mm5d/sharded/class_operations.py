@@ -5,7 +5,7 @@ the classes. As in the cross entropy, each rank computes with its classes, and r
 row: the greatest logit and the sum of exponentials relative to it, the sum, or the entry that was looked up. No rank
 holds the full tensor. Sums of low precision are added up in float32.
 
-It refuses nothing: arguments that do not fit, and ranks without a class, are left to what a function did before.
+Where arguments do not fit, or a rank has no class, the operation that the function had before computes the result.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs on ranks that share sequences, step by step against one process. Only tests use this; it refuses nothing."""
+"""Runs on ranks that share sequences, step by step against one process, for tests."""
 
 from __future__ import annotations
 

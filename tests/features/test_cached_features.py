@@ -268,7 +268,7 @@ def zoo_run(rank: int, name: str, which: str, folder: str | None) -> Any:
     ("name", "which"),
     [("llava", "{e} with language pp 2"), ("qwen2_vl", "{e} | language"), ("qwen2_audio", "{e} | language")],
 )
-def test_models_of_transformers_train_alike_to_the_bit(name: str, which: str, tmp_path: Path) -> None:
+def test_cached_features_train_models_of_transformers_to_equal_bits(name: str, which: str, tmp_path: Path) -> None:
     world = test_parity.layout(name, which)[1]
     plain, kept = (call_ranks(world, zoo_run, name, which, folder) for folder in (None, str(tmp_path)))
     for one, other in zip(plain, kept, strict=True):
