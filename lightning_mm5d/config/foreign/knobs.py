@@ -37,7 +37,7 @@ class Knob:
             where the value decides which; then, and where the value changes on the way, the source has a rule for it.
         effect: what becomes of the knob.
         about: how the value changes, or why there is no equal.
-        neutral: values that ask for nothing.
+        neutral: values that ask for nothing; with False or 0 among them an empty text or list is as good.
         rule: whether a rule of the source says what becomes of it, instead of a copy of the value.
     """
 
@@ -144,7 +144,8 @@ class Draft:
         self.given = dict(_flat(given, self._knobs, prefix))
         for name, got in self.given.items():
             knob = self._knobs[name]
-            if any(got is one or (type(got) is type(one) and got == one) for one in knob.neutral):
+            is_off = not got and got is not None and any(one == 0 for one in knob.neutral)
+            if is_off or any(got is one or (type(got) is type(one) and got == one) for one in knob.neutral):
                 self.leave(name, "always", "It asks for nothing")
             elif knob.effect == "mapped" and not knob.rule:
                 self.put(name, knob.ours[0], got, knob.about)

@@ -147,6 +147,7 @@ def convert_mindformers(given: Mapping[str, Any]) -> Conversion:
             near = did_you_mean(name, [*tops, *SECTIONS]).split("? ")[0]
             raise ConfigError(str(name), given[name], "There is no such section", f"{near}?")
     draft = Draft(tuple(_known(given)), {name: one for name, one in given.items() if one is not None})
+    draft.count(_P + "expert_parallel")  # refuses what is no number
     stages, chunks = _convert_schedule(draft)
     _convert_layers(draft, stages, chunks)
     _convert_recomputation(draft, stages, chunks)
