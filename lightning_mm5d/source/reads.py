@@ -8,9 +8,11 @@ without source is not known, and is not sharded.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from types import FunctionType
+from typing import Literal, NamedTuple
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -109,26 +111,63 @@ def weights_read(source: Source, cls: type[nn.Module]) -> frozenset[str]:
     to an optimizer), does not count.
     """
     found: set[str] = set()
-    for name, method in _methods(source, cls):
-        if method is None or any(word in name for word in _HANDLES):
-            continue
-        nodes = list(_body(method))
-        harmless = {
-            id(node.value) for node in nodes if isinstance(node, ast.Attribute) and node.attr in ("dtype", "device")
-        }
-        for node in nodes:
-            is_read = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and id(node) not in harmless
-            if isinstance(node, ast.Attribute) and node.attr == "weight" and is_read:
-                holder = node.value.func if isinstance(node.value, ast.Call) else node.value
-                if isinstance(holder, ast.Attribute):
-                    found.add(holder.attr)
+    for name, function in _functions(cls, lambda function: _taken(source, function).names):
+        if not any(word in name for word in _HANDLES):
+            found |= _taken(source, function).parts
+    return frozenset(found)
+
+
+class _Taken(NamedTuple):
+    """The names in a function, None of one without source, and the parts whose weights it takes as values."""
+
+    names: frozenset[str] | None
+    parts: frozenset[str]
+
+
+# every plan asks this of all methods of a model's classes, hundreds of them
+_TAKEN = WeakKeyDictionary[FunctionType, _Taken]()
+
+
+def _taken(source: Source, function: FunctionType) -> _Taken:
+    known = _TAKEN.get(function)
+    if known is None:
+        tree = source.tree(function)
+        known = _TAKEN[function] = _Taken(None, frozenset()) if tree is None else _Taken(_names(tree), _parts(tree))
+    return known
+
+
+def _parts(method: ast.FunctionDef) -> frozenset[str]:
+    nodes = list(_body(method))
+    harmless = {
+        id(node.value) for node in nodes if isinstance(node, ast.Attribute) and node.attr in ("dtype", "device")
+    }
+    found: set[str] = set()
+    for node in nodes:
+        is_read = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and id(node) not in harmless
+        if isinstance(node, ast.Attribute) and node.attr == "weight" and is_read:
+            holder = node.value.func if isinstance(node.value, ast.Call) else node.value
+            if isinstance(holder, ast.Attribute):
+                found.add(holder.attr)
     return frozenset(found)
 
 
 def _methods(source: Source, cls: type[nn.Module]) -> Iterator[tuple[str, ast.FunctionDef | None]]:
+    """Yield the names and trees of the methods as `_functions` does; None for the tree of one without source."""
+
+    def names(function: FunctionType) -> frozenset[str] | None:
+        tree = source.tree(function)
+        return None if tree is None else _names(tree)
+
+    for name, function in _functions(cls, names):
+        yield name, source.tree(function)
+
+
+def _functions(
+    cls: type[nn.Module], names: Callable[[FunctionType], frozenset[str] | None]
+) -> Iterator[tuple[str, FunctionType]]:
     """Yield the methods by name, but constructors, those of torch, and overridden ones that nothing calls.
 
-    None stands for the tree of a method without source.
+    `names` gives those in a function, None where it has no source.
     """
     bases = {"super", *(owner.__name__ for owner in cls.__mro__)}
     skipped = {"__init__", "__init_subclass__"}
@@ -138,10 +177,14 @@ def _methods(source: Source, cls: type[nn.Module]) -> Iterator[tuple[str, ast.Fu
         for name, function in own_functions(owner):
             if name in skipped:
                 continue
-            tree = source.tree(function)
-            yield name, tree
-            if tree is not None and not any(isinstance(node, ast.Name) and node.id in bases for node in ast.walk(tree)):
+            yield name, function
+            found = names(function)
+            if found is not None and not found & bases:
                 skipped.add(name)
+
+
+def _names(method: ast.FunctionDef) -> frozenset[str]:
+    return frozenset(node.id for node in ast.walk(method) if isinstance(node, ast.Name))
 
 
 def _body(method: ast.FunctionDef) -> Iterator[ast.AST]:
