@@ -1,15 +1,23 @@
-"""How much of tensor parallel communication hides behind computation where microbatches are computed side by side.
+"""How much communication of layers hides behind computation where microbatches are computed side by side.
 
-Two ranks share a Llama. Their collectives end as late as a link of a stated bandwidth would let them: each waits until
-all bytes before it, and its own, would have passed (`Link`). Nobody computes for that, so the ranks' cores are free.
+Two ranks share the layers or the sequences of a Llama, or the experts of a mixture. The collectives of its layers end
+as late as a link of a stated bandwidth would let them: each waits until all bytes before it, and its own, would have
+passed (`Link`). Nobody computes for that, so the ranks' cores are free. Sums of gradients over replicas or parts of
+sequences, which are no part of it, move nothing in any run.
 
-Computation is the fastest step without the link, communication the time that the link is busy in a step. The bandwidth
-is the one at which both are equal, where most is to be hidden. Steps are timed from one batch to the next.
+Computation is the fastest step in which these collectives move nothing and end at once, communication the time that the
+link is busy in a step. Gloo's own messages cost processor time, too, which no link of the same bandwidth can hide on
+two cores; the step whose collectives wait for gloo alone tells how much. The optimizer is SGD, a small part of a step.
+Steps are timed from one batch to the next.
 """
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -17,42 +25,74 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
-from turns import WARMUP, Side, Turns, fit, row, run
+from torch import Tensor
+from torch.utils.data import DataLoader
+from turns import Side, Turns, fit, row, run
 
+import expert_parallel
+import tensor_parallel
 from lightning_mm5d import Modality, MultimodalStrategy
-from tensor_parallel import Llama, Size, loader
 
-RANKS, MICROBATCHES, STEPS = 2, 4, 10 + WARMUP
-SIZE = Size(width=512, hidden=1376, layers=6, vocabulary=256, batch=MICROBATCHES, tokens=128)
-COLLECTIVES = ("all_reduce", "all_gather_single", "reduce_scatter_single", "all_to_all_single")
+RANKS, MICROBATCHES, SAMPLES = 2, 4, 1  # of a microbatch
+SETTLING, STEPS = 2, 6  # batches before what is timed, and all of them
+BATCH = MICROBATCHES * SAMPLES
+DENSE = tensor_parallel.Size(width=768, hidden=2048, layers=6, vocabulary=256, batch=BATCH, tokens=192)
+SPARSE = expert_parallel.Size(
+    experts=8, hidden=1024, width=512, layers=6, vocabulary=256, batch=RANKS * BATCH, tokens=192
+)
+OF_LAYERS = ("layers", "tokens")  # what the groups are for whose collectives the link carries
+# shares of the largest tensor that a rank sends in a ring of two
+SENT = {"all_reduce": 1.0, "all_gather_single": 0.5, "reduce_scatter_single": 0.5, "all_to_all_single": 0.5}
 
 
 class Link:
     """Lets the collectives of layers end when a link would have carried them.
 
     Args:
-        bytes_per_second: of a rank; None lets them end when they do.
+        bytes_per_second: of a rank; infinite lets them end when they do, and None at once, without moving anything.
+
+    Attributes:
+        sent: bytes.
+        threads: names of those that have started a collective.
     """
 
     def __init__(self, bytes_per_second: float | None) -> None:
         self._bandwidth, self._free = bytes_per_second, 0.0
         self.sent = 0.0
-        for name in COLLECTIVES:
-            setattr(dist, name, self._slowed(getattr(dist, name)))  # for good: the process ends with the training
+        self.threads: set[str] = set()
+        for name, share in SENT.items():  # for good: the process ends with the training
+            setattr(dist, name, self._slowed(getattr(dist, name), share))
 
-    def _slowed(self, original: Any) -> Any:
+    def _slowed(self, original: Callable[..., Any], share: float) -> Callable[..., Any]:
         def start(*args: Any, **kwargs: Any) -> Any:
-            work = original(*args, **kwargs)
-            if not kwargs.get("async_op"):
-                return work
-            self.sent += max(one.nbytes for one in args if isinstance(one, torch.Tensor))  # 2 (R - 1) / R of it, R = 2
+            group = kwargs.get("group")
+            tag = group.group_desc if kwargs.get("async_op") and group is not None else ""
+            if tag == "gradients":
+                return Delayed(None, 0.0)
+            if tag not in OF_LAYERS:
+                return original(*args, **kwargs)
+            tensors = [one for one in args if isinstance(one, Tensor)]
+            nbytes = share * max(one.nbytes for one in tensors)
+            self.sent += nbytes
+            self.threads.add(threading.current_thread().name)
             if self._bandwidth is None:
-                return work
-            nbytes = max(one.nbytes for one in args if isinstance(one, torch.Tensor))
+                _fill(*tensors)
+                return Delayed(None, 0.0)
+            work = original(*args, **kwargs)
             self._free = max(self._free, time.perf_counter()) + nbytes / self._bandwidth
             return Delayed(work, self._free)
 
         return start
+
+
+def _fill(found: Tensor, sent: Tensor | None = None) -> None:
+    """Put this rank's own numbers where those of both would arrive."""
+    if sent is None:
+        return
+    own, length = sent.detach().flatten(), found.numel()
+    if len(own) < length:
+        own = own.repeat(-(-length // len(own))) if len(own) else own.new_zeros(length)
+    found.copy_(own[:length].view_as(found))
 
 
 class Delayed:
@@ -62,55 +102,128 @@ class Delayed:
         self._work, self._until = work, until
 
     def wait(self, *args: Any) -> Any:
-        result = self._work.wait(*args)
+        result = None if self._work is None else self._work.wait(*args)
         time.sleep(max(0.0, self._until - time.perf_counter()))
         return result
 
     def is_completed(self) -> bool:
-        return self._work.is_completed() and time.perf_counter() >= self._until
+        return (self._work is None or self._work.is_completed()) and time.perf_counter() >= self._until
 
 
 class Clock(Callback):
     """When each batch began, and what had been sent by then."""
 
-    def __init__(self, link: Link) -> None:
-        self._link = link
+    def __init__(self, link: Link, turns: Turns | None) -> None:
+        self._link, self._turns = link, turns
         self.starts: list[float] = []
         self.sent: list[float] = []
 
     def on_train_batch_start(self, *_: Any) -> None:
+        if self._turns is not None:
+            self._turns()  # a long run is no silent one
         dist.barrier()
         self.starts.append(time.perf_counter())
         self.sent.append(self._link.sent)
 
 
-def measure(together: int, bandwidth: float | None) -> tuple[float, float]:
+@dataclass(frozen=True)
+class Case:
+    """What is trained.
+
+    Attributes:
+        name: of the layout.
+        fields: of the modality.
+        module: makes it.
+        loader: makes the batches of a rank.
+    """
+
+    name: str
+    fields: dict[str, Any]
+    module: Callable[[], L.LightningModule]
+    loader: Callable[[int], DataLoader]
+
+
+class Hidden:
+    """Shows a loss of 1: where nothing moves, ranks compute unlike ones. The optimizer takes little time."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = super().training_step(batch, batch_idx)  # type: ignore[misc]
+        return loss - loss.detach() + 1.0
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3, foreach=True)  # type: ignore[attr-defined]
+
+
+class HiddenLlama(Hidden, tensor_parallel.Llama):
+    pass
+
+
+class HiddenMixture(Hidden, expert_parallel.Mixture):
+    pass
+
+
+def llama() -> L.LightningModule:
+    return HiddenLlama(DENSE)
+
+
+def mixture() -> L.LightningModule:
+    return HiddenMixture(SPARSE)
+
+
+def texts(rank: int) -> DataLoader:
+    return tensor_parallel.loader(STEPS, DENSE)
+
+
+def halves(rank: int) -> DataLoader:
+    """Batches of which each rank has every second sample."""
+    return DataLoader(expert_parallel.Texts(STEPS * SPARSE.batch, SPARSE, rank), batch_size=BATCH)
+
+
+CASES = {
+    "tensor": Case("tp 2", {"tp_size": RANKS}, llama, texts),
+    "context": Case("cp 2", {"cp_size": RANKS}, llama, texts),
+    "experts": Case("ep 2, 8 experts", {"ep_size": RANKS}, mixture, halves),
+}
+SHARES = {"tensor": (0.6, 1.0)}  # of communication in computation
+
+
+def measure(case: Case, together: int, bandwidth: float | None) -> tuple[float, float]:
     """Return the seconds of the fastest step, and the bytes of a step."""
 
-    def train(_: Turns, rank: int) -> tuple[list[float], list[float]]:
-        clock = Clock(Link(bandwidth))
-        module: L.LightningModule = Llama(SIZE)
-        chosen = MultimodalStrategy(
-            {"language": Modality(tp_size=RANKS, interleaved_microbatches=together)}, num_microbatches=MICROBATCHES
+    def train(turns: Turns, rank: int) -> tuple[list[float], list[float], set[str]]:
+        link = Link(bandwidth)
+        clock = Clock(link, turns if rank == 0 else None)
+        language = Modality(**case.fields, interleaved_microbatches=together)
+        chosen = MultimodalStrategy({"language": language}, num_microbatches=MICROBATCHES)
+        fit(case.module(), case.loader(rank), chosen, RANKS, clock)
+        return clock.starts, clock.sent, link.threads
+
+    starts, sent, threads = run(Side(RANKS, train))[0]
+    if (len(threads) > 1) != (together > 1):
+        raise RuntimeError(f"collectives of {together} microbatches side by side started in {sorted(threads)}")
+    return min(end - start for start, end in pairwise(starts[SETTLING:])), sent[-1] - sent[-2]
+
+
+def compare(case: Case, shares: tuple[float, ...]) -> None:
+    """Print how long steps are where communication takes each of `shares` of computation."""
+    computation, nbytes = measure(case, 1, None)
+    unslowed, _ = measure(case, 1, float("inf"))
+    for share in shares:
+        bandwidth = nbytes / (share * computation)
+        most = max(1.0, share) * computation
+        after, beside = (measure(case, together, bandwidth)[0] for together in (1, 2))
+        print(
+            f"{case.name}: computation {computation * 1e3:.0f} ms, communication {share * computation * 1e3:.0f} ms "
+            f"({nbytes / 1e6:.0f} MB at {bandwidth / 1e6:.0f} MB/s), with gloo alone {unslowed * 1e3:.0f} ms",
+            flush=True,
         )
-        fit(module, loader(STEPS, SIZE), chosen, RANKS, clock)
-        return clock.starts, clock.sent
-
-    starts, sent = run(Side(RANKS, train))[0]
-    return min(end - start for start, end in pairwise(starts[WARMUP:])), sent[-1] - sent[-2]
-
-
-def main() -> None:
-    computation, nbytes = measure(1, None)
-    bandwidth = nbytes / computation
-    after, _ = measure(1, bandwidth)
-    beside, _ = measure(2, bandwidth)
-    communication = nbytes / bandwidth
-    most = max(computation, communication)
-    link = f"link of {bandwidth / 1e6:.0f} MB/s, computation {computation * 1e3:.0f} ms"
-    row("tp 2, one microbatch after another: step / max(computation, communication)", after / most, "", link)
-    row("tp 2, two side by side: step / max(computation, communication)", beside / most, "1.15", link)
+        what = (
+            f"{case.name}, sum / larger of computation and communication {1 + min(share, 1 / share):.2f}: step / larger"
+        )
+        row(f"{what}, one after another", after / most, "", f"{after * 1e3:.0f} ms")
+        row(f"{what}, two side by side", beside / most, "1.15" if share < 1 else "", f"{beside * 1e3:.0f} ms")
 
 
 if __name__ == "__main__":
-    main()
+    for name in sys.argv[1:] or CASES:
+        compare(CASES[name], SHARES.get(name, (0.6,)))

@@ -27,10 +27,10 @@ def check_interleaving(name: str, modalities: Mapping[str, Modality], num_microb
         raise ConfigError(field, count, "It must be a whole number of at least 1", "Use 1, or leave it unset")
     if count == 1:
         return
-    if modality.tp_size == 1 and modality.cp_size == 1:
-        rule = "One computes while another communicates with tensor or context parallel ranks: there are none"
-        raise ConfigError(field, count, rule, f"Use a tp_size or cp_size above 1. {_FIX}")
-    _check_beside(field, modality)
+    if modality.tp_size == modality.cp_size == modality.ep_size == 1:
+        rule = "One computes while another communicates with tensor, context or expert parallel ranks: there are none"
+        raise ConfigError(field, count, rule, f"Use a tp_size, cp_size or ep_size above 1. {_FIX}")
+    check_beside(name, name, modalities)
     others = {other.interleaved_microbatches for other in modalities.values()} - {1, count}
     if others:
         rule = f"Modalities that interleave take one number, and another one has {max(others)}"
@@ -53,17 +53,28 @@ def check_interleaving(name: str, modalities: Mapping[str, Modality], num_microb
         raise ConfigError(field, count, rule, f"Use {one_of(near)}")
 
 
-def _check_beside(field: str, modality: Modality) -> None:
-    count = modality.interleaved_microbatches
-    if modality.ep_size > 1 or modality.shared_stage == 3:
-        other = "ep_size" if modality.ep_size > 1 else "zero_stage=3"
-        rule = f"With {other} replicas meet in each microbatch, which runs by itself"
-        raise ConfigError(field, count, rule, f"{_FIX}, or leave {other} unset")
+def check_beside(name: str, other: str, modalities: Mapping[str, Modality]) -> None:
+    """Refuse what the stages of a modality with microbatches side by side cannot hold.
+
+    Args:
+        name: of this modality.
+        other: of one that runs in its stages, or itself.
+        modalities: all of them.
+
+    Raises:
+        ConfigError: at the first field that cannot work.
+    """
+    field, count = f"modalities.{name}.interleaved_microbatches", modalities[name].interleaved_microbatches
+    modality, of = modalities[other], f"modalities.{other}"
+    if modality.shared_stage == 3:
+        rule = f"With {of}.zero_stage=3 replicas gather layers in each microbatch, which runs by itself"
+        raise ConfigError(field, count, rule, f"{_FIX}, or use a zero_stage below 3")
     if modality.compile:
-        raise ConfigError(field, count, "Compiled layers do not stop at their communication", f"{_FIX}, or compile")
+        rule = f"With {of}.compile layers do not stop at their communication"
+        raise ConfigError(field, count, rule, f"{_FIX}, or compile")
     if modality.tp_mode != "1d":
-        rule = f"With tp_mode={modality.tp_mode!r} a product waits for its panels by itself"
+        rule = f"With {of}.tp_mode={modality.tp_mode!r} a product waits for its panels by itself"
         raise ConfigError(field, count, rule, f"{_FIX}, or use tp_mode='1d'")
     if modality.communication_dtype is not None:
-        rule = "Messages of another type on the wire are not sent side by side"
+        rule = f"With {of}.communication_dtype messages of another type on the wire are not sent side by side"
         raise ConfigError(field, count, rule, f"{_FIX}, or leave communication_dtype unset")

@@ -92,8 +92,8 @@ class Modality:
         speeds: How fast each replica is, in any unit, which decides how many of a step's microbatches it takes.
             Unset: its number of ranks.
         interleaved_microbatches: Microbatches that a stage computes side by side: one computes while another
-            communicates with its tensor or context parallel ranks. It divides `num_microbatches`, and is one number in
-            all modalities where it is not 1.
+            communicates with its tensor, context or expert parallel ranks. It divides `num_microbatches`, and is one
+            number in all modalities where it is not 1.
         activation_checkpointing: Which layers are computed again in the backward instead of keeping what it needs:
             ``none``, ``full`` or ``selective``; or one of ``{fraction: 0.5}``, ``{every: 2}``, ``{layers: [0, 1]}``,
             ``{selective: [...]}`` with the operations whose results are kept, and ``{per_stage: [...]}`` with one of

@@ -169,6 +169,7 @@ class Gathering:
         self._step: _Walk | None = None
         self._action: _Walk | None = None
         self._is_forward = False
+        self._hiding = 0  # forwards under way that hide rows
         self._late: dict[Any, set[Unit]] = {}  # by flight, units that nothing announces in its backward
         self._stays: set[Unit] = set()  # those of the backward that runs
         self._undo: list[Callable[[], object]] = []
@@ -225,7 +226,7 @@ class Gathering:
             per_action: whether ranks meet in each forward and backward: layers are gathered there where `reshards` says
                 so, and tokens travel to their experts.
         """
-        self._resharded = {}
+        self._resharded, self._hiding = {}, 0
         for stage, units in self._units.items() if per_action else ():
             if found := [unit for unit in units if unit.path in self._reshards]:
                 self._resharded[stage] = found
@@ -239,12 +240,17 @@ class Gathering:
 
     @contextmanager
     def hiding_rows(self) -> Iterator[None]:
-        """Enter around a forward in which tokens travel: code of the step's own would take a rank's rows for all."""
-        for unit in self._experts:
+        """Enter around a forward in which tokens travel: code of the step's own would take a rank's rows for all.
+
+        Forwards may run side by side; rows are hidden until the last one ends.
+        """
+        self._hiding += 1
+        for unit in self._experts if self._hiding == 1 else ():
             for one in unit.parameters:
                 one.hide_rows(partial(self._touch_rows, one))
         yield
-        for unit in self._experts:
+        self._hiding -= 1
+        for unit in self._experts if self._hiding == 0 else ():
             unit.show_rows()
 
     @contextmanager

@@ -6,8 +6,12 @@ comes again. So code of the user's needs no locks, and the order in which collec
 it is the same on all ranks that share the layers.
 
 In a forward microbatches hand over inside of layers only. What a step does around them, such as metrics and logs, runs
-in one piece. What is of one microbatch at a time is exchanged at each turn (`Scope`): the run that patched modules
-obey, random generators, where logs go.
+in one piece. Ranks that share experts are different replicas, whose layers may communicate unlike numbers of times. So
+they hand over where tokens travel, which all of them do together, and nowhere else: a rank whose own microbatch has
+ended then serves the others, and hands over as they do.
+
+What is of one microbatch at a time is exchanged at each turn (`Scope`): the run that patched modules obey, random
+generators, the default dtype, where logs go.
 
 Microbatches run one after another where they would disturb each other: the first ones of each structure, which are
 traced and watched; and wherever the step writes attributes or buffers of modules in layers or before them, which
@@ -28,10 +32,16 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import nn
+from torch.backends import cuda
 
 from lightning_mm5d.data.random_state import all_states, set_torch_states
 from lightning_mm5d.engine.thread_state import ThreadState
-from lightning_mm5d.sharded.collectives import TensorGroup
+
+
+class HandsOver(Protocol):
+    """Ranks that communicate, and where turns may change meanwhile."""
+
+    hand_over: Callable[[], None] | None
 
 
 class Scope(Protocol):
@@ -44,6 +54,14 @@ class Scope(Protocol):
         """Go on with the microbatch that `take` returned `state` of."""
 
 
+_ATTENTION = [
+    (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+    (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+    (cuda.math_sdp_enabled, cuda.enable_math_sdp),
+    (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+]
+
+
 class _Ended(BaseException):
     """Ends a microbatch because another one has failed."""
 
@@ -52,17 +70,13 @@ class Copies:
     """Runs functions in turns on one rank.
 
     Args:
-        groups: of ranks that share layers with this one; a wait for their collectives is where turns change.
         scopes: what belongs to one microbatch at a time.
         layers: inside of which turns change in a forward.
         device: where this rank computes.
     """
 
-    def __init__(
-        self, groups: Iterable[TensorGroup], scopes: Iterable[Scope], layers: Iterable[nn.Module], device: torch.device
-    ) -> None:
-        self._groups = list(dict.fromkeys(groups))
-        self._scopes, self._device = [_RandomNumbers(device), *scopes], device
+    def __init__(self, scopes: Iterable[Scope], layers: Iterable[nn.Module], device: torch.device) -> None:
+        self._scopes, self._device = [_OfProcess(device), *scopes], device
         self._turns: _Turns | None = None
         self._handles = []
         for layer in dict.fromkeys(layers):
@@ -77,21 +91,27 @@ class Copies:
             handle.remove()
 
     def run(
-        self, functions: Sequence[Callable[[], Any]], scopes: Sequence[Scope] = (), *, backward: bool = False
+        self,
+        functions: Sequence[Callable[[], Any]],
+        groups: Sequence[HandsOver],
+        scopes: Sequence[Scope] = (),
+        *,
+        anywhere: bool = False,
     ) -> list[Any]:
         """Call functions side by side; return their results.
 
         Args:
-            functions: all ranks that share the layers call as many, and each starts the same collectives on all.
+            functions: all ranks of `groups` call as many, and each starts the same collectives on all.
+            groups: a wait for their collectives is where turns change.
             scopes: what else belongs to one of them at a time.
-            backward: whether turns change outside of layers too.
+            anywhere: whether turns change outside of layers too.
         """
-        turns = self._turns = _Turns([*self._scopes, *scopes], functions, always=backward)
+        turns = self._turns = _Turns([*self._scopes, *scopes], functions, always=anywhere)
         others = [
             threading.Thread(target=turns.run, args=(place, ThreadState(self._device)), name="mm5d-copy", daemon=True)
             for place in range(1, len(functions))
         ]
-        for group in self._groups:
+        for group in groups:
             group.hand_over = turns.hand_over
         try:
             for thread in others:
@@ -101,7 +121,7 @@ class Copies:
                 thread.join()
         finally:
             self._turns = None
-            for group in self._groups:
+            for group in groups:
                 group.hand_over = None
         return turns.results()
 
@@ -190,16 +210,24 @@ class _Turns:
             scope.put(state)
 
 
-class _RandomNumbers:
-    """The states of Python's, numpy's and torch's generators."""
+class _OfProcess:
+    """What is one for all threads of a process, and what contexts around layers may change.
+
+    These are the states of Python's, numpy's and torch's generators, the default dtype, and which kernels of attention
+    are allowed.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def take(self) -> Any:
-        return all_states(self._device)
+        return all_states(self._device), torch.get_default_dtype(), [is_on() for is_on, _ in _ATTENTION]
 
     def put(self, state: Any) -> None:
-        random.setstate(state[0])
-        np.random.set_state(state[1])
-        set_torch_states(state[2], self._device)
+        (of_python, of_numpy, of_torch), dtype, kernels = state
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+        set_torch_states(of_torch, self._device)
+        torch.set_default_dtype(dtype)
+        for (_, allow), is_on in zip(_ATTENTION, kernels, strict=True):
+            allow(is_on)

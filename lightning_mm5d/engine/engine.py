@@ -35,13 +35,13 @@ from lightning_mm5d.engine.promises import Promises, marked
 from lightning_mm5d.engine.ranges import named
 from lightning_mm5d.engine.recorder import Recorder
 from lightning_mm5d.engine.step import Step, count_of
-from lightning_mm5d.engine.step_gathers import StepGathers
+from lightning_mm5d.engine.step_gathers import StepGathers, meeting
 from lightning_mm5d.engine.transport import UNKNOWN, Shapes
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Action, Graph, Kind, Schedule
 from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.sharded.collectives import TensorGroup
-from lightning_mm5d.stage import Deferred, DeferredProducts, Payload, Run, Runtime, SharedBuffers, StageError, StageView
+from lightning_mm5d.stage import Deferred, Payload, Run, Runtime, SharedBuffers, StageError, StageView
 from lightning_mm5d.stage.payload import PARTS, tensors_in
 
 Ending = Callable[[StageKey, Sequence[nn.Parameter] | None, int], AbstractContextManager[None]]
@@ -210,14 +210,6 @@ class Engine:
         """The replica and the index of the microbatch of an action."""
         return divmod(action.microbatch, self.count)
 
-    def _gathered(self, action: Action, deferred: Deferred | None = None) -> AbstractContextManager[None]:
-        """Enter around what an action computes: replicas meet in it."""
-        if self._meets is None:
-            return nullcontext()
-        products = nullcontext if deferred is None else partial(DeferredProducts, deferred)
-        key, is_forward = (action.stage, action.microbatch), action.kind is Kind.F
-        return self._meets.during(key, forward=is_forward, products=products)
-
     # --- forwards ---
 
     def _forwards(
@@ -228,20 +220,20 @@ class Engine:
         given = [(action, step.microbatches[(at := self._place(action))[0]][at[1]]) for action in actions]
         made: list[Forward] = []
         with torch.set_grad_enabled(step.trains and graph.has_backward(stage)):
-            batches, known = [part.batch for _, part in given], len(actions) > 1 and self._is_watched(actions)
-            if known and self._interleaving.applies(step, stage, batches):
+            batches, known = [part.batch for _, part in given], self._is_watched(actions)
+            if len(actions) > 1 and self._interleaving.applies(step, stage, batches, known=known):
                 found = [self._payloads(graph, action) for action in actions]
                 calls = [
-                    partial(self._forward, step, action, part, received, moves, due)
+                    meeting(self._meets, action, due)(partial(self._forward, step, action, part, received, moves, due))
                     for (action, part), received, due in zip(given, found, deferred, strict=True)
                 ]
                 self._starts()
                 with self._spared(stage):
-                    made = self._interleaving.run(calls, [self, *step.scopes])
+                    made = self._interleaving.run(stage, calls, [self, *step.scopes])
             are_beside = bool(made)
             for (action, part), due in zip(given, deferred, strict=True) if not are_beside else ():
                 self.action = action
-                with self._gathered(action, due):  # until replicas have met, and before anything is sent
+                with meeting(self._meets, action, due):  # until replicas have met, and before anything is sent
                     received = self._payloads(graph, action)
                     self._starts()
                     with self._spared(stage), self._interleaving.watching(step, stage, part.batch):
@@ -383,13 +375,14 @@ class Engine:
             with ending(stage, None, len(actions)) if ending else nullcontext():
                 arrivals = [flight.arrivals() for flight in flights]
                 self._starts()
-                calls = [partial(self._backward, *each) for each in zip(actions, flights, arrivals, strict=True)]
-                self._interleaving.run(calls, [self], backward=True)
+                given = zip(actions, flights, arrivals, strict=True)
+                calls = [meeting(self._meets, each[0])(partial(self._backward, *each)) for each in given]
+                self._interleaving.run(stage, calls, [self], backward=True)
         else:
             for action, flight in zip(actions, flights, strict=True):
                 self.action = action
                 ends = ending(stage, None, 1) if ending and action is actions[-1] else nullcontext()
-                with ends, self._gathered(action):
+                with ends, meeting(self._meets, action):
                     arrivals.append(flight.arrivals())
                     self._starts()
                     self._backward(action, flight, arrivals[-1])

@@ -2,7 +2,7 @@
 
 The first ones of each structure run one after another: skip inputs are traced in them, attributes that layers write are
 watched, and so are shapes that a stage promises. Ranks that share layers make equal decisions: they see the same
-microbatches, and agree on what they have watched.
+microbatches, and agree on what they have watched. Ranks that share experts see others, and agree each time.
 """
 
 from __future__ import annotations
@@ -63,7 +63,10 @@ class Interleaving:
             for key, view in views.items()
         }
         layers = [layer for held in self._layers.values() for layer in held]
-        self._copies = Copies(_turning(plan, runtime), runtime.scopes, layers, device) if layers else None
+        experts = runtime.experts
+        self._tokens = {key: experts.token_groups(key) for key in views if self._layers[key]} if experts else {}
+        self._turning = _turning(plan, runtime)
+        self._copies = Copies(runtime.scopes, layers, device) if layers else None
 
     def remove(self) -> None:
         """Take what it put on layers away again."""
@@ -72,13 +75,24 @@ class Interleaving:
 
     def is_on(self, stage: StageKey) -> bool:
         """Whether microbatches of a stage may run side by side."""
-        return bool(self._sharing[stage]) and stage not in self._writes
+        return bool(self._sharing[stage] or self._tokens.get(stage)) and stage not in self._writes
 
-    def applies(self, step: Step, stage: StageKey, batches: Sequence[Any]) -> bool:
-        """Whether forwards of microbatches with `batches` run side by side."""
-        if step.random_key is None or not self.is_on(stage):
-            return False
-        return all((stage, step.structure(batch)) in self._known for batch in batches)
+    def applies(self, step: Step, stage: StageKey, batches: Sequence[Any], *, known: bool) -> bool:
+        """Whether forwards of microbatches with `batches` run side by side; collective where ranks share experts.
+
+        Args:
+            step: that runs.
+            stage: of the forwards.
+            batches: of the microbatches.
+            known: whether it is known of them what their stage promises.
+        """
+        wish = known and step.random_key is not None and self.is_on(stage)
+        wish = wish and all((stage, step.structure(batch)) in self._known for batch in batches)
+        if not self._tokens.get(stage):
+            return wish
+        experts = self._runtime.experts
+        assert experts is not None
+        return experts.are_apart and experts.agree(stage, wish)  # elsewhere nothing travels in layers
 
     @contextmanager
     def watching(self, step: Step, stage: StageKey, batch: Any) -> Iterator[None]:
@@ -121,11 +135,17 @@ class Interleaving:
             )
 
     def run(
-        self, functions: Sequence[Callable[[], Any]], scopes: Sequence[Scope] = (), *, backward: bool = False
+        self,
+        stage: StageKey,
+        functions: Sequence[Callable[[], Any]],
+        scopes: Sequence[Scope] = (),
+        *,
+        backward: bool = False,
     ) -> list[Any]:
-        """Call functions side by side; see `Copies.run`."""
+        """Call functions of a stage side by side; see `Copies.run`."""
         assert self._copies is not None
-        return self._copies.run(functions, scopes, backward=backward)
+        tokens = self._tokens.get(stage)
+        return self._copies.run(functions, tokens or self._turning, scopes, anywhere=backward or bool(tokens))
 
 
 def _turning(plan: Plan, runtime: Runtime) -> list[TensorGroup]:
@@ -136,7 +156,7 @@ def _turning(plan: Plan, runtime: Runtime) -> list[TensorGroup]:
     """
     tensor = {} if runtime.tensor is None else runtime.tensor.groups
     left_out = {id(tensor[name]) for name, one in plan.modalities.items() if one.cp_size > 1 and name in tensor}
-    return [group for group in runtime.groups if id(group) not in left_out]
+    return [group for group in dict.fromkeys(runtime.groups) if id(group) not in left_out]
 
 
 def on(plan: Plan, modality: str) -> bool:

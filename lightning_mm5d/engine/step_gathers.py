@@ -9,7 +9,8 @@ the same on all ranks before the step begins.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,10 +26,10 @@ from lightning_mm5d.expert_parallel.held_experts import Products
 from lightning_mm5d.expert_parallel.shared_experts import SharedExperts
 from lightning_mm5d.plan.meetings import why_apart
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.schedule import Graph, Schedule
+from lightning_mm5d.schedule import Action, Graph, Kind, Schedule
 from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.sharded.backends import backend_of
-from lightning_mm5d.stage import Runtime, StageView
+from lightning_mm5d.stage import Deferred, DeferredProducts, Runtime, StageView
 
 
 class StepGathers:
@@ -123,6 +124,24 @@ class StepGathers:
         if self._plan.experts and why not in self._told:
             self._told.add(why)
             rank_zero_warn(f"ep_size: each rank gathers all experts of its layers for a step, because {why}")
+
+
+@contextmanager
+def meeting(gathers: StepGathers | None, action: Action, deferred: Deferred | None = None) -> Iterator[None]:
+    """Enter around what an action computes: replicas meet in it.
+
+    Args:
+        gathers: of the step; None where replicas do not meet.
+        action: a forward, or a backward that computes input gradients.
+        deferred: of a forward, takes the weight gradients that its backward puts off.
+    """
+    if gathers is None:
+        yield
+        return
+    products = nullcontext if deferred is None else partial(DeferredProducts, deferred)
+    key, is_forward = (action.stage, action.microbatch), action.kind is Kind.F
+    with gathers.during(key, forward=is_forward, products=products):
+        yield
 
 
 def _refuse_gathers_around_experts(plan: Plan) -> None:

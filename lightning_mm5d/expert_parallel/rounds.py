@@ -112,6 +112,12 @@ class Rounds:
                 return one_round
             self._serve(one_round)
 
+    def agree(self, wish: bool) -> bool:
+        """Whether all ranks wish something; collective, between actions."""
+        wishes = torch.tensor([int(wish)])
+        dist.all_reduce(wishes, dist.ReduceOp.MIN, group=self._group)
+        return bool(wishes)
+
     def _exchanged(self, wish: Wish, forward: bool) -> list[Wish]:
         counts = [*wish.counts, *[0] * (self._most - len(wish.counts))]
         sent = torch.tensor([int(forward), *wish[:_FIELDS], *counts])

@@ -31,6 +31,7 @@ from lightning_mm5d.expert_parallel.token_exchange import (
     Backward,
     Lengths,
     Record,
+    TokenGroup,
     forward,
     recorded_forward,
 )
@@ -84,6 +85,7 @@ class SharedExperts:
         self._flight = _Flight(nullcontext)
         self._is_forward = True
         self._calls: Counter[int] = Counter()
+        self._arriving: Arriving | None = None  # results, where microbatches take turns
         self._open: Backward | None = None  # between its two exchanges
         self._undo: list[Callable[[], object]] = []
         for stage, held in layers.items():
@@ -118,6 +120,22 @@ class SharedExperts:
         """Whether a step runs in which each rank computes with its own experts."""
         return self._context is not None
 
+    def token_groups(self, stage: Any) -> list[TokenGroup]:
+        """Return the groups between whose ranks tokens of a stage travel."""
+        return [layer.groups.tokens for layer in self._stages.get(stage, ())]
+
+    def agree(self, stage: Any, wish: bool) -> bool:
+        """Whether all ranks that share experts of a stage wish something; collective over them."""
+        return self._rounds[stage].agree(wish)
+
+    def take(self) -> Any:
+        """Return what is of the action that runs, one microbatch at a time."""
+        return self._stage, self._flight, self._is_forward, self._calls, self._arriving, self._open
+
+    def put(self, state: Any) -> None:
+        """Go on with the action that `take` returned `state` of."""
+        self._stage, self._flight, self._is_forward, self._calls, self._arriving, self._open = state
+
     def begin(self, context: Context, showing: Showing) -> None:
         """Begin a step in whose actions ranks meet.
 
@@ -129,7 +147,7 @@ class SharedExperts:
 
     def end(self) -> None:
         """End a step."""
-        self._context = self._showing = self._open = None
+        self._context = self._showing = self._arriving = self._open = None
         self._flights.clear()
 
     @contextmanager
@@ -271,7 +289,10 @@ class SharedExperts:
         with unobserved():  # what experts compute is no operation of the layer that waits for them
             found = self._rounds[self._stage].reach(wish, forward=self._is_forward)
             assert found is not None
-            return self._run_forward(layer, found, rows)
+            results, record = self._run_forward(layer, found, rows)
+            if layer.groups.tokens.hand_over is not None:
+                self._arriving = results
+            return results, record
 
     def exchange_back(self, layer: HeldExperts, gradient: Tensor, record: Record | None) -> Backward:
         """Begin to bring gradients of results to the experts, when it is their turn.
@@ -297,7 +318,14 @@ class SharedExperts:
         return self._open
 
     def _settle(self) -> None:
-        """End a backward that has begun: other ranks have no other exchange between its two."""
+        """End a backward that has begun: other ranks have no other exchange between its two.
+
+        Where microbatches take turns, wait for results that are under way, too: all ranks hand over there, before the
+        next round.
+        """
+        arriving, self._arriving = self._arriving, None
+        if arriving is not None:
+            arriving.wait()
         opened, self._open = self._open, None
         if opened is not None:
             opened.end()

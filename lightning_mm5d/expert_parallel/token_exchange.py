@@ -80,42 +80,50 @@ class TokenGroup:
         size: number of ranks.
         index: of this rank.
         moved: bytes of rows that this rank has sent to others.
+        hand_over: called between the start of an exchange and the wait for it, so that another microbatch is computed
+            meanwhile; the same on all ranks that share experts of the stage. None just waits.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self.size, self.index = dist.get_world_size(group), dist.get_rank(group)
         self.moved = 0
+        self.hand_over: Callable[[], None] | None = None
 
     def begin(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Arriving:
         """Begin to send rows ``[sum(sent), H]`` to each rank in turn; those of each arrive, ``[sum(received), H]``."""
         rows, found = rows.contiguous(), rows.new_empty(sum(received), *rows.shape[1:])
         work = dist.all_to_all_single(found, rows, list(received), list(sent), group=self._group, async_op=True)
         self.moved += (sum(sent) - sent[self.index]) * rows[:1].nbytes
-        return Arriving(found, rows, work)
+        return Arriving(self, found, rows, work)
 
     def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """As `begin`, and wait."""
         return self.begin(rows, sent, received).wait()
 
 
-class Arriving(NamedTuple):
+class Arriving:
     """Rows that are under way.
 
-    Attributes:
+    Args:
+        group: between whose ranks they travel.
         rows: where they arrive.
         sent: what other ranks read until then.
         work: that ends then.
     """
 
-    rows: Tensor
-    sent: Tensor
-    work: Any
+    def __init__(self, group: TokenGroup, rows: Tensor, sent: Tensor, work: Any) -> None:
+        self._group, self._rows = group, rows
+        self._under_way: tuple[Tensor, Any] | None = (sent, work)
 
     def wait(self) -> Tensor:
-        """Return the rows when they are there."""
-        self.work.wait()
-        return self.rows
+        """Return the rows when they are there; the first call hands over and waits."""
+        if self._under_way is not None:
+            if self._group.hand_over is not None:
+                self._group.hand_over()
+            self._under_way[1].wait()
+            self._under_way = None
+        return self._rows
 
 
 def forward(rows: Tensor, lengths: Lengths, group: TokenGroup, experts: Experts) -> Arriving:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -82,6 +82,14 @@ class Plan:
         experts = find_experts(module, cut, modalities)
         names = {path: layer.parameters + layer.factors for path, layer in experts.items()}
         return replace(plan, division=divide(module, cut, modalities, names), experts=experts)
+
+    def draws_by_microbatch(self, replicas: Iterable[int]) -> bool:
+        """Whether ranks of `replicas` draw random numbers anew for each microbatch, instead of one after another.
+
+        They do where several ranks work for one, and where microbatches run side by side.
+        """
+        beside = any(modality.interleaved_microbatches > 1 for modality in self.modalities.values())
+        return beside or any(len(self.layout.replica_ranks(number)) > 1 for number in replicas)
 
     def held_dtype(self, parameter: Tensor) -> torch.dtype:
         """Return the dtype of a parameter between steps, and of its gradient, given it as layers compute with it."""

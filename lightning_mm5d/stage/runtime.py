@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_mm5d.context_parallel.hooks.apply import ContextParallel
 from lightning_mm5d.data.random_state import StepDraws
+from lightning_mm5d.expert_parallel.shared_experts import SharedExperts
 from lightning_mm5d.partition import Partition
 from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.sharded.remote_value import Guard
@@ -81,6 +82,7 @@ class Runtime:
 
     Attributes:
         active: the run that patched callables obey; None outside of runs.
+        experts: that this rank shares; None without any.
         ends: called at the end of each step that a run executes.
         in_lock_step: whether all ranks of a replica run the same code at the moment, with remote modules answered.
         skip_inputs: the inputs of later layers that travel beside the hidden state, by structure of the batch.
@@ -106,6 +108,7 @@ class Runtime:
         context: Mapping[str, ContextParallel] | None = None,
     ) -> None:
         self.active: ActiveRun | None = None
+        self.experts: SharedExperts | None = None
         self.ends: list[Callable[[], None]] = []
         self.in_lock_step = False
         self.guard = guard
@@ -136,7 +139,8 @@ class Runtime:
     @property
     def scopes(self) -> list[Any]:
         """What is of one microbatch at a time."""
-        own = [] if self.tensor is None else self.tensor.scopes
+        own: list[Any] = [] if self.tensor is None else [*self.tensor.scopes]
+        own += [] if self.experts is None else [self.experts]
         return [self, *own, *(scope for one in self._context.values() for scope in one.scopes)]
 
     def take(self) -> Any:

@@ -114,6 +114,7 @@ class CutModule:
                 is_dry=lambda: guard.is_dry,
                 is_compiled=self._is_compiled,
             )
+            self.runtime.experts = self.experts
         self._kernels = ChosenKernels(module, plan.partition, plan.modalities)
         self._features = CachedFeatures(self.runtime, plan.modalities, device)
         self._patches: Patches | None = None

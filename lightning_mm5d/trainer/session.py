@@ -216,7 +216,6 @@ class Session:
             for number in plan.layout.replicas_of_rank(rank)
             if not self.is_plain
         }
-        alone = all(len(plan.layout.replica_ranks(number)) == 1 for number in replicas)
         self._lock_step: LockStep | None = None
         if plan.topology.edges:
             self._lock_step = LockStep(
@@ -238,7 +237,7 @@ class Session:
             device=device,
             loss_group=loss_group,
             batch_parts=self._batch_parts,
-            seed=None if alone else self._options.seed,
+            seed=self._options.seed if plan.draws_by_microbatch(replicas) else None,
             unread=self.unread,
         )
         self.optimization = Optimization(

@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import ModelPruning
 from torch.utils.data import DataLoader
 
 from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.interleaved_field import check_beside
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.plan.data_shards import DataShards
 from lightning_mm5d.plan.issued import check_messages
@@ -81,7 +82,10 @@ def check_module(
 
 
 def _check_interleaving(plan: Plan, schedule: str | Callable[[Graph], Schedule]) -> None:
-    """Refuse microbatches that are interleaved where a schedule of one's own, or several replicas, order them."""
+    """Refuse microbatches that are interleaved where a schedule of one's own, or several replicas, order them.
+
+    It also refuses stages that hold what they cannot wait for in turns.
+    """
     for name, modality in plan.modalities.items():
         field, count = f"modalities.{name}.interleaved_microbatches", modality.interleaved_microbatches
         if count == 1:
@@ -93,6 +97,17 @@ def _check_interleaving(plan: Plan, schedule: str | Callable[[Graph], Schedule])
             if axes.dp > plan.layout.num_replicas:
                 rule = f"{other!r} has {axes.dp} replicas that take turns with the microbatches of one"
                 raise ConfigError(field, count, rule, f"Use dp_size={plan.layout.num_replicas} for {other!r}")
+        beside = set[str]()  # what runs in its stages
+        for members in plan.topology.members.values():
+            held = {one.modality for one in members}
+            beside |= held if name in held else set()
+        for other in sorted(beside):
+            check_beside(name, other, plan.modalities)
+        for layer in plan.experts.values():
+            paths = plan.partition.parts[layer.modality].paths
+            if layer.modality in beside and not any(layer.path.startswith(f"{path}.") for path in paths):
+                rule = f"Microbatches take turns inside of layers, and the experts {layer.path!r} are in none"
+                raise ConfigError(field, count, rule, "Leave it unset here, or use ep_size=1")
 
 
 def _check_prefix_tuning(module: pl.LightningModule, plan: Plan) -> None:

@@ -5,7 +5,8 @@ One process gets the same microbatches, since routers' losses and capacities are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +48,7 @@ class Shared:
         router_loss: whether the loss of routers is added.
         images: of each sample, in turn.
         schedule: on several ranks.
+        prepare: changes the module on several ranks.
     """
 
     name: str
@@ -57,10 +59,11 @@ class Shared:
     router_loss: bool = False
     images: tuple[int, ...] = (1,)
     schedule: str = "1f1b"
+    prepare: Callable[[L.LightningModule], None] | None = None
 
     def replicas(self, world: int) -> int:
         """Replicas of the language modality on `world` ranks."""
-        return world // (self.fields.get("tp_size", 1) * self.fields.get("pp_size", 1))
+        return world // math.prod(self.fields.get(f"{axis}_size", 1) for axis in ("tp", "pp", "cp"))
 
     @property
     def case(self) -> ExpertCase:
@@ -121,6 +124,8 @@ def _train(one: Shared, fields: dict[str, Any], batches: list[Any], world: int, 
     modalities = {name: Modality(colocate_with=last, **one.case.modality_paths.get(name, {})) for name in encoders}
     modalities[last] = Modality(**one.case.modality_paths.get(last, {}), **fields)
     module, states = one.build(), _States()
+    if world > 1 and one.prepare is not None:
+        one.prepare(module)
     schedule = one.schedule if world > 1 else "1f1b"
     chosen = strategy(modalities, num_microbatches=microbatches, schedule=schedule)
     recorder = fit(module, batches, chosen, world, in_order=True, callbacks=[states])

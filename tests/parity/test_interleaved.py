@@ -29,8 +29,13 @@ def layers_of(module: L.LightningModule) -> nn.ModuleList:
     return max((one for one in module.modules() if isinstance(one, nn.ModuleList)), key=len)
 
 
-def side_by_side(module: L.LightningModule) -> None:
-    """Assert at the end of a run on ranks that two microbatches have been inside of layers at once."""
+def side_by_side(module: L.LightningModule, path: str = "") -> None:
+    """Assert at the end of a run on ranks that two microbatches have been inside of layers at once.
+
+    Args:
+        module: that is trained.
+        path: of the layers; empty for the longest list.
+    """
     OPEN.clear()
     MOST.clear()
 
@@ -38,12 +43,12 @@ def side_by_side(module: L.LightningModule) -> None:
         OPEN.append(threading.get_ident())
         MOST.append(len(set(OPEN)))
 
-    for layer in layers_of(module):
+    for layer in module.get_submodule(path).children() if path else layers_of(module):
         layer.register_forward_pre_hook(enters)
         layer.register_forward_hook(lambda *_: OPEN.remove(threading.get_ident()), always_call=True)
 
     def on_train_end() -> None:
-        if torch.distributed.is_initialized():
+        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             most = torch.tensor(max(MOST, default=0))  # ranks of other modalities run no layers at once
             torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
             assert most > 1, "one microbatch after another"

@@ -23,6 +23,7 @@ TOLERANCE = {"rtol": 1e-6, "atol": 1e-6}  # transformers' causal loss and the ta
 # fields by modality, ranks, options of the strategy, what is frozen
 Layout = tuple[dict[str, dict[str, Any]], int, dict[str, Any], tuple[str, ...]]
 ON_LANGUAGE = {"colocate_with": "language"}
+BESIDE = {"tp_size": 2, "interleaved_microbatches": 2}
 OMNI: dict[str, Layout] = {
     "own ranks": ({}, 4, {}, ()),
     "one rank for encoders": ({"audio": {"colocate_with": "vision"}}, 3, {}, ()),
@@ -66,6 +67,18 @@ OMNI: dict[str, Layout] = {
             "talker": {"tp_size": 2, **ON_LANGUAGE},
         },
         2,
+        {},
+        (),
+    ),
+    "tp 2 of both, side by side": (
+        {"audio": ON_LANGUAGE, "vision": ON_LANGUAGE, "language": BESIDE, "talker": {**BESIDE, **ON_LANGUAGE}},
+        2,
+        {},
+        (),
+    ),
+    "tp 2 of both on own ranks, side by side": (
+        {"audio": ON_LANGUAGE, "vision": ON_LANGUAGE, "language": BESIDE, "talker": BESIDE},
+        4,
         {},
         (),
     ),

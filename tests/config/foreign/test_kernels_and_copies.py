@@ -121,6 +121,7 @@ PIPELINE = {"pipeline_stage": 2, "micro_batch_num": 4}
         (mindformers(3, **PIPELINE), 3, 12),
         (mindformers(1, 2, **PIPELINE), 2, 4),
         (mindformers(2, context_parallel=2, model_parallel=1), 2, 2),
+        (mindformers(2, expert_parallel=2, model_parallel=1, **PIPELINE), 2, 8),
         (mindformers(1, 1, **PIPELINE), 1, 4),
     ],
 )
@@ -138,7 +139,6 @@ def test_says_copies_of_microbatches(given: dict[str, Any], count: int, number: 
     ("given", "number", "reasons"),
     [
         (mindformers(2, model_parallel=1), 1, {"micro_batch_interleave_num": "there are none"}),
-        (mindformers(2, expert_parallel=2, **PIPELINE), 4, {"micro_batch_interleave_num": "With ep_size"}),
         (
             mindformers(2, others={"swap_config": {"swap": True}}),
             1,
