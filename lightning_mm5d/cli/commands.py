@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from lightning_mm5d.cli.configuration import Source
-from lightning_mm5d.cli.estimates import may_share, step_of
+from lightning_mm5d.cli.estimates import may_share, step_of, tracer
 from lightning_mm5d.cli.first_batch import first_microbatch
 from lightning_mm5d.cli.job import Job, load
 from lightning_mm5d.cli.terminal import show, warn
@@ -111,7 +111,8 @@ def plan(arguments: Namespace, source: Source) -> None:
     if measured is not None:
         durations = {name: [1e3 * second for second in row] for name, row in measured.medians.items()}
     configured = strategy.plan(module)
-    step, notes = step_of(job, configured)
+    traced = tracer(job)
+    step, notes = step_of(job, configured, traced)
     if limit is not None and (step.trace is None or step.states is None):
         raise ConfigError("--memory-limit", arguments.memory_limit, notes[0], "Leave out --memory-limit")
     proposal = propose(
@@ -124,6 +125,7 @@ def plan(arguments: Namespace, source: Source) -> None:
         step=step,
         memory_limit=limit,
         shares=may_share(step),
+        traced=traced,
     )
     if arguments.out is not None:
         try:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 
 from lightning_mm5d.cli.first_batch import first_microbatch
 from lightning_mm5d.cli.job import Job
@@ -20,12 +20,13 @@ from lightning_mm5d.trainer.optimizer_probe import dependence, remade
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
-def step_of(job: Job, plan: Plan) -> tuple[Step, list[str]]:
+def step_of(job: Job, plan: Plan, traced: Callable[[Plan], Trace] | None = None) -> tuple[Step, list[str]]:
     """Return what is known of the training step of a job, and a sentence for each part that is not.
 
     Args:
         job: with a module.
         plan: of its configured layout.
+        traced: as `tracer` returns it, where it is used again.
     """
     strategy, module, notes = job.strategy, job.module, list[str]()
     assert module is not None
@@ -36,7 +37,7 @@ def step_of(job: Job, plan: Plan) -> tuple[Step, list[str]]:
         notes.append(f"The states of optimizers are not counted: configure_optimizers fails here ({_line(error)})")
     found: Trace | None = None
     try:
-        found = _trace(job, plan, module)
+        found = (traced or tracer(job))(plan)
     except Exception as error:  # a user's code
         notes.append(f"Activations are not counted: a step without memory fails here ({_line(error)})")
     step = Step(
@@ -57,11 +58,17 @@ def may_share(step: Step) -> bool:
     return bool(optimizers) and all(dependence(one) == (False, False) for one in optimizers)
 
 
-def _trace(job: Job, plan: Plan, module: LightningModule) -> Trace:
-    dtype = _AUTOCAST.get(job.precision)
+def tracer(job: Job) -> Callable[[Plan], Trace]:
+    """Return what traces the step of a job on the ranks of a plan; its first microbatch is loaded once."""
+    module, dtype = job.module, _AUTOCAST.get(job.precision)
     context: Any = nullcontext if dtype is None else partial(torch.autocast, "cpu", dtype=dtype)
-    batch = first_microbatch(job, prepares=False)
-    return trace(module, batch, plan.partition, plan.modalities, plan.division, context, plan.experts)
+    batch = cache(partial(first_microbatch, job, prepares=False))
+
+    def traced(plan: Plan) -> Trace:
+        assert module is not None
+        return trace(module, batch(), plan.partition, plan.modalities, plan.division, context, plan.experts)
+
+    return traced
 
 
 def _line(error: Exception) -> str:

@@ -3,8 +3,9 @@
 The user's own step runs once, whole, on tensors without memory. Each layer's saved tensors are noted as storages, so
 that one which several layers save counts once in each stage that has any of them. Stages of any layout are then sums.
 
-Tensors that tensor, context or sequence parallel ranks share count with one rank's part. A rank's own experts get as
-many rows as it sends to all experts, on average; the rows that came and their results are kept besides.
+Tensors that tensor, context or sequence parallel ranks share count with one rank's part. On a grid these are all that
+layers make; what reads a hidden state between layers of different stages, or after the last, gathers it. A rank's own
+experts get as many rows as it sends to all experts, on average; the rows that came and their results are kept besides.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ from lightning_mm5d.data.random_state import kept_random_state
 from lightning_mm5d.partition import Partition
 from lightning_mm5d.partition.hidden_state import at, hidden_place
 from lightning_mm5d.planner.fake_tensors import FakeTensors
+from lightning_mm5d.planner.grid_trace import GridTrace
+from lightning_mm5d.planner.tensor_traffic import Product, moment
 from lightning_mm5d.planner.watched_calls import watched
+from lightning_mm5d.sharded.shards import Shard
 from lightning_mm5d.tensor_parallel.resolve import Division
 from lightning_mm5d.weights.built_copy import copy_without_memory
 
@@ -51,6 +55,7 @@ class UnitUse:
         hidden: of these, the hidden state.
         results: of its operations, by the operation's name: ``aten.mm``.
         working: bytes that its forward or its backward needs for a moment beside what is kept.
+        products: its linear layers that tensor parallel ranks share, as they ran.
     """
 
     saved: Storages = field(default_factory=dict)
@@ -58,6 +63,7 @@ class UnitUse:
     hidden: Storages = field(default_factory=dict)
     results: dict[str, Storages] = field(default_factory=dict)
     working: int = 0
+    products: list[Product] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -68,11 +74,13 @@ class Trace:
         units: of each modality: before its layers, each layer, after them.
         exits: the results of encoders, by name.
         reached: names of the parameters that get a gradient.
+        uneven: modalities on grids whose ranks have unlike numbers of samples.
     """
 
     units: Mapping[str, Sequence[UnitUse]]
     exits: Mapping[str, Storages]
     reached: frozenset[str]
+    uneven: frozenset[str] = frozenset()
 
 
 def trace(
@@ -111,7 +119,9 @@ def trace(
         if isinstance(loss, Tensor) and loss.requires_grad:
             tracer.backward(loss)
     named = copy.named_parameters(remove_duplicate=False)
-    return Trace(tracer.units, tracer.exits, frozenset(name for name, one in named if id(one) in tracer.reached))
+    reached = frozenset(name for name, one in named if id(one) in tracer.reached)
+    uneven = frozenset(name for name, grid in tracer.grids.items() if not grid.is_even)
+    return Trace(tracer.units, tracer.exits, reached, uneven)
 
 
 class _Tracer:
@@ -127,6 +137,9 @@ class _Tracer:
         self._partition, self._modalities, self._division, self._experts = partition, modalities, division, experts
         self.units = {name: [UnitUse() for _ in range(len(parts.paths) + 2)] for name, parts in partition.parts.items()}
         self.exits: dict[str, Storages] = {name: {} for name in partition.encoders}
+        self.grids = {
+            name: GridTrace(name, grid, self._number, self._note_norm) for name, grid in division.grids.items()
+        }
         self._fake = FakeTensors(self._watch)
         self._within = [partition.loss_modality]  # modalities, the inner one last
         self._done = dict.fromkeys(partition.parts, 0)  # the unit of a modality that runs between its layers
@@ -136,6 +149,7 @@ class _Tracer:
         self._bytes: dict[int, int] = {}  # of all storages on one rank
         self._degrees: dict[int, int] = {}  # of the tensor parallel ranks that share a storage
         self._parameters: set[int] = set()
+        self._locals: dict[int, float] = {}  # how much of a sharded parameter a rank holds
         self.reached: set[int] = set()
         self._passing: set[int] = set()  # alive, and not kept
         self._beside = 0  # bytes of these
@@ -145,42 +159,45 @@ class _Tracer:
     def fill(self, copy: nn.Module, module: nn.Module) -> None:
         """Give the copy parameters without memory, and copies of the module's small buffers."""
         known: dict[int, Any] = {}
+        shards = {id(p): self._division.shards.get(name) for name, p in copy.named_parameters()}
         for one, original in zip(copy.modules(), module.modules(), strict=True):
             for name, parameter in one._parameters.items():
                 if parameter is not None:
                     if id(parameter) not in known:
-                        known[id(parameter)] = self._parameter(parameter)
+                        known[id(parameter)] = self._parameter(parameter, shards[id(parameter)])
                     one._parameters[name] = known[id(parameter)]
             for name, buffer in original._buffers.items():
                 if buffer is not None:
                     large = buffer.is_meta or (buffer.is_floating_point() and buffer.numel() > _LARGE)
                     one._buffers[name] = self._fake.of(buffer) if large else buffer.detach().cpu().clone()
 
-    def _parameter(self, parameter: nn.Parameter) -> nn.Parameter:
+    def _parameter(self, parameter: nn.Parameter, shard: Shard | None) -> nn.Parameter:
         made = nn.Parameter(self._fake.of(parameter.detach()), parameter.requires_grad)
         if made.requires_grad:
             made.register_post_accumulate_grad_hook(self._drop_gradient)
-        self._parameters.add(self._number(made))
+        self._parameters.add(number := self._number(made))
+        if shard is not None:
+            self._locals[number] = torch.Size(shard.local_shape(parameter.shape, 0)).numel() / max(parameter.numel(), 1)
         return made
 
     @contextmanager
     def tracing(self, copy: nn.Module) -> Generator[None, None, None]:
         """Note all calls until the end of the context."""
-        handles = []
+        undo = [one for grid in self.grids.values() for one in grid.attach(copy)]
         for path, role in self._division.roles.items():
             if role in _SHARDED:
                 degree, one = self._division.degrees[self._division.groups[path]], copy.get_submodule(path)
-                handles.append(one.register_forward_pre_hook(self._enters_shards))
-                handles.append(one.register_forward_hook(partial(self._leaves_shards, _SHARDED[role], degree)))
-        handles += [copy.get_submodule(path).register_forward_pre_hook(self._exchanges) for path in self._experts]
+                undo.append(one.register_forward_pre_hook(self._enters_shards).remove)
+                undo.append(one.register_forward_hook(partial(self._leaves_shards, role, degree)).remove)
+        undo += [copy.get_submodule(path).register_forward_pre_hook(self._exchanges).remove for path in self._experts]
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         partition = self._partition
         try:
             with watched(copy, partition.encoders, partition.parts, self._call), self._fake, hooks:
                 yield
         finally:
-            for handle in handles:
-                handle.remove()
+            for one in undo:
+                one()
 
     def backward(self, loss: Tensor) -> None:
         """Run the backward, for the memory that it needs for a moment."""
@@ -215,17 +232,24 @@ class _Tracer:
             self.exits[key] |= self._noted(result)
             return result
         name, index = key
-        use = self.units[name][index + 1]
-        use.inputs |= self._noted((args, kwargs))
-        if (place := hidden_place(args, kwargs)) is not None:
-            use.hidden |= self._noted(at(place, args, kwargs))
+        use, grid = self.units[name][index + 1], self.grids.get(name)
+        is_last = index + 3 == len(self.units[name])
+        layer: Any = getattr(function, "__self__", None)
         self._inside = name, index + 1
         try:
-            return function(*args, **kwargs)
+            if grid is not None:
+                args, kwargs, size = grid.entered(layer, args, kwargs)
+                use.hidden[self._beyond(size)] = size
+            elif (place := hidden_place(args, kwargs)) is not None:
+                use.hidden |= self._noted(at(place, args, kwargs))
+            use.inputs |= self._noted((args, kwargs))
+            result = function(*args, **kwargs)
+            if grid is not None:
+                result = grid.left(layer, result)
         finally:
             self._inside = None
-            is_last = index + 3 == len(self.units[name])
             self._done[name] = index + 1 + is_last
+        return grid.full(result) if grid is not None and is_last else result
 
     # --- storages ---
 
@@ -246,6 +270,12 @@ class _Tracer:
         if passes != (number in self._passing):
             self._beside += self._bytes[number] * (1 if passes else -1)
             (self._passing.add if passes else self._passing.remove)(number)
+
+    def _beyond(self, size: int) -> int:
+        """The number of a storage that ranks have and this step has not."""
+        number = len(self._bytes)
+        self._bytes[number] = size
+        return number
 
     def _resize(self, number: int, size: int) -> None:
         if number in self._passing:
@@ -278,7 +308,10 @@ class _Tracer:
             if is_new:
                 if degree > 1:
                     self._degrees[number] = degree
-                self._resize(number, self._on_one_rank(one.untyped_storage().nbytes(), degree))
+                size = one.untyped_storage().nbytes()
+                is_copy = len(known) == 1 and known <= self._locals.keys()  # in another dtype
+                part = int(size * self._locals[min(known)]) if is_copy else self._on_one_rank(size, degree)
+                self._resize(number, part)
                 self._passes(number, True)
             if number not in self._parameters:
                 results[number] = self._bytes[number]
@@ -290,22 +323,36 @@ class _Tracer:
 
     def _on_one_rank(self, size: int, degree: int) -> int:
         """Bytes on one rank of a storage that the unit makes which runs now."""
+        name, index = self._unit
+        is_layer = 0 < index < len(self.units[name]) - 1
+        if is_layer and (grid := self._grid) is not None:
+            return grid.share(size)
         if degree > 1:
             return size // degree
-        name, index = self._unit
-        if not 0 < index < len(self.units[name]) - 1:
+        if not is_layer:
             return size
         modality = self._modalities[name]
         return size // modality.cp_size // (modality.tp_size if modality.sequence_parallel else 1)
 
+    @property
+    def _grid(self) -> GridTrace | None:
+        """That of the layer that runs."""
+        is_inside = self._inside is not None or self._backward_of is not None
+        return self.grids.get(self._unit[0]) if is_inside else None
+
     def _enters_shards(self, _: nn.Module, args: tuple[Any, ...]) -> None:
         """What a sharded layer takes is gathered in front of it, where it was a shard of the sequence."""
-        for one in args:
+        for one in args if self._grid is None else ():
             if isinstance(one, Tensor) and (number := self._number(one)) not in self._degrees:
                 modality = self._modalities[self._unit[0]]
                 self._resize(number, one.untyped_storage().nbytes() // modality.cp_size)
 
-    def _leaves_shards(self, out_is_sharded: bool, degree: int, _: nn.Module, args: Any, result: Any) -> None:
+    def _leaves_shards(self, role: str, degree: int, module: nn.Module, args: Any, result: Any) -> None:
+        if role in ("column", "row") and self._inside is not None:
+            self._note_product(role, module, args[0], result)
+        if self._grid is not None:
+            return
+        out_is_sharded = _SHARDED[role]
         for one in tree_leaves(result):
             if isinstance(one, Tensor):
                 number, size = self._number(one), one.untyped_storage().nbytes()
@@ -313,6 +360,21 @@ class _Tracer:
                 if out_is_sharded:
                     self._degrees[number] = degree
                 self._resize(number, self._on_one_rank(size, degree if out_is_sharded else 1))
+
+    def _note_product(self, role: str, module: Any, given: Tensor, made: Tensor) -> None:
+        use, width, grid = self._use, made.element_size(), self._grid
+        sizes = given.numel() * width, made.numel() * width, module.weight.numel() * width
+        number = self._number(given)
+        one = Product(role, number, *sizes, given.requires_grad, module.weight.requires_grad)
+        use.products.append(one)
+        if grid is not None:
+            if made.requires_grad:  # products on grids keep their input, also where their weight is frozen
+                use.saved[number] = self._bytes[number]
+            use.working = max(use.working, self._beside + moment(grid.shape, one, grid.share))
+
+    def _note_norm(self, given: Tensor) -> None:
+        size = given.numel() * given.element_size()
+        self._use.products.append(Product("norm", self._number(given), size, size, 0, given.requires_grad, False))
 
     def _exchanges(self, _: nn.Module, args: tuple[Any, ...]) -> None:
         """Count the rows of an exchange: two are kept, of those that came, and as many are sent for a moment."""
@@ -324,8 +386,7 @@ class _Tracer:
         modality = self._modalities[name]
         copies = modality.tp_size if modality.expert_tp_size == 1 else 1
         rows = index.numel() * tensors[0].shape[-1] * tensors[0].element_size() // modality.cp_size // copies
-        number = len(self._bytes)
-        self._bytes[number] = use.saved[number] = 2 * rows
+        use.saved[self._beyond(2 * rows)] = 2 * rows
         use.working = max(use.working, self._beside + 2 * rows)
 
     def _drop_gradient(self, parameter: Tensor) -> None:

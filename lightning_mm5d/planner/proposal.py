@@ -11,7 +11,7 @@ It refuses worlds that the replicas of the loss modality do not divide, duration
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -27,15 +27,18 @@ from lightning_mm5d.partition.costs import Unit, units
 from lightning_mm5d.partition.find import find
 from lightning_mm5d.partition.recomputed_layers import costed, depends_on_cut
 from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.planner.activation_trace import Trace
 from lightning_mm5d.planner.memory_limit import MemoryLimit
 from lightning_mm5d.planner.memory_tables import memory_table
 from lightning_mm5d.planner.rank_memory import RankMemory, memory_of
 from lightning_mm5d.planner.rank_memory import Step as MemoryStep
 from lightning_mm5d.planner.search import Found, NothingFitsError, search
 from lightning_mm5d.planner.tables import Page, Table, memory_text
+from lightning_mm5d.planner.tensor_modes import TensorModes, modes_of, possible
 from lightning_mm5d.planner.time_units import COSTS, WORK, TimeUnit
 from lightning_mm5d.schedule import AnySchedule, Outcome, compare
 from lightning_mm5d.tensor_parallel.division import divide
+from lightning_mm5d.tensor_parallel.resolve import Division
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ class Proposal:
         memory: of each rank of the proposed layout; empty where it is not estimated.
         configured_memory: of the configured one.
         memory_limit: bytes that a rank may need at most; None for any number.
+        modes: each `tp_mode` that was tried; None where there is no choice.
     """
 
     found: Found
@@ -89,6 +93,7 @@ class Proposal:
     memory: Sequence[RankMemory] = ()
     configured_memory: Sequence[RankMemory] = ()
     memory_limit: int | None = None
+    modes: Table | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return ``{"modalities", "proposed", "configured", "placed", "simulated", "unit", "memory"}``.
@@ -135,6 +140,7 @@ class Proposal:
             Table.of(("layout", "replicas", *times, "idle", *(["largest peak"] if self.memory else [])), layouts),
             Table.of(("rank", "layers", f"busy ({unit.symbol})", "idle"), each),
             *([memory_table(self.memory)] if self.memory else []),
+            *([self.modes] if self.modes else []),
             "modalities:" + "".join(f"\n  {line}" for line in self.as_yaml().splitlines()),
         ]
         largest = max((one.peak for one in self.configured_memory), default=0)
@@ -161,6 +167,7 @@ def propose(
     step: MemoryStep | None = None,
     memory_limit: int | None = None,
     shares: bool = False,
+    traced: Callable[[Plan], Trace] | None = None,
 ) -> Proposal:
     """Search a layout for the ranks of a plan.
 
@@ -176,6 +183,7 @@ def propose(
         step: what is known of a training step, for estimates of its memory; None for none.
         memory_limit: bytes that a rank may need at most; None for any number.
         shares: whether replicas may share what optimizers work on, to fit into it.
+        traced: traces the step on ranks of another plan, to choose `tp_mode`; None to keep it.
 
     Raises:
         ConfigError: nothing fits into `memory_limit`, replicas do not divide the ranks, only some durations are known,
@@ -206,6 +214,8 @@ def propose(
         raise ConfigError("cost", costs, rule, "Give a duration for every modality, or for none")
     rows = _timed(plan, module, durations or {})
 
+    divisions: dict[object, Division] = {modes_of(plan.modalities): plan.division}
+
     def plan_of(modalities: Mapping[str, Modality]) -> Plan:
         layout = Layout.build(
             modalities, world_size=size, loss_modality=loss_modality, ranks_per_node=plan.layout.ranks_per_node
@@ -213,15 +223,35 @@ def propose(
         cut = partition(module, modalities)
         found = replace(plan, layout=layout, partition=cut, modalities=modalities)
         experts = find_experts(module, cut, modalities)
-        if experts == plan.experts:
-            return found
         names = {path: layer.parameters for path, layer in experts.items()}
-        return replace(found, division=divide(module, cut, modalities, names), experts=experts)
+        if experts != plan.experts:
+            return replace(found, division=divide(module, cut, modalities, names), experts=experts)
+        modes = modes_of(modalities)
+        if modes not in divisions:
+            divisions[modes] = divide(module, cut, modalities, names)
+        return replace(found, division=divisions[modes])
 
+    modes: TensorModes | None = None
+    has_choice = any(len(possible(modality.tp_size)) > 1 for modality in plan.modalities.values())
+    if has_choice and traced is not None and step is not None and step.trace is not None:
+        modes = TensorModes(plan, step, traced, plan_of)
     limit: MemoryLimit | None = None
     if memory_limit is not None:
         assert step is not None, "a limit needs estimates"
         limit = MemoryLimit(memory_limit, step, plan_of, shares)
+
+    def fitted(modalities: dict[str, Modality]) -> dict[str, Modality] | None:
+        for tried in [modalities] if modes is None else modes.ordered(modalities):
+            known = step if modes is None else modes.step_of(tried)
+            if known is None:
+                continue
+            if limit is None:
+                return tried
+            limit.step = known
+            if (fits := limit.fitted(tried)) is not None:
+                return fits
+        return modalities if limit is None else None
+
     try:
         found = search(
             rows,
@@ -232,13 +262,14 @@ def propose(
             num_microbatches=num_microbatches,
             schedule=schedule,
             late={name for name, encoder in plan.partition.encoders.items() if encoder.used_late},
-            fitted=None if limit is None else limit.fitted,
+            fitted=fitted,
         )
     except NothingFitsError:
         assert limit is not None
         raise limit.refusal(memory_text(limit.limit)) from None
     proposed = plan_of(found.modalities)
-    memory = [] if step is None else [memory_of(one, step) for one in (proposed, plan)]
+    of_proposed = step if modes is None else modes.step_of(found.modalities)
+    memory = [memory_of(proposed, of_proposed), memory_of(plan, step)] if step and of_proposed else []
     steps = []
     for one in (proposed, plan):
         costed = replace(one, modalities=_costed(one, rows)) if costs else one
@@ -247,7 +278,8 @@ def propose(
         steps.append(Step(costed, outcome, num_microbatches * one.layout.num_replicas))
     unit = unit or (COSTS if costs else WORK)
     found = replace(found, modalities=dict(steps[0].plan.modalities))
-    proposal = Proposal(found, steps[0], steps[1], unit, memory_limit=memory_limit)
+    tried = None if modes is None else modes.table(found.modalities)
+    proposal = Proposal(found, steps[0], steps[1], unit, memory_limit=memory_limit, modes=tried)
     return replace(proposal, memory=memory[0], configured_memory=memory[1]) if memory else proposal
 
 

@@ -3,8 +3,7 @@
 A layer takes a full hidden state or a `Block` and returns a `Block`. Inside of it all modules work on local tensors:
 linear layers by `grid_products`, norms by `grid_norms`; attentions get the rows of masks and positions that are theirs.
 
-It refuses, where it meets them, hidden states that are not ``[B, S, D]``, arguments that need gradients, and caches
-that are reordered (beam search).
+Calls that it cannot compute are refused by `grid_checks`.
 """
 
 from __future__ import annotations
@@ -19,23 +18,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 from transformers.pytorch_utils import Conv1D  # the projections of GPT-2 and its kin
 
-from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.layout.even_split import even_lengths
-from lightning_mm5d.partition.hidden_state import at, hidden_place, with_state
+from lightning_mm5d.partition.hidden_state import with_state
 from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.sharded.shards import Shard
 from lightning_mm5d.sharded.tensor import Sharded
 from lightning_mm5d.tensor_parallel.grid.block import Block, Frame, even_frame, scattered
+from lightning_mm5d.tensor_parallel.grid.grid_checks import GridChecks
 from lightning_mm5d.tensor_parallel.grid.grid_norms import Norm, normed, on_full_width
 from lightning_mm5d.tensor_parallel.grid.grid_products import Cube, Line, Panels
 from lightning_mm5d.tensor_parallel.grid.grid_shape import Axis, GridShape
 from lightning_mm5d.tensor_parallel.region import Region
 from lightning_mm5d.tensor_parallel.resolve import Division, Heads
-
-_REORDERS = ("reorder_cache", "batch_select_indices", "batch_repeat_interleave", "batch_split")
 
 
 class GridLayers:
@@ -56,8 +53,7 @@ class GridLayers:
         self._region = region
         self._place = shape.places[group.index]
         self._frame: Frame | None = None  # of the hidden state of the layer that runs
-        self._ids: dict[int, tuple[int, ...]] = {}  # shapes of what embeddings took
-        self._has_samples_first = False
+        self._checks = GridChecks(modality, shape)
         self._undo: list[Callable[[], object]] = []
 
     def attach(self, root: nn.Module, division: Division, layers: Sequence[str]) -> None:
@@ -75,7 +71,7 @@ class GridLayers:
                 self._replace(root.get_submodule(path), self._norm(norm))
         for path, module in root.named_modules():
             if isinstance(module, nn.Embedding) and not plan.holds(path):
-                self._undo.append(module.register_forward_pre_hook(self._note_ids).remove)
+                self._undo.append(module.register_forward_pre_hook(self._checks.note_ids).remove)
         attentions = [path for path in division.heads if held.holds(path)]
         for path in attentions:
             module = root.get_submodule(path)
@@ -99,13 +95,7 @@ class GridLayers:
 
     def _layer(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            place = hidden_place(args, kwargs)
-            hidden = None if place is None else at(place, args, kwargs)
-            if place is None or hidden is None or hidden.dim() != 3:
-                found = None if hidden is None else tuple(hidden.shape)
-                raise self._error(module, found, "The hidden state of a layer on a grid is [samples, sequence, width]")
-            self._check_order(module, hidden)
-            self._check_others(module, hidden, args, kwargs)
+            place, hidden = self._checks.given(module, args, kwargs)
             frame = even_frame(self._shape, hidden.shape[0], hidden.shape[-1], self._group)
             if isinstance(hidden, Block):
                 local = hidden.local
@@ -117,13 +107,10 @@ class GridLayers:
                 result = inner(*args, **kwargs)
             several = isinstance(result, tuple | list)
             first, *others = result if several else (result,)
-            if not isinstance(first, Tensor) or first.shape != local.shape:
-                got = tuple(first.shape) if isinstance(first, Tensor) else type(first).__name__
-                rule = f"A layer on a grid returns its hidden state, here {tuple(local.shape)}, first"
-                raise self._error(module, got, rule)
+            self._checks.made(module, first, local.shape)
             if any(type(one) is Tensor for one in others):
                 rule = "A layer on a grid returns no tensor beside its hidden state and the weights of its attention"
-                raise self._error(module, [tuple(one.shape) for one in others if isinstance(one, Tensor)], rule)
+                raise self._checks.error(module, [tuple(one.shape) for one in others if isinstance(one, Tensor)], rule)
             made = frame.wrapped(first)
             return type(result)([made, *others]) if several else made
 
@@ -164,10 +151,7 @@ class GridLayers:
         def forward(module: nn.Module, input: Tensor) -> Tensor:
             assert self._frame is not None
             lengths = tuple(even_lengths(self._frame.size, self._shape.side))
-            is_other = norm is not None and norm.width != self._frame.size
-            if is_other or input.shape[-1] != lengths[line.index]:
-                rule = f"It takes a hidden state, here of {lengths[line.index]} columns on this rank"
-                raise self._error(module, tuple(input.shape), rule)
+            self._checks.normed(module, norm, input, lengths[line.index], self._frame.size)
             return on_full_width(module, input, lengths, line) if norm is None else normed(module, input, norm, line)
 
         return forward
@@ -199,53 +183,3 @@ class GridLayers:
                 inside = replace(self._frame, side="inside", dim=dim - value.dim(), columns=columns)
                 found[position] = replace(inside, size=columns[-1][1]).wrapped(value)
         return tuple(found)
-
-    # --- refusals ---
-
-    def _note_ids(self, module: nn.Module, args: tuple) -> None:
-        self._ids[id(module)] = tuple(args[0].shape) if args and isinstance(args[0], Tensor) else ()
-
-    def _check_order(self, module: nn.Module, hidden: Tensor) -> None:
-        """Refuse hidden states [sequence, samples, width]: rows would be tokens, which attend to each other."""
-        shape, seen = tuple(hidden.shape[:2]), set(self._ids.values())
-        if shape not in seen and shape[::-1] in seen:
-            raise self._error(module, tuple(hidden.shape), "Its hidden states are [sequence, samples, width]")
-        self._has_samples_first |= shape in seen and shape[0] != shape[1]
-        if shape in seen and shape[0] == shape[1] > 1 and not self._has_samples_first:
-            rule = "The first batch has as many samples as tokens, so that its hidden states may be either way round"
-            raise self._error(module, tuple(hidden.shape), rule)
-
-    def _check_others(self, module: nn.Module, hidden: Tensor, args: tuple, kwargs: dict[str, Any]) -> None:
-        samples, length, width = hidden.shape
-        for value in tree_leaves((args, {name: one for name, one in kwargs.items() if one is not None})):
-            if value is hidden or value is None:
-                continue
-            for name in _REORDERS:
-                if hasattr(value, name) and name not in vars(value):
-                    setattr(value, name, self._no_reordering)
-            if type(value).__name__ == "BlockMask":
-                raise self._error(module, "a BlockMask", "A mask of an attention on a grid is a tensor")
-            if not isinstance(value, Tensor):
-                continue
-            got = tuple(value.shape)
-            if value.requires_grad or isinstance(value, Sharded):
-                raise self._error(module, got, "Beside its hidden state a layer on a grid takes no trained values")
-            is_real = value.is_floating_point() or value.is_complex()
-            if is_real and value.dim() == 3 and value.shape[-1] == width and samples in (value.shape[0], 1):
-                raise self._error(module, got, "A layer on a grid takes one hidden state")
-            is_table = value.dim() == 2 or (value.dim() == 3 and value.shape[1] not in (1, length))
-            if is_real and is_table and value.shape[0] == samples == length > 1:
-                rule = "With as many samples as tokens its first dim may be either, and its rows are unknown"
-                raise self._error(module, got, rule)
-
-    def _no_reordering(self, *_: Any, **__: Any) -> None:
-        rule = "Caches of layers on a grid hold this rank's samples, and beam search would reorder those of all"
-        raise ConfigError(self._field, self._shape.mode, rule, "Generate with num_beams=1, or use tp_mode='1d'")
-
-    def _error(self, module: nn.Module, got: object, rule: str) -> ConfigError:
-        fix = f"{type(module).__name__} needs tp_mode='1d' for this modality"
-        return ConfigError(self._field, f"{self._shape.mode}, and {got}", rule, fix)
-
-    @property
-    def _field(self) -> str:
-        return f"modalities.{self._modality}.tp_mode"

@@ -1,0 +1,114 @@
+"""Lets the layers of a traced step keep what they would keep on a grid of tensor parallel ranks.
+
+The step runs once, on full tensors, so it does what ranks on a grid do besides: it makes a block where a full hidden
+state enters a layer and the full tensor where it leaves the last one, and norms by the grid's own function. All that
+layers make counts with the part of the rank that has most rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from types import MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_mm5d.partition.hidden_state import with_state
+from lightning_mm5d.tensor_parallel.grid.grid_checks import GridChecks
+from lightning_mm5d.tensor_parallel.grid.grid_norms import Norm, normed
+from lightning_mm5d.tensor_parallel.grid.grid_plan import GridPlan
+
+
+class _Alone:
+    """Stands for the ranks that norm a row together."""
+
+    def sum(self, x: Tensor, *, in_place: bool = False) -> Tensor:
+        return x
+
+
+class GridTrace:
+    """The layers of one modality.
+
+    Args:
+        modality: its name.
+        plan: of its grid.
+        number: of a tensor's storage.
+        note_norm: called with the input of each norm that is computed on the full width.
+    """
+
+    def __init__(
+        self, modality: str, plan: GridPlan, number: Callable[[Tensor], int], note_norm: Callable[[Tensor], None]
+    ) -> None:
+        self.shape, self._plan, self._number, self._note_norm = plan.shape, plan, number, note_norm
+        self._checks = GridChecks(modality, plan.shape)
+        self._blocks: set[int] = set()
+        self._entered: tuple[int, ...] = (1, 1, 1)  # shape of the hidden state
+        self._wide = 1
+
+    @property
+    def is_even(self) -> bool:
+        """Whether each rank has as many samples as any other."""
+        return self._entered[0] % (self.shape.depth * self.shape.side) == 0
+
+    def share(self, size: int) -> int:
+        """Return how much a rank has of `size` bytes of the full tensor."""
+        samples = self._entered[0]
+        rows = math.ceil(math.ceil(samples / self.shape.depth) / self.shape.side)
+        return size * rows * self._wide // (samples * self.shape.side)
+
+    def attach(self, copy: nn.Module) -> list[Callable[[], object]]:
+        """Patch the layers of `copy`; return what takes the patches away."""
+        undo: list[Callable[[], object]] = []
+        for path, norm in self._plan.norms.items():
+            module = copy.get_submodule(path)
+            vars(module)["forward"] = MethodType(self._norm(norm, module.forward), module)
+            undo.append(partial(vars(module).pop, "forward", None))
+        for path, module in copy.named_modules():
+            if isinstance(module, nn.Embedding) and not self._plan.holds(path):
+                undo.append(module.register_forward_pre_hook(self._checks.note_ids).remove)
+        return undo
+
+    def entered(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any], int]:
+        """Return the arguments of a layer with a block as the hidden state, and bytes of the full one.
+
+        Raises:
+            ConfigError: the layer cannot compute on blocks.
+        """
+        place, hidden = self._checks.given(module, args, kwargs)
+        self._entered = tuple(hidden.shape)
+        size = hidden.numel() * hidden.element_size()
+        if self._number(hidden) not in self._blocks:
+            args, kwargs = with_state(place, hidden.clone(), args, kwargs)
+        return args, kwargs, size
+
+    def left(self, module: nn.Module, result: Any) -> Any:
+        """Note the result of a layer as a block.
+
+        Raises:
+            ConfigError: it is no hidden state.
+        """
+        first = result[0] if isinstance(result, tuple | list) else result
+        self._checks.made(module, first, self._entered)
+        self._blocks.add(self._number(first))
+        return result
+
+    def full(self, result: Any) -> Any:
+        """Return the result of the last layer with a full hidden state."""
+        if isinstance(result, tuple | list):
+            return type(result)([result[0].clone(), *result[1:]])
+        return result.clone()
+
+    def _norm(self, norm: Norm | None, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(module: nn.Module, input: Tensor) -> Tensor:
+            self._checks.normed(module, norm, input, self._entered[-1], self._entered[-1])
+            if norm is not None:
+                return normed(module, input, norm, _Alone())  # type: ignore[arg-type]
+            self._note_norm(input)
+            self._wide = self.shape.side
+            full = inner(input.clone())
+            self._wide = 1
+            return full.clone()
+
+        return forward
