@@ -235,6 +235,7 @@ class _Tracer:
         use, grid = self.units[name][index + 1], self.grids.get(name)
         is_last = index + 3 == len(self.units[name])
         layer: Any = getattr(function, "__self__", None)
+        use.inputs |= self._noted((args, kwargs))
         self._inside = name, index + 1
         try:
             if grid is not None:
@@ -242,7 +243,6 @@ class _Tracer:
                 use.hidden[self._beyond(size)] = size
             elif (place := hidden_place(args, kwargs)) is not None:
                 use.hidden |= self._noted(at(place, args, kwargs))
-            use.inputs |= self._noted((args, kwargs))
             result = function(*args, **kwargs)
             if grid is not None:
                 result = grid.left(layer, result)

@@ -44,7 +44,7 @@ class GridTrace:
         self.shape, self._plan, self._number, self._note_norm = plan.shape, plan, number, note_norm
         self._checks = GridChecks(modality, plan.shape)
         self._blocks: set[int] = set()
-        self._entered: tuple[int, ...] = (1, 1, 1)  # shape of the hidden state
+        self._entered: tuple[int, ...] = (0, 0, 0)  # shape of the hidden state
         self._wide = 1
 
     @property

@@ -4,8 +4,8 @@ Sending takes no time in the simulated step, so that modes do not differ in it: 
 than ``1d``, or where nothing else fits. A mode that sends more is never taken to compute less again. `tp_size` stays.
 
 Each mode is tried on the one step that is traced. What a run on a grid would refuse is refused there, and so is what
-would have ranks compute more than their share: samples that the rows of ranks do not divide, and modules that every rank
-computes in full. Where no mode is left the configured one stays.
+would have ranks compute more than their share: samples that the rows of ranks do not divide, and modules that every
+rank computes in full. Where no mode is left the configured one stays.
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ class TensorModes:
 
     def __post_init__(self) -> None:
         assert self.step.trace is not None
-        self._traces: dict[tuple[Mode, ...], Trace | str] = {modes_of(self.plan.modalities): self.step.trace}
+        configured = modes_of(self.plan.modalities)
+        self._plans = {configured: self.plan}
+        self._traces: dict[tuple[Mode, ...], Trace | str] = {configured: self.step.trace}
 
     def ordered(self, modalities: Modalities) -> Iterator[dict[str, Modality]]:
         """Yield the modalities in all modes that can be, those first that send least, of equal ones ``1d`` first."""
@@ -125,7 +127,7 @@ class TensorModes:
         if name in found.uneven:
             return Try(mode, 0.0, "ranks would have unlike numbers of a microbatch's samples")
         layers = f"{self.plan.partition.layers[name]}."
-        if any(path.startswith(layers) for path in self.plan_of(changed).division.whole):
+        if any(path.startswith(layers) for path in self._plan_in(modes_of(changed)).division.whole):
             return Try(mode, 0.0, "every rank would compute some modules in full")
         return Try(mode, self._sent(plan, name, changed[name], found), "")
 
@@ -148,16 +150,22 @@ class TensorModes:
     def _trace(self, modalities: Modalities) -> Trace | str:
         key = modes_of(modalities)
         if key not in self._traces:
-            configured = self.plan.modalities.items()
-            changed = {name: _in(one, mode) for (name, one), mode in zip(configured, key, strict=True)}
             try:
-                self._check(changed)
-                self._traces[key] = self.traced(self.plan_of(changed))
+                self._traces[key] = self.traced(self._plan_in(key))
             except ConfigError as error:
                 self._traces[key] = error.rule
             except Exception as error:  # a user's code
                 self._traces[key] = f"a step without memory fails ({type(error).__name__})"
         return self._traces[key]
+
+    def _plan_in(self, key: tuple[Mode, ...]) -> Plan:
+        """The configured layout in some modes."""
+        if key not in self._plans:
+            configured = self.plan.modalities.items()
+            changed = {name: _in(one, mode) for (name, one), mode in zip(configured, key, strict=True)}
+            self._check(changed)
+            self._plans[key] = self.plan_of(changed)
+        return self._plans[key]
 
     def _check(self, modalities: Modalities) -> None:
         schedule: Any = self.step.schedule
