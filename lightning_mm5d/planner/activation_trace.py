@@ -348,7 +348,7 @@ class _Tracer:
                 self._resize(number, one.untyped_storage().nbytes() // modality.cp_size)
 
     def _leaves_shards(self, role: str, degree: int, module: nn.Module, args: Any, result: Any) -> None:
-        if role in ("column", "row") and self._inside is not None:
+        if role in ("column", "row") and self._inside is not None and args:
             self._note_product(role, module, args[0], result)
         if self._grid is not None:
             return
