@@ -1,6 +1,6 @@
 """Which `tp_mode` the planner chooses for a Llama on 4 to 64 ranks, with what it estimates for each mode.
 
-Nothing runs: the model has no memory, and the planner counts. Sizes are those of one of 32 layers of Llama 7B, eight of
+Nothing runs: the model has no memory, and the planner counts. Sizes are those of one of 32 layers of Llama 7B, four of
 them; 144 samples of a microbatch are shared evenly by all grids.
 """
 
@@ -24,7 +24,7 @@ from lightning_mm5d.planner.rank_memory import Step
 from lightning_mm5d.planner.tables import memory_text
 from lightning_mm5d.trainer.optimizer_probe import remade
 
-LAYERS, SAMPLES, MICROBATCHES = 8, 144, 4
+LAYERS, SAMPLES, MICROBATCHES = 4, 144, 4
 LENGTHS, RANKS = (16, 256), (4, 8, 16, 27, 64)
 LIMITS = {16: 8 * 2**30, 256: 24 * 2**30}
 

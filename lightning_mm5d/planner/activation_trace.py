@@ -245,7 +245,7 @@ class _Tracer:
                 use.hidden |= self._noted(at(place, args, kwargs))
             result = function(*args, **kwargs)
             if grid is not None:
-                result = grid.left(layer, result)
+                grid.left(layer, result)
         finally:
             self._inside = None
             self._done[name] = index + 1 + is_last
@@ -310,8 +310,13 @@ class _Tracer:
                     self._degrees[number] = degree
                 size = one.untyped_storage().nbytes()
                 is_copy = len(known) == 1 and known <= self._locals.keys()  # in another dtype
-                part = int(size * self._locals[min(known)]) if is_copy else self._on_one_rank(size, degree)
-                self._resize(number, part)
+                if is_copy:
+                    size = int(size * self._locals[min(known)])
+                elif self._inside is not None and (grid := self._grid) is not None:
+                    size = grid.part(number, one, known)
+                else:
+                    size = self._on_one_rank(size, degree)
+                self._resize(number, size)
                 self._passes(number, True)
             if number not in self._parameters:
                 results[number] = self._bytes[number]

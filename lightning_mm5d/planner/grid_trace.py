@@ -8,7 +8,7 @@ layers make counts with the part of the rank that has most rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -43,7 +43,8 @@ class GridTrace:
     ) -> None:
         self.shape, self._plan, self._number, self._note_norm = plan.shape, plan, number, note_norm
         self._checks = GridChecks(modality, plan.shape)
-        self._blocks: set[int] = set()
+        self._blocks: set[int] = set()  # storages that layers make of blocks
+        self._enters = False
         self._entered: tuple[int, ...] = (0, 0, 0)  # shape of the hidden state
         self._wide = 1
 
@@ -52,11 +53,28 @@ class GridTrace:
         """Whether each rank has as many samples as any other."""
         return self._entered[0] % (self.shape.depth * self.shape.side) == 0
 
+    @property
+    def _rows(self) -> int:
+        return math.ceil(math.ceil(self._entered[0] / self.shape.depth) / self.shape.side)
+
     def share(self, size: int) -> int:
-        """Return how much a rank has of `size` bytes of the full tensor."""
-        samples = self._entered[0]
-        rows = math.ceil(math.ceil(samples / self.shape.depth) / self.shape.side)
-        return size * rows * self._wide // (samples * self.shape.side)
+        """Return how much a rank has of `size` bytes of a full tensor in blocks."""
+        return size * self._rows * self._wide // (self._entered[0] * self.shape.side)
+
+    def part(self, number: int, made: Tensor, given: Collection[int]) -> int:
+        """Return a rank's bytes of what an operation in a layer makes.
+
+        Args:
+            number: of the storage.
+            made: the tensor.
+            given: numbers of the storages that the operation takes.
+        """
+        size, samples = made.untyped_storage().nbytes(), self._entered[0]
+        if not self._enters and self._blocks.isdisjoint(given):  # a mask
+            return size * self._rows // samples if made.shape[:1] == (samples,) else size
+        self._blocks.add(number)
+        is_one_number = made.dim() == 3 and made.shape[-1] == 1  # of each token
+        return self.share(size) * (self.shape.side if is_one_number else 1)
 
     def attach(self, copy: nn.Module) -> list[Callable[[], object]]:
         """Patch the layers of `copy`; return what takes the patches away."""
@@ -80,19 +98,14 @@ class GridTrace:
         self._entered = tuple(hidden.shape)
         size = hidden.numel() * hidden.element_size()
         if self._number(hidden) not in self._blocks:
+            self._enters = True
             args, kwargs = with_state(place, hidden.clone(), args, kwargs)
+            self._enters = False
         return args, kwargs, size
 
-    def left(self, module: nn.Module, result: Any) -> Any:
-        """Note the result of a layer as a block.
-
-        Raises:
-            ConfigError: it is no hidden state.
-        """
-        first = result[0] if isinstance(result, tuple | list) else result
-        self._checks.made(module, first, self._entered)
-        self._blocks.add(self._number(first))
-        return result
+    def left(self, module: nn.Module, result: Any) -> None:
+        """Refuse a result of a layer that is no hidden state."""
+        self._checks.made(module, result[0] if isinstance(result, tuple | list) else result, self._entered)
 
     def full(self, result: Any) -> Any:
         """Return the result of the last layer with a full hidden state."""

@@ -99,6 +99,6 @@ def moment(shape: GridShape, one: Product, share: Callable[[int], int]) -> int:
     """
     given, made, weight = share(one.given), share(one.made), copies(shape) * one.weight // shape.size
     if shape.mode == "3d":
-        return shape.side * max(given + weight + made, made + 2 * (given + weight))
+        return shape.side * max(given + weight + made, made + 2 * given + 3 * weight)  # a gradient is laid out anew
     # panels that are used, that come, and that the product before has not let go of; parts of sums that are under way
     return (min(shape.side - 1, 3) + 2) * (given + weight)

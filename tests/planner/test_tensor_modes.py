@@ -36,11 +36,30 @@ from zoo import CASES
 
 SAMPLES = 8
 MODES: dict[str, dict[str, Any]] = {
-    "1d": {"tp_size": 2},
     "2d": {"tp_size": 4, "tp_mode": "2d"},
     "2.5d": {"tp_size": 8, "tp_mode": "2.5d", "tp_depth": 2},
     "3d": {"tp_size": 8, "tp_mode": "3d"},
 }
+
+
+class Text(L.LightningModule):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        config = hf.LlamaConfig(
+            vocab_size=64,
+            hidden_size=width,
+            intermediate_size=2 * width,
+            num_hidden_layers=2,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+        )
+        self.model = hf.LlamaForCausalLM(config)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.model(**batch, use_cache=False).loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
 
 
 class Found(NamedTuple):
@@ -56,6 +75,13 @@ def planned(module: L.LightningModule, modality: Modality, world: int) -> Plan:
     return Plan.of(module, Layout.build(modalities, world_size=world, loss_modality="language"), modalities)
 
 
+def case(name: str) -> tuple[L.LightningModule, Any]:
+    if name == "llama":
+        tokens = torch.arange(SAMPLES * 6).view(SAMPLES, 6) % 64
+        return Text(32), {"input_ids": tokens, "labels": tokens}
+    return CASES[name].build(), CASES[name].batch(SAMPLES)
+
+
 @contextmanager
 def as_rank(rank: int, world: int) -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
@@ -64,11 +90,12 @@ def as_rank(rank: int, world: int) -> Iterator[None]:
 
 
 def real(name: str, modality: Modality, rank: int) -> Found:
-    module, batch = CASES[name].build(), CASES[name].batch(SAMPLES)
+    module, batch = case(name)
     plan, shape, lines = planned(module, modality, modality.tp_size), GridShape.of(modality), dict[Any, Line]()
+    assert shape is not None
     group = TensorGroup(dist.group.WORLD)  # type: ignore[arg-type]
-    for axis in AXES if shape is not None else ():
-        for ranks in shape.lines(axis) if shape is not None else ():
+    for axis in AXES:
+        for ranks in shape.lines(axis):
             made = dist.new_group(list(ranks)) if len(ranks) > 1 else None
             if made is not None and rank in ranks:
                 lines[axis] = Line(made)
@@ -90,55 +117,31 @@ def real(name: str, modality: Modality, rank: int) -> Found:
         layer.register_forward_hook(lambda *_: inside.clear())
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = module.training_step(batch, 0)
-    forward = group.moved
     loss.backward()
-    moved = sum(line.moved for line in lines.values()) if lines else group.moved - forward
+    moved = sum(line.moved for line in lines.values())
     return Found(sum(p.nbytes for p in module.parameters()), sum(saved.values()), moved)
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("name", "mode"), [("llama", "3d"), ("gpt2", "2d"), ("bert", "2.5d")])
 def test_estimates_of_a_rank_are_what_it_holds_keeps_and_sends(name: str, mode: str) -> None:
     modality = Modality(**MODES[mode])
-    module, batch = CASES[name].build(), CASES[name].batch(SAMPLES)
+    module, batch = case(name)
     plan = planned(module, modality, modality.tp_size)
     found = trace(module, batch, plan.partition, plan.modalities, plan.division)
     layers = found.units["language"][1:-1]
     estimated = {number: size for unit in layers for number, size in unit.saved.items()}
     traffic = sum(sent(GridShape.of(modality), modality.tp_size, unit.products) for unit in layers)
     memory = memory_of(plan, Step(module, "1f1b", 1, trace=found))
-    for rank in (0, modality.tp_size - 1):
-        with as_rank(rank, modality.tp_size):
-            measured = real(name, modality, rank)
-        print(name, mode, rank, memory[rank].parameters, sum(estimated.values()), traffic, measured)  # TRY
-        assert memory[rank].parameters == measured.parameters
-        assert sum(estimated.values()) == pytest.approx(measured.saved, rel=0.02)
-        if mode != "1d":
-            assert traffic == pytest.approx(measured.sent, rel=0.05)
+    rank = modality.tp_size - 1
+    with as_rank(rank, modality.tp_size):
+        measured = real(name, modality, rank)
+    assert memory[rank].parameters == measured.parameters
+    assert sum(estimated.values()) == measured.saved
+    assert traffic == pytest.approx(measured.sent, rel=0.02)  # two numbers of each token come on top
 
 
 # --- the choice ---
-
-
-class Text(L.LightningModule):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        config = hf.LlamaConfig(
-            vocab_size=64,
-            hidden_size=width,
-            intermediate_size=2 * width,
-            num_hidden_layers=4,
-            num_attention_heads=8,
-            num_key_value_heads=4,
-        )
-        self.model = hf.LlamaForCausalLM(config)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.model(**batch, use_cache=False).loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters())
 
 
 def proposed(
@@ -187,8 +190,8 @@ def test_modes_are_those_that_have_a_grid_of_the_ranks(ranks: int, modes: list[t
 def test_the_mode_that_sends_least_is_proposed() -> None:
     """Weights travel on a grid, so that it pays with many tokens."""
     many, few = proposed(Modality(tp_size=8)), proposed(Modality(tp_size=8), width=256, shape=(8, 4))
-    assert (mode_of(many), mode_of(few)) == ("3d", "1d")
-    assert "tp_mode: 3d" in many.as_yaml()
+    assert (mode_of(many), mode_of(few)) == ("2.5d", "1d")
+    assert "tp_mode: 2.5d, tp_depth: 2" in many.as_yaml()
     assert "possible" in as_text(many.page())
     kept = proposed(Modality(tp_size=8), keeps=True)
     assert (mode_of(kept), kept.modes) == ("1d", None)
@@ -215,13 +218,13 @@ def test_a_grid_that_sends_more_is_proposed_where_one_dim_does_not_fit() -> None
     ("fields", "options", "why"),
     [
         ({"sequence_parallel": True}, {}, "blocks on all ranks already"),
-        ({"cp_size": 2}, {}, "shards samples, not sequences"),
-        ({}, {"shape": (6, 128)}, "unlike numbers"),
-        ({}, {"shape": (128, 128)}, "either way round"),
+        ({}, {"shape": (7, 128)}, "unlike numbers"),
         ({}, {"module": "mixtral"}, "experts"),
-        ({}, {"module": "adapters"}, "adapter"),
+        pytest.param({"cp_size": 2}, {}, "shards samples, not sequences", marks=pytest.mark.exhaustive),
+        pytest.param({}, {"shape": (128, 128)}, "either way round", marks=pytest.mark.exhaustive),
+        pytest.param({}, {"module": "adapters"}, "adapter", marks=pytest.mark.exhaustive),
     ],
-    ids=["sequence_parallel", "cp_size", "samples", "square", "experts", "adapters"],
+    ids=["sequence_parallel", "samples", "experts", "cp_size", "square", "adapters"],
 )
 def test_what_grids_refuse_stays_along_one_dim(fields: dict[str, Any], options: dict[str, Any], why: str) -> None:
     if (kind := options.get("module")) == "mixtral":
@@ -234,7 +237,7 @@ def test_what_grids_refuse_stays_along_one_dim(fields: dict[str, Any], options: 
         module = Text(32)
         module.model = peft.get_peft_model(module.model, peft.LoraConfig(target_modules=["q_proj", "v_proj"]))
         options = {"module": module}
-    found = proposed(Modality(tp_size=8, **fields), **options)
+    found = proposed(Modality(tp_size=4, **fields), **options)
     assert mode_of(found) == "1d"
     assert found.modes is not None
     assert why in str(found.modes)
