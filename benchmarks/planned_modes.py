@@ -1,6 +1,6 @@
 """Which `tp_mode` the planner chooses for a Llama on 4 to 64 ranks, with what it estimates for each mode.
 
-Nothing runs: the model has no memory, and the planner counts. Sizes are those of one of 32 layers of Llama 7B, four of
+Nothing runs: the model has no memory, and the planner counts. Sizes are those of one of 32 layers of Llama 7B, two of
 them; 144 samples of a microbatch are shared evenly by all grids.
 """
 
@@ -24,9 +24,8 @@ from lightning_mm5d.planner.rank_memory import Step
 from lightning_mm5d.planner.tables import memory_text
 from lightning_mm5d.trainer.optimizer_probe import remade
 
-LAYERS, SAMPLES, MICROBATCHES = 4, 144, 4
+LAYERS, SAMPLES, MICROBATCHES = 2, 144, 4
 LENGTHS, RANKS = (16, 256), (4, 8, 16, 27, 64)
-LIMITS = {16: 8 * 2**30, 256: 24 * 2**30}
 
 
 class Model(L.LightningModule):
@@ -64,27 +63,28 @@ def said(found: Proposal) -> str:
     return one.tp_mode + (f", depth {one.tp_depth}" if one.tp_depth > 1 else "") + again
 
 
-def peak(found: Proposal) -> str:
-    return memory_text(max(one.peak for one in found.memory))
+def most(found: Proposal) -> int:
+    """Bytes of the rank that needs most."""
+    return max(one.peak for one in found.memory)
 
 
 def main(show: Any = print) -> None:
     with torch.device("meta"):
         module = Model().bfloat16()
-    show("| tokens | ranks | sent by a rank in a step | `mm5d plan` | peak | with `--memory-limit` | peak |")
+    show("| tokens | ranks | sent by a rank in a step | `mm5d plan` | peak | limit | `mm5d plan` with it |")
     show("| --- | --- | --- | --- | --- | --- | --- |")
     for length in LENGTHS:
         for ranks in RANKS:
             free = proposal(module, ranks, length, None)
             assert free.modes is not None
-            sizes = ", ".join(f"{mode} {size if size != '-' else why}" for _, mode, size, why in free.modes.rows)
+            sizes = "; ".join(f"{mode}: {size}" for _, mode, size, _ in free.modes.rows)
+            limit = most(free) * 8 // 10
             try:
-                limited = proposal(module, ranks, length, LIMITS[length])
-                cells = f"{said(limited)} | {peak(limited)}"
+                limited = said(proposal(module, ranks, length, limit))
             except ConfigError:
-                cells = "nothing fits | "
-            limit = memory_text(LIMITS[length])
-            show(f"| {SAMPLES * length:,} | {ranks} | {sizes} | {said(free)} | {peak(free)} | {limit}: {cells} |")
+                limited = "nothing fits"
+            cells = f"{said(free)} | {memory_text(most(free))} | {memory_text(limit)} | {limited}"
+            show(f"| {SAMPLES * length:,} | {ranks} | {sizes} | {cells} |")
             sys.stdout.flush()
 
 

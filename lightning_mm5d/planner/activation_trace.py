@@ -196,8 +196,8 @@ class _Tracer:
             with watched(copy, partition.encoders, partition.parts, self._call), self._fake, hooks:
                 yield
         finally:
-            for one in undo:
-                one()
+            for remove in undo:
+                remove()
 
     def backward(self, loss: Tensor) -> None:
         """Run the backward, for the memory that it needs for a moment."""

@@ -68,8 +68,8 @@ def sent(shape: GridShape | None, ranks: int, products: Iterable[Product]) -> fl
             backward = one.made * (one.passes or one.trains)
             total += (side - 1) / ranks * (numbers * (1 + one.passes + one.trains) + one.made + backward)
         else:
-            numbers = one.given / shape.depth + one.weight
-            total += (side - 1) / side**2 * numbers * (1 + one.passes + one.trains)
+            panels = one.given / shape.depth + one.weight
+            total += (side - 1) / side**2 * panels * (1 + one.passes + one.trains)
     return total
 
 
