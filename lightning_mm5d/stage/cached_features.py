@@ -7,10 +7,12 @@ into items, each item has a key and a file, so that shuffled batches find them; 
 is computed as a whole.
 
 An item's features must not depend on the items beside it. Of the first call of each structure the last item is encoded
-once more, alone: where that gives something else, calls are kept as wholes, which only equal batches find.
+once more, alone: where that gives something else, or fails, calls are kept as wholes, which only equal batches find.
+So are calls whose items may have unequal lengths that no table tells (`feature_items`).
 
 It refuses (`ConfigError`), in the call that shows it: features that are random, that depend on something trained, or
-whose computation writes buffers or attributes, and arguments or results that no file can hold.
+whose computation writes buffers or attributes, arguments or results that no file can hold, and attributes of the
+encoder whose content cannot be known.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import json
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
 
@@ -33,7 +36,7 @@ from lightning_mm5d.partition.compiled import IN_PLACE, is_compiled_in_place
 from lightning_mm5d.partition.found import Boundary
 from lightning_mm5d.sharded.remote_value import is_remote
 from lightning_mm5d.source.order import used_fields
-from lightning_mm5d.stage.encoder_state import EncoderState, is_bookkeeping, update
+from lightning_mm5d.stage.encoder_state import EncoderState, is_bookkeeping, update, version_of
 from lightning_mm5d.stage.feature_items import DividedError, Items, items_of, join, part_of_inputs, part_of_result, take
 from lightning_mm5d.stage.payload import Packer, rebuild, tensors_in
 from lightning_mm5d.stage.runtime import Runtime
@@ -42,6 +45,8 @@ from lightning_mm5d.stage.written import attributes, written
 from lightning_mm5d.storage.feature_files import FeatureFiles
 
 Compute = Callable[..., Any]
+_FORMAT = 2  # of keys; files of another one are not read
+_MOST_STRUCTURES = 64  # that are tried; calls of any further one are kept as wholes
 _MOST_OFF = 1e-3  # relative: of one item alone and among others, in precisions whose rounding is finer
 
 
@@ -94,6 +99,14 @@ def _put_back(module: nn.Module, method: str, had: Any) -> None:
         vars(module)[method] = had
 
 
+@dataclass(frozen=True)
+class _Alone:
+    """What a single item gives: description of the result, and of each tensor what `Items.bounds` takes."""
+
+    description: Any
+    rows: list[tuple[int, int]]
+
+
 class _CachedCall:
     """One boundary, looked up."""
 
@@ -108,11 +121,9 @@ class _CachedCall:
             for name, stages in runtime.partition.owners.items()
             if any(stage.modality == modality for stage in stages)
         ]
-        self._parameters = [runtime.parameters[name] for name in owned if name in runtime.parameters]
-        self._buffers = [(name, one) for name, one in runtime.root.named_buffers() if name in owned]
-        self._state = EncoderState(runtime.root, boundary.path, owned, device)
-        # the description of what one item gives, by the structure of a call; None where calls are kept as wholes
-        self._alone: dict[Hashable, Any] = {}
+        self._state = EncoderState(runtime.root, boundary.path, boundary.method, owned, device)
+        # what one item gives, by the structure of a call; None where calls are kept as wholes
+        self._alone: dict[Hashable, _Alone | None] = {}
         self._warned = False
 
     def __call__(self, original: Compute, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -129,9 +140,11 @@ class _CachedCall:
             return original(*args, **kwargs)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
             raise self._refused("An input of the encoder needs a gradient through it")
-        call = json.dumps([self._state.fingerprint(), self._boundary.name, description])
+        call = json.dumps([_FORMAT, self._fingerprint(), self._boundary.name, self._fields(), description])
         structure = call, *((tensor.dtype, tensor.shape[1:]) for tensor in given)
-        items = items_of(given) if self._alone.get(structure, True) is not None else None
+        items = None
+        if self._alone.get(structure, True) is not None:
+            items = items_of([*description["l"][0]["u"], *(one for _, one in description["l"][1]["d"])], given)
         parts: list[Any] = []
         if items is not None:
             parts = [self._files.read(key) for key in _item_keys(call, given, items)]
@@ -144,13 +157,12 @@ class _CachedCall:
                 return self._on_device(*found)
         result = self._computed(original, args, kwargs)
         whole, tensors = self._described(result)
-        if items is not None and structure not in self._alone:
+        if items is not None and structure not in self._alone and len(self._alone) < _MOST_STRUCTURES:
             last = [part_of_inputs(tensor, items, items.count - 1) for tensor in given]
-            arguments = rebuild(description, last)
-            self._alone[structure] = self._divided(whole, tensors, self._computed(original, *arguments), items)
-        own = None
-        if items is not None and self._alone[structure] is not None:
-            own = _or_none(_parts, whole, tensors, self._alone[structure], items)
+            self._alone[structure] = self._divided(whole, tensors, original, rebuild(description, last), items)
+        own, alone = None, self._alone.get(structure)
+        if items is not None and alone is not None:
+            own = _or_none(_parts, whole, tensors, alone, items)
         if items is None or own is None:
             self._write(_key("call", call, given), whole, tensors)
             return result
@@ -161,7 +173,7 @@ class _CachedCall:
 
     def _is_trained(self) -> bool:
         """Whether somebody has begun to train the encoder; its features are computed then."""
-        trained = any(parameter.requires_grad for parameter in self._parameters)
+        trained = any(isinstance(one, nn.Parameter) and one.requires_grad for one in self._state.tensors().values())
         if trained and not self._warned:
             self._warned = True
             warnings.warn(
@@ -171,6 +183,18 @@ class _CachedCall:
             )
         return trained
 
+    def _fingerprint(self) -> str:
+        try:
+            return self._state.fingerprint()
+        except ValueError as error:
+            rule = f"The features may depend on an attribute of the encoder, and {error}"
+            raise self._refused(rule, "Hold plain values there, or leave it unset") from None
+
+    def _fields(self) -> list[str] | None:
+        """The fields of a result that are kept; None for all."""
+        fields = self._runtime.wanted[self._boundary.name]
+        return None if fields is None else sorted(fields)
+
     def _computed(self, original: Compute, args: Any, kwargs: Any) -> Any:
         """Call the boundary; refuse a call that does more than give features, or gives others each time."""
         path, run = self._boundary.path, self._runtime.active
@@ -178,24 +202,30 @@ class _CachedCall:
         if run is not None:
             run.draws = None  # its layers would begin a stream of their own, and must not draw from any
         drawn = pack_states(all_states(self._device))
-        before = attributes(self.module, path), [buffer._version for _, buffer in self._buffers]
+        before, buffers = attributes(self.module, path), self._buffers()
         # nothing here is trained, so no graph is kept, and what depends on something else that is trained shows
         with nullcontext() if torch.is_inference_mode_enabled() else torch.enable_grad():
-            result = original(*args, **kwargs)
-        if run is not None:
-            run.draws = draws
+            try:
+                result = original(*args, **kwargs)
+            finally:
+                if run is not None:
+                    run.draws = draws
         if not torch.equal(drawn, pack_states(all_states(self._device))):
             raise self._refused(
                 "The encoder draws random numbers, as a dropout does, so that its features are others each time",
                 f"Call eval() on {self._modality} in __init__ or configure_model",
             )
-        names = [name for (name, one), old in zip(self._buffers, before[1], strict=True) if one._version != old]
+        names = [
+            name
+            for name, (one, version) in self._buffers().items()
+            if name not in buffers or buffers[name][0] is not one or buffers[name][1] != version
+        ]
         if names:
             raise self._refused(
                 f"The encoder writes the buffer {names[0]} while it computes, as a batch norm does in training",
                 f"Call eval() on {self._modality} in __init__ or configure_model",
             )
-        root, notes = self._runtime.root, written(before[0], attributes(self.module, path))
+        root, notes = self._runtime.root, written(before, attributes(self.module, path))
         notes = [note for note in notes if not is_bookkeeping(root.get_submodule(note[0]), note[1], note[0])]
         if notes:
             rule = (
@@ -214,16 +244,27 @@ class _CachedCall:
             raise self._refused(f"Its result must be one that files can hold, and {error}") from None
         return described, packer.tensors
 
-    def _divided(self, whole: Any, tensors: list[Tensor], alone: Any, items: Items) -> Any:
-        """Return the description of one item's result, None where the item gives something else among others."""
-        description, own = self._described(alone)
-        parts = _or_none(_parts, whole, tensors, description, items)
+    def _buffers(self) -> dict[str, tuple[Tensor, int]]:
+        """The buffers that there are now, and how often each has been written."""
+        found = self._state.tensors().items()
+        return {name: (one, version_of(one)) for name, one in found if not isinstance(one, nn.Parameter)}
+
+    def _divided(
+        self, whole: Any, tensors: list[Tensor], original: Compute, arguments: Any, items: Items
+    ) -> _Alone | None:
+        """Encode one item, the last; return what it gives, None where that fails or differs from its part of all."""
+        try:
+            description, own = self._described(self._computed(original, *arguments))
+        except Exception:  # code that takes no single item, in any way
+            return None
+        length = items.lengths[-1]
+        alone = _Alone(description, [(len(tensor) if tensor.dim() else 0, length) for tensor in own])
+        parts = _or_none(_parts, whole, tensors, alone, items)
         if parts is None:
             return None
-        _, among = parts[-1]
-        _, shown = take(part_of_result(description, description, Items(1)), own, Items(1), 0)
-        same = len(among) == len(shown) and all(map(_is_close, shown, among))
-        return description if same else None
+        shown = _parts(description, own, alone, Items(1, (length,)))[0]
+        same = len(parts[-1][1]) == len(shown[1]) and all(map(_is_close, shown[1], parts[-1][1]))
+        return alone if same else None
 
     def _joined(self, parts: Sequence[tuple[Any, list[Tensor]] | None]) -> Any:
         """Return the result of which every item has been read; None where one is missing, or unlike the others."""
@@ -251,10 +292,10 @@ class _CachedCall:
         return ConfigError(self._field, self._boundary.name, rule, fix)
 
 
-def _parts(whole: Any, tensors: list[Tensor], alone: Any, items: Items) -> list[tuple[Any, list[Tensor]]]:
+def _parts(whole: Any, tensors: list[Tensor], alone: _Alone, items: Items) -> list[tuple[Any, list[Tensor]]]:
     """Return the part of each item; raise DividedError where a result has none."""
-    part = part_of_result(whole, alone, items)
-    return [take(part, tensors, items, item) for item in range(items.count)]
+    part = part_of_result(whole, alone.description, items)
+    return [take(part, tensors, items, item, alone.rows) for item in range(items.count)]
 
 
 def _or_none(function: Callable[..., Any], *args: Any) -> Any:

@@ -1,21 +1,36 @@
 """What a frozen encoder's features depend on beside its inputs: weights, buffers, modes, configuration and precision.
 
-Weights are hashed once, and again after a write in place, which counts up a tensor's version. Plain attributes of
-modules (numbers, strings, ``training``) are part of the state; code is not.
+Tensors are looked up by name at each call, because a move to another device, ``load_state_dict(assign=True)`` or an
+assignment puts others in their places. Each is hashed once, and again after a write in place, which counts up its
+version. Attributes of modules are part of the state, whatever they hold (`state_content`): numbers, containers,
+tensors, functions and configurations. Of a module that also holds weights of other modalities, such as the
+LightningModule itself, those attributes count that the code of the encoder's boundary names. Code of classes is not
+part of the state.
+
+It refuses (`ValueError`) attributes whose content cannot be known.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from inspect import getattr_static, isfunction
+from types import CodeType, FunctionType
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import transformers
 from torch import Tensor, nn
 
-_PLAIN = (bool, int, float, str)
+from lightning_mm5d.partition.compiled import IN_PLACE
+from lightning_mm5d.sharded.remote_value import is_remote
+from lightning_mm5d.source.order import is_followed
+from lightning_mm5d.source.trees import function_of
+from lightning_mm5d.stage.state_content import Contents
+
+_OF_TORCH = frozenset(vars(nn.Module())) | {"forward", IN_PLACE}
+_FRAMEWORKS = ("lightning.", "pytorch_lightning.", "torch._dynamo.")
 
 
 class EncoderState:
@@ -24,24 +39,44 @@ class EncoderState:
     Args:
         root: the LightningModule.
         path: of the module that has the boundary.
+        method: of that module.
         owned: names of the modality's parameters and buffers, in the LightningModule.
         device: where this rank computes.
     """
 
-    def __init__(self, root: nn.Module, path: str, owned: Collection[str], device: torch.device) -> None:
-        self._device = device
-        start = root.get_submodule(path)
-        self._modules = dict(_modules(start, path, frozenset(owned)))
-        tensors = {**dict(root.named_parameters(remove_duplicate=False)), **dict(root.named_buffers())}
-        self._tensors = {name: tensor for name, tensor in tensors.items() if name in owned}
-        self._start, self._weights = start, ""
-        self._seen: list[tuple[int, int, torch.dtype]] | None = None
+    def __init__(self, root: nn.Module, path: str, method: str, owned: Collection[str], device: torch.device) -> None:
+        self._root, self._path, self._method, self._device = root, path, method, device
+        self._owned = sorted(owned)
+        every = {name for name, _ in root.named_parameters(remove_duplicate=False)}
+        every |= {name for name, _ in root.named_buffers(remove_duplicate=False)}
+        self._inside = _paths_to(self._owned)
+        self._mixed = _paths_to(every.difference(owned)) | {""}
+        self._named: frozenset[str] | None = None
+        self._hashed: dict[int, tuple[Tensor, int, torch.dtype, str]] = {}
+        self._others: dict[int, EncoderState] = {}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the parameters and buffers that the module has now, by their names in the LightningModule."""
+        found: dict[str, Tensor] = {}
+        for name in self._owned:
+            owner, _, own = name.rpartition(".")
+            tensor = getattr(self._root.get_submodule(owner), own, None)
+            if isinstance(tensor, Tensor):
+                found[name] = tensor
+        for path, module in self._modules():
+            if path not in self._mixed:
+                held = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+                found |= {f"{path}.{name}": tensor for name, tensor in held}
+        return found
 
     def fingerprint(self) -> str:
-        """Return a digest that is equal for equal states."""
-        seen = [(id(tensor), tensor._version, tensor.dtype) for tensor in self._tensors.values()]
-        if seen != self._seen:
-            self._weights, self._seen = self._hashed(), seen
+        """Return a digest that is equal for equal states.
+
+        Raises:
+            ValueError: the content of an attribute cannot be known; the message names it.
+        """
+        hashed, self._hashed = self._hashed, {}
+        contents = Contents(lambda tensor: self._digest(tensor, hashed), self._other_module)
         modes = [
             torch.__version__,
             transformers.__version__,
@@ -51,27 +86,76 @@ class EncoderState:
             torch.get_float32_matmul_precision(),
             str(torch.get_default_dtype()),
         ]
-        attributes = [
-            (
-                path,
-                type(module).__module__,
-                type(module).__qualname__,
-                module.training,
-                *_plain(module, path),
-            )
-            for path, module in self._modules.items()
+        modules = [
+            (path, contents.of(type(module)), module.training, self._attributes(path, module, contents))
+            for path, module in self._modules()
         ]
-        return hashlib.sha256(repr([self._weights, modes, attributes]).encode()).hexdigest()
+        tensors = [(name, self._digest(tensor, hashed)) for name, tensor in sorted(self.tensors().items())]
+        return hashlib.sha256(repr([modes, modules, tensors]).encode()).hexdigest()
 
-    def _hashed(self) -> str:
-        digest = hashlib.sha256()
-        config: Any = getattr(self._start, "config", None)
-        if hasattr(config, "to_dict"):
-            digest.update(json.dumps(config.to_dict(), sort_keys=True, default=str).encode())
-        for name, tensor in sorted(self._tensors.items()):
-            digest.update(name.encode())
+    def _digest(self, tensor: Tensor, hashed: dict[int, tuple[Tensor, int, torch.dtype, str]]) -> str:
+        """Return the digest of a tensor; `hashed` are those of the last call, and this call's are kept."""
+        if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
+            raise ValueError(f"a tensor of layout {tensor.layout} on {tensor.device}, which has no numbers to read")
+        version = version_of(tensor)
+        known = self._hashed.get(id(tensor)) or hashed.get(id(tensor))
+        if known is None or version < 0 or known[1:3] != (version, tensor.dtype):
+            digest = hashlib.sha256()
             update(digest, tensor)
-        return digest.hexdigest()
+            known = tensor, version, tensor.dtype, digest.hexdigest()
+        self._hashed[id(tensor)] = known
+        return known[3]
+
+    def _modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the boundary's module and those inside of it, but those all of whose tensors other modalities own."""
+        todo = [(self._path, self._root.get_submodule(self._path))]
+        while todo:
+            path, module = todo.pop()
+            yield path, module
+            for name, child in module.named_children():
+                full = f"{path}.{name}" if path else name
+                if full in self._inside or next(child.parameters(), next(child.buffers(), None)) is None:
+                    todo.append((full, child))
+
+    def _attributes(self, path: str, module: nn.Module, contents: Contents) -> list[tuple[str, Any]]:
+        values = {
+            name: value
+            for name, value in vars(module).items()
+            if name not in _OF_TORCH
+            and not is_bookkeeping(module, name, path)
+            and not type(value).__module__.startswith(_FRAMEWORKS)
+            and not isfunction(getattr_static(type(module), name, None))  # stands before a method
+            and not is_remote(value)
+        }
+        if isinstance(module, pl.LightningModule):
+            values["hparams"] = dict(module.hparams)
+        if path in self._mixed:
+            values = {name: value for name, value in values.items() if name in self._names()}
+        found = []
+        for name, value in values.items():
+            try:
+                found.append((name, contents.of(value)))
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{path}.{name}".lstrip(".") + f" holds {error}") from None
+        return found
+
+    def _names(self) -> frozenset[str]:
+        """The names in the boundary's code, and in that of what it calls by these names."""
+        if self._named is None:
+            types = {type(module) for path, module in self._modules() if path in self._mixed}
+            self._named = frozenset(_names_in(types, self._method))
+        return self._named
+
+    def _other_module(self, module: nn.Module) -> Any:
+        """What stands for a module that an attribute holds: its path, or what it holds where it has none."""
+        path = next((path for path, one in self._root.named_modules() if one is module), None)
+        if path is not None:
+            return "module", path
+        if id(module) not in self._others:
+            state = EncoderState(module, "", "forward", list(module.state_dict()), self._device)
+            state._mixed = frozenset()
+            self._others[id(module)] = state
+        return "module", self._others[id(module)].fingerprint()
 
 
 def update(digest: Any, tensor: Tensor) -> None:
@@ -82,14 +166,9 @@ def update(digest: Any, tensor: Tensor) -> None:
         digest.update(local.view(-1).view(torch.uint8).numpy().data)
 
 
-def _modules(module: nn.Module, path: str, owned: frozenset[str]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield a module and what is inside of it, without modules all of whose tensors belong to other modalities."""
-    yield path, module
-    for name, child in module.named_children():
-        full = f"{path}.{name}" if path else name
-        own = [f"{full}.{one}" for one, _ in child.named_parameters()]
-        if not own or not owned.isdisjoint(own):
-            yield from _modules(child, full, owned)
+def version_of(tensor: Tensor) -> int:
+    """Return how often a tensor has been written in place; -1 for one of inference mode, which nobody counts."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def is_bookkeeping(module: nn.Module, name: str, path: str) -> bool:
@@ -97,12 +176,37 @@ def is_bookkeeping(module: nn.Module, name: str, path: str) -> bool:
     return name.startswith("_") and (not path or type(module).__module__.startswith("transformers."))
 
 
-def _plain(module: nn.Module, path: str) -> list[tuple[str, Any]]:
-    """The attributes of plain values."""
-    return [
-        (name, value)
-        for name, value in vars(module).items()
-        if name != "training"
-        and not is_bookkeeping(module, name, path)
-        and (isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(one, _PLAIN) for one in value)))
-    ]
+def _paths_to(names: Iterable[str]) -> frozenset[str]:
+    """The paths of all modules that hold these tensors."""
+    found = {""} if names else set[str]()
+    for name in names:
+        while name := name.rpartition(".")[0]:
+            found.add(name)
+    return frozenset(found)
+
+
+def _names_in(types: Iterable[type], method: str) -> set[str]:
+    """The names that `method` uses, and those that the methods of `types` and functions of these names use."""
+    classes = {base for one in types for base in one.__mro__}
+    found, followed = {method}, set[FunctionType]()
+    todo = [vars(one).get(method) for one in classes]
+    while todo:
+        value = todo.pop()
+        function = function_of(getattr(value, "fget", getattr(value, "func", value)))  # of properties
+        if function is None or function in followed or not is_followed(function):
+            continue
+        followed.add(function)
+        names = set(_names_of(function.__code__))
+        found |= names
+        todo += [vars(one).get(name) for one in classes for name in names]
+        todo += [function.__globals__.get(name) for name in names]
+    return found
+
+
+def _names_of(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for one in code.co_consts:
+        if isinstance(one, CodeType):
+            yield from _names_of(one)
+        elif isinstance(one, str):  # of getattr
+            yield one

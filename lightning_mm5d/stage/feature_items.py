@@ -3,7 +3,11 @@
 An *item* is one image, video or piece of audio. Inputs tell their items by their shapes: every tensor has one row for
 each item along dim 0; or they are packed, and a table of sizes (``image_grid_thw`` and its like) says how many rows
 each item has. Which part of a result belongs to which item shows when one item is encoded alone: a tensor whose rows
-are fewer, and a list that is shorter. What is equal in both is shared by all items.
+are fewer in proportion, and a list that is shorter. Numbers that are equal in both are shared by all items.
+
+Where items may give unequal numbers of rows and no table tells them, inputs are not divided: a tensor of integers or
+bools (a mask, sizes) differs between items, an item has zeros in place of a frame or tile, or a list of the arguments
+may count the items.
 
 Descriptions are those of `payload.Packer`. In the description of an item's part, ``rows`` marks tensors that are
 concatenated along dim 0 when items are joined, and ``items`` marks lists with one entry for each item.
@@ -39,29 +43,52 @@ class Items:
     count: int
     packed: tuple[int, ...] | None = None
 
-    def bounds(self, rows: int, item: int) -> tuple[int, int]:
-        """Return first row and end of an item in a tensor of `rows` rows.
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Rows of each item in packed inputs, else 1."""
+        return self.packed or (1,) * self.count
+
+    def bounds(self, rows: int, alone: tuple[int, int], item: int) -> tuple[int, int]:
+        """Return first row and end of an item in a tensor of a result.
+
+        Args:
+            rows: of the tensor.
+            alone: rows of the result for a single item, and of that item in packed inputs, else 1.
+            item: its number.
 
         Raises:
-            DividedError: they are not in proportion to the item's rows in the inputs.
+            DividedError: they are not in proportion to the items' rows in the inputs.
         """
-        if rows == self.count:
+        own, length = alone
+        if own == 1 and rows == self.count:
             return item, item + 1
-        lengths = self.packed or (1,) * self.count
-        total = sum(lengths)
-        if any(length * rows % total for length in lengths):
+        lengths = self.lengths
+        if rows * length != own * sum(lengths) or any(one * own % length for one in lengths):
             raise DividedError
-        ends = [0, *accumulate(length * rows // total for length in lengths)]
+        ends = [0, *accumulate(one * own // length for one in lengths)]
         return ends[item], ends[item + 1]
 
 
-def items_of(tensors: Sequence[Tensor]) -> Items | None:
-    """Return how the tensors of a call's arguments divide into several items; None where they do not tell."""
+def items_of(arguments: Sequence[Any], tensors: Sequence[Tensor]) -> Items | None:
+    """Return how the tensors of a call's arguments divide into several items; None where they do not tell.
+
+    Args:
+        arguments: description of each.
+        tensors: of all of them.
+    """
     lengths = [len(tensor) for tensor in tensors if tensor.dim()]
     if not lengths or min(lengths) == 0:
         return None
+    items = _counted(lengths, tensors)
+    if items is None or any(_may_count(argument, items.count) for argument in arguments):
+        return None
+    return items
+
+
+def _counted(lengths: Sequence[int], tensors: Sequence[Tensor]) -> Items | None:
     if len(set(lengths)) == 1:
-        return Items(lengths[0]) if lengths[0] > 1 else None
+        is_divided = lengths[0] > 1 and not any(map(_is_uneven, tensors))
+        return Items(lengths[0]) if is_divided else None
     for table in tensors:
         if table.dim() == 2 and table.shape[1] in (2, 3) and table.dtype in (torch.int64, torch.int32):
             rows = tuple(math.prod(row) for row in table.tolist())
@@ -70,12 +97,33 @@ def items_of(tensors: Sequence[Tensor]) -> Items | None:
     return None
 
 
+def _is_uneven(tensor: Tensor) -> bool:
+    """Whether the numbers of a tensor, a row for each item, may say that items have unequal lengths."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor.dim() > 2 and bool((tensor.flatten(2) == 0).all(dim=2).any())
+    return tensor.dim() > 0 and not torch.equal(tensor, tensor[:1].expand_as(tensor))
+
+
+def _may_count(node: Any, count: int, listed: bool = False) -> bool:
+    """Whether the description of an argument has a list of tensors, or one with as many entries as there are items."""
+    if not isinstance(node, dict):
+        return False
+    if "t" in node:
+        return listed
+    if "d" in node:
+        return any(_may_count(value, count, listed) for _, value in node["d"])
+    entries = next((node[kind] for kind in ("l", "u", "s") if kind in node), ())
+    return len(entries) == count or any(_may_count(one, count, True) for one in entries)
+
+
 def part_of_inputs(tensor: Tensor, items: Items, item: int) -> Tensor:
     """Return the rows of an item in a tensor of the arguments."""
     if not tensor.dim():
         return tensor
-    start, stop = items.bounds(len(tensor), item)
-    return tensor[start:stop]
+    if items.packed is None or len(tensor) == items.count:
+        return tensor[item : item + 1]
+    start = sum(items.packed[:item])
+    return tensor[start : start + items.packed[item]]
 
 
 def part_of_result(whole: Any, alone: Any, items: Items) -> Any:
@@ -96,7 +144,7 @@ def part_of_result(whole: Any, alone: Any, items: Items) -> Any:
     if whole.keys() != alone.keys() or whole.get("c") != alone.get("c"):
         raise DividedError
     if "t" in whole:
-        return {"t": whole["t"], "rows": True}
+        return {"t": whole["t"], "rows": alone["t"]}
     found = dict(whole)
     if "d" in whole:
         pairs = list(zip(whole["d"], alone["d"], strict=False))
@@ -120,7 +168,9 @@ def part_of_result(whole: Any, alone: Any, items: Items) -> Any:
     return found
 
 
-def take(part: Any, tensors: Sequence[Tensor], items: Items, item: int) -> tuple[Any, list[Tensor]]:
+def take(
+    part: Any, tensors: Sequence[Tensor], items: Items, item: int, alone: Sequence[tuple[int, int]]
+) -> tuple[Any, list[Tensor]]:
     """Return an item's part of a result: its description, and its tensors.
 
     Args:
@@ -128,16 +178,17 @@ def take(part: Any, tensors: Sequence[Tensor], items: Items, item: int) -> tuple
         tensors: of the result.
         items: of the call.
         item: its number.
+        alone: of each tensor of the result for a single item what `Items.bounds` takes.
     """
-    places: dict[tuple[int, bool], int] = {}
+    places: dict[tuple[int, int | None], int] = {}
     found: list[Tensor] = []
 
-    def add(index: int, rows: bool) -> int:
+    def add(index: int, rows: int | None) -> int:
         if (index, rows) not in places:
             places[index, rows] = len(found)
             tensor = tensors[index]
-            if rows and tensor.dim():
-                start, stop = items.bounds(len(tensor), item)
+            if rows is not None and tensor.dim():
+                start, stop = items.bounds(len(tensor), alone[rows], item)
                 tensor = tensor[start:stop]
             found.append(tensor)
         return places[index, rows]
@@ -146,10 +197,10 @@ def take(part: Any, tensors: Sequence[Tensor], items: Items, item: int) -> tuple
         if not isinstance(node, dict):
             return node
         if "rows" in node:
-            return {"t": add(node["t"], True), "rows": True}
+            return {"t": add(node["t"], node["rows"]), "rows": True}
         if "items" in node:
             kind = "l" if "l" in node else "u"
-            return {kind: [{"t": add(node[kind][item]["t"], False)}], "items": True}
+            return {kind: [{"t": add(node[kind][item]["t"], None)}], "items": True}
         if "d" in node:
             return {**node, "d": [[key, walk(value)] for key, value in node["d"]]}
         return {key: [walk(one) for one in value] if key in ("l", "u") else value for key, value in node.items()}
