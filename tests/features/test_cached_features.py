@@ -266,7 +266,14 @@ class Fields(Toy):
     def __init__(self) -> None:
         super().__init__()
         self.encoder = CLIPVisionModel(
-            CLIPVisionConfig(WIDTH, WIDTH, num_hidden_layers=1, num_attention_heads=2, image_size=2, patch_size=1)
+            CLIPVisionConfig(
+                hidden_size=WIDTH,
+                intermediate_size=WIDTH,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                image_size=2,
+                patch_size=1,
+            )
         ).double()
         self.encoder.requires_grad_(False).eval()
 
