@@ -99,6 +99,13 @@ class StepDraws:
         """Begin the stream of the stage's layers."""
         seed_torch(seed_of(*self._key, self._stage), self._device)
 
+    def backward(self) -> None:
+        """Begin the stream of the stage's backward, of Python's and numpy's generators too.
+
+        What it draws then depends neither on what ran before it, which is the schedule's choice, nor on the rank.
+        """
+        seed_all(seed_of(*self._key, self._stage, "backward"), self._device)
+
     @contextmanager
     def apart(self, name: str) -> Iterator[None]:
         """Draw from a stream of the boundary `name` meanwhile."""

@@ -11,7 +11,8 @@ they hand over where tokens travel, which all of them do together, and nowhere e
 ended then serves the others, and hands over as they do.
 
 What is of one microbatch at a time is exchanged at each turn (`Scope`): the run that patched modules obey, random
-generators, the default dtype, where logs go.
+generators and settings of the process (`ProcessState`), where logs go. An object of the user's that several
+microbatches change, such as a list in a closure, is not.
 
 Microbatches run one after another where they would disturb each other: the first ones of each structure, which are
 traced and watched; and wherever the step writes attributes or buffers of modules in layers or before them, which
@@ -22,19 +23,16 @@ An error ends all of them, and is raised once.
 
 from __future__ import annotations
 
-import random
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import nn
-from torch.backends import cuda
 
-from lightning_mm5d.data.random_state import all_states, set_torch_states
+from lightning_mm5d.engine.process_state import ProcessState
 from lightning_mm5d.engine.thread_state import ThreadState
 
 
@@ -54,14 +52,6 @@ class Scope(Protocol):
         """Go on with the microbatch that `take` returned `state` of."""
 
 
-_ATTENTION = [
-    (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
-    (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
-    (cuda.math_sdp_enabled, cuda.enable_math_sdp),
-    (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
-]
-
-
 class _Ended(BaseException):
     """Ends a microbatch because another one has failed."""
 
@@ -76,7 +66,7 @@ class Copies:
     """
 
     def __init__(self, scopes: Iterable[Scope], layers: Iterable[nn.Module], device: torch.device) -> None:
-        self._scopes, self._device = [_OfProcess(device), *scopes], device
+        self._scopes, self._device = [ProcessState(device), *scopes], device
         self._turns: _Turns | None = None
         self._handles = []
         for layer in dict.fromkeys(layers):
@@ -119,11 +109,19 @@ class Copies:
             turns.run(0)
             for thread in others:
                 thread.join()
+        except _Ended:  # of an error that left nobody's turn, so that a thread may never end
+            pass
         finally:
             self._turns = None
             for group in groups:
                 group.hand_over = None
         return turns.results()
+
+    @property
+    def thread(self) -> int | None:
+        """Identifier of the thread whose turn it is, for the monitor's thread; None where functions do not run."""
+        turns = self._turns
+        return None if turns is None else turns.thread
 
     def _inside(self, more: int) -> None:
         if self._turns is not None:
@@ -131,7 +129,11 @@ class Copies:
 
 
 class _Turns:
-    """Whose turn it is, among functions that run in threads."""
+    """Whose turn it is, among functions that run in threads.
+
+    Attributes:
+        thread: identifier of the thread whose turn it is.
+    """
 
     def __init__(self, scopes: Sequence[Scope], functions: Sequence[Callable[[], Any]], *, always: bool) -> None:
         self._scopes, self._functions, self._always = scopes, functions, always
@@ -141,6 +143,7 @@ class _Turns:
         self._waiting = deque(range(count))  # the one that runs first, then those that have not ended
         self._may_run = [threading.Semaphore(0) for _ in range(count)]
         self._may_run[0].release()
+        self.thread = threading.get_ident()
         self._depth = [0] * count  # of layers
         self._results: list[Any] = [None] * count
         self._error: BaseException | None = None
@@ -152,8 +155,8 @@ class _Turns:
             place: of the function.
             state: of the schedule's thread, where this is another one.
         """
-        self._may_run[place].acquire()
         try:
+            self._wait_for_turn(place)
             if self._error is None:
                 if state is None:
                     self._call(place)
@@ -166,6 +169,8 @@ class _Turns:
             if self._waiting[0] != place:  # a signal: this one waits, and nobody may wait for it any more
                 for one in self._may_run:
                     one.release()
+                if place:
+                    return
                 raise
         self._waiting.popleft()
         if self._waiting:
@@ -185,7 +190,7 @@ class _Turns:
         self._states[place] = [scope.take() for scope in self._scopes]
         self._waiting.rotate(-1)
         self._go_on()
-        self._may_run[place].acquire()
+        self._wait_for_turn(place)
         if self._error is not None:
             raise _Ended
 
@@ -200,6 +205,10 @@ class _Turns:
             raise self._error
         return self._results
 
+    def _wait_for_turn(self, place: int) -> None:
+        self._may_run[place].acquire()
+        self.thread = threading.get_ident()
+
     def _go_on(self) -> None:
         place = self._waiting[0]
         self._put(self._states[place])
@@ -208,26 +217,3 @@ class _Turns:
     def _put(self, states: Sequence[Any]) -> None:
         for scope, state in zip(self._scopes, states, strict=True):
             scope.put(state)
-
-
-class _OfProcess:
-    """What is one for all threads of a process, and what contexts around layers may change.
-
-    These are the states of Python's, numpy's and torch's generators, the default dtype, and which kernels of attention
-    are allowed.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def take(self) -> Any:
-        return all_states(self._device), torch.get_default_dtype(), [is_on() for is_on, _ in _ATTENTION]
-
-    def put(self, state: Any) -> None:
-        (of_python, of_numpy, of_torch), dtype, kernels = state
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
-        set_torch_states(of_torch, self._device)
-        torch.set_default_dtype(dtype)
-        for (_, allow), is_on in zip(_ATTENTION, kernels, strict=True):
-            allow(is_on)

@@ -193,6 +193,10 @@ class Engine:
         whose = f" of replica {replica}" if self._plan.layout.num_replicas > 1 else ""
         return f"{action.stage}, {_NAMES[action.kind]} of microbatch {index}{whose}"
 
+    def thread(self) -> int | None:
+        """Return which thread computes for the main thread now; None where that does."""
+        return self._interleaving.thread
+
     def _starts(self) -> None:
         """Note that an action has everything that it waited for."""
         if self.recorder is not None:

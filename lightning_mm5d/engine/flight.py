@@ -71,6 +71,8 @@ class Flight:
                 gradients[key] = gradients[key] + gradient if key in gradients else gradient
                 outputs[key] = tensor
         if outputs:
+            if self.run.draws is not None:
+                self.run.draws.backward()
             with self.run.deferred or nullcontext():
                 self.run.backward(list(outputs.values()), list(gradients.values()))
 

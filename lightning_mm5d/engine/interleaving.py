@@ -73,6 +73,11 @@ class Interleaving:
         if self._copies is not None:
             self._copies.remove()
 
+    @property
+    def thread(self) -> int | None:
+        """Identifier of the thread that computes while microbatches run side by side; None while they do not."""
+        return None if self._copies is None else self._copies.thread
+
     def is_on(self, stage: StageKey) -> bool:
         """Whether microbatches of a stage may run side by side."""
         return bool(self._sharing[stage] or self._tokens.get(stage)) and stage not in self._writes

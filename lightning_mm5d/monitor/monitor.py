@@ -7,10 +7,14 @@ for some seconds reads the entries of the others, and judges:
 - All ranks wait, and none of their operations can ever finish: `RankMismatchError`.
 - One call has waited for longer than the watchdog: `WatchdogTimeoutError`, after a warning that names the slow ranks.
 
-The first cause is written to the board, where the first writer wins, and every rank then repeats it in one line. A main
-thread that waits in Python is woken by an error. One that waits inside of torch.distributed cannot be: it is freed by
-the end of its peers, and where that does not come its process prints the line and ends. Ranks end in an order in which
-rank 0, which may be the process that launched the others, is freed by them and can raise.
+Where microbatches run side by side, a thread that computes one may have the turn while the main thread waits for its
+own. Then the monitor looks at that thread, as if the main thread had called it.
+
+The first cause is written to the board, where the first writer wins, and every rank then repeats it in one line. A
+thread that waits for payloads, or runs Python code, is woken by an error; a main thread that waits for another thread's
+turn is, when that one ends. One that waits inside of torch.distributed or of other compiled code cannot be woken: it is
+freed by the end of its peers, and where that does not come its process prints the line and ends. Ranks end in an order
+in which rank 0, which may be the process that launched the others, is freed by them and can raise.
 
 It never judges a rank that computes, however long, before the watchdog.
 """
@@ -55,7 +59,8 @@ class Monitor:
         world_size: number of ranks.
         watchdog: seconds that one call may wait for other ranks.
         blocking: functions that wait for other ranks beside those of torch.distributed, by what to call them.
-        position: gives ``loop``, ``epoch``, ``batch``, ``action``, ``unsent`` and ``due`` of an entry; must not block.
+        position: gives ``loop``, ``epoch``, ``batch``, ``action``, ``thread``, ``unsent`` and ``due`` of an entry; must
+            not block.
         wake: raises in a main thread that waits in Python.
         children: processes of the ranks that this process started, by rank.
         report: takes the first cause when this rank ends of it.
@@ -88,7 +93,7 @@ class Monitor:
         self._told_at: float | None = None
         self._warned_at = 0.0
         self._suspect: tuple[str, float] = ("", 0.0)
-        self._interrupted = False
+        self._interrupted = 0  # identifier of the thread
         self._left = False
         self._unprinted: BaseException | None = None
         self._lock = threading.Lock()
@@ -123,7 +128,7 @@ class Monitor:
             self._left = True
             self._unprinted = unprinted
             if self._interrupted:  # one that is still to come
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._main), None)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._interrupted), None)
             self._state = "raised"
         if self.board is not None and self.board.error is None:  # others may wait to know
             self.board.post(self._entry(stack.Look(stack.Place("", ""), None), 0.0), fetches=True)
@@ -220,14 +225,16 @@ class Monitor:
     def _look(self, now: float) -> stack.Look:
         """Return where the main thread is; what was seen last while it runs and comes forward.
 
-        CPython 3.11 may crash where the frames of a thread are read in the moment in which it leaves one of them.
+        CPython 3.11 may crash where the frames of a thread are read in the moment in which it leaves one of them. So
+        while threads take turns, none of them is looked at before one has kept its turn for some time.
         """
         position = self._position()
         if position != self._moved[0]:
             self._moved = position, now
-        if now - self._moved[1] < MOVES_S and stack.runs(self._main):
+        computing = position.get("thread")
+        if now - self._moved[1] < MOVES_S and (computing is not None or stack.runs(self._main)):
             return stack.Look(self._seen.place, None)
-        return stack.look(self._main, self._blocking)
+        return stack.look(self._main, self._blocking, computing)
 
     def _entry(self, look: stack.Look, waited: float) -> Entry:
         wait = look.wait and {
@@ -343,11 +350,11 @@ class Monitor:
                 self._exit(error)
 
     def _interrupt(self, kind: type[Exception]) -> None:
-        """Raise an error in a main thread that runs Python code."""
+        """Raise an error in a thread that runs Python code: the main one, or the one that computes for it."""
         with self._lock:
             if not self._left:
-                self._interrupted = True
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._main), ctypes.py_object(kind))
+                self._interrupted = self._position().get("thread") or self._main
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._interrupted), ctypes.py_object(kind))
 
     def _end_children(self) -> None:
         for rank, child in self._children().items():

@@ -119,18 +119,21 @@ def runs(thread: int) -> bool:
     return time.clock_gettime(clock) - before > _GLANCE_S / 10
 
 
-def look(thread: int, blocking: Mapping[CodeType, str]) -> Look:
+def look(thread: int, blocking: Mapping[CodeType, str], computing: int | None = None) -> Look:
     """Return where the thread with the identifier `thread` is.
 
     Args:
         thread: of `threading.get_ident`.
         blocking: functions that wait for other ranks beside those of torch.distributed, with what to call them.
+        computing: another thread, that `thread` waits for: where it is counts, as if `thread` had called it.
     """
-    frame = sys._current_frames().get(thread)
+    current = sys._current_frames()
     frames = []
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
+    for one in dict.fromkeys((thread if computing is None else computing, thread)):
+        frame = current.get(one)
+        while frame is not None:
+            frames.append(frame)
+            frame = frame.f_back
     return Look(_place([(one, one.f_lineno) for one in frames]), _wait(frames, blocking))
 
 

@@ -6,6 +6,7 @@ Pure functions of entries, which are JSON objects:
 - ``state``: ``"running"``, ``"raised"`` (an error has left the trainer), or ``"ended"``.
 - ``loop``, ``epoch``, ``batch``: ``"training"`` and its like, and the last batch that began; absent before loops.
 - ``action``: what the rank does with a microbatch, as ``"language.1, forward of microbatch 3"``, or empty.
+- ``thread``: identifier of the thread that computes in place of the main one, where another one does.
 - ``where``, ``phase``: the hook and the line of code; the part of Lightning's loop.
 - ``wait``: None, or an object of ``operation``, ``group``, ``ranks`` and ``seconds`` in this very call. The operation
   ``"check"`` is a check of all ranks over the store.

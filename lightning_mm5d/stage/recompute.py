@@ -201,6 +201,30 @@ def _copy_of_containers(tree: Any) -> Any:
 _Place = tuple[str, str]  # path of a module in a layer, name of a buffer
 
 
+class _Written(NamedTuple):
+    """A buffer that calls write, as a call found it.
+
+    Attributes:
+        module: that has it.
+        name: of it in the module.
+        value: when the call began.
+        unwritten: the buffer and its version where this call did not write it; None where it did.
+    """
+
+    module: nn.Module
+    name: str
+    value: Tensor
+    unwritten: tuple[Tensor, int] | None
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether the module has the value now, and the call run again does not write it."""
+        if self.unwritten is None:
+            return False
+        buffer, version = self.unwritten
+        return self.module._buffers.get(self.name) is buffer and buffer._version == version
+
+
 class _Buffer(NamedTuple):
     """A buffer before a call: its module, its version, and a copy where a call may write it."""
 
@@ -239,8 +263,11 @@ class _Buffers:
             if buffer is not None
         }
 
-    def written(self, before: dict[_Place, _Buffer]) -> list[tuple[nn.Module, str, Tensor]]:
-        """Return what was in the buffers that have been written since `before`, with their modules and names."""
+    def written(self, before: dict[_Place, _Buffer]) -> list[_Written]:
+        """Return the buffers that calls write, as they were `before` this one.
+
+        Norms that train write theirs in ways that versions do not show.
+        """
         found = []
         for place, (module, buffer, version, copy) in before.items():
             now = module._buffers.get(place[1])
@@ -250,7 +277,9 @@ class _Buffers:
             if not is_same:
                 self._written.add(place)
             if place in self._written:
-                found.append((module, place[1], buffer.clone() if copy is None else copy))
+                keeps = is_same and not (isinstance(module, _NormBase) and module.training)
+                value = buffer.clone() if copy is None else copy
+                found.append(_Written(module, place[1], value, (buffer, version) if keeps else None))
         self._is_first = False
         return found
 
@@ -264,7 +293,7 @@ class _Replay:
     """
 
     def __init__(self, takes: AbstractContextManager[Any], *, is_eager: bool) -> None:
-        self.buffers: list[tuple[nn.Module, str, Tensor]] = []
+        self.buffers: list[_Written] = []
         self._takes, self._is_eager = takes, is_eager
         self._states = random.getstate(), np.random.get_state()
         self._stack = ExitStack()
@@ -275,9 +304,10 @@ class _Replay:
             stack.callback(np.random.set_state, np.random.get_state())
             random.setstate(self._states[0])
             np.random.set_state(self._states[1])
-            for module, name, value in self.buffers:
-                stack.callback(module._buffers.__setitem__, name, module._buffers[name])
-                module._buffers[name] = value.clone()
+            for one in self.buffers:
+                if not one.is_shown:  # microbatches side by side run layers again side by side: nothing may be swapped
+                    stack.callback(one.module._buffers.__setitem__, one.name, one.module._buffers[one.name])
+                    one.module._buffers[one.name] = one.value.clone()
             if self._is_eager:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(self._takes)

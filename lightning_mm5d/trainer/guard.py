@@ -62,7 +62,7 @@ class Guard:
         rank: global rank.
         world_size: number of ranks.
         watchdog: seconds that one call may wait for other ranks.
-        traffic: what the session does: ``action``, ``unsent`` and ``due``.
+        traffic: what the session does: ``action``, ``thread``, ``unsent`` and ``due``.
         wake: ends waits of the session with an error of this text.
         children: processes that this one started, by rank.
         reports: where the first cause goes, for a process that only waits for the ranks; None where there is none.

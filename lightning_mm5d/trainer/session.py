@@ -346,7 +346,7 @@ class Session:
         """Return what this rank does with a microbatch, and its payloads under way, for the monitor's thread."""
         transport = self._transport
         unsent, due = (0, 0) if transport is None else (transport.unsent, transport.due)
-        return {"action": self._engine.doing(), "unsent": unsent, "due": due}
+        return {"action": self._engine.doing(), "thread": self._engine.thread(), "unsent": unsent, "due": due}
 
     def abort(self, why: str = "") -> None:
         """Stop without waiting for other ranks; `why` is what a main thread that waits raises."""

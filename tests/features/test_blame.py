@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -37,6 +38,8 @@ AT = 2
 """index of the batch in which faults fire"""
 TRIPLE = Layout({"model": Modality()}, 3)
 """three replicas of everything: ranks 0-2"""
+BESIDE = Layout({"model": Modality(tp_size=2, interleaved_microbatches=2)}, 2)
+"""two microbatches side by side on ranks 0-1; faults fire in a thread that is not the main one"""
 NOT_OURS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "NODE_RANK", "MASTER_", "TORCHELASTIC", "PL_")
 
 
@@ -55,6 +58,10 @@ def terminate(trainer: L.Trainer, module: Toy) -> None:
 def spin(trainer: L.Trainer, module: Toy) -> None:
     while True:
         pass
+
+
+def sleep(trainer: L.Trainer, module: Toy) -> None:
+    time.sleep(1000)
 
 
 def fail(trainer: L.Trainer, module: Toy) -> None:
@@ -117,6 +124,20 @@ CASES = {
     "a rank that spins": Case(
         spin, 1, r"WatchdogTimeoutError: .*rank 1 is in on_train_batch_end at test_blame.py:\d+", watchdog_s=6
     ),
+    "a rank that hangs beside another microbatch": Case(
+        sleep,
+        1,
+        r"WatchdogTimeoutError: .*rank 1 is in model.0, forward of .* 1; rank 0",
+        BESIDE,
+        "layer",
+        watchdog_s=6,
+    ),
+    "a rank stopped beside another microbatch": Case(
+        stop, 1, r"RankLostError: rank 1 \(model.0, forward of .* 1\) failed first: its process is st", BESIDE, "layer"
+    ),
+    "a rank killed beside another microbatch": Case(
+        kill, 1, r"RankLostError: rank 1 \(model.0, .* failed first: its process (is gone|was k)", BESIDE, "layer"
+    ),
     "a rank that is told to terminate": Case(
         terminate, 2, r"SIGTERMException: rank 2 was told to terminate by SIGTERM.*before batch 3", code=0
     ),
@@ -144,6 +165,10 @@ def job(case: Case) -> None:
             fires(self.trainer, self, "step", batch_idx)
             return loss
 
+    def enters(*_: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            fires(trainer, module, "layer", trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1)
+
     class Data(Samples):
         def __len__(self) -> int:
             shorter = case.place == "length" and trainer.global_rank == case.rank
@@ -161,7 +186,7 @@ def job(case: Case) -> None:
         devices=case.layout.world,
         strategy=MultimodalStrategy(
             modalities=case.layout.modalities,
-            num_microbatches=1,
+            num_microbatches=2 if case.layout is BESIDE else 1,
             start_method="fork",
             timeout=GROUP_TIMEOUT,
             watchdog=timedelta(seconds=case.watchdog_s),
@@ -175,6 +200,8 @@ def job(case: Case) -> None:
         callbacks=[AtBatchEnd()],
     )
     module = Faulty()
+    if case.layout is BESIDE:
+        module.decoder.layers[0].register_forward_pre_hook(enters)
     trainer.fit(module, DataLoader(Data(20), batch_size=2))
 
 

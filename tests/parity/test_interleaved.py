@@ -12,6 +12,8 @@ import lightning as L
 import pytest
 import torch
 from torch import nn
+from torch.backends import cuda, cudnn, mkldnn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_mm5d import Modality, TensorParallelPlan, register_tensor_parallel_plan
 from parity.harness import fit, strategy
@@ -137,13 +139,54 @@ def prepares(module: L.LightningModule) -> None:
     module.training_step = training_step  # type: ignore[method-assign]
 
 
+def noises(module: L.LightningModule) -> None:
+    """Add random numbers to gradients within the layers."""
+
+    def hook(_: nn.Module, args: Any, result: Any) -> None:
+        hidden = result[0] if isinstance(result, tuple) else result
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: gradient * (1 + torch.rand_like(gradient)))
+
+    for layer in layers_of(module):
+        layer.register_forward_hook(hook)
+
+
+def sets(module: L.LightningModule) -> None:
+    """Let the step run the model under other settings of torch, and assert that these are its own."""
+    step, found = module.training_step, _settings()
+
+    def training_step(batch: Any, batch_idx: int) -> Any:
+        assert _settings() == found
+        with sdpa_kernel(SDPBackend.MATH), mkldnn.flags(enabled=False), cudnn.flags(enabled=False):
+            inside = _settings()
+            loss = step(batch, batch_idx)
+            assert _settings() == inside != found
+        assert _settings() == found
+        return loss
+
+    module.training_step = training_step  # type: ignore[method-assign]
+    module.on_train_batch_end = lambda *_: _same(_settings(), found)  # type: ignore[method-assign]
+
+
+def _settings() -> list[Any]:
+    flags = cudnn.set_flags(_fp32_precision=None), mkldnn.set_flags(_fp32_precision=None)
+    return [cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), *flags]
+
+
+def _same(found: Any, expected: Any) -> None:
+    assert found == expected
+
+
+WAYS = {"drops": drops, "logs": logs, "remembers": remembers, "prepares": prepares, "noises": noises, "sets": sets}
+
+
 def trained(rank: int, which: str) -> list[Any]:
     """What a rank finds with microbatches one after another, and side by side."""
     found = []
     for size in (1, 2):
         module = CASES["gpt2"].build()
-        {"drops": drops, "logs": logs, "remembers": remembers, "prepares": prepares}[which](module)
-        if size > 1 and which in ("drops", "logs"):
+        WAYS[which](module)
+        if size > 1 and which in ("drops", "logs", "noises", "sets"):
             side_by_side(module)
         chosen = strategy({"language": Modality(tp_size=2, interleaved_microbatches=size)}, num_microbatches=4)
         recorder = fit(module, batches_of("gpt2"), chosen, 2)
@@ -152,7 +195,7 @@ def trained(rank: int, which: str) -> list[Any]:
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("which", ["drops", "logs", "remembers", "prepares"])
+@pytest.mark.parametrize("which", WAYS)
 def test_dropout_logs_and_attributes_are_those_of_one_after_another(which: str) -> None:
     for apart, beside in call_ranks(2, trained, which):
         torch.testing.assert_close(beside, apart, rtol=1e-9, atol=1e-12)

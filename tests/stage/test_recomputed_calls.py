@@ -294,3 +294,33 @@ def test_lists_and_dicts_in_which_layers_share_states_are_as_they_were() -> None
         found.append([p.grad for p in model.parameters()])
     for got in found[1:]:
         assert all(torch.equal(one, other) for one, other in zip(got, found[0], strict=True))
+
+
+class Frozen(nn.Module):
+    """Has running statistics that it reads and does not write; notes which tensor they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.BatchNorm1d(WIDTH).eval(), nn.Linear(WIDTH, WIDTH)
+        self.seen: list[Tensor] = []
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        assert self.norm.running_mean is not None
+        self.seen.append(self.norm.running_mean)
+        return self.linear(self.norm(hidden))
+
+
+def test_a_layer_whose_norm_is_frozen_runs_again_with_the_same_buffers() -> None:
+    """Microbatches side by side run layers again side by side: a buffer that one puts there, another would keep."""
+    model = nn.Module()
+    model.layers = nn.ModuleList([Frozen() for _ in range(2)])
+    patches = recomputing(model, "full")
+    for _ in range(2):
+        hidden = torch.randn(6, WIDTH)
+        for layer in model.layers:
+            hidden = layer(hidden)
+        hidden.sum().backward()
+    patches.remove()
+    for layer in model.layers:
+        assert len(layer.seen) == 4
+        assert all(buffer is layer.norm.running_mean for buffer in layer.seen)
