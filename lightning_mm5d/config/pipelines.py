@@ -122,8 +122,9 @@ def _for_ranks(
 ) -> list[int]:
     """The lengths of as many pipelines as `limits` allow, which use all ranks with one replica of the others each."""
     width, shortest = modality.cp_size * modality.tp_size, limits["min"]
-    longest = limits.get("max", 2 * shortest - 1)
     beside = sum(other.own_ranks_per_replica for other in others)
+    # what one replica gets before there are ranks for two
+    longest = limits.get("max", (2 * shortest * width + beside - 1) // width)
 
     def lengths(world: int) -> list[int] | None:
         for count in range(world // (shortest * width + beside), 0, -1):
@@ -187,6 +188,12 @@ def _check_beside(name: str, modality: Modality) -> None:
 
 def _check_others(name: str, modalities: Mapping[str, Modality]) -> None:
     """Refuse what other modalities say that counts on equal pipelines of one."""
+    if isinstance(limits := modalities[name].pipelines, Mapping):
+        for key, other in modalities.items():
+            if key != name and other.pipelines is not None:
+                rule = f"modalities.{key}.pipelines says how many replicas there are, too"
+                fix = f"Leave one of them unset, or list both, as in [{limits['min'] + 1}, {limits['min']}]"
+                raise ConfigError(f"modalities.{name}.pipelines", dict(limits), rule, fix)
     for key in decoders_of(modalities):
         rule = f"Modalities with unlike pipelines (modalities.{name}.pipelines) have none that run after them"
         raise ConfigError(f"modalities.{key}.feeds_from", modalities[key].feeds_from, rule, "Use dp_size and pp_size")

@@ -102,7 +102,8 @@ def partition(root: nn.Module, modalities: Mapping[str, Modality]) -> Partition:
     pipelines: dict[str, tuple[tuple[int, ...], ...]] = {}
 
     def balanced(name: str, modality: Modality, count: int) -> list[int]:
-        sizes = even_lengths(_enough(name, modality, count), modality.num_cuts)
+        said = "pp_size" if modalities[name].pipelines is None else "pipelines"
+        sizes = even_lengths(_enough(name, modality, count, said), modality.num_cuts)
         if modality.num_cuts == 1:
             return sizes
         passes_on = _after_trained(name, found, modalities, rows, trainable)
@@ -186,8 +187,8 @@ def _balanced(
     return best
 
 
-def _enough(name: str, modality: Modality, num_layers: int) -> int:
-    """The number of layers, where each stage gets one."""
+def _enough(name: str, modality: Modality, num_layers: int, said: str) -> int:
+    """The number of layers, where each stage gets one; else an error at the field that `said` how many stages."""
     ranks, chunks, most = modality.stages, modality.pp_chunks, max(num_layers, 1)
     if ranks * chunks > most:
         several = f"{ranks} ranks with {chunks} chunks each are {ranks * chunks} stages, " if chunks > 1 else ""
@@ -195,7 +196,7 @@ def _enough(name: str, modality: Modality, num_layers: int) -> int:
         if not num_layers:
             rule += ", and no code that calls submodules one after the other by their names"
         fewer = ", or fewer chunks (pp_chunks; the schedule zbv takes 2)" if chunks > 1 else ""
-        raise ConfigError(f"modalities.{name}.pp_size", ranks, rule, f"Use at most {most // chunks or most}{fewer}")
+        raise ConfigError(f"modalities.{name}.{said}", ranks, rule, f"Use at most {most // chunks or most}{fewer}")
     return num_layers
 
 

@@ -64,6 +64,7 @@ class BatchParts:
         count: microbatches of a training step of this rank's replica; None where `microbatch_size` decides.
         deals: whether replicas may train with unlike numbers of samples.
         counts_samples: whether every microbatch weighs as many samples as it holds.
+        counts_equally: whether all replicas then weigh the same.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class BatchParts:
         weigh = options.loss_weight
         self._weigh = weigh if callable(weigh) else own["loss_weight"] if callable(own["loss_weight"]) else None
         self.counts_samples = self._weigh is None and weigh == "samples"
+        self.counts_equally = self.counts_samples and not self.deals
         self._is_compiled = any(is_compiled(one) or is_compiled_in_place(one) for one in module.modules())
         self._splits = given == "split" and self._splitter is None
         self._watched: set[Any] = set()

@@ -24,7 +24,7 @@ from wrapt import register_post_import_hook
 
 from lightning_mm5d.checkpoint.full_file import FullFileIO
 from lightning_mm5d.config.environment import check_environment
-from lightning_mm5d.config.errors import OTHER_PACKAGE, ConfigError, other_package
+from lightning_mm5d.config.errors import OTHER_PACKAGE, ConfigError, other_package, private
 from lightning_mm5d.config.foreign.conversion import arguments_of
 from lightning_mm5d.engine.agreement import Agreement
 from lightning_mm5d.engine.codec import broadcast_tree
@@ -137,6 +137,10 @@ class ProcessStrategy(ParallelStrategy, ABC):
     def _configure_launcher(self) -> None:
         if is_of_other_package(self.accelerator):  # in the constructor of the trainer, which made the accelerator
             raise other_package("trainer", f"{OTHER_PACKAGE}.Trainer")
+        if private(self, "_layer_sync") is not None:
+            rule = "Batch norms are not converted: their statistics are those of a microbatch of one replica"
+            fix = "Leave it unset; where every rank is a replica, nn.SyncBatchNorm.convert_sync_batchnorm converts them"
+            raise ConfigError("Trainer(sync_batchnorm=...)", True, rule, fix)
         self._launcher = make_launcher(self, start_method=self._start_method)
 
     def run_guarded(

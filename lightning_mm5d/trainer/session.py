@@ -119,7 +119,7 @@ class Session:
         is_replicated = plan.topology.is_replicated and options.num_microbatches == 1
         shards = DataShards(plan)
         self.is_plain = is_replicated and not shards.exist
-        self.is_plain &= self._batch_parts.counts_samples or plan.layout.num_replicas == 1
+        self.is_plain &= self._batch_parts.counts_equally or plan.layout.num_replicas == 1
         self.is_plain &= not offloads_parameters(plan.modalities) and plan.main_params is None
         self.is_plain &= not any(modality.fused_linear_cross_entropy for modality in plan.modalities.values())
         self.plan = plan

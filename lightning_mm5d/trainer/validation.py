@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelPruning
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_mm5d.config.errors import ConfigError
@@ -48,8 +49,8 @@ def check_module(
     """Refuse modules that cannot run in stages, and a user's own schedule that does not fit them.
 
     Raises:
-        ConfigError: it optimizes manually, its loss needs routers of sharded layers, it takes norms of gradients by
-            itself, or it is tuned by prefixes, and the layout has several stages or shards.
+        ConfigError: it optimizes manually, its batch norms are synced, its loss needs routers of sharded layers, it
+            takes norms of gradients by itself, or it is tuned by prefixes, and the layout has several stages or shards.
         ScheduleError: the schedule is not one of the stages of this module.
     """
     if callable(schedule) or is_table(schedule):
@@ -58,13 +59,16 @@ def check_module(
         named = module.named_parameters(remove_duplicate=False)
         check_messages(plan, schedule, num_microbatches, frozenset(name for name, p in named if p.requires_grad))
     _check_interleaving(plan, schedule)
-    if not module.automatic_optimization and (not plan.topology.is_replicated or num_microbatches != 1):
+    deals = plan.layout.deals and plan.layout.num_replicas > 1
+    if not module.automatic_optimization and (not plan.topology.is_replicated or num_microbatches != 1 or deals):
         raise ConfigError(
             "automatic_optimization",
             False,
             "Manual optimization runs its own backward, and a schedule leaves no place for that",
-            "Use automatic optimization, or one stage (colocate all modalities, tp_size=1, pp_size=1), no microbatches",
+            "Use automatic optimization, or one stage (colocate all modalities, tp_size=1, pp_size=1), no microbatches"
+            + (", and neither pipelines nor speeds" if deals else ""),
         )
+    _check_synced_norms(module, plan)
     check_norms([module], plan)
     check_shared(module, plan)
     configs = [getattr(part, "config", None) for part in module.modules()]
@@ -108,6 +112,16 @@ def _check_interleaving(plan: Plan, schedule: str | Callable[[Graph], Schedule])
             if layer.modality in beside and not any(layer.path.startswith(f"{path}.") for path in paths):
                 rule = f"Microbatches take turns inside of layers, and the experts {layer.path!r} are in none"
                 raise ConfigError(field, count, rule, "Leave it unset here, or use ep_size=1")
+
+
+def _check_synced_norms(module: nn.Module, plan: Plan) -> None:
+    """Refuse norms that wait for all ranks in each forward, where ranks run unlike forwards."""
+    if plan.topology.is_replicated and not plan.layout.deals:
+        return
+    for name, part in module.named_modules():
+        if isinstance(part, nn.SyncBatchNorm):
+            rule = "Each of its forwards waits for all ranks, which run unlike stages or numbers of microbatches"
+            raise ConfigError(name, "SyncBatchNorm", rule, "Use BatchNorm, with the statistics of each microbatch")
 
 
 def _check_prefix_tuning(module: pl.LightningModule, plan: Plan) -> None:

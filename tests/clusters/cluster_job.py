@@ -1,8 +1,9 @@
 """A training script as a user writes it for a cluster; the tests start it by the launchers of clusters.
 
-Vision is on rank 0 and language is a stage on each further rank, or every rank is a replica. Ranks write what they
-train on: a line of JSON for each step, with the samples and the loss. A rank kills itself, or its whole node (the
-process that launched it too), before a step of the first attempt that comes to it; a file says that it did.
+Vision is on rank 0 and language is a stage on each further rank, or every rank is a replica, or replicas are pipelines
+of three ranks or more. Ranks write what they train on: a line of JSON for each step, with the samples and the loss. A
+rank kills itself, or its whole node (the process that launched it too), before a step of the first attempt that comes
+to it; a file says that it did.
 """
 
 from __future__ import annotations
@@ -55,12 +56,15 @@ class Module(L.LightningModule):
         self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)])
         self.head = nn.Linear(8, 1)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def loss(self, batch: Any) -> Tensor:
         _, images, words, targets = batch
         hidden = self.encoder(images) + self.words(words)
         for layer in self.layers:
             hidden = layer(hidden)
-        loss = (self.head(hidden).squeeze(-1) - targets).square().mean()
+        return (self.head(hidden).squeeze(-1) - targets).square().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
         self.log("loss", loss)
         return loss
 
@@ -80,12 +84,15 @@ class Record(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, _: int
     ) -> None:
+        # Lightning's strategy of one process has none
+        share = getattr(trainer.strategy, "distributed_sampler_kwargs", {"rank": 0})
         line = {
             "began": self.began,
             "time": time.time(),
             "step": trainer.global_step,
             "epoch": trainer.current_epoch,
             "rank": trainer.global_rank,
+            "replica": share["rank"],
             "world": trainer.world_size,
             "samples": batch[0].tolist(),
             "loss": float(trainer.callback_metrics["loss"]),
@@ -130,18 +137,25 @@ def train(
         folder: for records and checkpoints.
         devices: ranks on each node.
         nodes: how many.
-        kind: ``one`` process, ``stages`` or ``replicas``.
+        kind: ``one`` process, ``stages``, ``replicas`` or ``pipelines``.
         kills: rank, step, and whether the launcher of that rank is killed too.
         plugins: of the trainer.
     """
     (folder / f"process-{os.getpid()}").touch()
     L.seed_everything(7, verbose=False)
     stages = {"vision": Modality(module="encoder"), "language": Modality(pp_size=max(devices * nodes - 1, 1))}
+    pipelines = {
+        "vision": Modality(module="encoder", colocate_with="language.0"),
+        "language": Modality(pipelines={"min": 3}),
+    }
     strategies: dict[str, Any] = {
         "one": "auto",
         "stages": MultimodalStrategy(modalities=stages, num_microbatches=2),
         "replicas": MultimodalStrategy(),
+        "pipelines": MultimodalStrategy(modalities=pipelines, num_microbatches=2 * BATCH),
     }
+    has_replicas = kind in ("replicas", "pipelines")
+    size = 2 * BATCH if kind == "pipelines" else BATCH
     saves = ModelCheckpoint(folder / "saved", every_n_train_steps=2, save_last=True)
     trainer = L.Trainer(
         accelerator="cpu",
@@ -150,20 +164,20 @@ def train(
         strategy=strategies[kind],
         plugins=plugins,
         max_epochs=EPOCHS,
-        use_distributed_sampler=kind == "replicas",  # Lightning's own would shuffle, which one process does not
+        use_distributed_sampler=has_replicas,  # Lightning's own would shuffle, which one process does not
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[Record(folder), Kill(folder, kills), saves],
     )
-    trainer.fit(Module(), DataLoader(Pairs(), BATCH, shuffle=kind == "replicas"), ckpt_path="last")
+    trainer.fit(Module(), DataLoader(Pairs(), size, shuffle=has_replicas), ckpt_path="last")
     return trainer
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--kind", choices=("one", "stages", "replicas"), default="stages")
+    parser.add_argument("--kind", choices=("one", "stages", "replicas", "pipelines"), default="stages")
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--elastic", action="store_true", help="devices and nodes are those that torchrun says")

@@ -132,10 +132,24 @@ def check_losses(folder: Path, one: Mapping[int, Mapping[str, Any]], world: int)
         assert line["loss"] == pytest.approx(one[line["step"]]["loss"], rel=1e-5), line
 
 
-def check_samples(folder: Path) -> list[int]:
-    """Check that each epoch has trained on each sample once, in steps that no restart undid; return the world sizes.
+@dataclass(frozen=True)
+class Trained:
+    """What attempts of a job trained on.
 
-    Steps of an attempt after the one that the next attempt went on from are undone.
+    Args:
+        worlds: number of ranks of each attempt.
+        steps: lines of the steps that no restart undid, one for each replica; by step, then by replica.
+    """
+
+    worlds: list[int]
+    steps: list[list[dict[str, Any]]]
+
+
+def check_samples(folder: Path) -> Trained:
+    """Check that each epoch has trained on each sample once, in steps that no restart undid.
+
+    Steps of an attempt after the one that the next attempt went on from are undone. All ranks of a replica train on the
+    same samples.
     """
     attempts: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for line in sorted(records(folder), key=lambda line: line["time"]):
@@ -144,7 +158,14 @@ def check_samples(folder: Path) -> list[int]:
     kept: list[dict[str, Any]] = []
     for attempt in ordered:
         kept = [line for line in kept if line["step"] <= attempt[0]["began"]] + attempt
+    steps: dict[int, dict[int, dict[str, Any]]] = {}
+    for line in kept:
+        first = steps.setdefault(line["step"], {}).setdefault(line["replica"], line)
+        assert (line["samples"], line["loss"]) == (first["samples"], first["loss"]), (line, first)
+    found = [[replicas[replica] for replica in sorted(replicas)] for _, replicas in sorted(steps.items())]
     for epoch in range(EPOCHS):
-        trained = Counter(sample for line in kept if line["epoch"] == epoch for sample in line["samples"])
-        assert trained == Counter(range(SAMPLES)), (epoch, kept)
-    return [attempt[0]["world"] for attempt in ordered]
+        trained = Counter(
+            sample for step in found for line in step if line["epoch"] == epoch for sample in line["samples"]
+        )
+        assert trained == Counter(range(SAMPLES)), (epoch, found)
+    return Trained([attempt[0]["world"] for attempt in ordered], found)

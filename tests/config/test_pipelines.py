@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from jsonargparse import auto_cli
 
+from lightning_mm5d import MultimodalStrategy
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality, PipelineTemplate
 from lightning_mm5d.config.pipelines import completed
@@ -57,6 +61,11 @@ def lengths(pipelines: Any, world: int, **fields: Any) -> tuple[int, ...]:
         ([4, 3], {"cp_size": 2}, "cp_size"),
         ([4, 3], {"ep_size": 2}, "ep_size"),
         ([4, 3], {"zero_stage": 1}, "zero_stage"),
+        ([4, 3], {"zero_stage": 3}, "zero_stage"),
+        ([4, 3], {"dp_shard_size": 2}, "dp_shard_size"),
+        ({"min": 3}, {"dp_shard_size": 2}, "dp_shard_size"),
+        ({"min": 3}, {"cp_size": 2, "cp_mode": "ring"}, "cp_size"),
+        ([4, 3], {"interleaved_microbatches": 2, "tp_size": 2}, "interleaved_microbatches"),
         ([4, 3], {"tp_size": 4, "tp_mode": "2d"}, "tp_mode"),
         ([4, 3], {"cache_features": "features"}, "cache_features"),
         ([4, 3], {"offload": "activations"}, "offload"),
@@ -80,6 +89,35 @@ def test_what_counts_on_equal_pipelines_of_another_modality_is_refused() -> None
         assert message.startswith(f"modalities.vision.{field}: ")
     message = refusal({"language": language, "talker": Modality(feeds_from="language")})
     assert message.startswith("modalities.talker.feeds_from: ")
+    for field, value in (("zero_stage", 1), ("dp_shard_size", 2), ("ep_size", 2), ("cache_features", "features")):
+        message = refusal({"vision": Modality(**{field: value}), "language": language})
+        assert message.startswith(f"modalities.vision.{field}: ")
+
+
+def test_one_modality_says_how_many_replicas_any_number_of_ranks_has() -> None:
+    for other in ({"min": 2}, [2, 1]):
+        message = refusal({"vision": Modality(pipelines=other), "language": Modality(pipelines={"min": 3})})
+        assert message.startswith("modalities.")
+        assert "pipelines: got {'min': " in message
+        assert "as in [" in message
+
+
+@pytest.mark.parametrize(
+    ("fields", "options", "path"),
+    [
+        ({"zero_stage": 1}, {}, "modalities.model.zero_stage"),
+        ({"cp_size": 2}, {}, "modalities.model.cp_size"),
+        ({"ep_size": 2}, {}, "modalities.model.ep_size"),
+        ({}, {"schedule": "interleaved"}, "schedule"),
+    ],
+)
+@pytest.mark.parametrize("pipelines", [[2, 1], {"min": 1}], ids=["listed", "minimum"])
+def test_refusals_come_when_the_strategy_is_made(
+    pipelines: Any, fields: dict[str, Any], options: dict[str, Any], path: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"^{path}: got .*modalities\.model\.pipelines"):
+        MultimodalStrategy({"model": Modality(pipelines=pipelines, **fields)}, **options)
+    assert not torch.distributed.is_initialized()
 
 
 def test_what_counts_on_equal_numbers_of_microbatches_is_refused() -> None:
@@ -132,6 +170,29 @@ def test_numbers_of_ranks_beyond_the_longest_pipelines_are_refused_with_the_near
         lengths({"min": 3}, 2)
     with pytest.raises(ConfigError, match="Nearest that fit: 6 or 8 ranks"):
         lengths({"min": 3}, 7, tp_size=2)
+
+
+@pytest.mark.parametrize("beside", range(4))
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_every_number_of_ranks_has_the_most_replicas_that_use_all_of_them(width: int, beside: int) -> None:
+    """`beside` ranks of vision in each replica, and `width` for each stage of language."""
+    for shortest, world in product(range(1, 5), range(1, 40)):
+        modalities = {"language": Modality(tp_size=width, pipelines={"min": shortest})}
+        if beside:
+            modalities["vision"] = Modality(tp_size=beside)
+        most = world // (shortest * width + beside)
+        fits = [count for count in range(1, most + 1) if (world - count * beside) % width == 0]
+        if not fits:
+            with pytest.raises(ConfigError) as caught:
+                completed(modalities, world)
+            nearest = re.findall(r"\d+", str(caught.value).split("Nearest that fit:")[1])
+            assert all(completed(modalities, int(one)) for one in nearest)
+            continue
+        found = completed(modalities, world)["language"]
+        sizes = found.lengths or (found.pp_size or 1,) * (found.dp_size or 1)
+        assert len(sizes) == max(fits), (shortest, world)
+        assert sum(sizes) * width + len(sizes) * beside == world
+        assert shortest <= min(sizes) <= max(sizes) <= min(sizes) + 1
 
 
 def test_other_modalities_have_their_ranks_in_each_replica() -> None:

@@ -64,6 +64,9 @@ UNLIKE = {
         {"num_microbatches": 2, "loss_weight": "tokens"},
         {"accumulate_grad_batches": 2},
     ),
+    "dp 2 of any number of ranks, without microbatches": Unlike(
+        "bert", {"model": Modality(pipelines={"min": 1})}, 2, (1, 1), 4, {"num_microbatches": 1}
+    ),
     "pp 2 and pp 1 with tp 2": Unlike(
         "bert", {"model": Modality(pipelines=[2, 1], tp_size=2)}, 6, (5, 3), 4, {"num_microbatches": 4}
     ),
