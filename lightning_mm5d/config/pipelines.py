@@ -123,20 +123,20 @@ def _for_ranks(
     """The lengths of as many pipelines as `limits` allow, which use all ranks with one replica of the others each."""
     width, shortest = modality.cp_size * modality.tp_size, limits["min"]
     beside = sum(other.own_ranks_per_replica for other in others)
-    # what one replica gets before there are ranks for two
-    longest = limits.get("max", (2 * shortest * width + beside - 1) // width)
+    longest = limits.get("max")
 
     def lengths(world: int) -> list[int] | None:
         for count in range(world // (shortest * width + beside), 0, -1):
             stages, rest = divmod(world - count * beside, width)
-            if not rest and stages <= longest * count:
+            if not rest and (longest is None or stages <= longest * count):
                 return [stages // count + (index < stages % count) for index in range(count)]
         return None
 
     found = lengths(world_size)
     if found is None:
         fits = nearest(world_size, lambda world: lengths(world) is not None)
-        rule = f"No pipelines of {name} with {shortest} to {longest} stages use all ranks (modalities.{name}.pipelines)"
+        limit = f"at least {shortest}" if longest is None else f"{shortest} to {longest}"
+        rule = f"No pipelines of {name} with {limit} stages use all ranks (modalities.{name}.pipelines)"
         fix = f"Nearest that fit: {one_of(fits)} ranks"
         raise ConfigError("Trainer(devices=..., num_nodes=...)", world_size, rule, fix)
     return found

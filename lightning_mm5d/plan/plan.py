@@ -86,8 +86,10 @@ class Plan:
     def draws_by_microbatch(self, replicas: Iterable[int]) -> bool:
         """Whether ranks of `replicas` draw random numbers anew for each microbatch, instead of one after another.
 
-        They do where several ranks work for one, and where microbatches run side by side.
+        They do where several ranks or stages work for one, and where microbatches run side by side.
         """
+        if self.topology.edges:
+            return True
         beside = any(modality.interleaved_microbatches > 1 for modality in self.modalities.values())
         return beside or any(len(self.layout.replica_ranks(number)) > 1 for number in replicas)
 

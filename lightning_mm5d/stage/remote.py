@@ -130,15 +130,29 @@ class ShapeMemory:
 
     def computed(self, module: nn.Module, original: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Return ``original(*args, **kwargs)``, computed of NaN; buffers and random state stay as they are."""
-        buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
         device = next((one.device for one in module.parameters()), CPU)
         eager = torch.compiler.set_stance("force_eager")
         quiet = unhooked(module)
-        with torch.no_grad(), in_memory(module.parameters()), kept_random_state(device), eager, quiet:
-            result = original(*args, **kwargs)
-            for buffer, before in buffers:
-                buffer.copy_(before)
-        return result
+        copied = _copied_buffers(module)
+        with torch.no_grad(), in_memory(module.parameters()), kept_random_state(device), copied, eager, quiet:
+            return original(*args, **kwargs)
+
+
+@contextmanager
+def _copied_buffers(module: nn.Module) -> Iterator[None]:
+    """Put copies in place of the buffers of `module` meanwhile.
+
+    Values that are put back would change buffers for autograd, too, where this rank has computed with them.
+    """
+    kept = [(part._buffers, dict(part._buffers)) for part in module.modules()]
+    copies = {id(buffer): buffer.clone() for buffer in module.buffers()}
+    for buffers, before in kept:
+        buffers.update((name, copies[id(buffer)]) for name, buffer in before.items() if buffer is not None)
+    try:
+        yield
+    finally:
+        for buffers, before in kept:
+            buffers.update(before)
 
 
 def _filled(shape: Iterable[int], dtype: torch.dtype, device: torch.device, grad: bool, origin: Origin) -> Tensor:

@@ -12,16 +12,16 @@ import torchmetrics
 from torch import Tensor
 from torchmetrics import Metric
 
+_COUNTERS = ("_update_count", "_forward_cache", "_computed")
+_CHANGED_BY_FORWARD = ("_to_sync", "_should_unsync", "_enable_grad", "compute_on_cpu")
 _RELIED_ON = (
     "_cache",
-    "_computed",
     "_copy_state_dict",
     "_defaults",
-    "_forward_cache",
     "_is_synced",
     "_sync_dist",
-    "_to_sync",
-    "_update_count",
+    *_COUNTERS,
+    *_CHANGED_BY_FORWARD,
 )
 
 
@@ -65,12 +65,12 @@ class Kept(NamedTuple):
 
     metric: Metric
     states: dict[str, Any]
-    counters: tuple[int, Any, Any]
+    others: dict[str, Any]
 
     @classmethod
     def take(cls, metric: Metric) -> Kept:
         """Take the states away from `metric`, which starts afresh; nothing is copied."""
-        kept = cls(metric, metric.metric_state, (metric._update_count, metric._forward_cache, metric._computed))
+        kept = cls(metric, metric.metric_state, _others(metric))
         for name, default in metric._defaults.items():
             setattr(metric, name, default.clone() if isinstance(default, Tensor) else [])
         return kept
@@ -82,13 +82,17 @@ class Kept(NamedTuple):
             name: state.clone() if isinstance(state, Tensor) else list(state)
             for name, state in metric.metric_state.items()
         }
-        return cls(metric, states, (metric._update_count, metric._forward_cache, metric._computed))
+        return cls(metric, states, _others(metric))
 
     def put_back(self) -> None:
         """Give the metric its states again."""
-        for name, state in self.states.items():
-            setattr(self.metric, name, state)
-        self.metric._update_count, self.metric._forward_cache, self.metric._computed = self.counters
+        for name, value in (self.states | self.others).items():
+            setattr(self.metric, name, value)
+
+
+def _others(metric: Metric) -> dict[str, Any]:
+    """What the metric holds beside its states, also what a forward changes for its time and an error leaves so."""
+    return {name: getattr(metric, name) for name in (*_COUNTERS, *_CHANGED_BY_FORWARD)}
 
 
 def is_synced(metric: Metric) -> bool:

@@ -81,7 +81,7 @@ class Steps:
         device: where results are.
         loss_group: the ranks where steps end; None where there is one.
         batch_parts: splits batches, and weighs their parts.
-        seed: for random state, the same on all ranks; None leaves it alone.
+        seed: for random state, the same on all ranks and in all stages; None leaves it alone.
         unread: learns which tensors of batches this rank does not read.
     """
 

@@ -133,5 +133,5 @@ def losses_of(steps: list[list[int]]) -> list[float]:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
     return losses
