@@ -25,6 +25,9 @@ pytestmark = [
 ]
 
 SHARDS: dict[str, Any] = {"tp_size": 2, "sequence_parallel": True}
+SQUARE: dict[str, Any] = {"tp_size": 4, "tp_mode": "2d"}
+DEEP: dict[str, Any] = {"tp_size": 8, "tp_mode": "2.5d", "tp_depth": 2}
+CUBE: dict[str, Any] = {"tp_size": 8, "tp_mode": "3d"}
 PROJECTIONS = (
     *("q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "gate_proj", "up_proj", "down_proj", "fc1", "fc2"),
     *("c_attn", "c_proj", "c_fc", "query", "key", "value", "dense"),
@@ -97,6 +100,35 @@ def test_adapters_in_a_pipeline_train_as_on_one_process() -> None:
     )
 
 
+@pytest.mark.usefixtures("float64")
+def test_adapters_on_a_square_of_ranks_train_as_on_one_process() -> None:
+    """language: ranks 0-3, with weights and hidden states in blocks."""
+    again = SQUARE | {"activation_checkpointing": "full"}
+    check_all(
+        4,
+        lora("llama", {"language": SQUARE}, prepare=with_biases),
+        lora("gpt2", {"language": SQUARE}, num_microbatches=8),
+        lora("bert", {"language": again}, exact=True),
+    )
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("float64")
+def test_adapters_on_all_grids_train_as_on_one_process() -> None:
+    """language: ranks 0-7; or ranks 0-3 and 4-7, as stages or replicas."""
+    check_all(
+        8,
+        lora("llama", {"language": CUBE}, prepare=with_biases),
+        lora("gpt2", {"language": CUBE}, num_microbatches=8),
+        lora("bert", {"language": DEEP}, exact=True, prepare=with_biases),
+        lora("llama", {"language": CUBE}, prepare=at_both_ends),
+        lora("llama", {"language": SQUARE | {"pp_size": 2}}, schedule="zero_bubble", prepare=beside_a_trained_norm),
+        lora("llava", {"vision": SQUARE, "language": SQUARE}),
+        lora("llama", {"language": CUBE}, prepare=merge),
+        limit=600,
+    )
+
+
 # --- files ---
 
 
@@ -113,9 +145,10 @@ def saved(run: Run) -> Any:
 
 
 @pytest.mark.usefixtures("float64")
-def test_saved_adapters_are_those_of_one_process(tmp_path: Path) -> None:
-    """language: ranks 0-1 and 2-3 as stages of two tensor parallel ranks."""
-    layout = Layout({"language": Modality(tp_size=2, pp_size=2)}, 4)
+@pytest.mark.parametrize("fields", [{"tp_size": 2, "pp_size": 2}, SQUARE], ids=["stages", "square"])
+def test_saved_adapters_are_those_of_one_process(fields: dict[str, Any], tmp_path: Path) -> None:
+    """language: ranks 0-1 and 2-3 as stages of two tensor parallel ranks, or ranks 0-3 as a square."""
+    layout = Layout({"language": Modality(**fields)}, 4)
     for name in ("one", "ranks"):
         (tmp_path / name).mkdir()
     found = outcomes(layout, saved, folder=tmp_path)["saved"]

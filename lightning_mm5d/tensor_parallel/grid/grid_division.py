@@ -21,7 +21,7 @@ from lightning_mm5d.source.names import forward_names
 from lightning_mm5d.source.trees import Source
 from lightning_mm5d.tensor_parallel.grid.grid_norms import Norm, norm_of
 from lightning_mm5d.tensor_parallel.grid.grid_plan import GridPlan
-from lightning_mm5d.tensor_parallel.grid.grid_shape import GridShape
+from lightning_mm5d.tensor_parallel.grid.grid_shape import GridShape, Kind
 from lightning_mm5d.tensor_parallel.resolve import Division
 from lightning_mm5d.tensor_parallel.units import OwnHeads
 
@@ -56,11 +56,13 @@ def on_grids(
     source = Source()
     for name, shape in grids.items():
         norms: dict[str, Norm | None] = {}
+        adapters: dict[str, Kind] = {}
         for path in layers[name]:
             layer = _Layer(root, division, name, shape, path, source)
             division = layer.divided()
             norms |= layer.norms
-        plans[name] = GridPlan(shape, tuple(layers[name]), norms)
+            adapters |= layer.adapters
+        plans[name] = GridPlan(shape, tuple(layers[name]), norms, adapters)
     return replace(division, grids=plans)
 
 
@@ -76,6 +78,7 @@ class _Layer:
         self._shared = set(division.shared)
         self._known: set[str] = set()
         self.norms: dict[str, Norm | None] = {}
+        self.adapters: dict[str, Kind] = {}
 
     def divided(self) -> Division:
         """Return the division with this layer in blocks."""
@@ -84,7 +87,7 @@ class _Layer:
             if self._is_in(path):
                 self._refuse(path, f"it would be computed in full: {why}")
         for path, kind in division.roles.items():
-            if self._is_in(path):
+            if self._is_in(path) and kind not in ("dropout", "own_dropout"):  # all ranks draw for their blocks alone
                 self._linear(path, kind)
         for name in division.shards:
             if self._is_in(name) and name not in self._known:
@@ -115,10 +118,10 @@ class _Layer:
 
     def _linear(self, path: str, kind: Any) -> None:
         if kind not in ("column", "row"):
-            why = {"experts": "it holds experts"}.get(kind, "it is an adapter")
-            self._refuse(path, why)
-        if path.endswith(".base_layer") or ".lora_" in path:
-            self._refuse(path, "it has adapters")
+            self._refuse(path, "it holds experts")
+        if ".lora_" in path:
+            self._adapter(path, kind)
+            return
         module: Any = self._root.get_submodule(path)
         weight, bias = f"{path}.weight", f"{path}.bias"
         units = self._shards[weight]
@@ -130,6 +133,22 @@ class _Layer:
         if module.bias is not None:
             side, parts = ("inside", self._shards[bias]) if kind == "column" else ("outside", self._shape.even(size))
             self._divide(bias, self._shape.vector(side, parts))  # type: ignore[arg-type]
+
+    def _adapter(self, path: str, kind: Kind) -> None:
+        """Shard both matrices of a low-rank adapter: the hidden width of one, and the units of the other, at `path`."""
+        wrapped, name = path.rsplit(".lora_", 1)
+        key = name.partition(".")[2]
+        first, second = f"{wrapped}.lora_A.{key}", f"{wrapped}.lora_B.{key}"
+        at_width = first if kind == "column" else second
+        weight: Any = self._root.get_submodule(at_width).weight
+        dim = int(kind == "column")
+        self._divide(f"{path}.weight", self._shape.vector("inside", self._shards[f"{path}.weight"]))
+        parts = self._shape.even(weight.shape[dim])
+        self._divide(f"{at_width}.weight", self._shape.vector("outside", replace(parts, dim=dim)))
+        if self._root.get_submodule(second).bias is not None:
+            side, held = ("inside", self._shards[f"{second}.bias"]) if kind == "column" else ("outside", parts)
+            self._divide(f"{second}.bias", self._shape.vector(side, held))  # type: ignore[arg-type]
+        self.adapters[first] = kind
 
     def _other(self, path: str, module: nn.Module) -> None:
         kind = type(module).__name__

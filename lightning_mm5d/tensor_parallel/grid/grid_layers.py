@@ -18,19 +18,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 from transformers.pytorch_utils import Conv1D  # the projections of GPT-2 and its kin
 
 from lightning_mm5d.layout.even_split import even_lengths
 from lightning_mm5d.partition.hidden_state import with_state
-from lightning_mm5d.sharded.collectives import TensorGroup
+from lightning_mm5d.sharded.collectives import TensorGroup, differentiable
 from lightning_mm5d.sharded.shards import Shard
 from lightning_mm5d.sharded.tensor import Sharded
 from lightning_mm5d.tensor_parallel.grid.block import Block, Frame, even_frame, scattered
 from lightning_mm5d.tensor_parallel.grid.grid_checks import GridChecks
 from lightning_mm5d.tensor_parallel.grid.grid_norms import Norm, normed, on_full_width
 from lightning_mm5d.tensor_parallel.grid.grid_products import Cube, Line, Panels
-from lightning_mm5d.tensor_parallel.grid.grid_shape import Axis, GridShape
+from lightning_mm5d.tensor_parallel.grid.grid_shape import Axis, GridShape, Side
 from lightning_mm5d.tensor_parallel.region import Region
 from lightning_mm5d.tensor_parallel.resolve import Division, Heads
 
@@ -64,8 +65,11 @@ class GridLayers:
             layer = root.get_submodule(path)
             self._replace(layer, self._layer(layer.forward))
         for path, kind in division.roles.items():
-            if held.holds(path):
+            if held.holds(path) and kind in ("column", "row") and ".lora_" not in path:
                 self._replace(root.get_submodule(path), self._linear(kind, division.shards[f"{path}.weight"]))
+        for path, kind in plan.adapters.items():
+            if held.holds(path):
+                self._replace(root.get_submodule(path), self._low_rank(kind))
         for path, norm in plan.norms.items():
             if held.holds(path):
                 self._replace(root.get_submodule(path), self._norm(norm))
@@ -124,8 +128,7 @@ class GridLayers:
             lengths = tuple(widths)
         else:
             lengths = tuple(shard.lengths[self._shape.index(self._place._replace(b=part))] for part in range(side))
-        given: Axis = self._shape.column_axis("outside" if is_column else "inside")
-        made: Axis = self._shape.column_axis("inside" if is_column else "outside")
+        given, made = self._axes(kind)
         blocks = tuple(even_lengths(widths[self._place.b], self._shape.depth))
 
         def forward(module: Any, input: Tensor) -> Tensor:
@@ -134,15 +137,40 @@ class GridLayers:
                 dtype = torch.get_autocast_dtype(input.device.type)
                 input, weight = input.to(dtype), weight.to(dtype)
             if self._shape.mode == "3d":
-                assert self._frame is not None
-                rows = even_lengths(even_lengths(self._frame.rows, self._shape.depth)[self._place.a], side)
                 lines = self._lines[given], self._lines[made], self._lines["a"]
-                y = Cube(*lines, tuple(rows), blocks, across.dim, is_conv).product(input, weight)
+                y = Cube(*lines, self._row_lengths(), blocks, across.dim, is_conv).product(input, weight)
             else:
                 y = Panels(self._lines["c"], self._lines["b"], lengths, is_conv).product(input, weight)
             return y if bias is None else y + bias.to(y.dtype)
 
         return forward
+
+    def _low_rank(self, kind: str) -> Callable[..., Tensor]:
+        """The first matrix of an adapter, whose result ``[rows, ..., r]`` all ranks with the same rows have."""
+        given, made = (self._lines[axis] for axis in self._axes(kind))
+        is_3d = self._shape.mode == "3d"
+
+        def forward(module: Any, input: Tensor) -> Tensor:
+            part = F.linear(input, module.weight)
+            rows = self._row_lengths() if is_3d else ()
+
+            def complete(x: Tensor, over: Line, of: Line) -> Tensor:
+                """Sum what ranks `over` have of the same rows, and go on with those rows that ranks `of` have next."""
+                return over.sum_scattered(of.gather(x, 0, rows, exact=True), 0, rows) if is_3d else over.sum(x)
+
+            return differentiable(part, lambda x: complete(x, given, made), lambda x: complete(x, made, given))
+
+        return forward
+
+    def _axes(self, kind: str) -> tuple[Axis, Axis]:
+        """The axes of the columns that a linear layer takes and gives."""
+        sides: tuple[Side, Side] = ("outside", "inside") if kind == "column" else ("inside", "outside")
+        return self._shape.column_axis(sides[0]), self._shape.column_axis(sides[1])
+
+    def _row_lengths(self) -> tuple[int, ...]:
+        """Lengths of the parts of the rows of this rank's ``a``."""
+        assert self._frame is not None
+        return tuple(even_lengths(even_lengths(self._frame.rows, self._shape.depth)[self._place.a], self._shape.side))
 
     def _norm(self, norm: Norm | None) -> Callable[..., Tensor]:
         axis = self._shape.column_axis("outside")
