@@ -37,10 +37,17 @@ _SAMPLE_WISE = (
 
 @dataclasses.dataclass(frozen=True)
 class Microbatch:
-    """Some samples of a batch, in a container of the batch's own type, and their number."""
+    """Some samples of a batch, in a container of the batch's own type.
+
+    Attributes:
+        batch: the samples.
+        samples: their number; 1 where it is not known.
+        is_counted: whether it is known.
+    """
 
     batch: Any
     samples: int
+    is_counted: bool = True
 
 
 class _Cut(NamedTuple):
@@ -66,6 +73,41 @@ def batch_samples(batch: Any) -> int | None:
     if not arrays:
         sizes = {len(value) for _, value in leaves(batch) if _is_plain_sequence(value)}
     return sizes.pop() if len(sizes) == 1 else None
+
+
+def counted(batch: Any, samples: int | None) -> Microbatch:
+    """Return a microbatch of so many samples; None where their number is not known."""
+    return Microbatch(batch, 1 if samples is None else samples, is_counted=samples is not None)
+
+
+def part_samples(parts: Sequence[Any], batch: Any) -> list[int | None]:
+    """The number of samples of each part that a function made of ``batch``, as `batch_samples` counts them.
+
+    Where that is not known, the lengths of what the function cut tell it, tensors and lists, if all of these agree.
+
+    Args:
+        parts: of the batch.
+        batch: that was cut.
+    """
+    found = [batch_samples(part) for part in parts]
+    if None not in found:
+        return found
+    lengths = set(_cut_lengths(batch, parts))
+    whole, *cut = lengths.pop() if len(lengths) == 1 else (0,)
+    return [*cut] if whole and sum(cut) == whole else found
+
+
+def _cut_lengths(batch: Any, parts: Sequence[Any]) -> Iterator[tuple[int, ...]]:
+    """Yield the lengths, of the batch and of each part, of all that is shorter in a part."""
+    if all(_has_length(one) for one in (batch, *parts)):
+        lengths = tuple(len(one) for one in (batch, *parts))
+        if len(set(lengths)) > 1:
+            yield lengths
+            return
+    children = [dict(_children(one) or ()) for one in (batch, *parts)]
+    for step in children[0]:
+        if all(step in others for others in children[1:]):
+            yield from _cut_lengths(children[0][step], [others[step] for others in children[1:]])
 
 
 def split(
@@ -98,7 +140,7 @@ def split(
         rule = "A batch has at least one sample"
         raise ConfigError("batch", "0 samples", rule, "Use drop_last=True, or a sampler that gives no empty batch")
     if num_microbatches == 1 or (num_microbatches is None and samples is not None and samples <= size):
-        return [Microbatch(batch, 1 if samples is None else samples)]
+        return [counted(batch, samples)]
     if samples is None and not any(_has_length(value) for _, value in leaves(batch)):
         rule = "A batch that is split into microbatches holds tensors or lists with one row per sample"
         raise ConfigError("batch", batch, rule, REMEDY)

@@ -67,6 +67,11 @@ class MultimodalCollator:
         self.processor, self.max_length, self.packing = processor, max_length, packing
         self.too_long, self.pad_to_max_length, self.prompts = too_long, pad_to_max_length, prompts
 
+    @property
+    def varies(self) -> bool:
+        """Whether batches may have fewer rows than samples were drawn for them."""
+        return self.packing or self.too_long == "drop"
+
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """The batch of `rows`.
 

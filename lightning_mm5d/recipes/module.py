@@ -132,6 +132,29 @@ class MultimodalModule(L.LightningModule):
         """As `validation_step`."""
         self.validation_step(batch, batch_idx)
 
+    def predict_step(self, batch: Mapping[str, Any], batch_idx: int) -> list[str] | Tensor:
+        """Generate answers to prompts, or to all but the last answers of a batch with labels.
+
+        Returns:
+            The answers; without a processor their tokens ``(B, max_new_tokens)``, padded on the right.
+        """
+        processor, model = self.processor, self.model
+        assert model is not None
+        tokenizer = getattr(processor, "tokenizer", processor)  # that of a text model is its tokenizer
+        if batch.get("labels") is not None:
+            if tokenizer is None:
+                rule = "Prompts are cut out of a batch with labels and padded, for which a tokenizer is needed"
+                raise ConfigError("processor", None, rule, "Give the processor's folder, or batches without labels")
+            batch = prompts(batch, tokenizer)
+        tokens = model.generate(**batch, max_new_tokens=self.max_new_tokens, do_sample=False)
+        if not model.config.is_encoder_decoder:
+            tokens = tokens[:, batch["input_ids"].shape[1] :]
+        if tokenizer is not None:
+            return [text.strip() for text in tokenizer.batch_decode(tokens, skip_special_tokens=True)]
+        # microbatches of unequal lengths are one batch
+        padding = model.generation_config.pad_token_id
+        return nn.functional.pad(tokens, (0, self.max_new_tokens - tokens.shape[1]), value=padding or 0)
+
     def _run(self, batch: Mapping[str, Any]) -> Any:
         if batch.get("labels") is None:
             rule = "The loss and the accuracy are those of labelled tokens"

@@ -11,11 +11,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.data.batches import LoaderBatches
-from lightning_mm5d.data.microbatch import Microbatch, batch_samples, leaves, split, with_tensors
+from lightning_mm5d.data.microbatch import (
+    Microbatch,
+    batch_samples,
+    counted,
+    leaves,
+    part_samples,
+    split,
+    with_tensors,
+)
 from lightning_mm5d.data.packed_images import describe
 from lightning_mm5d.layout import Layout
 from lightning_mm5d.partition.compiled import is_compiled, is_compiled_in_place
@@ -32,6 +41,11 @@ Weighing = Literal["samples", "tokens"] | Callable[[Any], Any]
 _WEIGH = (
     "Give a function of a microbatch that returns its number of tokens: loss_weight=function, in YAML its import path, "
     "or a method `loss_weight(self, batch)` of the LightningModule"
+)
+_COUNT = (
+    "Give a function of a microbatch that returns its number of samples: loss_weight=function, in YAML its import "
+    "path; define a method `loss_weight(self, batch)` of the LightningModule; or name the tensor with a row for each "
+    "sample input_ids, labels or pixel_values"
 )
 
 
@@ -92,26 +106,36 @@ class BatchParts:
 
         Args:
             batch: of the dataloader, or several of them.
-            is_first: whether it is the first of an epoch of training, which must give all microbatches.
+            is_first: whether it is the first of a training run, which must give all microbatches.
 
         Raises:
             ConfigError: it cannot be split, or not into so many.
         """
         if isinstance(batch, LoaderBatches):
-            found = [Microbatch(part, batch_samples(part) or 1) for part in batch]
+            found = [counted(part, batch_samples(part)) for part in batch]
         elif self._splitter is not None:
-            found = [Microbatch(part, batch_samples(part) or 1) for part in self._split_by(self._splitter, batch)]
+            cut = self._split_by(self._splitter, batch)
+            found = [counted(part, size) for part, size in zip(cut, part_samples(cut, batch), strict=True)]
         else:
             found = split(batch, self.count, size=self._size or 1, image_tokens=self._packed)
-        if is_first and self.count is not None and 0 < len(found) < self.count:
+        if is_first and self.count is not None and 0 < len(found) < self.count and not self._varies():
             samples = sum(part.samples for part in found)
             raise ConfigError(
                 "num_microbatches",
                 self.count,
                 f"a batch of {samples} samples gives at most {len(found)} microbatches",
-                f"Use {len(found)} or fewer, or larger batches",
+                f"Use {len(found)} or fewer, or larger batches, or microbatch_size, where the number follows from each "
+                "batch",
             )
         return found
+
+    def _varies(self) -> bool:
+        """Whether a collator packs or drops samples, so that batches have fewer rows than the `batch_size`."""
+        from lightning_mm5d.models.collating import MultimodalCollator
+
+        loaders = CombinedLoader(self._module.trainer.train_dataloader or []).flattened
+        collators = [getattr(loader, "collate_fn", None) for loader in loaders]
+        return any(isinstance(one, MultimodalCollator) and one.varies for one in collators)
 
     def watches(self, name: str, replicas: Iterable[Sequence[Microbatch]]) -> bool:
         """Return whether a step is watched for positions of samples: the first of each structure of split batches.
@@ -128,12 +152,22 @@ class BatchParts:
         self._watched |= found
         return is_new
 
-    def check(self, parts: Sequence[Microbatch]) -> None:
-        """Refuse microbatches whose label tokens are not known, on every rank that loads them.
+    def check(self, parts: Sequence[Microbatch], *, deals: bool = False) -> None:
+        """Refuse microbatches whose samples or label tokens are not known, on every rank that loads them.
+
+        Args:
+            parts: of one replica's batch.
+            deals: whether replicas weigh by their samples too, so that a single part needs their number.
 
         Raises:
-            ConfigError: there are no labels, or several tensors may be them.
+            ConfigError: there are no labels, or several tensors may be them; or parts of unknown numbers of samples.
         """
+        if self.counts_samples and (len(parts) > 1 or deals) and not all(part.is_counted for part in parts):
+            rule = (
+                "The loss of each microbatch weighs as many samples as it holds, and tensors of the batch do not agree "
+                "on their number"
+            )
+            raise ConfigError("microbatching", f"{len(parts)} parts of unknown numbers of samples", rule, _COUNT)
         if not self.counts_samples and self._weigh is None:
             for part in parts:
                 self._labels(part.batch)

@@ -5,11 +5,15 @@ a value for each sample, but its values count from the first sample of the batch
 it from labels; its use does. So the first step of each structure of batches watches which integer fields index dim 0
 of something that is made of the batch. The index of a class in a table is none: the table is not made of the batch.
 
+Labels are also written by, into a tensor with a place for each class. So a tensor of as many places as samples,
+which is not made of the batch, is refused where an index lies outside of it; otherwise a warning names the field.
+
 It does not see indices that code computes from such a field otherwise than by moving, casting or shaping it.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -96,8 +100,19 @@ class RowIndices(TorchFunctionMode):
         field = self._field(index)
         if field is None or not isinstance(source, Tensor) or isinstance(source, Parameter):
             return
-        is_rows = name in _WRITING and source.dim() > 0 and len(source) == self._samples
-        if self._is_made_of_batch(source) or is_rows:
+        if id(source) in self._buffers:
+            return
+        is_rows = self._is_made_of_batch(source)
+        if not is_rows and name in _WRITING and source.dim() > 0 and len(source) == self._samples:
+            is_rows = _exceeds(index, self._samples)
+            if not is_rows:
+                warnings.warn(
+                    f"{field} chooses where the step writes into a tensor of {self._samples} rows, and the microbatch "
+                    "has as many samples. This is right for labels. Positions of samples in the batch are wrong in a "
+                    "microbatch: give a function that splits such a batch, microbatching=function",
+                    stacklevel=4,
+                )
+        if is_rows:
             raise ConfigError(
                 field,
                 "an index of rows",
@@ -112,6 +127,15 @@ class RowIndices(TorchFunctionMode):
         known = getattr(tensor, _MADE_OF_BATCH, None)
         # what other stages sent has a mark of its own; an autograd function of one's own hides its arguments
         return bool(known) if known is not None else hasattr(tensor, "_mm5d_mark") or tensor.grad_fn is not None
+
+
+def _exceeds(index: Any, size: int) -> bool:
+    """Whether an index of integers lies outside of `size` places."""
+    if not isinstance(index, Tensor):
+        return any(not -size <= one < size for one in index)
+    if index.is_meta or not index.numel():
+        return False
+    return bool(((index < -size) | (index >= size)).any())
 
 
 def _adds_dims(index: Any) -> bool:

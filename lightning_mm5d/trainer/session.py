@@ -116,9 +116,8 @@ class Session:
 
     def __init__(self, module: pl.LightningModule, plan: Plan, options: RunOptions) -> None:
         self._batch_parts = BatchParts(module, options, plan.layout, options.rank)
-        is_replicated = plan.topology.is_replicated and options.num_microbatches == 1
         shards = DataShards(plan)
-        self.is_plain = is_replicated and not shards.exist
+        self.is_plain = plan.topology.is_replicated and options.num_microbatches == 1 and not shards.exist
         self.is_plain &= self._batch_parts.counts_equally or plan.layout.num_replicas == 1
         self.is_plain &= not offloads_parameters(plan.modalities) and plan.main_params is None
         self.is_plain &= not any(modality.fused_linear_cross_entropy for modality in plan.modalities.values())

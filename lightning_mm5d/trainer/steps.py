@@ -8,8 +8,8 @@ Phases of a step, on every rank:
 4. Share them within each replica.
 5. Log them on every rank, and return what one process would have returned.
 
-It knows the LightningModule and nothing of the trainer. It refuses training steps without a loss and batches that are
-too small to be split.
+It knows the LightningModule and nothing of the trainer. `user_step.py` refuses training steps without a loss, and
+`batch_parts.py` first batches that are too small to be split.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class Steps:
             "training_step",
             arguments,
             parts,
-            self._weights(parts, trains=True),
+            self._weights(parts, "training_step"),
             scale=scaled,
             **self._options(context, arguments, "training_step", parts),
         )
@@ -205,7 +205,7 @@ class Steps:
         """
         batch, *arguments = arguments
         parts = {number: part for number, part in self._split(batch, arguments).items() if part}
-        weights, options = self._weights(parts), self._options(context, arguments, name, parts)
+        weights, options = self._weights(parts, name), self._options(context, arguments, name, parts)
         results: dict[int, StepResult] = {}
         walking = self._walking(name)
         piped = {number: part for number, part in parts.items() if number not in walking}
@@ -231,20 +231,27 @@ class Steps:
 
     def _split(self, batch: Any, arguments: Sequence[Any]) -> dict[int, list[Microbatch]]:
         batches = split_replicas(batch, len(self._replicas))
-        is_first = self._module.training and bool(arguments) and arguments[0] == 0
+        module = self._module
+        started = module.current_epoch, module.global_step, *arguments[:1]
+        is_first = module.training and started == (0, 0, 0)
         return {
             number: [] if one is None else self._batch_parts.split(one, is_first=is_first)
             for number, one in zip(self._replicas, batches, strict=True)
         }
 
-    def _weights(self, parts: Parts, *, trains: bool = False) -> Weights:
-        """Weigh the microbatches of this rank's own replica; a sum over all replicas gives the total."""
+    def _weights(self, parts: Parts, name: str) -> Weights:
+        """Weigh the microbatches of this rank's own replica for a step; a sum over all replicas gives the total.
+
+        Predictions need no weights, and replicas may have unequal numbers of batches to predict.
+        """
+        if name == "predict_step":
+            return Weights()
+        deals = name == "training_step" and self._batch_parts.deals
         for found in parts.values():
-            self._batch_parts.check(found)
+            self._batch_parts.check(found, deals=deals)
         if self._own is None or self._own not in parts:
             return Weights()
         own = self._batch_parts.weights(parts[self._own])
-        deals = trains and self._batch_parts.deals
         if self._batch_parts.counts_samples and not deals:
             return Weights(own, sum(own) * self._plan.layout.num_replicas)
         samples = sum(part.samples for part in parts[self._own])
@@ -297,7 +304,11 @@ class Steps:
             return StepResult(fails=True)
         samples = [part.samples for part in step.microbatches[self._own]]
         results = [step.results[index] for index in sorted(step.results)]
-        outputs = None if all(result is None for result in results) else merge(results, samples)
+        outputs: Any = results  # of parts with unknown numbers of samples
+        if all(result is None for result in results):
+            outputs = None
+        elif len(results) == 1 or all(part.is_counted for part in step.microbatches[self._own]):
+            outputs = merge(results, samples)
         weight = sum(step.weights.own)
         # replicas count by their samples in a synced mean, and the value must count by its weight
         total = step.weights.total

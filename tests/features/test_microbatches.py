@@ -28,7 +28,7 @@ from features.toys import (
     together,
     weights,
 )
-from lightning_mm5d import Modality
+from lightning_mm5d import ConfigError, Modality
 from parity.harness import Batches
 from zoo import CASES
 
@@ -192,6 +192,69 @@ def test_a_stream_and_limits_of_the_trainer_work_as_on_one_process() -> None:
     outcome = outcomes(PIPE, trainer_flags)["trainer_flags"]
     assert_same(outcome.ranks[0], outcome.one)
     assert outcome.one["steps"] == 5
+
+
+class Growing(torch.utils.data.IterableDataset):
+    """One batch an epoch, of the next one of some sizes."""
+
+    def __init__(self, sizes: tuple[int, ...]) -> None:
+        self.sizes, self.epoch = sizes, 0
+
+    def __iter__(self) -> Any:
+        samples, size = Samples(8), self.sizes[self.epoch % len(self.sizes)]
+        self.epoch += 1
+        yield torch.utils.data.default_collate([samples[index] for index in range(size)])
+
+
+def small_later(run: Run) -> Any:
+    return train(run, Toy(), DataLoader(Growing((8, 2)), batch_size=None))
+
+
+def small_first(run: Run) -> Any:
+    with pytest.raises(ConfigError, match=r"gives at most 2 microbatches.*microbatch_size"):
+        train(run, Toy(), DataLoader(Growing((2, 8)), batch_size=None))
+
+
+ALONE = Layout({"language": Modality()}, 1)
+
+
+def test_only_the_first_batch_of_a_run_must_give_all_microbatches() -> None:
+    outcome = outcomes(ALONE, small_later, num_microbatches=4)["small_later"]
+    assert_same(outcome.ranks[0]["weights"], outcome.one["weights"])
+    together(ALONE, small_first, num_microbatches=4)
+
+
+def with_patches(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """A batch to predict, without labels; its tensors do not agree on the number of samples."""
+    batch = torch.utils.data.default_collate(samples)
+    del batch["label"]
+    return {**batch, "patches": torch.zeros(11, 2)}
+
+
+def one_and_rest(batch: dict[str, Tensor], count: int) -> list[dict[str, Tensor]]:
+    cuts = [slice(0, 1), slice(1, None)][: len(batch["tokens"])]
+    return [{key: value if key == "patches" else value[at] for key, value in batch.items()} for at in cuts]
+
+
+def one_and_rest_with_patches(batch: dict[str, Tensor], count: int) -> list[dict[str, Tensor]]:
+    """Parts of which nothing tells the number of samples."""
+    parts = one_and_rest(batch, count)
+    return [{**part, "patches": patches} for part, patches in zip(parts, batch["patches"].split(7), strict=False)]
+
+
+def predicted(run: Run) -> Any:
+    return run.trainer().predict(Toy(), run.loader(7, batch_size=6, collate_fn=with_patches))
+
+
+def test_batches_without_labels_are_predicted_also_by_replicas_with_unequal_numbers_of_them() -> None:
+    """language: ranks 0-1 as replicas; the first has batches of 3 and 1 samples, the other one of 3."""
+    layout = Layout({"language": Modality()}, 2, 2)
+    one = torch.cat(alone(predicted))
+    for rank, found in enumerate(together(layout, predicted, microbatching=one_and_rest, loss_weight="tokens")):
+        assert [len(batch) for batch in found] == [[3, 1], [3]][rank]
+        assert_same(torch.cat(found), one[rank::2])
+    of_parts = together(layout, predicted, microbatching=one_and_rest_with_patches)[1]
+    assert [len(part) for part in of_parts[0]] == [1, 2], "parts of unknown sizes are not joined"
 
 
 LLAVA = Layout({"vision": Modality(), "language": Modality(pp_size=2)}, 3)

@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from features.toys import CLASSES, PIPE, Layout, Run, Toy, assert_same, outcomes, together, weights
-from lightning_mm5d import Modality
+from lightning_mm5d import ConfigError, Modality
+from lightning_mm5d.data.microbatch import Microbatch
+from lightning_mm5d.trainer.row_indices import RowIndices
 
 TWO_PARTS = Layout({"language": Modality()}, 1)
 """one rank with the whole model"""
@@ -78,6 +80,28 @@ def test_positions_of_samples_are_refused(use: str) -> None:
     field = "list" if use == "list" else "positions"
     error = together(TWO_PARTS, attempt)[0]
     assert f"batch['{field}']: got 'an index of rows'" in error
+
+
+class Seen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(4))
+
+
+def test_labels_may_write_into_as_many_classes_as_the_microbatch_has_samples() -> None:
+    module, batch = Seen(), {"labels": torch.tensor([0, 1, 3, 3])}
+    with RowIndices(module, Microbatch(batch, 4)):
+        module.seen[batch["labels"]] = 1.0
+    assert module.seen.tolist() == [1, 1, 0, 1]
+    with (
+        RowIndices(module, Microbatch(batch, 4)),
+        pytest.warns(UserWarning, match=r"batch\['labels'\] .*microbatching=function"),
+    ):
+        found = torch.zeros(4).scatter_(0, batch["labels"], 1.0)
+    assert found.tolist() == [1, 1, 0, 1]
+    outside = {"positions": torch.tensor([0, 4, 1, 2])}
+    with pytest.raises(ConfigError, match="positions"), RowIndices(module, Microbatch(outside, 4)):
+        torch.zeros(4)[outside["positions"]] = 1.0
 
 
 def tables(run: Run) -> Any:

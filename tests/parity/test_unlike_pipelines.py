@@ -67,6 +67,9 @@ UNLIKE = {
     "dp 2 of any number of ranks, without microbatches": Unlike(
         "bert", {"model": Modality(pipelines={"min": 1})}, 2, (1, 1), 4, {"num_microbatches": 1}
     ),
+    "dp 2 at equal speeds, in one microbatch": Unlike(
+        "bert", {"model": Modality(dp_size=2, speeds=[1, 1])}, 2, (1, 1), 4, {"num_microbatches": 1}
+    ),
     "pp 2 and pp 1 with tp 2": Unlike(
         "bert", {"model": Modality(pipelines=[2, 1], tp_size=2)}, 6, (5, 3), 4, {"num_microbatches": 4}
     ),

@@ -13,8 +13,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_mm5d import ConfigError, Modality, MultimodalDataModule
-from models.tiny_composed import processor
+from lightning_mm5d import ConfigError, Modality, MultimodalDataModule, MultimodalModule
+from models.tiny_composed import composed, processor
 from parity.harness import Recorder, strategy
 from ranks import call_ranks
 from recipes.conversations import Learner, write
@@ -133,6 +133,38 @@ def test_prompts_are_generated_from_and_validation_is_padded(path: Path, tmp_pat
     found = trainer(limit_predict_batches=1).predict(module, datamodule=data)
     assert found[0].shape[0] == 3
     assert MultimodalDataModule(path, processor=made).val_dataloader() == []
+
+
+def answers(rank: int | None, path: Path) -> list[Any]:
+    """What the module predicts for the prompts of a file, as text and as tokens, on two ranks or one process."""
+    warnings.simplefilter("ignore")
+    made = composed().double()
+    read = processor(made)
+    found = []
+    for known in (read, None):
+        module = MultimodalModule(made, known, max_new_tokens=4)
+        data = MultimodalDataModule(predict=path, processor=read, batch_size=3)
+        modalities = {"vision": Modality(), "audio": Modality(colocate_with="language"), "language": Modality()}
+        run = trainer(
+            devices=1 if rank is None else 2,
+            strategy="auto" if rank is None else strategy(modalities, num_microbatches=2),
+            precision="64-true",
+            limit_predict_batches=2,
+        )
+        found.append(run.predict(module, datamodule=data))
+    return found
+
+
+def test_predicts_answers_to_the_prompts_of_a_file(path: Path) -> None:
+    """vision: rank 0; audio and language: rank 1."""
+    texts, tokens = answers(None, path)
+    assert [[type(text) for text in batch] for batch in texts] == [[str] * 3] * 2
+    assert [batch.shape for batch in tokens] == [(3, 4)] * 2, "without the prompt"
+    tokenizer = processor(composed()).tokenizer
+    assert texts == [[text.strip() for text in tokenizer.batch_decode(one, skip_special_tokens=True)] for one in tokens]
+    for got_texts, got_tokens in call_ranks(2, answers, path):
+        assert got_texts == texts
+        torch.testing.assert_close(got_tokens, tokens)
 
 
 def test_errors_name_the_file_and_the_line(path: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_mm5d import ConfigError, MultimodalStrategy
+from lightning_mm5d.data.batches import LoaderBatches
 from lightning_mm5d.trainer.batch_parts import BatchParts
 from source.test_passed import Masked, Unpacked, Unsaid
 
@@ -82,6 +83,39 @@ def test_functions_of_the_strategy_split_and_weigh_before_methods_of_the_module(
 def test_what_is_no_list_of_microbatches_is_refused(found: Any) -> None:
     with pytest.raises(ConfigError, match=r"microbatching: got .* returns a list of at most as many"):
         parts_of(Unsaid(), microbatching=lambda batch, count: found).split(IDS)
+
+
+def test_samples_of_parts_are_those_of_what_a_function_cut() -> None:
+    """5 samples are 3 and 2; 11 patches are repeated, or each part gets some of them."""
+
+    def repeating(batch: Any, count: int) -> list[Any]:
+        ids, images, patches = batch
+        return [(ids[at], images[at], patches) for at in (slice(3), slice(3, 5))]
+
+    def sharing(batch: Any, count: int) -> list[Any]:
+        shared = zip(repeating(batch, count), batch[2].split(6), strict=True)
+        return [(ids, images, patches) for (ids, images, _), patches in shared]
+
+    batch = torch.arange(5), [torch.zeros(size, 3) for size in (8, 7, 9, 8, 5)], torch.zeros(11, 2)
+    assert weights(Unsaid(), batch, microbatching=repeating, loss_weight="samples") == (3.0, 2.0)
+    with pytest.raises(ConfigError, match=r"microbatching: got '2 parts of unknown.*loss_weight=function"):
+        weights(Unsaid(), batch, microbatching=sharing, loss_weight="samples")
+    assert weights(Unsaid(), batch, microbatching=sharing, loss_weight=lambda part: len(part[0])) == (3.0, 2.0)
+
+
+def test_loader_batches_of_unknown_numbers_of_samples_are_refused_with_what_to_do() -> None:
+    batch = LoaderBatches([(IDS, torch.zeros(7, 2)), (IDS[:2], torch.zeros(4, 2))])
+    with pytest.raises(ConfigError, match=r"microbatching: got '2 parts of unknown.*loss_weight=function"):
+        weights(Unsaid(), batch, microbatching="loader", loss_weight="samples")
+    assert weights(Unsaid(), batch, microbatching="loader", loss_weight=lambda part: len(part[0])) == (4.0, 2.0)
+
+
+def test_a_single_part_needs_a_number_of_samples_only_where_replicas_weigh_by_it() -> None:
+    made = parts_of(Unsaid(), num_microbatches=1, loss_weight="samples")
+    parts = made.split((IDS, torch.zeros(7, 2)))
+    made.check(parts)
+    with pytest.raises(ConfigError, match="1 parts of unknown"):
+        made.check(parts, deals=True)
 
 
 @pytest.mark.parametrize("field", ["microbatching", "loss_weight"])
