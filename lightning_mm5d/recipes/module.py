@@ -151,8 +151,10 @@ class MultimodalModule(L.LightningModule):
             tokens = tokens[:, batch["input_ids"].shape[1] :]
         if tokenizer is not None:
             return [text.strip() for text in tokenizer.batch_decode(tokens, skip_special_tokens=True)]
-        # microbatches of unequal lengths are one batch
-        padding = model.generation_config.pad_token_id
+        # microbatches of unequal lengths are one batch, padded as `generate` pads
+        config = model.generation_config
+        padding = config.eos_token_id if config.pad_token_id is None else config.pad_token_id
+        padding = padding[0] if isinstance(padding, list) else padding
         return nn.functional.pad(tokens, (0, self.max_new_tokens - tokens.shape[1]), value=padding or 0)
 
     def _run(self, batch: Mapping[str, Any]) -> Any:

@@ -133,7 +133,7 @@ class BatchParts:
         """Whether a collator packs or drops samples, so that batches have fewer rows than the `batch_size`."""
         from lightning_mm5d.models.collating import MultimodalCollator
 
-        loaders = CombinedLoader(self._module.trainer.train_dataloader or []).flattened
+        loaders = CombinedLoader(self._module.trainer.train_dataloader).flattened
         collators = [getattr(loader, "collate_fn", None) for loader in loaders]
         return any(isinstance(one, MultimodalCollator) and one.varies for one in collators)
 
