@@ -227,7 +227,8 @@ class SharedExperts:
         return awaited(hidden, finish).view(tokens.shape) if self._overlaps(layer, hidden) else finish().view_as(tokens)
 
     def _overlaps(self, layer: HeldExperts, hidden: Tensor) -> bool:
-        return layer.overlaps and type(hidden) is Tensor
+        # a checkpoint compares the order of what is saved, and a traced forward may use the result sooner
+        return layer.overlaps and type(hidden) is Tensor and not in_checkpoint()
 
     def _dispatched(self, layer: HeldExperts, hidden: Tensor, index: Tensor, weights: Tensor) -> Callable[[], Tensor]:
         """Bring rows to their experts; return what waits for the results and gives each token the sum of its own."""
