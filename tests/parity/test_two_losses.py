@@ -71,14 +71,14 @@ OMNI: dict[str, Layout] = {
         (),
     ),
     "tp 2 of both, side by side": (
-        {"audio": ON_LANGUAGE, "vision": ON_LANGUAGE, "language": BESIDE, "talker": {**BESIDE, **ON_LANGUAGE}},
-        2,
+        {"audio": {"colocate_with": "vision"}, "language": BESIDE, "talker": {**BESIDE, **ON_LANGUAGE}},
+        3,
         {},
         (),
     ),
     "tp 2 of both on own ranks, side by side": (
-        {"audio": ON_LANGUAGE, "vision": ON_LANGUAGE, "language": BESIDE, "talker": BESIDE},
-        4,
+        {"audio": {"colocate_with": "vision"}, "language": BESIDE, "talker": BESIDE},
+        5,
         {},
         (),
     ),
