@@ -10,6 +10,7 @@ It refuses (`ValueError`) what cannot be copied, such as a lock or an open file:
 from __future__ import annotations
 
 import builtins
+import copyreg
 from collections.abc import Callable
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -91,7 +92,8 @@ class Contents:
         if hasattr(value, "to_dict") and hasattr(value, "__dict__"):  # a configuration
             return name, self.of(vars(value))
         try:
-            taken = value.__reduce_ex__(2)
+            known = copyreg.dispatch_table.get(type(value))
+            taken = value.__reduce_ex__(2) if known is None else known(value)
         except Exception as error:
             raise ValueError(f"a value of type {name}, whose content cannot be known ({error})") from None
         if isinstance(taken, str):
