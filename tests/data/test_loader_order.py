@@ -10,9 +10,9 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from data.loader_cases import Augmented
 from lightning_mm5d.data.batches import ReplicaBatches
 from lightning_mm5d.data.loader import shard_loader
+from loader_cases import Augmented
 
 
 class TwoShards(pl.strategies.DDPStrategy):

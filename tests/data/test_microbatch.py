@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from data.packed_batches import AUDIO, IMAGE, TOKENS, VIDEO, ids
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.data.microbatch import batch_samples, merge, split
 from lightning_mm5d.data.packed_images import PackedTokens, describe
+from packed_batches import AUDIO, IMAGE, TOKENS, VIDEO, ids
 
 
 class Pair(NamedTuple):

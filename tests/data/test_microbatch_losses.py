@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from data.packed_batches import IMAGE, VIDEO, ids
 from lightning_mm5d.data.microbatch import merge, split
 from lightning_mm5d.data.packed_images import describe
+from packed_batches import IMAGE, VIDEO, ids
 
 TEXT = {
     "vocab_size": 32,
