@@ -12,6 +12,7 @@ computed of was written to.
 
 from __future__ import annotations
 
+import gc
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -94,7 +95,13 @@ class _Family:
         self.version = _version(head.module.weight)
 
     def settle(self) -> None:
-        """Compute those that somebody holds on to, before weights change."""
+        """Compute those that somebody holds on to, before weights change.
+
+        Ranks that share the tokens or classes compute them together. So all must find the same ones: what only a cycle
+        of references keeps is freed first, which Python would do at another time on each rank.
+        """
+        if any(member() is not None for member in self.members):
+            gc.collect()
         for member in self.members:
             lazy = member()
             if lazy is not None:

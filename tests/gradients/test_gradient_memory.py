@@ -111,12 +111,15 @@ def peak(run: Run, module: Wide, **options: Any) -> tuple[int, int]:
 
 
 def peaks(run: Run) -> dict[str, tuple[int, int]]:
-    found = {"all": peak(run, Wide())}
-    found["accumulated"] = peak(run, Wide(), accumulate_grad_batches=3)
-    found["tied"] = peak(run, Wide(tied))
-    found["frozen"] = peak(run, Wide(frozen))
-    found["clipped"] = peak(run, Wide(), gradient_clip_val=0.1)
-    return found
+    cases: dict[str, Callable[[], tuple[int, int]]] = {
+        "all": lambda: peak(run, Wide()),
+        "accumulated": lambda: peak(run, Wide(), accumulate_grad_batches=3),
+        "tied": lambda: peak(run, Wide(tied)),
+        "frozen": lambda: peak(run, Wide(frozen)),
+        "clipped": lambda: peak(run, Wide(), gradient_clip_val=0.1),
+    }
+    # on a busy machine gloo's threads may free what they sent a step later: the least of two is what the code keeps
+    return {name: min(measured(), measured()) for name, measured in cases.items()}
 
 
 def layout(world: int = 2, **sharing: Any) -> Layout:
