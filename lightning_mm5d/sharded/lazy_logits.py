@@ -95,16 +95,11 @@ class _Family:
         self.version = _version(head.module.weight)
 
     def settle(self) -> None:
-        """Compute those that somebody holds on to, before weights change.
-
-        Ranks that share the tokens or classes compute them together. So all must find the same ones: what only a cycle
-        of references keeps is freed first, which Python would do at another time on each rank.
-        """
+        """Compute those that somebody holds on to, before weights change; ranks that share them do so together."""
         if any(member() is not None for member in self.members):
-            gc.collect()
+            gc.collect()  # what cycles of references keep, Python frees at another time on each rank
         for member in self.members:
-            lazy = member()
-            if lazy is not None:
+            if (lazy := member()) is not None:
                 lazy.computed()
         self.members.clear()
 
