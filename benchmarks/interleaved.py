@@ -5,36 +5,39 @@ as late as a link of a stated bandwidth would let them: each waits until all byt
 passed (`Link`). Nobody computes for that, so the ranks' cores are free. Sums of gradients over replicas or parts of
 sequences, which are no part of it, move nothing in any run.
 
-Computation is the fastest step in which these collectives move nothing and end at once, communication the time that the
+Computation is a step in which these collectives move nothing and end at once, communication the time that the
 link is busy in a step. Gloo's own messages cost processor time, too, which no link of the same bandwidth can hide on
 two cores; the step whose collectives wait for gloo alone tells how much. The optimizer is SGD, a small part of a step.
-Steps are timed from one batch to the next.
+All of them
+train in one run and in turns, and each figure is the median over its rounds: the speed of a machine changes from one
+minute to the next by more than what is measured.
 """
 
 from __future__ import annotations
 
+import statistics
 import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import lightning as L
 import torch
 import torch.distributed as dist
+import turns
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.utils.data import DataLoader
-from turns import Side, Turns, fit, row, run
+from turns import Side, Turns, fit, milliseconds, race_all, row
 
 import expert_parallel
 import tensor_parallel
 from lightning_mm5d import Modality, MultimodalStrategy
 
 RANKS, MICROBATCHES, SAMPLES = 2, 4, 1  # of a microbatch
-SETTLING, STEPS = 2, 6  # batches before what is timed, and all of them
+STEPS = turns.WARMUP + 15
 BATCH = MICROBATCHES * SAMPLES
 DENSE = tensor_parallel.Size(width=768, hidden=2048, layers=6, vocabulary=256, batch=BATCH, tokens=192)
 SPARSE = expert_parallel.Size(
@@ -110,20 +113,15 @@ class Delayed:
         return (self._work is None or self._work.is_completed()) and time.perf_counter() >= self._until
 
 
-class Clock(Callback):
-    """When each batch began, and what had been sent by then."""
+class Sent(Callback):
+    """What the link had carried before each batch."""
 
-    def __init__(self, link: Link, turns: Turns | None) -> None:
-        self._link, self._turns = link, turns
-        self.starts: list[float] = []
-        self.sent: list[float] = []
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self.bytes: list[float] = []
 
     def on_train_batch_start(self, *_: Any) -> None:
-        if self._turns is not None:
-            self._turns()  # a long run is no silent one
-        dist.barrier()
-        self.starts.append(time.perf_counter())
-        self.sent.append(self._link.sent)
+        self.bytes.append(self._link.sent)
 
 
 @dataclass(frozen=True)
@@ -184,46 +182,53 @@ CASES = {
     "context": Case("cp 2", {"cp_size": RANKS}, llama, texts),
     "experts": Case("ep 2, 8 experts", {"ep_size": RANKS}, mixture, halves),
 }
-SHARES = {"tensor": (0.6, 1.0)}  # of communication in computation
+SHARES = {"tensor": (0.55, 1.0)}  # of communication in computation
 
 
-def measure(case: Case, together: int, bandwidth: float | None) -> tuple[float, float]:
-    """Return the seconds of the fastest step, and the bytes of a step."""
+def side(case: Case, together: int, bandwidth: float | None) -> Side:
+    """Return ranks that train `case`; each returns the bytes of a step, and the threads that communicate."""
 
-    def train(turns: Turns, rank: int) -> tuple[list[float], list[float], set[str]]:
+    def train(turn: Turns, rank: int) -> tuple[float, set[str]]:
         link = Link(bandwidth)
-        clock = Clock(link, turns if rank == 0 else None)
+        sent = Sent(link)
         language = Modality(**case.fields, interleaved_microbatches=together)
         chosen = MultimodalStrategy({"language": language}, num_microbatches=MICROBATCHES)
-        fit(case.module(), case.loader(rank), chosen, RANKS, clock)
-        return clock.starts, clock.sent, link.threads
+        fit(case.module(), case.loader(rank), chosen, RANKS, turn, sent)
+        return sent.bytes[-1] - sent.bytes[-2], link.threads
 
-    starts, sent, threads = run(Side(RANKS, train))[0]
-    if (len(threads) > 1) != (together > 1):
-        raise RuntimeError(f"collectives of {together} microbatches side by side started in {sorted(threads)}")
-    return min(end - start for start, end in pairwise(starts[SETTLING:])), sent[-1] - sent[-2]
+    return Side(RANKS, train)
 
 
-def compare(case: Case, shares: tuple[float, ...]) -> None:
-    """Print how long steps are where communication takes each of `shares` of computation."""
-    computation, nbytes = measure(case, 1, None)
-    unslowed, _ = measure(case, 1, float("inf"))
-    for share in shares:
-        bandwidth = nbytes / (share * computation)
-        most = max(1.0, share) * computation
-        after, beside = (measure(case, together, bandwidth)[0] for together in (1, 2))
-        print(
-            f"{case.name}: computation {computation * 1e3:.0f} ms, communication {share * computation * 1e3:.0f} ms "
-            f"({nbytes / 1e6:.0f} MB at {bandwidth / 1e6:.0f} MB/s), with gloo alone {unslowed * 1e3:.0f} ms",
-            flush=True,
-        )
-        what = (
-            f"{case.name}, sum / larger of computation and communication {1 + min(share, 1 / share):.2f}: step / larger"
-        )
-        row(f"{what}, one after another", after / most, "", f"{after * 1e3:.0f} ms")
-        row(f"{what}, two side by side", beside / most, "1.15" if share < 1 else "", f"{beside * 1e3:.0f} ms")
+def compare(case: Case, share: float) -> None:
+    """Print how long steps are where communication takes about `share` of computation."""
+    (alone,) = race_all([side(case, 1, None)], STEPS)
+    nbytes = alone.results[0][0]
+    bandwidth = nbytes / (share * statistics.median(alone.seconds))
+    communication = nbytes / bandwidth
+    chosen = [(1, None), (1, float("inf")), (2, float("inf")), (1, bandwidth), (2, bandwidth)]
+    raced = race_all([side(case, *one) for one in chosen], STEPS)
+    for (together, _), one in zip(chosen, raced, strict=True):
+        threads = one.results[0][1]
+        if (len(threads) > 1) != (together > 1):
+            raise RuntimeError(f"collectives of {together} microbatches side by side started in {sorted(threads)}")
+    computation = raced[0].seconds
+    larger = [max(seconds, communication) for seconds in computation]
+    unhidden = statistics.median((a + communication) / b for a, b in zip(computation, larger, strict=True))
+    print(
+        f"{case.name}: computation {milliseconds(raced[0])}, communication {communication * 1e3:.0f} ms "
+        f"({nbytes / 1e6:.0f} MB at {bandwidth / 1e6:.0f} MB/s), sum / larger {unhidden:.2f}",
+        flush=True,
+    )
+    for what, one in zip(
+        ("gloo alone, one after another", "gloo alone, two side by side", "one after another", "two side by side"),
+        raced[1:],
+        strict=True,
+    ):
+        ratio = statistics.median(a / b for a, b in zip(one.seconds, larger, strict=True))
+        row(f"{case.name}: step / larger, {what}", ratio, "1.15" if one is raced[-1] else "", milliseconds(one))
 
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or CASES:
-        compare(CASES[name], SHARES.get(name, (0.6,)))
+        for share in SHARES.get(name, (0.55,)):
+            compare(CASES[name], share)

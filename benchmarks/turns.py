@@ -1,9 +1,9 @@
-"""Trains two sides of a comparison step by step in turns, so that both see the same noise of a shared machine.
+"""Trains the sides of a comparison step by step in turns, so that all see the same noise of a shared machine.
 
 Each side is a set of forked processes, one a rank, with one thread each. All stay alive from beginning to end; a side
-runs one step while the other sleeps. A step is timed from the release of its ranks until the last one is done,
-with all that happens between two batches. The order within a pair alternates, and the result is the median of the
-ratios of pairs. A rank that is silent for `LIMIT_S` is an error.
+runs one step while the others sleep. A step is timed from the release of its ranks until the last one is done,
+with all that happens between two batches. The order within a round alternates, and the result is the median of the
+ratios of two sides in a round. A rank that is silent for `LIMIT_S` is an error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import statistics
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -60,7 +60,7 @@ class Turns(Callback):
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two things to compare.
+    """One of the things to compare.
 
     Attributes:
         world: number of processes.
@@ -88,29 +88,34 @@ class Raced:
 
 def race(first: Side, second: Side, steps: int) -> tuple[Raced, Raced]:
     """Let both sides make `steps` steps each, in turns."""
-    sides = [_start(side) for side in (first, second)]
-    seconds: list[list[float]] = [[], []]
-    try:
-        for _, pipes in sides:
-            _gather(pipes)
-        for step in range(steps):
-            for index in (0, 1) if step % 2 else (1, 0):
-                seconds[index].append(_turn(sides[index][1]))
-        ends = [_gather(pipes) for _, pipes in sides]
-    finally:
-        for processes, _ in sides:
-            for process in processes:
-                process.join(timeout=10)
-                process.kill()
-    a, b = (
-        Raced(times[WARMUP:], [result for result, _ in end], [peak for _, peak in end])
-        for times, end in zip(seconds, ends, strict=True)
-    )
+    a, b = race_all((first, second), steps)
     return a, b
 
 
+def race_all(sides: Sequence[Side], steps: int) -> list[Raced]:
+    """Let all sides make `steps` steps each, in turns."""
+    started = [_start(side) for side in sides]
+    seconds: list[list[float]] = [[] for _ in sides]
+    try:
+        for _, pipes in started:
+            _gather(pipes)
+        for step in range(steps):
+            for index in list(range(len(sides)))[:: 1 if step % 2 else -1]:
+                seconds[index].append(_turn(started[index][1]))
+        ends = [_gather(pipes) for _, pipes in started]
+    finally:
+        for processes, _ in started:
+            for process in processes:
+                process.join(timeout=10)
+                process.kill()
+    return [
+        Raced(times[WARMUP:], [result for result, _ in end], [peak for _, peak in end])
+        for times, end in zip(seconds, ends, strict=True)
+    ]
+
+
 def median_ratio(first: Raced, second: Raced) -> float:
-    """The median over pairs of first / second, in time."""
+    """The median over rounds of first / second, in time."""
     return statistics.median(a / b for a, b in zip(first.seconds, second.seconds, strict=True))
 
 
