@@ -49,7 +49,6 @@ from .sequence_sizes import (
     MODERN,
     QFORMER,
     QWEN3_MOE,
-    QWEN3_VISION,
     SHARING,
     SMALL_VISION,
     SPARSE,
@@ -220,7 +219,7 @@ SHARED: dict[str, Shared] = OF_TENSOR_PARALLELISM | {
         "Qwen3VLMoeConfig",
         packed_images_and_text,
         text_config=QWEN3_MOE,
-        vision_config=QWEN3_VISION,
+        vision_config=qwen.SMALL_VISION,
         **qwen.TOKEN_IDS,
     ),
     "t5gemma": Shared(

@@ -109,13 +109,6 @@ QWEN3_MOE = GROUPED | {
     "mlp_only_layers": [],
     "rope_parameters": qwen.ROPE,
 }
-QWEN3_VISION = qwen.VISION | {
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "out_hidden_size": 32,
-    "num_position_embeddings": qwen.PATCHES,
-    "deepstack_visual_indexes": [0, 1],
-}
 MODERN = {
     "num_hidden_layers": 3,
     "local_attention": 8,

@@ -44,13 +44,13 @@ def saved(rank: int, world: int, cases: list[Case]) -> list[tuple[int, int]]:
 
 
 def test_what_is_kept_for_the_backward_is_one_ranks_share() -> None:
-    alike = [Case(mode, "uneven") for mode in ("allgather", "ring")]
-    alike += [Case(mode, "uniform", heads=(8, 4), size=300) for mode in ("ulysses", "hybrid")]
+    even = [Case(mode, "uneven") for mode in ("allgather", "ring")]
+    even += [Case(mode, "uniform", heads=(8, 4), size=300) for mode in ("ulysses", "hybrid")]
     shared = [Case(mode, heads=heads) for mode in ("ulysses", "hybrid") for heads in ((4, 2), (4, 1), (3, 3))]
-    ranks = run_ranks(4, saved, 4, [*alike, *shared], limit=LIMIT_S)
-    for index, case in enumerate([*alike, *shared]):
+    ranks = run_ranks(4, saved, 4, [*even, *shared], limit=LIMIT_S)
+    for index, case in enumerate([*even, *shared]):
         found = [results[index] for results in ranks]
-        if index < len(alike):
+        if index < len(even):
             assert all(kept == own for kept, own in found), (case, found)
         assert sum(kept for kept, _ in found) == sum(own for _, own in found), (case, found)
 

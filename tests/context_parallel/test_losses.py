@@ -168,10 +168,10 @@ def beside_middle_layers(module: Head, batch: Batch) -> Tensor:
     assert len(states) == 5
     early = module.model.lm_head(states[2])[:, :-1].flatten(0, 1)  # type: ignore[operator, union-attr]
     loss = F.cross_entropy(early, batch["labels"][:, 1:].flatten()) + states[0].pow(2).mean()
-    alike = F.cosine_similarity(states[1], states[3], dim=-1).mean()
+    likeness = F.cosine_similarity(states[1], states[3], dim=-1).mean()
     return (
         loss
-        + alike
+        + likeness
         + F.mse_loss(states[4], states[3].detach())
         + F.cross_entropy(module.score(states[1][:, 0]), classes(batch))
     )
@@ -254,7 +254,7 @@ OF_SAMPLES = (
     every_token_classified,
     of_the_last_logits,
 )
-"""Means over samples that are alike, so that microbatches' means are those of a batch."""
+"""Means over equal samples, so that microbatches' means are those of a batch."""
 OF_BATCHES = (
     with_a_number_of_items,
     of_a_loss_module_with_smoothing,

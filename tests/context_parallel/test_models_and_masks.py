@@ -6,9 +6,9 @@ Unless a test says otherwise, its ranks 0-1 share each sequence.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from features.toys import Layout, Outcome, Run, outcomes
 from lightning_mm5d import Modality
 from zoo import CASES
 from zoo.case import FIRST_TEXT_ID, VOCABULARY, Batch, TinyModule
-from zoo.handwritten import Layer
+from zoo.handwritten import Layer, OwnLayers
 from zoo.text import LLAMA
 
 TINY: dict[str, Any] = LLAMA | {"num_hidden_layers": 2}
@@ -171,43 +171,22 @@ class ByFunction(ByMethod):
         return attend(q, k, v)
 
 
-class Own(L.LightningModule):
-    """A language model around layers of one's own."""
-
-    def __init__(self, layer: Callable[..., nn.Module]) -> None:
-        super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            self.embedding = nn.Embedding(VOCABULARY, LLAMA["hidden_size"])
-            self.layers = nn.ModuleList([layer(causal=True) for _ in range(2)])
-            self.head = nn.Linear(LLAMA["hidden_size"], VOCABULARY)
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        hidden = self.embedding(batch["input_ids"])
-        for layer in self.layers:
-            hidden = layer(hidden)
-        return F.cross_entropy(self.head(hidden)[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten())
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("layer", [Inherited, ByMethod, ByFunction], ids=lambda layer: layer.__name__)
 def test_torchs_attention_is_found_wherever_a_layer_calls_it(layer: type[nn.Module]) -> None:
     layout = Layout({"language": Modality(cp_size=2, module=["embedding", "layers", "head"])}, 2)
 
     def scenario(run: Run) -> Any:
-        return steps(run, Own(layer), Stream((16, 11)))
+        return steps(run, OwnLayers(partial(layer, causal=True)), Stream((16, 11)))
 
     same_steps(outcomes(layout, scenario, num_microbatches=1)["scenario"], 1e-9)
 
 
-class Recomputing(Own):
+class Recomputing(OwnLayers):
     """Computes each of its layers, which call torch's attention by themselves, again for the backward."""
 
     def __init__(self, *, is_reentrant: bool) -> None:
-        super().__init__(Layer)
+        super().__init__(partial(Layer, causal=True))
         self.is_reentrant = is_reentrant
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:

@@ -25,7 +25,7 @@ from lightning_mm5d.trainer.validation import check_module
 from parity.harness import fit, strategy
 from tensor_parallel.layouts import batches_of, build
 from zoo.case import FIRST_TEXT_ID, VOCABULARY, Batch, TinyModule
-from zoo.handwritten import WIDTH, Layer
+from zoo.handwritten import Layer, OwnLayers
 from zoo.text import IDS, LLAMA
 
 SHARED = {"language": Modality(cp_size=2)}
@@ -165,31 +165,10 @@ def test_manual_optimization_is_refused() -> None:
 # --- layers of one's own ---
 
 
-class Decoder(L.LightningModule):
-    """A language model around layers of one's own."""
-
-    def __init__(self, make: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-            self.layers = nn.ModuleList([make() for _ in range(2)])
-            self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        hidden = self.embedding(batch["input_ids"])
-        for layer in self.layers:
-            hidden = layer(hidden)
-        return F.cross_entropy(self.head(hidden)[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten())
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 LANGUAGE = {"language": Modality(cp_size=2, module=["embedding", "layers", "head"])}
 
 
-class Unlisted(Decoder):
+class Unlisted(OwnLayers):
     """Its layers are no list."""
 
     def __init__(self) -> None:
@@ -290,7 +269,7 @@ class Dropping(Layer):
 
 def test_dropout_that_a_layer_gives_torchs_attention_is_refused_on_all_ranks() -> None:
     def scenario(run: Run) -> str:
-        return attempt(run, Decoder(lambda: Dropping(causal=True)), [tokens(12)])
+        return attempt(run, OwnLayers(lambda: Dropping(causal=True)), [tokens(12)])
 
     for dropout in together(Layout(LANGUAGE, 2), scenario):
         assert "dropout=0.1" in dropout
@@ -310,7 +289,7 @@ class Again(Layer):
 def test_torchs_attention_that_is_computed_again_in_the_midst_of_a_layer_is_refused_on_all_ranks() -> None:
     def scenario(run: Run) -> list[str]:
         made = [partial(Again, is_reentrant=is_reentrant) for is_reentrant in (True, False)]
-        return [attempt(run, Decoder(layer), [tokens(12)]) for layer in made]
+        return [attempt(run, OwnLayers(layer), [tokens(12)]) for layer in made]
 
     for errors in together(Layout(LANGUAGE, 2), scenario):
         for error in errors:

@@ -146,13 +146,6 @@ LATENT: dict[str, Any] = {
 QWEN: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 20, "head_dim": 8}
 ERNIE: dict[str, Any] = {"moe_k": 2, "moe_num_experts": 4, "moe_num_shared_experts": 1}
 ROPE = {"rope_parameters": qwen.ROPE}
-QWEN_VISION = qwen.VISION | {
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "out_hidden_size": 32,
-    "num_position_embeddings": qwen.PATCHES,
-    "deepstack_visual_indexes": [0, 1],
-}
 GLM_VISION = qwen.VISION | {"hidden_size": 16, "intermediate_size": 32, "out_hidden_size": 32, "image_size": 16}
 ERNIE_VISION: dict[str, Any] = {
     "depth": 2,
@@ -295,7 +288,7 @@ CASES = [
         vision=VISUAL,
         items=(qwen.IMAGE,),
         text_config=TEXT | QWEN | ROPE | {"num_experts": 4},
-        vision_config=QWEN_VISION,
+        vision_config=qwen.SMALL_VISION,
         **qwen.TOKEN_IDS,
     ),
     composed(
@@ -310,7 +303,7 @@ CASES = [
         items=(qwen.IMAGE, HEARD),
         boundaries={"vision": "model.model.get_image_features", "audio": "model.model.get_audio_features"},
         text_config=TEXT | QWEN | ROPE | {"num_experts": 4},
-        vision_config=QWEN_VISION,
+        vision_config=qwen.SMALL_VISION,
         audio_config=AUDIO,
         audio_token_id=qwen.AUDIO_ID,
         image_token_id=qwen.IMAGE_ID,

@@ -87,7 +87,7 @@ def test_autocast_acts_on_the_local_tensor() -> None:
     run_ranks(WORLD, compared, limit=60)
 
 
-def test_dropout_draws_apart_for_tokens_of_ranks_and_alike_afterwards() -> None:
+def test_dropout_differs_between_ranks_and_random_numbers_after_it_are_equal() -> None:
     def dropped(rank: int) -> list[tuple[Tensor, Tensor]]:
         ranks, found = Ranks(), []
         for layout in LAYOUTS.values():

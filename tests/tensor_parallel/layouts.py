@@ -31,7 +31,7 @@ class Compared:
         fields: of each modality.
         replicas: of the modality that computes the loss.
         variant: what is frozen.
-        prepare: changes the module in place, alike on every process and each time; adapters, for instance.
+        prepare: changes the module in place, equally on every process and each time; adapters, for instance.
         steps: number of optimizer steps, or more batches where they are accumulated.
         exact: whether the model computes in float64 throughout.
         off: absolute tolerance where it does not; gradients are of the order of 0.1.

@@ -65,7 +65,7 @@ def train(
 
 
 def merged(gradients: dict[str, Tensor], division: Division, group: TensorGroup) -> dict[str, Tensor]:
-    """Whole gradients: rows that several ranks hold, and what is shared, are summed; the rest is alike on all ranks."""
+    """Whole gradients: rows that several ranks hold, and what is shared, are summed; the rest is equal on all ranks."""
     ranks: list[Any] = [None] * group.size
     dist.all_gather_object(ranks, gradients)
     found: dict[str, Tensor] = {}
@@ -84,7 +84,7 @@ def merged(gradients: dict[str, Tensor], division: Division, group: TensorGroup)
             raise AssertionError(f"{name} is in a layer on a grid, and neither sharded nor shared")
         else:
             for part in parts:
-                torch.testing.assert_close(part, gradient, msg=lambda m, name=name: f"{name}, whole, is not alike: {m}")
+                torch.testing.assert_close(part, gradient, msg=lambda m, name=name: f"{name}, whole, differs: {m}")
             found[name] = gradient
     return found
 

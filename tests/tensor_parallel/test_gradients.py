@@ -36,13 +36,13 @@ LAYOUTS: dict[str, tuple[int, int, int, dict[str, int]]] = {
 
 
 def made_up(plan: Plan, module: L.LightningModule, name: str, rank: int) -> Tensor:
-    """The gradient of `name` on `rank` before the sum, of its part; what is whole is alike within a replica."""
+    """The gradient of `name` on `rank` before the sum, of its part; what is whole is equal within a replica."""
     shape, shard = [*module.get_parameter(name).shape], plan.division.shards.get(name)
     replica = min(min(one) for stage in plan.topology.members for one in plan.topology.instances(stage) if rank in one)
-    alike = shard is None and name not in plan.division.shared
+    is_equal = shard is None and name not in plan.division.shared
     if shard is not None:
         shape[shard.dim] = shard.lengths[plan.ownership.shard_index(name, rank)]
-    generator = torch.Generator().manual_seed(1000 * (replica if alike else rank) + list(plan.sizes).index(name))
+    generator = torch.Generator().manual_seed(1000 * (replica if is_equal else rank) + list(plan.sizes).index(name))
     return torch.randn(shape, dtype=torch.float64, generator=generator)
 
 

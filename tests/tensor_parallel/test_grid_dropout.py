@@ -100,7 +100,7 @@ def ranks_of(grid: str, scenario: Callable[[Run], Any]) -> list[dict[str, dict[s
 
 
 def full_mask(masks: list[Tensor], shape: GridShape) -> Tensor:
-    """Put together what ranks drew for one value; what none of them has a block of is drawn alike."""
+    """Put together what ranks drew for one value; a value that is not split must be equal on all ranks."""
     if masks[0].shape == (SAMPLES, LENGTH, WIDTH):
         assert all(torch.equal(mask, masks[0]) for mask in masks)
         return masks[0]
@@ -161,7 +161,7 @@ def check(grid: str, ranks: list[dict[str, dict[str, Any]]]) -> None:
 
 
 @pytest.mark.usefixtures("float64")
-def test_masks_of_blocks_are_those_of_full_values_and_are_drawn_again_alike() -> None:
+def test_masks_of_blocks_are_those_of_full_values_also_in_recomputation() -> None:
     """language: ranks 0-3."""
     check("2d", ranks_of("2d", few))
 

@@ -252,7 +252,7 @@ def test_generated_text_is_that_of_one_process() -> None:
                 assert got["greedy"].shape == (4, 14)
                 assert torch.equal(got["greedy"], expected["greedy"])
                 assert torch.equal(got["without cache"], expected["greedy"])
-                assert torch.equal(got["sampled"], first["sampled"]), "ranks of a group sample alike"
+                assert torch.equal(got["sampled"], first["sampled"]), "ranks of a group draw equal samples"
                 assert not torch.equal(got["sampled"], got["greedy"])
 
 

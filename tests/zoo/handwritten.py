@@ -5,6 +5,7 @@
 on the LightningModule itself. They refuse nothing: inputs come from this folder.
 """
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -274,3 +275,24 @@ CASES = [
         mean_of_samples=False,
     ),
 ]
+
+
+class OwnLayers(L.LightningModule):
+    """A language model around two layers of one's own."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+            self.layers = nn.ModuleList([make() for _ in range(2)])
+            self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        hidden = self.embedding(batch["input_ids"])
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return F.cross_entropy(self.head(hidden)[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)

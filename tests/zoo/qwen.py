@@ -25,6 +25,14 @@ VISION: dict[str, Any] = {
     "spatial_merge_size": 2,
     "temporal_patch_size": 2,
 }
+SMALL_VISION = VISION | {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "out_hidden_size": 32,
+    "num_position_embeddings": PATCHES,
+    "deepstack_visual_indexes": [0, 1],
+}
+"""of Qwen3-VL and later, with features of the language model's width"""
 WINDOWED: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 32,
