@@ -193,7 +193,8 @@ class Steps:
             fresh[:] = [None] * len(fresh)
 
         loss = published(result.loss.to(self._device), publish)
-        return {**result.outputs, "loss": loss} if isinstance(result.outputs, Mapping) else loss
+        outputs = _by_name(result.outputs)
+        return loss if outputs is None else {**outputs, "loss": loss}
 
     def evaluate(self, name: str, arguments: Sequence[Any], context: Context) -> Any:
         """Run one of the other steps; return what it would have returned for the full batch, on every rank.
@@ -337,6 +338,18 @@ class Steps:
         # only now: with sync_dist a log is collective over all ranks, and others wait for the next replica's result
         replay(self._module, found[shown].logs)
         return found[shown]
+
+
+def _by_name(outputs: Any) -> dict[str, Any] | None:
+    """Return what training steps return beside the loss; None where that is the loss alone.
+
+    What microbatches returned and cannot be joined has a list with one value for each of them.
+    """
+    if isinstance(outputs, list):
+        found = [one if isinstance(one, Mapping) else {} for one in outputs]
+        names = dict.fromkeys(name for one in found for name in one)
+        outputs = {name: [one.get(name) for one in found] for name in names}
+    return dict(outputs) if isinstance(outputs, Mapping) else None
 
 
 def _factor(value: Tensor, summing: Summing) -> Tensor | float:

@@ -257,6 +257,33 @@ def test_batches_without_labels_are_predicted_also_by_replicas_with_unequal_numb
     assert [len(part) for part in of_parts[0]] == [1, 2], "parts of unknown sizes are not joined"
 
 
+class Guessing(Toy):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        found = self(batch)
+        return {"loss": F.cross_entropy(found, batch["tokens"][:, 0] % found.shape[-1]), "guesses": found.detach()}
+
+    def loss_weight(self, batch: dict[str, Tensor]) -> Tensor:
+        return torch.tensor(float(len(batch["tokens"])))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen = outputs
+
+
+def guessed(run: Run) -> Any:
+    module = Guessing()
+    run.trainer(limit_train_batches=1, use_distributed_sampler=False).fit(
+        module, run.loader(3, batch_size=3, collate_fn=with_patches)
+    )
+    return module.seen["guesses"], module.seen["loss"]
+
+
+def test_what_steps_return_beside_the_loss_is_a_list_where_parts_cannot_be_joined() -> None:
+    (one, loss), layout = alone(guessed), Layout({"language": Modality(pp_size=2)}, 2)
+    for guesses, mean in together(layout, guessed, microbatching=one_and_rest_with_patches):
+        assert_same(list(guesses), [one[:1], one[1:]])
+        assert_same(mean, loss)
+
+
 LLAVA = Layout({"vision": Modality(), "language": Modality(pp_size=2)}, 3)
 
 
