@@ -6,6 +6,8 @@ A case is written as a person would: a few lines of YAML with the strategy's arg
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -14,7 +16,7 @@ import pytest
 import yaml
 
 from lightning_mm5d.cli.main import main
-from lightning_mm5d.schedule import SCHEDULES, build, to_csv
+from lightning_mm5d.schedule import SCHEDULES, build, report, to_csv
 from schedule.graphs import chain
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -52,6 +54,14 @@ class Simulate:
         assert (code, out, err.count("\n")) == (2, "", 1)
         assert err.startswith("mm5d: error: ")
         return err
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built_once() -> Iterator[None]:
+    """Most tests simulate the same graphs, whose schedules are built once for all of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "build", cache(report.build))
+        yield
 
 
 @pytest.fixture

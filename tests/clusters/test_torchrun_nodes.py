@@ -1,6 +1,7 @@
 """torchrun's agents on two nodes are one job, which a killed rank or a lost node costs the work since a checkpoint.
 
-The nodes are two network namespaces where this machine lets us make them, else two loopback addresses.
+The nodes are two network namespaces where this machine lets us make them, else two loopback addresses. The default run
+loses a node, and with it a rank; the other cases are `exhaustive`.
 """
 
 from __future__ import annotations
@@ -82,6 +83,7 @@ def torchrun(
     return start_all(folder, commands)
 
 
+@pytest.mark.exhaustive
 def test_a_killed_rank_of_two_nodes_starts_again_from_the_last_checkpoint(
     nodes: list[Node], one_process: dict[int, dict[str, Any]], tmp_path: Path
 ) -> None:

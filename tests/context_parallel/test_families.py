@@ -180,6 +180,8 @@ def runs(request: pytest.FixtureRequest) -> dict[tuple[str, int], list[Result | 
     found: dict[tuple[str, int], list[Result | str]] = {}
     for degree in (2, 3):
         names = list(dict.fromkeys(one["name"] for one in asked if one.get("degree") == degree))
+        for name in names:
+            SHARED[name].family.build()  # imports its modules once, before ranks are forked
         while names:
             ranks = run_ranks(degree, run, names, degree, limit=60 + 20 * len(names))
             whole = [name for name in names if all(name in done for done, _ in ranks)]

@@ -1,4 +1,8 @@
-"""What data parallel ranks share gives the losses, gradients and parameters of one process."""
+"""What data parallel ranks share gives the losses, gradients and parameters of one process.
+
+The default run holds each stage, blocks of ranks, stages of a pipeline and an encoder apart once; `exhaustive` holds
+more of their pairs.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import torch
 
 from features.toys import LANGUAGE, VISION, Layout, Run, Toy, assert_same, figures, outcomes, weights
 from lightning_mm5d import Modality
+from sweeps import swept
 
 
 class Trained(Toy):
@@ -105,7 +110,13 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+PAIRS = (
+    *("stage 3, 2 ranks", "stage 1, 2 of 4 ranks", "stage 3, language pp 2"),
+    *("gathered by layer, 2 ranks", "stage 2, 4 ranks"),
+)
+
+
+@pytest.mark.parametrize("name", swept(LAYOUTS, *PAIRS))
 def test_shared_parameters_are_trained_as_on_one_process(name: str) -> None:
     found = outcomes(LAYOUTS[name], clipped, accumulated, made_before, replaced)
     for scenario, outcome in found.items():

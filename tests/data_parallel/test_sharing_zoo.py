@@ -175,7 +175,10 @@ def test_weight_gradients_that_are_put_off_need_no_weights() -> None:
     check("t5", "layers", 2, "pp 2", schedule="zero_bubble")
 
 
-ON_GRIDS = [("gpt2", 2, 2, "2d", "none", 2), ("llama_tied", "layers", 2, "2d", "lower", 1)]
+ON_GRIDS = [
+    pytest.param(("gpt2", 2, 2, "2d", "none", 2), marks=pytest.mark.exhaustive),
+    ("llama_tied", "layers", 2, "2d", "lower", 1),
+]
 
 
 @pytest.mark.usefixtures("float64")

@@ -28,6 +28,14 @@ from zoo.case import Batch, TinyModule
 counters = private(utils, "counters")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def backends() -> None:
+    """Imports what compilers are made of once, before ranks are forked."""
+    for backend in ("eager", "aot_eager"):
+        torch.compile(torch.nn.Linear(1, 1), backend=backend)(torch.ones(1)).backward()
+    torch._dynamo.reset()
+
+
 class Graphs(Callback):
     """How many graphs were compiled up to the end of each step."""
 

@@ -1,4 +1,7 @@
-"""Generation in evaluation steps gives the tokens of one process, whatever the layout; training goes on after it."""
+"""Generation in evaluation steps gives the tokens of one process, whatever the layout; training goes on after it.
+
+The default run holds each kind of model and each parallelism once; two more layouts are `exhaustive`.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from features.toys import PIPE, TWINS, Layout, Run, Toy, assert_same, figures, o
 from lightning_mm5d import Modality
 from parity.harness import Batches, Recorder, strategy
 from ranks import call_ranks
+from sweeps import swept
 from zoo import CASES
 
 PLACEHOLDERS = [1, 2, 3, 4, 5, 8, 9]  # tokens that stand for images and sound
@@ -89,7 +93,7 @@ def continued(module: Any, batch: Any, **options: Any) -> list[list[int]]:
 
 
 def run(case_name: str, modalities: Any, devices: int) -> dict[str, Any]:
-    """Two steps of training with validation after each, then predictions."""
+    """Two steps of training with validation on a batch after each, then predictions of one."""
     case = CASES[case_name]
     model = case.build().model
     if case_name == "t5":
@@ -106,6 +110,8 @@ def run(case_name: str, modalities: Any, devices: int) -> dict[str, Any]:
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "num_sanity_val_steps": 0,
+        "limit_val_batches": 1,
+        "limit_predict_batches": 1,
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -146,7 +152,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Modality], int]] = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", swept(LAYOUTS, "vision | language tp 2", "audio | language pp 2"))
 @pytest.mark.usefixtures("float64")
 def test_generated_text_is_that_of_one_process(name: str) -> None:
     """Each layout is drawn by its name: ranks in that order."""

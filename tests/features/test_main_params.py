@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from features.toys import LANGUAGE, PAIR, PIPE, SHARED, TWINS, VISION, WIDTH, Layout, Run, Samples, Toy, assert_same
 from lightning_mm5d import ConfigError, Modality, TensorParallelPlan, register_tensor_parallel_plan
 from ranks import run_ranks
+from sweeps import swept
 
 BRAIN = {"precision": "bf16-true", "main_params": "float32"}
 SINGLE = {"precision": "32-true", "main_params": "float64"}
@@ -146,10 +147,7 @@ HAND = {
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.exhaustive if name in ("pair", "replicas", "stage 1") else ())
-        for name in HAND
-    ],
+    swept(HAND, "pair", "replicas", "stage 1", "stage 2"),
 )
 def test_bf16_layers_train_float32_parameters_bit_for_bit(name: str) -> None:
     """Each layout as in its own docstring."""
@@ -252,7 +250,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run_ranks(1, every, Run(ONE, {}, tmp_path_factory.mktemp("one")))[0]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", swept(LAYOUTS, "stage 1"))
 def test_training_features_see_main_parameters_in_every_layout(
     name: str, alone: dict[str, Any], tmp_path: Path
 ) -> None:

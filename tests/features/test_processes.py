@@ -1,4 +1,7 @@
-"""Several runs in the same processes, and what the launching process has after ranks that it started."""
+"""Several runs in the same processes, and what the launching process has after ranks that it started.
+
+Spawned ranks are in the default run of tests/launching, and here `exhaustive`.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from typing import Any
 import pytest
 
 from features.toys import PIPE, TWINS, Run, Toy, assert_same, figures, outcomes, weights
+from sweeps import swept
 
 
 def again_and_again(run: Run) -> Any:
@@ -60,7 +64,7 @@ def test_a_module_goes_on_in_another_layout(found: Any) -> None:
         assert_same(rank["metrics"], one["metrics"])
 
 
-@pytest.mark.parametrize("start_method", ["spawn", "fork"])
+@pytest.mark.parametrize("start_method", swept(["spawn", "fork"], "spawn"))
 def test_the_launching_process_gets_the_weights_of_all_stages(start_method: str) -> None:
     """vision: rank 0; language: rank 1."""
     tests = Path(__file__).parents[1]

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -63,13 +65,18 @@ def run(folder: Path, starts: Sequence[Start]) -> Ran:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+    return found(folder, codes, (folder / "printed").read_text())
+
+
+def found(folder: Path, codes: list[int], printed: str = "") -> Ran:
+    """What a run has left in its folder."""
     losses = {int(path.name.split("-")[1]): path.read_text().split() for path in folder.glob("losses-*")}
     weights = folder / "weights"
     return Ran(
         losses={rank: [float(loss) for loss in lines] for rank, lines in losses.items()},
         weights=json.loads(weights.read_text()) if weights.exists() else {},
         codes=codes,
-        printed=(folder / "printed").read_text(),
+        printed=printed,
         processes=len(list(folder.glob("started-*"))),
     )
 
@@ -139,8 +146,11 @@ def by_a_cluster_of_two_nodes(folder: Path) -> list[Start]:
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     folder = tmp_path_factory.mktemp("one")
-    ran = run(folder, [(job(folder, "--start", "none", "--devices", "1"), {})])
-    assert ran.codes == [0], ran.printed
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr(sys, "argv", job(folder, "--start", "none", "--devices", "1"))
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    ran = found(folder, [0])
     assert len(ran.losses[0]) == STEPS
     return ran
 
@@ -151,12 +161,18 @@ STARTS: list[tuple[Callable[[Path], list[Start]], int]] = [
     (by_fork, 1),
     (by_spawn, 1),
     (by_torchrun, 2),
-    (by_slurm, 2),
+    (by_slurm, 2),  # exhaustive: a job script of SLURM is in the default run of tests/clusters
     (by_a_cluster_of_two_nodes, 2),
 ]
 
 
-@pytest.mark.parametrize(("start", "processes"), STARTS, ids=[start.__name__ for start, _ in STARTS])
+@pytest.mark.parametrize(
+    ("start", "processes"),
+    [
+        pytest.param(*case, id=case[0].__name__, marks=pytest.mark.exhaustive if case[0] is by_slurm else ())
+        for case in STARTS
+    ],
+)
 def test_however_it_is_started_it_trains_as_one_process_does(
     start: Callable[[Path], list[Start]], processes: int, one_process: Ran, tmp_path: Path
 ) -> None:

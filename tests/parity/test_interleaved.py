@@ -1,6 +1,7 @@
 """Microbatches that are computed side by side give what one process gives, and really run side by side.
 
-Ranks are in the order of the modalities: "vision | language tp 2" is "vision: rank 0; language: ranks 1-2".
+Ranks are in the order of the modalities: "vision | language tp 2" is "vision: rank 0; language: ranks 1-2". The default
+run holds interleaving with each other parallelism and with recomputation; `exhaustive` holds more of the pairs.
 """
 
 from __future__ import annotations
@@ -64,33 +65,47 @@ def run(name: str, fields: dict[str, dict[str, Any]], **options: Any) -> Compare
 
 
 PAIRS = [
-    run("llama_tied", {"language": {"tp_size": 2, **TWO}}),
     run("bert", {"language": {"tp_size": 2, "interleaved_microbatches": 4}}, exact=True),
     run("gpt2", {"language": {"tp_size": 2, "activation_checkpointing": "full", **TWO}}, accumulate_grad_batches=2),
     run("llama", {"language": {"tp_size": 2, "sequence_parallel": True, **TWO}}, gradient_clip_val=0.05),
     run("llama", {"language": {"cp_size": 2, "cp_mode": "ring", **TWO}}),
-    run("llama", {"language": {"cp_size": 2, "cp_mode": "ulysses", "activation_checkpointing": "full", **TWO}}),
     run(
         "llava",
         {"vision": {"tp_size": 2, "colocate_with": "language"}, "language": {"tp_size": 2, **TWO}},
         variant="encoder",
     ),
 ]
+MORE_PAIRS = [
+    run("llama_tied", {"language": {"tp_size": 2, **TWO}}),
+    run("llama", {"language": {"cp_size": 2, "cp_mode": "ulysses", "activation_checkpointing": "full", **TWO}}),
+]
 TRIPLES = [
     run("llava", {"vision": {}, "language": {"tp_size": 2, **TWO}}),
     run("llava", {"vision": {"tp_size": 2, **TWO}, "language": {}}),
 ]
 PIPES = [
-    run("llama", {"language": {"tp_size": 2, "pp_size": 2, **TWO}}),
     run("llama_tied", {"language": {"tp_size": 2, "pp_size": 2, **TWO}}, schedule="zero_bubble"),
     run("llama", {"language": {"cp_size": 2, "pp_size": 2, "pp_chunks": 2, **TWO}}, schedule="interleaved"),
-    run("llama", {"language": {"tp_size": 2, "cp_size": 2, **TWO}}),
     run("llama", {"language": {"tp_size": 2, **TWO}}, replicas=2),
+]
+MORE_PIPES = [
+    run("llama", {"language": {"tp_size": 2, "pp_size": 2, **TWO}}),
+    run("llama", {"language": {"tp_size": 2, "cp_size": 2, **TWO}}),
 ]
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize(("world", "runs"), [(2, PAIRS), (3, TRIPLES), (4, PIPES)], ids=["2", "3", "4"])
+@pytest.mark.parametrize(
+    ("world", "runs"),
+    [
+        (2, PAIRS),
+        (3, TRIPLES),
+        (4, PIPES),
+        pytest.param(2, MORE_PAIRS, marks=pytest.mark.exhaustive),
+        pytest.param(4, MORE_PIPES, marks=pytest.mark.exhaustive),
+    ],
+    ids=["2", "3", "4", "more of 2", "more of 4"],
+)
 def test_microbatches_side_by_side_equal_one_process(world: int, runs: list[Compared]) -> None:
     check_all(world, *runs)
 
@@ -235,7 +250,7 @@ def routed(rank: int) -> list[Any]:
         for layer in layers_of(module):
             layer.mlp = Units(layer.mlp.gate_proj.in_features)  # type: ignore[union-attr, arg-type]
         language = Modality(tp_size=2, cp_size=2, interleaved_microbatches=size)
-        recorder = fit(module, batches_of("llama"), strategy({"language": language}, num_microbatches=4), 4)
+        recorder = fit(module, batches_of("llama", 1), strategy({"language": language}, num_microbatches=4), 4)
         found.append((recorder.losses, recorder.gradients))
     return found
 

@@ -2,7 +2,9 @@
 
 Each test trains a tiny model for two steps of SGD in float64 on the layout that its name says, and once on one
 process. In the layouts ``{e}`` stands for every encoder: "{e} | language pp 2" with vision and audio encoders is
-"vision: rank 0; audio: rank 1; language: ranks 2-3".
+"vision: rank 0; audio: rank 1; language: ranks 2-3". The default run holds each layout with a third of the models
+(each model in three or four layouts), every frozen part of every model once, and each layout of one modality with half
+of its models; `exhaustive` holds the rest of the product.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from compare import assert_equal_to_one_process, tolerance
 from lightning_mm5d import Modality
 from parity.harness import Recorder, fit, strategy
 from ranks import call_ranks
+from sweeps import every
 from zoo import CASES, apply_freeze
 
 MICROBATCHES = 4
@@ -43,7 +46,7 @@ SINGLE_LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
     "dp 2": ({}, 2),
     "pp 2 dp 2": ({"pp_size": 2}, 4),
 }
-FROZEN_LAYOUTS = ("{e} pp 2 | language pp 2", "{e} with language pp 2", "pp 2")
+FROZEN_LAYOUTS = ("{e} pp 2 | language pp 2", "{e} with language pp 2")
 WITH_ENCODERS = (
     "llava",
     "qwen2_vl",
@@ -84,6 +87,10 @@ def build(name: str, variant: str) -> L.LightningModule:
     return module
 
 
+def frozen_variants(name: str) -> list[str]:
+    return [variant for variant in CASES[name].frozen if variant != "none"]
+
+
 @lru_cache
 def reference(name: str, variant: str) -> tuple[Recorder, dict[str, torch.Tensor]]:
     module = build(name, variant)
@@ -118,8 +125,7 @@ def check(name: str, which: str, variant: str) -> None:
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("which", ENCODER_LAYOUTS)
-@pytest.mark.parametrize("name", WITH_ENCODERS)
+@pytest.mark.parametrize(("name", "which"), every(3, WITH_ENCODERS, ENCODER_LAYOUTS, offset=2))
 def test_layouts_with_encoders_equal_one_process(name: str, which: str) -> None:
     if layout(name, which)[2] > 1 and not CASES[name].mean_of_samples:
         # two replicas of a contrastive loss are another loss; that they train is what there is to see
@@ -129,8 +135,7 @@ def test_layouts_with_encoders_equal_one_process(name: str, which: str) -> None:
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("which", SINGLE_LAYOUTS)
-@pytest.mark.parametrize("name", SINGLE)
+@pytest.mark.parametrize(("name", "which"), every(2, SINGLE, SINGLE_LAYOUTS))
 def test_layouts_of_one_modality_equal_one_process(name: str, which: str) -> None:
     check(name, which, "none")
 
@@ -139,13 +144,11 @@ def test_layouts_of_one_modality_equal_one_process(name: str, which: str) -> Non
 @pytest.mark.parametrize(
     ("name", "variant", "which"),
     [
-        (name, variant, which)
-        for name in (*WITH_ENCODERS, *SINGLE)
-        for variant in CASES[name].frozen
-        if variant != "none"
-        for which in FROZEN_LAYOUTS
-        if (which in SINGLE_LAYOUTS) == (name in SINGLE)
-    ],
+        pytest.param(name, *case.values, marks=case.marks)
+        for row, name in enumerate(WITH_ENCODERS)
+        for case in every(2, frozen_variants(name), FROZEN_LAYOUTS, offset=row)
+    ]
+    + [(name, variant, "pp 2") for name in SINGLE for variant in frozen_variants(name)],
 )
 def test_frozen_parts_equal_one_process(name: str, variant: str, which: str) -> None:
     check(name, which, variant)

@@ -1,7 +1,8 @@
 """A rank that holds the end of an encoder and a stage of the language model trains as one process does.
 
 Each layout names what its ranks hold, in order: "vision.0 | vision.1+language.0 | language.1" is three ranks, the
-second of which runs the encoder's last stage and the language model's first one.
+second of which runs the encoder's last stage and the language model's first one. The default run holds each layout once
+with each model of its kind, and each frozen part once; `exhaustive` holds the rest of the product.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from lightning_mm5d.planner.proposal import propose
 from parity.harness import fit, strategy
 from parity.test_parity import FLOAT64, MICROBATCHES, SAMPLES, STEPS, build, reference
 from ranks import call_ranks
+from sweeps import every
 from zoo import CASES
 
 CPU = torch.device("cpu")
@@ -91,23 +93,26 @@ def check(
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-@pytest.mark.parametrize("which", ONE_ENCODER)
-@pytest.mark.parametrize("name", ["llava", "handwritten"])
+@pytest.mark.parametrize(
+    ("name", "which", "schedule"),
+    [
+        pytest.param(name, *case.values, marks=case.marks)
+        for row, name in enumerate(("llava", "handwritten"))
+        for case in every(2, ONE_ENCODER, ["1f1b", "gpipe"], offset=row)
+    ],
+)
 def test_an_encoder_on_a_rank_of_the_language_model_equals_one_process(name: str, which: str, schedule: str) -> None:
     check(name, laid_out(name, which), schedule=schedule)
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-@pytest.mark.parametrize("which", TWO_ENCODERS)
+@pytest.mark.parametrize(("which", "schedule"), every(2, TWO_ENCODERS, ["1f1b", "gpipe"]))
 def test_two_encoders_that_share_ranks_equal_one_process(which: str, schedule: str) -> None:
     check("handwritten_two", laid_out("handwritten_two", which), schedule=schedule)
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("variant", ["encoder", "projector_only", "language"])
-@pytest.mark.parametrize("which", ONE_ENCODER[:3])
+@pytest.mark.parametrize(("which", "variant"), every(3, ONE_ENCODER[:3], ["encoder", "projector_only", "language"]))
 def test_frozen_parts_on_shared_ranks_equal_one_process(which: str, variant: str) -> None:
     check("handwritten", laid_out("handwritten", which), variant=variant)
 

@@ -1,4 +1,7 @@
-"""Low-rank adapters (LoRA, by PEFT) on divided layers train as on one process; adapters that cannot are refused."""
+"""Low-rank adapters (LoRA, by PEFT) on divided layers train as on one process; adapters that cannot are refused.
+
+The default run holds each kind of adapter, model and layout once or twice; `exhaustive` holds more of their pairs.
+"""
 
 from __future__ import annotations
 
@@ -68,8 +71,8 @@ beside_a_trained_norm = partial(adapt, modules_to_save=["norm", "lm_head"])
 
 
 def lora(name: str, fields: Fields, **options: Any) -> Compared:
-    known = {key: options.pop(key) for key in ("prepare", "exact") if key in options}
-    return Compared(name=name, fields=fields, steps=3, options=options, **{"prepare": adapt, **known})
+    known = {key: options.pop(key) for key in ("prepare", "exact", "steps") if key in options}
+    return Compared(name=name, fields=fields, options=options, **{"prepare": adapt, **known})
 
 
 @pytest.mark.usefixtures("float64")
@@ -77,15 +80,24 @@ def test_adapters_of_one_modality_train_as_on_one_process() -> None:
     """language: ranks 0-1, tensor parallel."""
     check_all(
         2,
-        lora("llama", {"language": {"tp_size": 2}}),
         lora("llama", {"language": SHARDS}, prepare=with_biases),
         lora("bert", {"language": {"tp_size": 2}}, exact=True),
-        lora("bert", {"language": SHARDS}, exact=True),
         lora("gpt2", {"language": SHARDS}),
-        lora("llama", {"language": {"tp_size": 2}}, prepare=at_both_ends),
         lora("llama", {"language": SHARDS}, prepare=beside_a_trained_norm),
         lora("llama_tied", {"language": {"tp_size": 2}}, prepare=at_both_ends),
         lora("llama", {"language": {"tp_size": 2}}, prepare=merge),
+    )
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("float64")
+def test_more_adapters_of_one_modality_train_as_on_one_process() -> None:
+    """language: ranks 0-1, tensor parallel."""
+    check_all(
+        2,
+        lora("llama", {"language": {"tp_size": 2}}, steps=3),
+        lora("bert", {"language": SHARDS}, exact=True),
+        lora("llama", {"language": {"tp_size": 2}}, prepare=at_both_ends),
     )
 
 
@@ -106,8 +118,20 @@ def test_adapters_on_a_square_of_ranks_train_as_on_one_process() -> None:
     again = SQUARE | {"activation_checkpointing": "full"}
     check_all(
         4,
-        lora("llama", {"language": SQUARE}, prepare=with_biases),
-        lora("gpt2", {"language": SQUARE}, num_microbatches=8),
+        lora("llama", {"language": SQUARE}, prepare=with_biases, num_microbatches=2),
+        lora("gpt2", {"language": again}, num_microbatches=2),
+    )
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("float64")
+def test_more_adapters_on_a_square_of_ranks_train_as_on_one_process() -> None:
+    """language: ranks 0-3, with weights and hidden states in blocks."""
+    again = SQUARE | {"activation_checkpointing": "full"}
+    check_all(
+        4,
+        lora("llama", {"language": SQUARE}, prepare=with_biases, steps=3),
+        lora("gpt2", {"language": SQUARE}, num_microbatches=8),  # one sample in each
         lora("bert", {"language": again}, exact=True),
     )
 

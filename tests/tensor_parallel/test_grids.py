@@ -1,7 +1,8 @@
 """Grids of tensor parallel ranks, composed with all else, give what one process gives.
 
 "2d" is "language: ranks 0-3", "3d" and "2.5d" are "language: ranks 0-7". "2d, pp 2" has stage 0 on ranks 0-3 and stage
-1 on ranks 4-7, "2d, dp 2" one replica on each of these.
+1 on ranks 4-7, "2d, dp 2" one replica on each of these. Replicas on grids are in tests/data_parallel too, and here
+`exhaustive`.
 """
 
 from __future__ import annotations
@@ -36,20 +37,19 @@ def case(name: str, language: dict[str, Any], vision: dict[str, Any] | None = No
 def test_a_square_of_ranks_equals_one_process() -> None:
     check_all(
         4,
-        case("llama_tied", SQUARE, steps=3),
+        case("llama_tied", SQUARE, num_microbatches=2, steps=3),
         case("gpt2", SQUARE | {"activation_checkpointing": "full"}, num_microbatches=2),
         case("llama", SQUARE | {"fused_linear_cross_entropy": True}, num_microbatches=8),  # one sample in each
     )
 
 
 @pytest.mark.usefixtures("float64")
-def test_grids_on_stages_and_replicas_equal_one_process() -> None:
+def test_grids_on_stages_and_encoders_equal_one_process() -> None:
     check_all(
         8,
-        case("llama", CUBE, num_microbatches=2, steps=3),
+        case("llama", CUBE, num_microbatches=2),
         case("bert", DEEP, num_microbatches=2),
         case("llama", SQUARE | {"pp_size": 2}, schedule="zero_bubble", num_microbatches=2),
-        case("gpt2", SQUARE, replicas=2, num_microbatches=2, variant="lower"),
         case("llava", SQUARE, SQUARE, variant="encoder", num_microbatches=2),
     )
 
@@ -59,7 +59,8 @@ def test_grids_on_stages_and_replicas_equal_one_process() -> None:
 def test_grids_with_everything_equal_one_process() -> None:
     check_all(
         8,
-        case("llama", CUBE, num_microbatches=4),
+        case("llama", CUBE, num_microbatches=4, steps=3),
+        case("gpt2", SQUARE, replicas=2, num_microbatches=2, variant="lower"),
         case("gpt2", CUBE | {"activation_checkpointing": "selective"}),
         case("llava", CUBE, {"colocate_with": "language"}),
         case("llama", SQUARE | {"offload": "activations"}, replicas=2, accumulate_grad_batches=2, steps=4),

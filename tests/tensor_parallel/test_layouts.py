@@ -1,6 +1,8 @@
 """Any tensor parallel layout gives the losses, gradients and parameters of the same module on one process.
 
 Ranks are in the order of the modalities: "vision tp 2 | language tp 3" is "vision: ranks 0-1; language: ranks 2-4".
+The default run holds each layout of one modality with half of the models, bridges between degrees of each kind (to
+more ranks, to fewer, no multiple) and every other combination once; `exhaustive` holds the rest.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import lightning as L
 import pytest
 
 from lightning_mm5d import TensorParallelPlan, register_tensor_parallel_plan
+from sweeps import every, swept
 from tensor_parallel.layouts import Compared, check, check_all
 
 ONE: dict[str, tuple[dict[str, Any], int]] = {
@@ -37,8 +40,7 @@ SHARED: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("which", ONE)
-@pytest.mark.parametrize("name", ["llama_tied", "gpt2", "t5", "bert"])
+@pytest.mark.parametrize(("name", "which"), every(2, ["llama_tied", "gpt2", "t5", "bert"], ONE))
 def test_one_modality_equals_one_process(name: str, which: str) -> None:
     fields, world = ONE[which]
     if name == "t5" and "pp" in which:
@@ -48,14 +50,14 @@ def test_one_modality_equals_one_process(name: str, which: str) -> None:
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("which", BRIDGES)
+@pytest.mark.parametrize("which", swept(BRIDGES, "2 to 4", "4 to 1", "2 to 2"))
 def test_modalities_of_unlike_degrees_equal_one_process(which: str) -> None:
     vision, language = BRIDGES[which]
     check("llava", {"vision": {"tp_size": vision}, "language": {"tp_size": language}}, vision + language)
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("which", SHARED)
+@pytest.mark.parametrize("which", swept(SHARED, "vision tp 1 beside language tp 2", "vision tp 2 within language tp 2"))
 def test_modalities_on_the_same_ranks_equal_one_process(which: str) -> None:
     vision, language, world = SHARED[which]
     fields = {"vision": {"colocate_with": "language", **vision}, "language": language}
@@ -88,7 +90,13 @@ def test_modalities_on_the_same_ranks_equal_one_process(which: str) -> None:
         ("llava", {"vision": {"tp_size": 2}, "language": {"tp_size": 2, "pp_size": 2}}, 6, {"schedule": "zbv"}),
         ("llama_tied", {"language": {"tp_size": 2, "dp_size": 2}}, 4, {"replicas": 2, "gradient_clip_val": 0.01}),
         ("clip", {"vision": {"tp_size": 2}, "language": {"tp_size": 3}}, 5, {"exact": True}),
-        ("qwen2_audio", {"audio": {"tp_size": 2}, "language": {"tp_size": 2}}, 4, {"variant": "language"}),
+        pytest.param(
+            "qwen2_audio",
+            {"audio": {"tp_size": 2}, "language": {"tp_size": 2}},
+            4,
+            {"variant": "language"},
+            marks=pytest.mark.exhaustive,
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -1,4 +1,7 @@
-"""What a trainer and a LightningModule do around the model is what they do on one process, with divided layers too."""
+"""What a trainer and a LightningModule do around the model is what they do on one process, with divided layers too.
+
+The default run holds all of it in a pipeline with sequence shards; without these it is `exhaustive`.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from features.toys import Layout, Outcome, Run, assert_same, figures, outcomes, 
 from lightning_mm5d import ConfigError, Modality
 from lightning_mm5d.tensor_parallel.apply import TensorParallel
 from parity.harness import Batches
+from sweeps import swept
 from zoo import CASES
 from zoo.case import VOCABULARY, TinyModule
 
@@ -189,7 +193,7 @@ TOLERANCES = {
 }
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(scope="module", params=swept(LAYOUTS, "tp 2"))
 def found(request: pytest.FixtureRequest) -> dict[str, Outcome]:
     """language: ranks 0-1, tensor parallel; or ranks 0-1 and 2-3 as stages of two tensor parallel ranks."""
     torch.set_default_dtype(torch.float64)

@@ -2,7 +2,7 @@
 
 The model is in float64 and has one table for both ends of the vocabulary. Queries, keys and values are one projection:
 of 2 ranks each has one of the two key and value heads, of 3 ranks two share one. Neither the vocabulary nor the widths
-divide by the ranks.
+divide by the ranks. Replicas of such ranks are `exhaustive`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from features.toys import Layout, Run, alone, assert_same, figures, outcomes, to
 from lightning_mm5d import Modality
 from lightning_mm5d.tensor_parallel.layer_plan import TensorParallelPlan
 from lightning_mm5d.tensor_parallel.plan_lookup import register_tensor_parallel_plan
+from sweeps import swept
 
 VOCABULARY, WIDTH, HEAD = 17, 8, 2
 
@@ -188,7 +189,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return folder, alone(uninterrupted, folder)
 
 
-@pytest.mark.parametrize("layout", ["tp 2", "tp 2 x pp 2", "tp 2 x dp 2"])
+@pytest.mark.parametrize("layout", swept(["tp 2", "tp 2 x pp 2", "tp 2 x dp 2"], "tp 2", "tp 2 x dp 2"))
 def test_the_file_is_that_of_one_process_which_goes_on_from_it(layout: str, one: Any, tmp_path: Path) -> None:
     folder, expected = one
     for rank in together(LAYOUTS[layout], half, tmp_path):
@@ -205,13 +206,20 @@ def test_the_file_is_that_of_one_process_which_goes_on_from_it(layout: str, one:
     assert_same(alone(resume, tmp_path), expected)
 
 
-@pytest.mark.parametrize("layout", ["tp 2 x dp 2", "tp 3", "pp 2"])
-def test_other_layouts_go_on_from_it(layout: str, one: Any, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def of_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of two tensor parallel ranks that stopped halfway."""
+    folder = tmp_path_factory.mktemp("two")
+    together(LAYOUTS["tp 2"], half, folder)
+    return folder
+
+
+@pytest.mark.parametrize("layout", swept(["tp 2 x dp 2", "tp 3", "pp 2"], "tp 2 x dp 2"))
+def test_other_layouts_go_on_from_it(layout: str, one: Any, of_two: Path, tmp_path: Path) -> None:
     """From the file of two tensor parallel ranks."""
-    together(LAYOUTS["tp 2"], half, tmp_path)
 
     def resume(run: Run) -> Any:
-        return fit(run, 4, ckpt_path=tmp_path / "half/last.ckpt")
+        return fit(run, 4, ckpt_path=of_two / "half/last.ckpt")
 
     ranks = together(LAYOUTS[layout], resume, tmp_path)
     assert_same(ranks[0]["weights"], one[1]["weights"])
