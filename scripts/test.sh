@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 bash scripts/setup.sh dev
 # the processes that tests start would compile all that they import, each again
 unset PYTHONDONTWRITEBYTECODE
-parallel=(-n logical --maxprocesses 8 --dist loadfile)
+parallel=(-n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder)  # in the order of tests/conftest.py
 case "${1:-}" in
   "") set -- "${parallel[@]}" ;;
   --quick) shift && set -- "${parallel[@]}" -m "(smoke or not processes) and not exhaustive" "$@" ;;

@@ -1,4 +1,7 @@
-"""A sharded checkpoint of any layout loads into any other: the same bits, and the same losses afterwards."""
+"""A sharded checkpoint of any layout loads into any other: the same bits, and the same losses afterwards.
+
+The default run holds moves in a circle of a few layouts for each model; `exhaustive` holds all pairs of all layouts.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ BESIDE_SHARING = {
     "e | l cp 2",
 }
 FEW = {
-    "llava": ["e | l 2d", "e | l tp 2"],
+    "llava": ["e with l pp 2", "e | l tp 2"],
     "qwen2_vl": ["e | l", "e with l pp 2", "e dp 2 | l dp 1"],
     "whisper": ["z3, tp 2", "one"],
 }
@@ -51,10 +54,8 @@ def test_some_layouts_go_on_from_the_checkpoints_of_others(name: str, tmp_path: 
     layouts = FEW[name]
     losses = {which: train(name, which, tmp_path / which) for which in layouts}
     for source in layouts:
-        for target in layouts:
-            if source != target:
-                path = saved(tmp_path / source)
-                check_move(name, path, losses[source], target, tmp_path / f"{source} to {target}.ckpt")
+        target = layouts[layouts.index(source) - 1]
+        check_move(name, saved(tmp_path / source), losses[source], target, tmp_path / f"{source} to {target}.ckpt")
     check_dcp(saved(tmp_path / layouts[0]))
 
 

@@ -1,6 +1,6 @@
 """Attention over several ranks equals dense attention in one process, forward and backward, in every mode.
 
-Rings of 2, 3 and 4 ranks; groups within 4 ranks: inner 0-1 and 2-3, outer 0, 2 and 1, 3.
+Rings of 2 (`exhaustive`), 3 and 4 ranks; groups within 4 ranks: inner 0-1 and 2-3, outer 0, 2 and 1, 3.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from lightning_mm5d.context_parallel.exchange.ulysses import joined, within
 from lightning_mm5d.context_parallel.masks.mask import Mask
 from lightning_mm5d.sharded.collectives import TensorGroup, dry_run
 from ranks import run_ranks
+from sweeps import swept
 
 
 def dense(case: Case) -> list[Tensor]:
@@ -104,7 +105,7 @@ def grid(mode: str, **options: Any) -> list[Case]:
 
 
 @pytest.mark.parametrize("mode", ["allgather", "ring", "ulysses"])
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", swept([2, 3], 2))
 def test_modes_equal_dense_attention(mode: str, world: int) -> None:
     check(world, grid(mode))
 

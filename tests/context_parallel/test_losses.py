@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from context_parallel.runs import PIPE, same_steps, shared, steps, text
 from features.toys import Layout, Run, assert_same, outcomes
 from lightning_mm5d import Modality
+from sweeps import swept
 from zoo import CASES
 from zoo.case import VOCABULARY, Batch, TinyModule
 from zoo.text import LLAMA
@@ -293,7 +294,7 @@ def losses_of_samples(run: Run) -> Any:
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("mode", ["ring", "ulysses"])
+@pytest.mark.parametrize("mode", swept(["ring", "ulysses"], "ulysses"))
 def test_losses_of_a_users_own_are_those_of_one_process(mode: str) -> None:
     layout = shared(cp_mode=mode)
     same_steps(outcomes(layout, losses_of_batches, num_microbatches=1)["losses_of_batches"])

@@ -107,7 +107,11 @@ SCENARIOS = (
 )
 
 
-@pytest.fixture(scope="module", params=[PIPE, TWINS, SHARED], ids=["pipe", "twins", "shared"])
+@pytest.fixture(
+    scope="module",
+    params=[PIPE, TWINS, pytest.param(SHARED, marks=pytest.mark.exhaustive)],
+    ids=["pipe", "twins", "shared"],
+)
 def found(request: Any) -> dict[str, Outcome]:
     return outcomes(request.param, *SCENARIOS, num_microbatches=4)
 

@@ -138,7 +138,11 @@ class Singles(Spoiled):
 SCENARIOS = (losses_are_skipped, gradients_are_skipped, windows_are_skipped, losses_raise, gradients_raise)
 
 
-@pytest.fixture(scope="module", params=[PIPE, TWINS, SHARED], ids=["pipe", "twins", "shared"])
+@pytest.fixture(
+    scope="module",
+    params=[PIPE, TWINS, pytest.param(SHARED, marks=pytest.mark.exhaustive)],
+    ids=["pipe", "twins", "shared"],
+)
 def found(request: Any) -> dict[str, Outcome]:
     options = {"num_microbatches": 1} if request.param is SHARED else {}  # plain replicas
     return outcomes(request.param, *SCENARIOS, half_precision, **options)

@@ -146,7 +146,11 @@ SCENARIOS = (
 )
 
 
-@pytest.fixture(scope="module", params=[PAIR, PIPE, TWINS], ids=["pair", "pipe", "twins"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(PAIR, marks=pytest.mark.exhaustive), PIPE, TWINS],
+    ids=["pair", "pipe", "twins"],
+)
 def found(request: Any) -> dict[str, Outcome]:
     layout: Layout = request.param
     return outcomes(layout, *SCENARIOS)

@@ -29,6 +29,7 @@ from features.toys import (
     together,
 )
 from lightning_mm5d import Modality, RemoteParameterError
+from sweeps import every
 
 
 class Noted(Encoder):
@@ -134,8 +135,7 @@ ENCODER_STAGES = Layout({"vision": Modality(pp_size=2, **VISION), "language": Mo
 """vision: ranks 0-1 as stages; language: rank 2"""
 
 
-@pytest.mark.parametrize("resets", [True, False])
-@pytest.mark.parametrize("name", ["auxiliary", "losses"])
+@pytest.mark.parametrize(("name", "resets"), every(2, ["auxiliary", "losses"], [True, False]))
 @pytest.mark.parametrize(("layout", "part"), [(PIPE, "decoder"), (ENCODER_STAGES, "encoder"), (PAIR, "encoder")])
 def test_a_step_that_reads_what_a_layer_of_another_stage_writes_is_refused_by_name(
     layout: Layout, part: str, name: str, resets: bool

@@ -237,7 +237,7 @@ ANYWHERE = (twice, on_one_rank, freezing, scaled, branches, branches_accumulated
 @pytest.mark.parametrize(
     ("layout", "microbatches"),
     [
-        pytest.param(SHARED, 1, id="plain"),
+        pytest.param(SHARED, 1, id="plain", marks=pytest.mark.exhaustive),
         pytest.param(SHARED, 2, id="microbatches", marks=pytest.mark.exhaustive),
         pytest.param(BLOCKS, 1, id="blocks"),
     ],
