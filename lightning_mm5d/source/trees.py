@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Iterator
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 
@@ -56,11 +56,21 @@ class Source:
         return self._trees[function]
 
 
+_TEXTS: dict[CodeType, str] = {}
+"""What each code object was written as, which stays, and which `inspect` takes milliseconds to cut from its file."""
+
+
+def _text(function: FunctionType) -> str:
+    if function.__code__ not in _TEXTS:
+        # of a decorator's function `inspect` would return what it wraps
+        code = function.__code__ if hasattr(function, "__wrapped__") else function
+        _TEXTS[function.__code__] = inspect.getsource(code)
+    return _TEXTS[function.__code__]
+
+
 def _parsed(function: FunctionType) -> ast.FunctionDef | None:
-    # of a decorator's function `inspect` would return what it wraps
-    code = function.__code__ if hasattr(function, "__wrapped__") else function
     try:
-        text = inspect.getsource(code)
+        text = _text(function)
         # not by `dedent`, which fails where a docstring has lines without indent
         tree = ast.parse(f"if 1:\n{text}" if text[:1].isspace() else text).body[0]
     except (OSError, TypeError, SyntaxError):

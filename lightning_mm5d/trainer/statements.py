@@ -14,6 +14,7 @@ import re
 import sysconfig
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -251,6 +252,7 @@ def _sources(module: nn.Module) -> dict[str, str]:
     return {name: _digest([Path(file)]) for file, name in files.items()}
 
 
+@cache
 def _package_digest() -> str:
     return _digest(sorted(Path(__file__).parents[1].rglob("*.py")))
 

@@ -1,9 +1,14 @@
-"""The page of families says what its file of cells holds, and some families still hold what it says."""
+"""The page of families says what its file of cells holds, and some families still hold what it says.
+
+The default run measures one family; another one is `exhaustive`.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
+
+from sweeps import swept
 
 from . import table
 from .family import MAPPINGS, SHARDFORMER
@@ -16,7 +21,7 @@ def test_the_page_is_made_of_the_file() -> None:
     assert table.PAGE.read_text() == table.page(table.load()), "python benchmarks/families.py --page"
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", swept(FEW, "clip"))
 @pytest.mark.usefixtures("float64")
 def test_a_family_holds_what_the_page_says(name: str) -> None:
     """Each column of the table: "audio: rank 0; language: rank 1", and others that `cells` draws."""

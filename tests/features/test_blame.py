@@ -1,6 +1,7 @@
 """When a rank fails, stops, spins or goes another way, all ranks end, and the launching process says why in one line.
 
 Each case is a tree of processes of its own, forked by Lightning's launcher. All trees run at once: they mostly wait.
+The default run holds each kind of fault and each layout; `exhaustive` holds more of their pairs.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from torch.utils.data import DataLoader
 
 from features.toys import PIPE, Layout, Samples, Toy
 from lightning_mm5d import Modality, MultimodalStrategy, TensorParallelPlan, register_tensor_parallel_plan
+from sweeps import swept
 
 pytestmark = pytest.mark.processes
 LIMIT_S = 90
@@ -241,13 +243,16 @@ class Ended:
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
-    """All cases, run at the same time."""
+def ended(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    """All cases that tests ask for, run at the same time."""
     folder = tmp_path_factory.mktemp("blame")
     files = {name: folder / name.replace(" ", "-") for name in CASES}
     context = get_context("fork")
     trees: dict[str, BaseProcess] = {}
+    asked = {item.name for item in request.session.items if item.path == request.path}
     for name, case in CASES.items():
+        if not any(f"[{name}]" in test for test in asked):
+            continue
         trees[name] = context.Process(target=launching, args=(case, files[name]))
         trees[name].start()
     end = time.monotonic() + LIMIT_S
@@ -274,7 +279,13 @@ def processes_of(session: int) -> int:
     return count
 
 
-@pytest.mark.parametrize("name", CASES)
+MORE = (
+    *("a killed replica", "rank 0 stopped", "a log of rank 0 only", "a replica that is told to terminate"),
+    "a rank killed beside another microbatch",
+)
+
+
+@pytest.mark.parametrize("name", swept(CASES, *MORE))
 def test_all_ranks_end_and_the_last_line_says_why(name: str, ended: dict[str, Ended]) -> None:
     """vision: rank 0; language: ranks 1-2 as stages; or three replicas of everything: ranks 0-2."""
     case, tree = CASES[name], ended[name]

@@ -1,6 +1,7 @@
 """The head and its loss in chunks: the losses, gradients and logits of one process, with the head in any layout.
 
-"one process" has the strategy too, with microbatches; the others are named by their ranks.
+"one process" has the strategy too, with microbatches; the others are named by their ranks. Layouts that others contain
+are `exhaustive`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from lightning_mm5d.layout import Layout as Ranks
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded import lazy_logits
 from parity.harness import Batches
+from sweeps import swept
 from zoo import CASES
 from zoo.case import VOCABULARY, Batch, TinyModule
 
@@ -95,7 +97,7 @@ def biased(run: Run) -> Any:
     return _fit(run, Uses(bias=True))
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", swept(LAYOUTS, "tp 2", "cp 2"))
 def test_losses_gradients_and_logits_equal_one_process(name: str) -> None:
     scenarios = (biased,) if "x" in name else (tied, biased)
     torch.set_default_dtype(torch.float64)
