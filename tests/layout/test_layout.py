@@ -22,7 +22,7 @@ ONE = Modality(dp_size=1)
 def layouts() -> list[tuple[dict[str, Modality], Layout]]:
     """Possible layouts of up to 32 ranks, of which some cross nodes."""
     rng, found = random.Random(0), []
-    while len(found) < 100:
+    while len(found) < 40:
         modalities = random_modalities(rng)
         world, per_node = rng.randrange(1, 33), rng.choice([None, 2, 4, 8])
         try:
