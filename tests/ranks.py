@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_map
 
 from lightning_mm5d.sharded.remote_value import is_remote
 from lightning_mm5d.trainer.process_group import free_port
+from lightning_mm5d.trainer.statements import package_digest
 
 LIMIT_S = 120
 GRACE_S = 10
@@ -153,6 +154,7 @@ class _Rank:
 def _forked(indices: Iterable[int], call: Call | None = None) -> list[_Rank]:
     """Fork a process per rank; each runs `call` and ends, or without one waits for calls on its pipe."""
     context = get_context("fork")
+    package_digest()  # which each rank would read
     gc.collect()
     gc.freeze()  # the processes do not collect these objects, which would copy the memory of them all
     ranks = []

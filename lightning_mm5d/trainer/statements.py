@@ -15,7 +15,8 @@ import sysconfig
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib import metadata
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import is_table, table_text
 from lightning_mm5d.sharded.remote_value import is_remote
 
+version = cache(metadata.version)
 _PACKAGES = ("lightning_mm5d", "torch", "lightning", "transformers", "torchmetrics")
 _TRAINER = (
     "accumulate_grad_batches",
@@ -103,7 +105,7 @@ def configuration(strategy: object, trainer: pl.Trainer, module: pl.LightningMod
         "version of Python": ".".join(platform.python_version_tuple()[:2]),
         "default dtype": str(torch.get_default_dtype()),
         "PL_GLOBAL_SEED": os.environ.get("PL_GLOBAL_SEED"),
-        "source of lightning_mm5d": _package_digest(),
+        "source of lightning_mm5d": package_digest(),
     }
     found |= {f"version of {name}": found_version for name in _PACKAGES if (found_version := _version(name))}
     return found | {f"source of {name}": digest for name, digest in _sources(module).items()}
@@ -253,7 +255,8 @@ def _sources(module: nn.Module) -> dict[str, str]:
 
 
 @cache
-def _package_digest() -> str:
+def package_digest() -> str:
+    """Return a digest of this package's files, which are read once in a process."""
     return _digest(sorted(Path(__file__).parents[1].rglob("*.py")))
 
 
