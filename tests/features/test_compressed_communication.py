@@ -48,7 +48,7 @@ class Single(Toy):
         return torch.optim.AdamW(self.parameters(), lr=0.005)
 
 
-def trained(run: Run, epochs: int = 2, **options: Any) -> dict[str, Any]:
+def trained(run: Run, epochs: int = 5, **options: Any) -> dict[str, Any]:
     if run.layout is not None:
         register_tensor_parallel_plan("Layer", _PLAN)
     module = Single()
