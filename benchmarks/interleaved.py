@@ -1,4 +1,4 @@
-"""How much communication of layers hides behind computation where microbatches are computed side by side.
+"""How much communication of layers hides behind computation where microbatches are computed side by side, or in rings.
 
 Two ranks share the layers or the sequences of a Llama, or the experts of a mixture. The collectives of its layers end
 as late as a link of a stated bandwidth would let them: each waits until all bytes before it, and its own, would have
@@ -11,6 +11,10 @@ two cores; the step whose collectives wait for gloo alone tells how much. The op
 All of them
 train in one run and in turns, and each figure is the median over its rounds: the speed of a machine changes from one
 minute to the next by more than what is measured.
+
+``rings`` compares sequence shards that travel around a ring beside products (``sequence_parallel: ring``) with shards
+that are gathered and scattered at once (``true``), with all layers trained and with frozen layers above a trained
+embedding.
 """
 
 from __future__ import annotations
@@ -65,6 +69,7 @@ class Link:
         self.threads: set[str] = set()
         for name, share in SENT.items():  # for good: the process ends with the training
             setattr(dist, name, self._slowed(getattr(dist, name), share))
+        dist.batch_isend_irecv = self._slowed_hop(dist.batch_isend_irecv)
 
     def _slowed(self, original: Callable[..., Any], share: float) -> Callable[..., Any]:
         def start(*args: Any, **kwargs: Any) -> Any:
@@ -76,16 +81,26 @@ class Link:
                 return original(*args, **kwargs)
             tensors = [one for one in args if isinstance(one, Tensor)]
             nbytes = share * max(one.nbytes for one in tensors)
-            self.sent += nbytes
-            self.threads.add(threading.current_thread().name)
-            if self._bandwidth is None:
-                _fill(*tensors)
-                return Delayed(None, 0.0)
-            work = original(*args, **kwargs)
-            self._free = max(self._free, time.perf_counter()) + nbytes / self._bandwidth
-            return Delayed(work, self._free)
+            return self._sends(nbytes, lambda: original(*args, **kwargs), lambda: _fill(*tensors))
 
         return start
+
+    def _slowed_hop(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def start(operations: list[dist.P2POp]) -> list[Any]:
+            sent, received = (one.tensor for one in operations)
+            return [self._sends(sent.nbytes, lambda: Together(original(operations)), lambda: _fill(received, sent))]
+
+        return start
+
+    def _sends(self, nbytes: float, start: Callable[[], Any], fill: Callable[[], None]) -> Delayed:
+        self.sent += nbytes
+        self.threads.add(threading.current_thread().name)
+        if self._bandwidth is None:
+            fill()
+            return Delayed(None, 0.0)
+        work = start()
+        self._free = max(self._free, time.perf_counter()) + nbytes / self._bandwidth
+        return Delayed(work, self._free)
 
 
 def _fill(found: Tensor, sent: Tensor | None = None) -> None:
@@ -96,6 +111,20 @@ def _fill(found: Tensor, sent: Tensor | None = None) -> None:
     if len(own) < length:
         own = own.repeat(-(-length // len(own))) if len(own) else own.new_zeros(length)
     found.copy_(own[:length].view_as(found))
+
+
+class Together:
+    """The messages of one hop."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
 
 
 class Delayed:
@@ -164,6 +193,15 @@ def llama() -> L.LightningModule:
     return HiddenLlama(DENSE)
 
 
+def frozen() -> L.LightningModule:
+    """Layers that are not trained, between an embedding and a head that are."""
+    module = llama()
+    for part in module.modules():
+        if isinstance(part, torch.nn.ModuleList):
+            part.requires_grad_(False)
+    return module
+
+
 def mixture() -> L.LightningModule:
     return HiddenMixture(SPARSE)
 
@@ -182,6 +220,7 @@ CASES = {
     "context": Case("cp 2", {"cp_size": RANKS}, llama, texts),
     "experts": Case("ep 2, 8 experts", {"ep_size": RANKS}, mixture, halves),
 }
+RINGS = {"sequence shards": llama, "sequence shards, frozen layers": frozen}
 SHARES = {"tensor": (0.55, 1.0)}  # of communication in computation
 
 
@@ -228,7 +267,33 @@ def compare(case: Case, share: float) -> None:
         row(f"{case.name}: step / larger, {what}", ratio, "1.15" if one is raced[-1] else "", milliseconds(one))
 
 
+def compare_rings(name: str, share: float) -> None:
+    """Print how long steps are with shards in rings and with shards that are gathered at once."""
+    fields = {"tp_size": RANKS, "sequence_parallel": True}
+    gathered, ring = (Case(name, {**fields, "sequence_parallel": way}, RINGS[name], texts) for way in (True, "ring"))
+    (alone,) = race_all([side(gathered, 1, None)], STEPS)
+    nbytes = alone.results[0][0]
+    bandwidth = nbytes / (share * statistics.median(alone.seconds))
+    chosen = [
+        side(gathered, 1, None),
+        *(side(way, 1, speed) for speed in (float("inf"), bandwidth) for way in (gathered, ring)),
+    ]
+    computation, *raced = race_all(chosen, STEPS)
+    print(
+        f"tp {RANKS}, {name}: computation {milliseconds(computation)}, communication {nbytes / bandwidth * 1e3:.0f} ms "
+        f"({nbytes / 1e6:.0f} MB at {bandwidth / 1e6:.0f} MB/s)",
+        flush=True,
+    )
+    for what, a, b in (("gloo alone", *raced[:2]), ("with the link", *raced[2:])):
+        text = f"{milliseconds(b)} / {milliseconds(a)}"
+        row(f"{name}, {what}: step with ring / with true", turns.median_ratio(b, a), "", text)
+
+
 if __name__ == "__main__":
-    for name in sys.argv[1:] or CASES:
+    for name in sys.argv[1:] or (*CASES, "rings"):
+        if name == "rings":
+            for kind in RINGS:
+                compare_rings(kind, 0.55)
+            continue
         for share in SHARES.get(name, (0.55,)):
             compare(CASES[name], share)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard, get_args, get_type_hints
 
+from lightning_mm5d.config.communication import communication_of
 from lightning_mm5d.config.errors import ConfigError, did_you_mean, one_of
 from lightning_mm5d.config.feeding import check_feeds_from
 from lightning_mm5d.config.interleaved_field import check_interleaving
@@ -71,6 +72,7 @@ def check(
         _check_cost(f"modalities.{name}.cost", modality)
         _check_context(f"modalities.{name}", modality, is_encoder=is_encoder)
         check_memory(f"modalities.{name}", modality)
+        _check_sequence_parallel(f"modalities.{name}", modality)
         check_grid(f"modalities.{name}", modality)
         check_cached_features(f"modalities.{name}", modality, is_encoder=is_encoder)
         check_interleaving(name, modalities, number)
@@ -117,9 +119,8 @@ def _check_sizes(field: str, modality: Modality) -> None:
         value = getattr(modality, size)
         if value is not None or size in always:
             check_count(f"{field}.{size}", value)
-    for flag in ("sequence_parallel", "shard_embedding"):
-        if not isinstance(got := getattr(modality, flag), bool):
-            raise ConfigError(f"{field}.{flag}", got, "It is true or false", f"Use {bool(got)}")
+    if not isinstance(got := modality.shard_embedding, bool):
+        raise ConfigError(f"{field}.shard_embedding", got, "It is true or false", f"Use {bool(got)}")
     for index, one in enumerate(modality.pipelines if _is_list(modality.pipelines) else ()):
         if isinstance(one, PipelineTemplate):
             _check_template(f"{field}.pipelines[{index}]", one)
@@ -141,6 +142,17 @@ def _check_sizes(field: str, modality: Modality) -> None:
         rule = f"The pipeline_template has {template.num_stages} stages"
         fix = f"Use pp_size={fits}, or leave it unset"
         raise ConfigError(f"{field}.pp_size", modality.pp_size, rule, fix)
+
+
+def _check_sequence_parallel(field: str, modality: Modality) -> None:
+    said: object = modality.sequence_parallel
+    if not isinstance(said, bool) and said != "ring":
+        fix = did_you_mean(said, ["true", "false", "ring"])
+        raise ConfigError(f"{field}.sequence_parallel", said, "It is true, false or ring", fix)
+    if said == "ring" and (dtype := communication_of(modality).of("tensor_parallel")) is not None:
+        rule = f"Rows travel around the ring in the type that layers compute in, not in {dtype}"
+        fix = "Name the other kinds of communication_dtype alone, or use sequence_parallel=True"
+        raise ConfigError(f"{field}.sequence_parallel", said, rule, fix)
 
 
 def _check_context(field: str, modality: Modality, *, is_encoder: bool) -> None:

@@ -70,7 +70,8 @@ class Modality:
             in blocks: ``2d``, q * q ranks; ``2.5d``, tp_depth * q * q; ``3d``, q * q * q.
         tp_depth: Layers of the grid of ``2.5d``.
         sequence_parallel: Whether norms, dropouts and residuals between the sharded layers are sharded over the same
-            ranks along the sequence, which takes less memory and no more communication.
+            ranks along the sequence, which takes less memory and no more communication. With ``ring`` the shards travel
+            from rank to rank while linear layers multiply the rows that they have.
         shard_embedding: Whether the ranks of `tp_size` share the rows of the input embedding. If not, each holds it
             in full: no sum over ranks after each lookup, for the memory of the full table. Not for tied heads.
         cp_size: Context parallel degree: ranks that share each sequence.
@@ -135,7 +136,7 @@ class Modality:
     tp_size: int = 1
     tp_mode: Literal["1d", "2d", "2.5d", "3d"] = "1d"
     tp_depth: int = 1
-    sequence_parallel: bool = False
+    sequence_parallel: bool | Literal["ring"] = False
     shard_embedding: bool = True
     cp_size: int = 1
     cp_mode: Literal["allgather", "ring", "ulysses", "hybrid", "items"] = "allgather"

@@ -16,9 +16,15 @@ def as_plain_tensors() -> AbstractContextManager[None]:
     return private(torch._C, "DisableTorchFunctionSubclass")()
 
 
+def number_of_backward() -> int:
+    """The number of the backward that this thread runs; -1 without one."""
+    number: int = private(torch._C, "_current_graph_task_id")()
+    return number
+
+
 def in_backward() -> bool:
     """Whether this thread runs a backward."""
-    return private(torch._C, "_current_graph_task_id")() >= 0
+    return number_of_backward() >= 0
 
 
 def backward_frees_graph() -> bool:

@@ -9,7 +9,7 @@ checked the `Division` before.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy as copy_of
 from functools import partial
@@ -42,6 +42,7 @@ class TensorParallel:
         division: what is sharded, and how.
         groups: this rank's tensor parallel groups by name; modules of other groups stay as they are.
         lines: of those that form a grid, this rank's line along each axis.
+        rings: names of those whose shards of sequences travel around a ring beside products.
         holds: whether this rank holds the parameter of a name; modules whose parameters it does not hold stay too.
         device: where this rank computes.
 
@@ -61,6 +62,7 @@ class TensorParallel:
         groups: Mapping[str, TensorGroup],
         *,
         lines: Mapping[str, Mapping[Axis, Line]] | None = None,
+        rings: Collection[str] = (),
         holds: Callable[[str], bool] = lambda name: True,
         device: torch.device = torch.device("cpu"),  # noqa: B008
     ) -> None:
@@ -69,7 +71,9 @@ class TensorParallel:
         self.fused: Callable[[nn.Module, Tensor, Columns], Tensor | None] | None = None
         self._root, self._division, self.groups = root, division, groups
         may_drop = drops(root)
-        self._regions = {name: Region(group, drops=may_drop, device=device) for name, group in groups.items()}
+        self._regions = {
+            name: Region(group, drops=may_drop, device=device, rings=name in rings) for name, group in groups.items()
+        }
         self._undo: list[Callable[[], object]] = []
         in_grids = {name: grid for name, grid in division.grids.items() if name in groups}
         modules = {*division.roles, *division.heads}
@@ -197,7 +201,7 @@ class TensorParallel:
 
     def _column(self, region: Region) -> Callable[..., Tensor]:
         def forward(module: Any, input: Tensor) -> Tensor:
-            return self._product(module, region.enter(input, module.training))
+            return self._product(module, region.enter(input, module.training, module if fits(module) else None))
 
         return forward
 
@@ -210,8 +214,10 @@ class TensorParallel:
     def _row(self, region: Region) -> Callable[..., Tensor]:
         def forward(module: Any, input: Tensor) -> Tensor:
             with region.closing():
-                y = self.linear(module, input, None)
-            y = region.leave(y)
+                y = region.leave_in_ring(module, input, self.puts_off)
+                if y is None:
+                    y = region.leave(self.linear(module, input, None))
+                region.forget()
             if module.bias is None:
                 return y
             return y + module.bias.to(y.dtype)  # after the sum, in the dtype that autocast chose
@@ -226,7 +232,7 @@ class TensorParallel:
             if isinstance(input, Sharded) and is_tokens(input.group):
                 tokens = input.group
                 local = tokens.own_tokens(input)
-            entered = region.enter(local, training=False)
+            entered = region.enter(local, training=False, first=module if self.fused is None and fits(module) else None)
             region.forget()
             if self.fused is not None:
                 hidden = entered.entered

@@ -13,13 +13,18 @@ Results do not depend on this order. Where a split backward puts weight gradient
 With sequence shards the sum is scattered, and each rank keeps its shard of the input alone: step 1 starts to gather
 the others again and step 3 waits for them.
 
+Where shards travel around a ring, the first layer multiplies them as they come, and the others take what has been
+gathered by then. A backward keeps this order where step 3 computes the weight gradients of all layers. Where it does
+not (frozen layers, adapters, gradients that are put off), nothing hides the sum but the products themselves: step 2
+computes them shard by shard, while the sum travels.
+
 Shapes: ``[..., in]`` inputs, ``[..., out]`` results, weights ``[out, in]``, or ``[in, out]`` of a Conv1D.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +33,13 @@ from torch.nn import functional as F
 
 from lightning_mm5d.sharded.collectives import TensorGroup, Wait, view
 from lightning_mm5d.sharded.remote_value import same_origin
-from lightning_mm5d.sharded.torch_internals import is_held_once, number_in_backward, renumber_in_backward
+from lightning_mm5d.sharded.sequence_ring import ring_gather, ring_sum_scattered
+from lightning_mm5d.sharded.torch_internals import (
+    is_held_once,
+    number_in_backward,
+    number_of_backward,
+    renumber_in_backward,
+)
 
 Sharding = tuple[int, tuple[int, ...]]  # the sharded dim, and its length on each rank
 
@@ -52,13 +63,23 @@ class Entrance:
         x: replicated, or this rank's shard of the sequence.
         group: the tensor parallel ranks.
         sharding: of `x`; None where it is replicated.
+        rings: whether shards travel around a ring beside products.
+        first: the layer whose product comes first; None if something else needs the input before.
 
     Attributes:
         entered: the full input for work on sharded weights; its gradients, which are partial, are summed.
     """
 
-    def __init__(self, x: Tensor, group: TensorGroup, sharding: Sharding | None = None) -> None:
-        self._traffic = _Traffic(group, sharding)
+    def __init__(
+        self,
+        x: Tensor,
+        group: TensorGroup,
+        sharding: Sharding | None = None,
+        *,
+        rings: bool = False,
+        first: nn.Module | None = None,
+    ) -> None:
+        self._traffic = _Traffic(group, sharding, rings=rings and sharding is not None and sharding[0] < -1)
         self._shard = None if sharding is None else x.detach()
         self._number: int | None = None  # of weight gradients in a backward
         self._own_dtype: Tensor | None = None
@@ -66,9 +87,10 @@ class Entrance:
             end = _End.apply(x, self._traffic)
             self._number = number_in_backward(end)
             renumber_in_backward(end, max(self._number - 1, 0))
-            entered = _Start.apply(end, self._traffic)
+            entered = _Start.apply(end, self._traffic, first)
         else:
-            entered = x if sharding is None else self._traffic.full(x)
+            with torch.no_grad():
+                entered = x if sharding is None else self._traffic.full(x, first)
         self.entered = same_origin(entered, x)
 
     def product(self, module: nn.Module, bias: Tensor | None, is_conv: bool, due: Due | None) -> Tensor:
@@ -89,33 +111,69 @@ class Entrance:
             if self._number is not None:
                 renumber_in_backward(weights, self._number)
         shard = None if self._shard is None or weights is None else self._shard.to(plain.dtype)
-        made = _Product.apply(self.entered, weights, plain, shard, (weight, bias, is_conv), self._traffic)
+        made = _Product.apply(self.entered, weights, plain, shard, (weight, bias, is_conv, due), self._traffic)
         return same_origin(made, self.entered)
 
     def _plain(self) -> Tensor:
         """The input outside of the graph, in the dtype that autocast chooses: cast once for all layers."""
-        x = self.entered.detach()
-        kind = x.device.type
-        if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
-            return x
         if self._own_dtype is None:
-            self._own_dtype = x.to(torch.get_autocast_dtype(kind))
+            self._own_dtype = autocast(self.entered.detach())
         return self._own_dtype
+
+
+class _Below(NamedTuple):
+    """A product for the gradient of the input, still to be computed.
+
+    Attributes:
+        rows: the gradient of a layer's result.
+        weight: ``[out, in]``.
+        hides_sum: whether the layer's weight gradient is computed after it.
+    """
+
+    rows: Tensor
+    weight: Tensor
+    hides_sum: bool
 
 
 class _Traffic:
     """What is under way for one input; nodes of a graph hold it, so it holds no tensor of a forward."""
 
-    def __init__(self, group: TensorGroup, sharding: Sharding | None) -> None:
-        self._group, self.sharding = group, sharding
+    def __init__(self, group: TensorGroup, sharding: Sharding | None, *, rings: bool = False) -> None:
+        self._group, self.sharding, self.rings = group, sharding, rings
         self._sum: Wait | None = None
         self._gather: Wait | None = None
         self._full: Tensor | None = None
         self._users = 0  # weight gradients to come that need the gathered input
+        self._first: Tensor | None = None  # until its layer takes it
+        self._below: list[_Below] = []
+        self._backward = -1  # that they are of
 
-    def full(self, x: Tensor) -> Tensor:
-        """Return `x` in full."""
-        return view(x) if self.sharding is None else self._group.gather(x, *self.sharding)
+    def full(self, x: Tensor, first: nn.Module | None) -> Tensor:
+        """Return `x` in full; in a ring compute the product of the layer `first` meanwhile."""
+        if self.sharding is None:
+            return view(x)
+        if first is None or not self.rings:
+            return self._group.gather(x, *self.sharding)
+        dim, lengths = self.sharding
+        of_layer: Any = first
+        weight = autocast(of_layer.weight)
+        weight = weight if isinstance(first, nn.Linear) else weight.t()
+        bias = None if of_layer.bias is None else autocast(of_layer.bias)
+        shape = [*x.shape[:-1], weight.shape[0]]
+        shape[dim] = sum(lengths)
+
+        def multiply(rows: Tensor, start: int) -> None:
+            made = F.linear(autocast(rows), weight, bias)
+            if self._first is None:
+                self._first = made.new_empty(shape)
+            self._first.narrow(dim, start, rows.shape[dim]).copy_(made)
+
+        return ring_gather(x, dim, lengths, self._group, multiply)
+
+    def first(self) -> Tensor | None:
+        """Return the product that was computed beside the gather, once."""
+        made, self._first = self._first, None
+        return made
 
     def start_gather(self, shard: Tensor) -> None:
         """Start to gather the input again, for one more weight gradient."""
@@ -134,6 +192,37 @@ class _Traffic:
         if not self._users:
             self._full = None
         return full
+
+    def add_below(self, product: _Below) -> None:
+        """Leave a product to `ring_sum`."""
+        if self._backward != number_of_backward():  # another one may have ended before
+            self._below, self._backward = [], number_of_backward()
+        self._below.append(product)
+
+    def ring_sum(self, gradient: Tensor | None, dtype: torch.dtype) -> None:
+        """Compute the products for the gradient of the input, and start to sum it over ranks.
+
+        Args:
+            gradient: of the input, without these products.
+            dtype: of the input.
+        """
+        assert self.sharding is not None
+        dim, lengths = self.sharding
+        products, self._below = self._below if self._backward == number_of_backward() else [], []
+
+        def part(start: int, length: int) -> Tensor:
+            total = None if gradient is None else gradient.narrow(dim, start, length).clone()
+            for rows, weight, _ in products:
+                made = (rows.narrow(dim, start, length).contiguous() @ weight).to(dtype)
+                total = made if total is None else total.add_(made)
+            assert total is not None
+            return total
+
+        if all(product.hides_sum for product in products):
+            self._sum = self._group.start_sum_scattered(part(0, sum(lengths)), dim, lengths)
+        else:
+            found = ring_sum_scattered(part, dim, lengths, self._group)
+            self._sum = lambda: found
 
     def start_sum(self, gradient: Tensor) -> Tensor:
         """Start to sum the gradient of the input over ranks; return a stand-in for the sum."""
@@ -159,11 +248,12 @@ class _End(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, traffic: _Traffic) -> Tensor:
         ctx.traffic = traffic
+        ctx.set_materialize_grads(False)
         return view(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, _: Tensor | None) -> tuple[Tensor, None]:
         return ctx.traffic.end_sum(), None
 
 
@@ -171,14 +261,18 @@ class _Start(torch.autograd.Function):
     """The input in full; step 2 of a backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, traffic: _Traffic) -> Tensor:
-        ctx.traffic = traffic
-        return traffic.full(x)
+    def forward(ctx: Any, x: Tensor, traffic: _Traffic, first: nn.Module | None) -> Tensor:
+        ctx.traffic, ctx.dtype = traffic, x.dtype
+        ctx.set_materialize_grads(not traffic.rings)
+        return traffic.full(x, first)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.traffic.start_sum(gradient), None
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None, None]:
+        if ctx.traffic.rings:
+            ctx.traffic.ring_sum(gradient, ctx.dtype)
+            return None, None, None
+        return ctx.traffic.start_sum(gradient), None, None
 
 
 class _Product(torch.autograd.Function):
@@ -191,13 +285,15 @@ class _Product(torch.autograd.Function):
         weights: Tensor | None,
         plain: Tensor,
         shard: Tensor | None,
-        layer: tuple[Tensor, Tensor | None, bool],
+        layer: tuple[Tensor, Tensor | None, bool, Due | None],
         traffic: _Traffic,
     ) -> Tensor:
-        weight, bias, is_conv = layer
+        weight, bias, is_conv, due = layer
         ctx.save_for_backward(weight if x.requires_grad else None, shard)
-        ctx.is_conv, ctx.traffic = is_conv, traffic
-        return F.linear(plain, weight.t() if is_conv else weight, bias)
+        ctx.is_conv, ctx.traffic, ctx.due = is_conv, traffic, due
+        ctx.is_trained = weights is not None and weight.requires_grad
+        made = traffic.first()
+        return F.linear(plain, weight.t() if is_conv else weight, bias) if made is None else made
 
     @staticmethod
     @once_differentiable
@@ -208,7 +304,12 @@ class _Product(torch.autograd.Function):
         below = None
         if ctx.needs_input_grad[0]:
             weight = weight.to(gradient.dtype)  # autocast ran the forward in the gradient's dtype
-            below = gradient @ (weight.t() if ctx.is_conv else weight)
+            weight = weight.t() if ctx.is_conv else weight
+            if ctx.traffic.rings:
+                is_put_off = ctx.due is not None and ctx.due.is_open
+                ctx.traffic.add_below(_Below(gradient, weight, ctx.is_trained and not is_put_off))
+            else:
+                below = gradient @ weight
         return below, gradient if ctx.needs_input_grad[1] else None, None, None, None, None
 
 
@@ -230,7 +331,7 @@ class _Weights(torch.autograd.Function):
         # beside what is saved, which checkpointing replaces by a copy that is no parameter
         ctx.weight, ctx.bias_dtype = weight, None if bias is None else bias.dtype
         ctx.traffic, ctx.is_conv, ctx.due = traffic, is_conv, due
-        return torch.zeros((), dtype=_result_dtype(weight), device=weight.device).expand(shape)
+        return autocast(torch.zeros((), dtype=weight.dtype, device=weight.device)).expand(shape)
 
     @staticmethod
     @once_differentiable
@@ -242,20 +343,37 @@ class _Weights(torch.autograd.Function):
         if ctx.traffic.sharding is not None:
             x = ctx.traffic.gathered()
         if wants_weight:
-            x = x.reshape(-1, x.shape[-1])
-            if ctx.due is not None and ctx.due.is_open:
-                # a copy: a bias may have taken the same memory for its gradient, and later microbatches add to that
-                rows_kept = rows.clone()
-                ctx.due.add(ctx.weight, *((x, rows_kept) if ctx.is_conv else (rows_kept, x)))
-            else:
-                own = (x.t() @ rows if ctx.is_conv else rows.t() @ x).to(ctx.weight.dtype)
+            own = weight_gradient(ctx.weight, rows, x, is_conv=ctx.is_conv, due=ctx.due)
         return own, rows.sum(0).to(ctx.bias_dtype) if wants_bias else None, None, None, None, None, None
 
 
-def _result_dtype(weight: Tensor) -> torch.dtype:
-    kind = weight.device.type
-    is_cast = torch.is_autocast_enabled(kind) and weight.dtype != torch.float64
-    return torch.get_autocast_dtype(kind) if is_cast else weight.dtype
+def autocast(x: Tensor) -> Tensor:
+    """Return `x` in the dtype that autocast chooses for products."""
+    kind = x.device.type
+    is_cast = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
+    return x.to(torch.get_autocast_dtype(kind)) if is_cast else x
+
+
+def weight_gradient(
+    weight: nn.Parameter, rows: Tensor, x: Tensor, *, is_conv: bool, due: Due | None, is_own: bool = False
+) -> Tensor | None:
+    """Return the gradient of a layer's weight; None where it is put off.
+
+    Args:
+        weight: ``[out, in]``, or ``[in, out]`` of a Conv1D.
+        rows: gradient of the layer's result, ``[rows, out]``.
+        x: input, ``[..., in]``.
+        is_conv: whether the weight is ``[in, out]``.
+        due: takes the gradient while it is open; None where it is never put off.
+        is_own: whether nobody else holds the memory of `rows`.
+    """
+    x = x.reshape(-1, x.shape[-1])
+    if due is None or not due.is_open:
+        return (x.t() @ rows if is_conv else rows.t() @ x).to(weight.dtype)
+    # a copy: a bias may have taken the same memory for its gradient, and later microbatches add to that
+    kept = rows if is_own else rows.clone()
+    due.add(weight, *((x, kept) if is_conv else (kept, x)))
+    return None
 
 
 def fits(module: nn.Module) -> bool:

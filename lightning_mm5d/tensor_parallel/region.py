@@ -24,7 +24,8 @@ from lightning_mm5d.sharded.sequence_operations import is_tokens
 from lightning_mm5d.sharded.tensor import Sharded, from_local
 from lightning_mm5d.source.names import names
 from lightning_mm5d.source.trees import Source, method_of
-from lightning_mm5d.tensor_parallel.entrance import Entrance, Sharding
+from lightning_mm5d.tensor_parallel.entrance import Entrance, PutsOff, Sharding, fits
+from lightning_mm5d.tensor_parallel.ring_row import ring_row
 
 Linear = Callable[[nn.Module, Tensor, "Tensor | None"], Tensor]
 _OF_MODULES = ("summary_", "classifier_")  # of heads that a model may not have, and that have modules for it
@@ -37,18 +38,25 @@ class Region:
         group: its tensor parallel ranks.
         drops: whether anything in it may drop values out, so that random streams matter.
         device: where it computes.
+        rings: whether shards of a sequence travel around a ring beside products.
     """
 
-    def __init__(self, group: TensorGroup, *, drops: bool, device: torch.device) -> None:
-        self.group = group
+    def __init__(self, group: TensorGroup, *, drops: bool, device: torch.device, rings: bool = False) -> None:
+        self.group, self.rings = group, rings
         self._drops, self._device = drops, device
         self._outer: list[Tensor] | None = None
         self._came: list[tuple[Tensor, Entrance, int]] = []
         self._sequences: tuple[Sharding, ...] = ()
         self._left: tuple[Sharding, ...] = ()
 
-    def enter(self, x: Tensor, training: bool) -> Entrance:
-        """Return the way of `x` to sharded weights; the same `x` gives the same one until `leave`."""
+    def enter(self, x: Tensor, training: bool, first: nn.Module | None = None) -> Entrance:
+        """Return the way of `x` to sharded weights; the same `x` gives the same one until `leave`.
+
+        Args:
+            x: the input.
+            training: whether the layer is in training.
+            first: the layer, where it computes its product next.
+        """
         if training:
             self._switch()
         wants = x.requires_grad and torch.is_grad_enabled()
@@ -59,7 +67,8 @@ class Region:
         local = x.full() if isinstance(x, Sharded) and is_tokens(x.group) else x
         if isinstance(local, Sharded):
             self._sequences += ((local.sharded_dim, local.lengths),)
-            entered = Entrance(local.local, self.group, (local.sharded_dim, local.lengths))
+            sharding = local.sharded_dim, local.lengths
+            entered = Entrance(local.local, self.group, sharding, rings=self.rings, first=first)
         else:
             entered = Entrance(local, self.group)
         self._came = [*self._came, (x, entered, _version(x))]
@@ -72,13 +81,33 @@ class Region:
 
         Where nothing came in, `y` is an adapter's result and becomes full or sharded as that of its layer did.
         """
+        sharding = self.sharding_of(y)
+        self.forget()
+        if sharding is None:
+            return reduce(y, self.group, is_fresh=True)
+        return from_local(reduce_scatter(y, *sharding, self.group), *sharding, self.group)
+
+    def leave_in_ring(self, module: nn.Module, x: Tensor, puts_off: PutsOff) -> Tensor | None:
+        """Return `leave` of the product of a row layer without its bias, summed and scattered beside the product.
+
+        Args:
+            module: the layer.
+            x: its input, of which this rank has some columns.
+            puts_off: of a layer and its input, what takes its weight gradient if that is put off.
+
+        Returns:
+            The result; None where no shard of a sequence came in, or no ring is wanted.
+        """
+        sharding = self.sharding_of(x) if self.rings and fits(module) and not isinstance(x, Sharded) else None
+        if sharding is None or sharding[0] == -1:
+            return None
+        return from_local(ring_row(module, x, sharding, self.group, puts_off(module, x)), *sharding, self.group)
+
+    def sharding_of(self, x: Tensor) -> Sharding | None:
+        """How the sequence of a full `x` in this stretch is sharded outside of it; None where nothing came in so."""
         if self._came:
             self._left = self._sequences
-        self.forget()
-        for dim, lengths in self._left:
-            if y.dim() >= -dim and y.shape[dim] == sum(lengths):
-                return from_local(reduce_scatter(y, dim, lengths, self.group), dim, lengths, self.group)
-        return reduce(y, self.group, is_fresh=True)
+        return next(((d, n) for d, n in self._left if x.dim() >= -d and x.shape[d] == sum(n)), None)
 
     def forget(self) -> None:
         """Let go of what came in, and draw from the common random stream again."""

@@ -80,7 +80,13 @@ class CutModule:
             sharded = [name for name, group in plan.division.groups.items() if group in groups.tensor]
             self._guard_shards(guard, [name for name in sharded if name in held and name in plan.division.shards])
             self._tensor = TensorParallel(
-                module, plan.division, groups.tensor, lines=groups.lines, holds=held.__contains__, device=device
+                module,
+                plan.division,
+                groups.tensor,
+                lines=groups.lines,
+                rings=[name for name, modality in plan.modalities.items() if modality.sequence_parallel == "ring"],
+                holds=held.__contains__,
+                device=device,
             )
         every = views(plan.partition, plan.topology.members, plan.topology.consumes, plan.topology.consumers)
         self.views: dict[StageKey, StageView] = {key: every[key] for key in stages}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,9 @@ from context_parallel.exchange_cases import DV, LIMIT_S, B, Case, D, call, group
 from lightning_mm5d.context_parallel.exchange import allgather, ring
 from lightning_mm5d.context_parallel.exchange.attention import context_attention
 from lightning_mm5d.context_parallel.exchange.local import Local
-from lightning_mm5d.context_parallel.exchange.transfers import Gather, Hop
+from lightning_mm5d.context_parallel.exchange.transfers import Gather
 from lightning_mm5d.sharded.collectives import TensorGroup
+from lightning_mm5d.sharded.hop import Hop
 from ranks import run_ranks
 
 
@@ -61,10 +62,10 @@ def order_of_work(rank: int, world: int, case: Case) -> tuple[list[str], float]:
     groups = groups_of(rank, world)
 
     class Noted(Hop):
-        def __init__(self, group: TensorGroup, sent: Tensor, length: int) -> None:
+        def __init__(self, group: TensorGroup, sent: Tensor, shape: Sequence[int]) -> None:
             self._name = "outer" if group is groups.outer else "inner"
             events.append(f"post {self._name}")
-            super().__init__(group, sent, length)
+            super().__init__(group, sent, shape)
 
         def wait(self) -> Tensor:
             events.append(f"wait {self._name}")

@@ -28,6 +28,7 @@ pytestmark = [
 ]
 
 SHARDS: dict[str, Any] = {"tp_size": 2, "sequence_parallel": True}
+RING: dict[str, Any] = {"tp_size": 2, "sequence_parallel": "ring"}
 SQUARE: dict[str, Any] = {"tp_size": 4, "tp_mode": "2d"}
 DEEP: dict[str, Any] = {"tp_size": 8, "tp_mode": "2.5d", "tp_depth": 2}
 CUBE: dict[str, Any] = {"tp_size": 8, "tp_mode": "3d"}
@@ -82,8 +83,8 @@ def test_adapters_of_one_modality_train_as_on_one_process() -> None:
         2,
         lora("llama", {"language": SHARDS}, prepare=with_biases),
         lora("bert", {"language": {"tp_size": 2}}, exact=True),
-        lora("gpt2", {"language": SHARDS}),
-        lora("llama", {"language": SHARDS}, prepare=beside_a_trained_norm),
+        lora("gpt2", {"language": RING}),
+        lora("llama", {"language": RING}, prepare=beside_a_trained_norm),
         lora("llama_tied", {"language": {"tp_size": 2}}, prepare=at_both_ends),
         lora("llama", {"language": {"tp_size": 2}}, prepare=merge),
     )
@@ -106,7 +107,7 @@ def test_adapters_in_a_pipeline_train_as_on_one_process() -> None:
     """language: ranks 0-1 and 2-3 as stages; then vision: ranks 0-1; language: ranks 2-3; then language with tp 3."""
     check_all(
         4,
-        lora("llama", {"language": {"pp_size": 2, **SHARDS}}, schedule="zero_bubble"),
+        lora("llama", {"language": {"pp_size": 2, **RING}}, schedule="zero_bubble"),
         lora("llava", {"vision": {"tp_size": 2}, "language": SHARDS}),
         lora("llava", {"vision": {}, "language": {"tp_size": 3}}, schedule="zero_bubble"),
     )

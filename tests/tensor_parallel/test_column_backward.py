@@ -1,7 +1,8 @@
 """The sum of input gradients of column layers is under way while their weight gradients are computed.
 
 A spy notes each start of a collective, each wait for one and each matrix product of a backward, in turn. Ranks 0 and 1
-share an attention of three projections with one input; its results are those of one process.
+share an attention of three projections with one input; its results are those of one process. Where sequence shards
+travel around a ring, each hop is beside a product.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -66,6 +68,7 @@ class Spy(TorchDispatchMode):
             for name in names:
                 patcher = patch.object(dist, name, self._noted(name, getattr(dist, name)))
                 patcher.start()
+            patch.object(dist, "batch_isend_irecv", self._noted("hop", dist.batch_isend_irecv)).start()
             try:
                 yield
             finally:
@@ -75,21 +78,24 @@ class Spy(TorchDispatchMode):
         def call(*args: Any, **kwargs: Any) -> Any:
             self.events.append(f"start {name}")
             work = original(*args, **kwargs)
+            if isinstance(work, list):
+                return [_Work(self.events, name, *work)]
             return work if work is None else _Work(self.events, name, work)
 
         return call
 
 
 class _Work:
-    def __init__(self, events: list[str], name: str, work: Any) -> None:
-        self._events, self._name, self._work = events, name, work
+    def __init__(self, events: list[str], name: str, *works: Any) -> None:
+        self._events, self._name, self._works = events, name, works
 
     def wait(self) -> None:
         self._events.append(f"wait {self._name}")
-        self._work.wait()
+        for work in self._works:
+            work.wait()
 
     def is_completed(self) -> bool:
-        return bool(self._work.is_completed())
+        return all(work.is_completed() for work in self._works)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +105,7 @@ class Case:
     bias: bool = True
     frozen: tuple[str, ...] = ()
     shards: bool = False
+    rings: bool = False
     bf16: bool = False
     recomputes: bool = False
     defers: bool = False
@@ -122,7 +129,18 @@ CASES = {
     "sequence shards, put off": Case(shards=True, defers=True),
     "sequence shards, a frozen weight": Case(shards=True, frozen=("q.weight",)),
 }
-NEAR = {"compressed": 3e-2, "autocast": 3e-2}
+ring = partial(Case, shards=True, rings=True)
+RINGS = {
+    "a ring": ring(),
+    "a ring, without bias": ring(bias=False),
+    "a ring, a frozen weight": ring(frozen=("q.weight",)),
+    "a ring, biases alone": ring(frozen=("q.weight", "k.weight", "v.weight", "out.weight")),
+    "a ring, nothing trained": ring(bias=False, frozen=("q.weight", "k.weight", "v.weight", "out.weight")),
+    "a ring, autocast": ring(bf16=True),
+    "a ring, recomputed": ring(recomputes=True),
+    "a ring, put off": ring(defers=True),
+}
+NEAR = {"compressed": 3e-2, "autocast": 3e-2, "a ring, autocast": 3e-2}
 
 
 def built(case: Case) -> Block:
@@ -137,8 +155,8 @@ def given(case: Case) -> tuple[Tensor, Tensor]:
     return (x.float(), gradient.float()) if case.bf16 else (x, gradient)
 
 
-def trained(rank: int, case: Case) -> tuple[list[str], dict[str, float]]:
-    """The events of a backward, and how far each gradient is from that of one process."""
+def trained(rank: int, case: Case) -> tuple[list[str], dict[str, float], list[str]]:
+    """The events of a backward, how far each gradient is from that of one process, and the events of a forward."""
     x, gradient = given(case)
     whole, block = built(case), built(case)
     own = x.clone().requires_grad_()
@@ -146,7 +164,9 @@ def trained(rank: int, case: Case) -> tuple[list[str], dict[str, float]]:
         whole(own).backward(gradient.to(whole(x).dtype))
     group = TensorGroup(dist.group.WORLD, case.compression)  # type: ignore[arg-type]
     division = resolve(nn.ModuleDict({"block": block}), {"block": (PLAN,)}, lambda name: ("all", group.size))
-    tensor = TensorParallel(nn.ModuleDict({"block": block}), division, {"all": group})
+    tensor = TensorParallel(
+        nn.ModuleDict({"block": block}), division, {"all": group}, rings=["all"] if case.rings else []
+    )
     due = Deferred()
     if case.defers:
         tensor.puts_off = lambda module, x: due if module.weight.requires_grad else None
@@ -156,7 +176,8 @@ def trained(rank: int, case: Case) -> tuple[list[str], dict[str, float]]:
     if case.shards:
         local = group.local_of(x, -2, lengths).clone().requires_grad_()
         given_x, entering = local, from_local(local, -2, lengths, group)
-    with case.around():
+    forward = Spy()
+    with case.around(), forward.listening() if case.rings and not case.recomputes else nullcontext():
         out = checkpoint(block, entering, use_reentrant=False) if case.recomputes else block(entering)
     local_gradient = group.local_of(gradient, -2, lengths) if case.shards else gradient
     local_out = out.local if case.shards else out  # type: ignore[attr-defined]
@@ -171,7 +192,7 @@ def trained(rank: int, case: Case) -> tuple[list[str], dict[str, float]]:
         if expected is not None and shard is not None:
             expected = shard.cut(expected, group.index)
         off[name] = _off(mine, expected)
-    return spy.events, off
+    return spy.events, off, forward.events
 
 
 def _off(found: Tensor | None, expected: Tensor | None) -> float:
@@ -182,7 +203,7 @@ def _off(found: Tensor | None, expected: Tensor | None) -> float:
 
 def all_cases(rank: int) -> Any:
     dist.init_process_group("gloo")
-    return {name: trained(rank, case) for name, case in CASES.items()}
+    return {name: trained(rank, case) for name, case in {**CASES, **RINGS}.items()}
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +211,7 @@ def results() -> list[Any]:
     return run_ranks(2, all_cases, limit=60)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", {**CASES, **RINGS})
 def test_gradients_are_those_of_one_process(name: str, results: list[Any]) -> None:
     for found in results:
         off = found[name][1]
@@ -221,6 +242,29 @@ def test_gathered_inputs_are_gathered_again_beside_the_input_products(results: l
             wait = events.index("wait all_gather_single", start)
             assert events[start:wait].count("input product") == 3, events
             assert events[start:].count("start all_gather_single") == 1, "one for three layers"
+
+
+PRODUCT = "input product"
+BESIDE = ["start hop", PRODUCT, "wait hop"]  # of two ranks
+
+
+def test_in_a_ring_rows_travel_while_the_first_layer_and_the_last_one_multiply(results: list[Any]) -> None:
+    for name in ("a ring", "a ring, put off", "a ring, nothing trained"):
+        for found in results:
+            column, row = [*BESIDE, PRODUCT, PRODUCT, PRODUCT], [PRODUCT, *BESIDE]
+            assert found[name][2] == column + row, "one gather for three layers, one hop for their sum"
+
+
+def test_in_a_ring_the_backward_hides_each_hop(results: list[Any]) -> None:
+    row, three = [*BESIDE, PRODUCT], [PRODUCT] * 3
+    hidden = [*three, "start hop", *three, "wait hop"]
+    gathers = ["start all_gather_single", *hidden, "wait all_gather_single"]
+    weights = ["weight product"] * 3
+    bulk = ["start all_gather_single", *three, "start reduce_scatter_single", "wait all_gather_single", *weights]
+    for found in results:
+        assert found["a ring, nothing trained"][0] == row + hidden
+        assert found["a ring, put off"][0] == row + gathers
+        assert found["a ring"][0] == [*row, "weight product", *bulk, "wait reduce_scatter_single"]
 
 
 # --- outputs that nobody else holds ---

@@ -49,6 +49,13 @@ def test_a_wrong_type_of_sequence_parallel_is_refused() -> None:
         strategy({"language": Modality(tp_size=2, sequence_parallel="yes")})
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", {"tensor_parallel": "float8_e4m3fn"}])
+def test_compressed_rows_are_refused_in_a_ring(dtype: Any) -> None:
+    language = Modality(tp_size=2, sequence_parallel="ring", communication_dtype=dtype)
+    with pytest.raises(ConfigError, match=r"sequence_parallel: got 'ring'.*sequence_parallel=True"):
+        strategy({"language": language})
+
+
 class Penalized(TinyModule):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return super().training_step(batch, batch_idx) + sum(p.pow(2).sum() for p in self.parameters())

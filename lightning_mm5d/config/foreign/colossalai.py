@@ -55,8 +55,8 @@ KNOBS: tuple[Knob, ...] = (
     ruled("enable_sequence_parallelism", "modality.sequence_parallel modality.cp_mode", "As the mode says",
           neutral=(False,)),
     ruled("sequence_parallelism_mode", "modality.sequence_parallel modality.cp_mode modality.cp_distribution",
-          "`split_gather` and `ring`: `sequence_parallel`; `all_to_all`: `cp_mode: ulysses`; `ring_attn`: "
-          "`cp_mode: ring` with `cp_distribution: zigzag`"),
+          "`split_gather`: `sequence_parallel: true`; `ring`: `sequence_parallel: ring`; `all_to_all`: "
+          "`cp_mode: ulysses`; `ring_attn`: `cp_mode: ring` with `cp_distribution: zigzag`"),
     always("parallel_output", PARALLEL_OUTPUT),
     ruled("num_microbatches", "strategy.num_microbatches", "With several stages"),
     ruled("microbatch_size", "strategy.microbatch_size", "Where `num_microbatches` is not said"),
@@ -183,8 +183,9 @@ def _convert_sequence(draft: Draft) -> None:
     if mode in ("split_gather", "ring"):
         if tp_size == 1:
             raise draft.refused(mode_name, f"The plugin refuses {mode} with tp_size=1", "Use a tp_size of 2 or more")
-        draft.put(switch, "modality.sequence_parallel", True)
-        draft.put(mode_name, "modality.sequence_parallel", True)
+        said = "ring" if mode == "ring" else True
+        draft.put(switch, "modality.sequence_parallel", said)
+        draft.put(mode_name, "modality.sequence_parallel", said)
         draft.leave_rest(["sp_size"], "always", "In this mode the ranks of tp_size share sequences")
         return
     if size == 1:
@@ -266,7 +267,8 @@ def _convert_communication(draft: Draft) -> None:
 
 def _convert_dtypes(draft: Draft, *, shares: bool) -> None:
     if draft.get("fp8_communication", False):
-        for kind in ("parameters", "payloads", "tensor_parallel"):
+        rings = draft.modality.get("sequence_parallel") == "ring"  # whose rows travel as they are
+        for kind in ("parameters", "payloads", *([] if rings else ["tensor_parallel"])):
             draft.put("fp8_communication", f"modality.communication_dtype.{kind}", "float8_e4m3fn")
         draft.put("fp8_communication", "modality.communication_dtype.gradients", "float8_e5m2")
     said = draft.get("communication_dtype")

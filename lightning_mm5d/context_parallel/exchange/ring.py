@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from lightning_mm5d.context_parallel.exchange.local import Local, nothing, precise
-from lightning_mm5d.context_parallel.exchange.transfers import Hop
 from lightning_mm5d.context_parallel.kernels.kernel import merge
 from lightning_mm5d.sharded.collectives import TensorGroup
+from lightning_mm5d.sharded.hop import Hop
 from lightning_mm5d.sharded.token_split import TokenSplit
 
 Visit = Callable[[int, Tensor], "Tensor | None"]
@@ -102,12 +102,12 @@ class Ring:
         for step in range(group.size):
             here, following = self._moved(at, level, step), self._moved(at, level, step + 1)
             length = shapes.elements(self._split.lengths[self._part(following)])
-            blocks = Hop(group, block, length) if step + 1 < group.size else None
+            blocks = Hop(group, block, (length,)) if step + 1 < group.size else None
             gradient = self._travel(level + 1, here, block, shapes, visit)
             if gradient is not None and group.size > 1:
                 if gradients is not None:
                     gradient.add_(gradients.wait())
-                gradients = Hop(group, gradient, length)
+                gradients = Hop(group, gradient, (length,))
             if blocks is not None:
                 block = blocks.wait()
         return gradient if gradients is None else gradients.wait()

@@ -181,7 +181,7 @@ def test_says_the_sections_of_mindformers() -> None:
     ("said", "expected"),
     [
         ({"sequence_parallelism_mode": "split_gather"}, {"sequence_parallel": True}),
-        ({"sequence_parallelism_mode": "ring"}, {"sequence_parallel": True}),
+        ({"sequence_parallelism_mode": "ring"}, {"sequence_parallel": "ring"}),
         ({"sp_size": 4}, {"cp_size": 4, "cp_mode": "ulysses"}),
         (
             {"sequence_parallelism_mode": "ring_attn", "sp_size": 4, "inner_ring_size": 2},
