@@ -85,7 +85,7 @@ KNOBS: tuple[Knob, ...] = (
     costs("overlap_p2p", _OVERLAPS, neutral=(True,)),
     always("overlap_allgather", "The gather of shared parameters overlaps with computation"),
     ruled("fp8_communication", "modality.communication_dtype", "`float8_e5m2` for gradients, `float8_e4m3fn` for the "
-          "rest", neutral=(False,)),
+          "rest, but for rows in a `ring`", neutral=(False,)),
     results("use_fp8", "Products in float8 are the Trainer's precision plugin: transformer-engine", neutral=(False,)),
     ruled("inner_ring_size", "modality.inner_ring_size", "With `ring_attn`"),
 )  # fmt: skip
