@@ -140,7 +140,7 @@ RINGS = {
     "a ring, recomputed": ring(recomputes=True),
     "a ring, put off": ring(defers=True),
 }
-NEAR = {"compressed": 3e-2, "autocast": 3e-2, "a ring, autocast": 3e-2}
+NEAR = {"compressed": 3e-2, "autocast": 3e-2, "a ring, autocast": 4e-2}
 
 
 def built(case: Case) -> Block:
@@ -261,10 +261,15 @@ def test_in_a_ring_the_backward_hides_each_hop(results: list[Any]) -> None:
     gathers = ["start all_gather_single", *hidden, "wait all_gather_single"]
     weights = ["weight product"] * 3
     bulk = ["start all_gather_single", *three, "start reduce_scatter_single", "wait all_gather_single", *weights]
+    expected = {
+        "a ring, nothing trained": row + hidden,
+        "a ring, put off": row + gathers,
+        "a ring": [*row, "weight product", *bulk, "wait reduce_scatter_single"],
+    }
     for found in results:
-        assert found["a ring, nothing trained"][0] == row + hidden
-        assert found["a ring, put off"][0] == row + gathers
-        assert found["a ring"][0] == [*row, "weight product", *bulk, "wait reduce_scatter_single"]
+        for name, wanted in expected.items():
+            of_biases = ("start all_reduce", "wait all_reduce")  # the last one is equal on all ranks
+            assert [event for event in found[name][0] if event not in of_biases] == wanted
 
 
 # --- outputs that nobody else holds ---
