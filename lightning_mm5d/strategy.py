@@ -24,7 +24,7 @@ from typing_extensions import override
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality, for_schedule, loss_modality_of
 from lightning_mm5d.config.options import BACKENDS
-from lightning_mm5d.config.pipelines import completed
+from lightning_mm5d.config.pipelines import as_said, completed
 from lightning_mm5d.config.shorthand import as_modalities
 from lightning_mm5d.data.batches import per_replica
 from lightning_mm5d.data.loader import group_batches, shard_loader
@@ -242,8 +242,11 @@ class MultimodalStrategy(GradientStrategy):
 
     def _plan(self, module: pl.LightningModule) -> Plan:
         said: Any = {"v_shaped": self.schedule == "zbv", "main_params": self.main_params}
-        placed = self.layout, completed(self.modalities, self.world_size)
-        return kept_plan(module, *placed, **said) or Plan.of(module, *placed, **said)
+        modalities = completed(self.modalities, self.world_size)
+        with as_said(self.modalities):
+            return kept_plan(module, self.layout, modalities, **said) or Plan.of(
+                module, self.layout, modalities, **said
+            )
 
     def simulate(self, module: pl.LightningModule | None = None) -> Simulation:
         """Return the ideal timeline of one training step of all replicas.
@@ -274,7 +277,8 @@ class MultimodalStrategy(GradientStrategy):
         plan = self._checked(module)  # `setup` and `configure_model` may have changed it
         check_callbacks(vars(trainer)["callbacks"], plan)
         self._last_plan = plan
-        if trainer.state.fn == TrainerFn.FITTING:
+        fits = trainer.state.fn == TrainerFn.FITTING
+        if fits:
             self._fit_plan = plan
         assert self._agreement is not None
         self._agreement.check("model", structure(module, plan))
@@ -290,7 +294,7 @@ class MultimodalStrategy(GradientStrategy):
             device=self.root_device,
             timeout=self._timeout,
             seed=self._seed,
-            timeline=self._timeline if trainer.state.fn == TrainerFn.FITTING else None,
+            timeline=self._timeline if fits else None,
             on_nonfinite=self.on_nonfinite,
             saves=self._checkpoints.saves,
             bucket_bytes=self.bucket_bytes,
@@ -298,20 +302,16 @@ class MultimodalStrategy(GradientStrategy):
         self._session = Session(module, plan, options)
         self.model_to_device()
         self._load_waiting()
-        if trainer.state.fn == TrainerFn.FITTING:
+        if fits:
             self.setup_optimizers(trainer)
             self._agreement.check("optimizers", optimizers(self.optimizers))
-        self._session.share(self.optimizers if trainer.state.fn == TrainerFn.FITTING else ())
+        self._session.share(self.optimizers if fits else ())
         self.setup_precision_plugin()
         self._session.attach(trainer)
         self._attach_averages(trainer)
-        if (
-            trainer.state.fn == TrainerFn.FITTING
-            and not self._session.is_plain
-            and is_overridden("on_fit_start", module)
-        ):
+        if fits and not self._session.is_plain and is_overridden("on_fit_start", module):
             watch_fit_start(module)
-        if trainer.state.fn == TrainerFn.FITTING and self.global_rank == 0:
+        if fits and self.global_rank == 0:
             parts = (
                 f"of {self.microbatch_size} samples" if self.num_microbatches is None else str(self.num_microbatches)
             )

@@ -11,6 +11,7 @@ import torch
 
 from lightning_mm5d.cli.first_batch import first_microbatch
 from lightning_mm5d.cli.job import Job
+from lightning_mm5d.data.microbatch import copied
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.planner.activation_trace import Trace, trace
 from lightning_mm5d.planner.optimizer_states import OptimizerStates
@@ -66,7 +67,8 @@ def tracer(job: Job) -> Callable[[Plan], Trace]:
 
     def traced(plan: Plan) -> Trace:
         assert module is not None
-        return trace(module, batch(), plan.partition, plan.modalities, plan.division, context, plan.experts)
+        given = copied(batch())  # a step may take something out of it
+        return trace(module, given, plan.partition, plan.modalities, plan.division, context, plan.experts)
 
     return traced
 

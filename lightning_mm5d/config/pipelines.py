@@ -8,7 +8,8 @@ as the minimum allows, and their lengths differ by at most one. Imports no torch
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
@@ -115,6 +116,29 @@ def completed(modalities: Mapping[str, Modality], world_size: int) -> dict[str, 
         else:
             found[name] = replace(modality, pipelines=pipelines, dp_size=size)
     return found
+
+
+@contextmanager
+def as_said(modalities: Mapping[str, Modality]) -> Iterator[None]:
+    """Name `pipelines` in errors about the pipelines that `completed` makes of it.
+
+    Args:
+        modalities: as the user wrote them.
+
+    Raises:
+        ConfigError: of the code inside, about the field that the user set.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        for name, modality in modalities.items():
+            fields = f"modalities.{name}.pp_size", f"modalities.{name}.pipelines"
+            if modality.pipelines is not None and error.field in fields and isinstance(error.got, int):
+                said = modality.pipelines
+                how = " stages, by fewer ranks or a smaller min" if isinstance(said, Mapping) else " stages"
+                rule = f"It has a pipeline of {error.got} stages: {error.rule}"
+                raise ConfigError(fields[1], said, rule, f"{error.fix}{how}") from None
+        raise
 
 
 def _for_ranks(

@@ -7,13 +7,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
+import torch
 import yaml
+from torch import Tensor, nn
 
 from lightning_mm5d.cli.configuration import prepare
-from lightning_mm5d.cli.job import load
+from lightning_mm5d.cli.estimates import tracer
+from lightning_mm5d.cli.job import Job, load, settle
 from lightning_mm5d.cli.main import main
+from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.schedule import build, to_csv
+from parity.harness import strategy
 
 CONFIG = Path(__file__).parents[2] / "examples" / "digits" / "config.yaml"
 SCRIPT = CONFIG.with_name("train.py")
@@ -124,3 +130,30 @@ def test_layers_can_be_measured_instead_of_estimated(plan: Plan) -> None:
 
 def test_durations_are_measured_or_given_but_not_both(plan: Plan) -> None:
     assert "Leave out --cost or --measure" in plan.refusal("--measure", "--cost", "vision=1,audio=1,language=2")
+
+
+class Takes(L.LightningModule):
+    """Takes the labels out of its batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        labels = batch.pop("labels")
+        return (self.layers(batch["x"]) - labels).square().mean()
+
+    def train_dataloader(self) -> Any:
+        return [{"x": torch.ones(2, 4), "labels": torch.zeros(2, 4)}]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_each_trace_of_a_step_has_the_whole_batch() -> None:
+    modalities = {"model": Modality()}
+    made = strategy(modalities, num_microbatches=1)
+    settle(made, 1, 1)
+    job = Job(made, Takes(), modalities)
+    traced, plan = tracer(job), made.plan(Takes())
+    assert traced(plan).reached == traced(plan).reached == {name for name, _ in Takes().named_parameters()}

@@ -73,11 +73,20 @@ def slowest(costs: list[float], ranks: int) -> float:
     return min(found)
 
 
+@pytest.mark.parametrize("said", [[5], [5, 5], [5, 4]])
+def test_more_stages_than_layers_are_refused_by_the_field_that_says_them(said: list[int]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_of(said, sum(said))
+    assert (caught.value.field, caught.value.got) == ("modalities.model.pipelines", said)
+    assert "has a pipeline of 5 stages" in caught.value.rule
+    assert caught.value.fix == "Use at most 4 stages"
+
+
 @pytest.mark.parametrize("world", range(3, 13))
 def test_each_replica_has_all_layers_on_all_its_ranks_and_no_cut_is_faster(world: int) -> None:
     """As many pipelines of three ranks or more as there are, of a model of four layers."""
     if world == 5:
-        with pytest.raises(ConfigError, match=r"^modalities\.model\.pp_size: got 5.* Use at most 4"):
+        with pytest.raises(ConfigError, match=r"^modalities\.model\.pipelines: got .'min': 3.*5 stages.* smaller min"):
             plan_of({"min": 3}, world)
         return
     plan = plan_of({"min": 3}, world)

@@ -192,3 +192,11 @@ def test_says_the_sections_of_mindformers() -> None:
 def test_says_each_mode_of_sequence_parallelism(said: Any, expected: Any) -> None:
     made = read_configuration(sized(enable_sequence_parallelism=True, **said))
     assert made.strategy["modalities"]["model"] == {"tp_size": 2, "pp_size": 1, **expected}
+
+
+def test_knobs_without_a_value_ask_for_nothing() -> None:
+    """`results`, `costs` and `elsewhere` knobs alike, also where null is no default there."""
+    given = {"custom_policy": None, "use_fp8": None, "overlap_p2p": None, "num_microbatches": None}
+    conversion = read_configuration(sized(tp_size=2, **given))
+    assert {entry.name for entry in conversion.of("always")} >= given.keys()
+    assert MultimodalStrategy.from_config(sized(tp_size=2, **given)).modalities["model"].tp_size == 2
