@@ -16,7 +16,7 @@ from types import FunctionType
 
 from torch import nn
 
-from lightning_mm5d.source.trees import Source, function_of, method_of
+from lightning_mm5d.source.trees import Source, is_super, method_of, next_method
 
 # Bookkeeping of the frameworks themselves (weight tying, generation): following it would report accesses that a
 # forward pass does not make.
@@ -104,13 +104,13 @@ class _Reader:
 
     def _visit_call(self, node: ast.Call) -> None:
         chain = self._chain(node.func)
-        if chain is None and not _is_super(node.func):
+        if chain is None and not is_super(node.func):
             self._visit(node.func)
         for argument in (*node.args, *(keyword.value for keyword in node.keywords)):
             self._visit(argument)
-        if _is_super(node.func):
+        if is_super(node.func):
             assert isinstance(node.func, ast.Attribute)
-            self._follow(self._next_in_mro(node.func.attr))
+            self._follow(next_method(type(self._module), self._trail[-1], node.func.attr))
         elif chain == []:
             self._follow(method_of(type(self._module), "forward"))
         elif chain is not None:
@@ -156,21 +156,6 @@ class _Reader:
             reader = _Reader(self._source, self._module, (*self._trail, function))
             self._found += reader.read()
             self.called |= reader.called
-
-    def _next_in_mro(self, name: str) -> FunctionType | None:
-        mro = type(self._module).__mro__
-        owners = [index for index, cls in enumerate(mro) if function_of(vars(cls).get(name)) is self._trail[-1]]
-        later = mro[owners[0] + 1 :] if owners else ()
-        return next((function_of(vars(cls)[name]) for cls in later if name in vars(cls)), None)
-
-
-def _is_super(node: ast.AST) -> bool:
-    return (
-        isinstance(node, ast.Attribute)
-        and isinstance(node.value, ast.Call)
-        and isinstance(node.value.func, ast.Name)
-        and node.value.func.id == "super"
-    )
 
 
 def _rest(node: ast.AST, field: str) -> Iterator[ast.AST]:

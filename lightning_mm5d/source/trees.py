@@ -36,6 +36,23 @@ def method_of(cls: type, name: str) -> FunctionType | None:
     return function_of(inspect.getattr_static(cls, name, None))
 
 
+def next_method(cls: type, function: FunctionType, name: str) -> FunctionType | None:
+    """Return what ``super().name`` is in a method of `cls` or of one of its bases; None where it is no function."""
+    owners = [index for index, one in enumerate(cls.__mro__) if function in dict(own_functions(one)).values()]
+    later = cls.__mro__[owners[0] + 1 :] if owners else ()
+    return next((function_of(vars(one)[name]) for one in later if name in vars(one)), None)
+
+
+def is_super(node: ast.AST) -> bool:
+    """Whether a node is an attribute of ``super()``."""
+    return (
+        isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Call)
+        and isinstance(node.value.func, ast.Name)
+        and node.value.func.id == "super"
+    )
+
+
 def own_functions(cls: type) -> Iterator[tuple[str, FunctionType]]:
     """Yield the names and functions of the methods that `cls` itself defines; properties are none."""
     for name, value in vars(cls).items():

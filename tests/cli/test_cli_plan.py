@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_mm5d.cli.configuration import prepare
 from lightning_mm5d.cli.estimates import tracer
@@ -144,7 +145,7 @@ class Takes(L.LightningModule):
         return (self.layers(batch["x"]) - labels).square().mean()
 
     def train_dataloader(self) -> Any:
-        return [{"x": torch.ones(2, 4), "labels": torch.zeros(2, 4)}]
+        return DataLoader([{"x": torch.ones(4), "labels": torch.zeros(4)}] * 2, batch_size=2)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)

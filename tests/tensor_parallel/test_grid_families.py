@@ -9,6 +9,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -103,7 +104,9 @@ MORE = ("opt", "qwen3", "gemma3_text", "mistral", "roberta", "siglip", "dinov2",
 
 def layers_of(root: nn.Module) -> list[str]:
     """The layers of all lists that are in no other list."""
-    lists = [path for path, module in root.named_modules() if isinstance(module, nn.ModuleList)]
+    modules = root.named_modules()
+    lists = [path for path, one in modules if isinstance(one, nn.ModuleList) and "feature_extractor" not in path]
+    lists = [path for path in lists if "parametrizations" not in path]
     outer = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]
     return [f"{path}.{name}" for path in outer for name, _ in root.get_submodule(path).named_children()]
 
@@ -172,7 +175,7 @@ def double() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("grid", "names"),
     [
-        ("2d", (*FEW, "uneven llama")),
+        ("2d", (*FEW, "uneven llama", "wav2vec2")),
         ("2.5d", ("uneven vit",)),
         ("3d", ("uneven gpt2", "clip")),
     ],
@@ -224,11 +227,113 @@ class Centered(LlamaDecoderLayer):
         return result - result.mean(-1, keepdim=True)
 
 
-def test_code_that_mixes_columns_is_refused_by_name() -> None:
+class OnlySuper(Centered):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+class Normed(LlamaDecoderLayer):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        result: Any = super().forward(*args, **kwargs)
+        return result / result.norm(dim=-1, keepdim=True)
+
+
+class Largest(LlamaDecoderLayer):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        result: Any = super().forward(*args, **kwargs)
+        return result / self.largest(result)
+
+    def largest(self, result: Any) -> Any:
+        return result.abs().max(-1, keepdim=True).values
+
+
+class Beside(LlamaDecoderLayer):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return centered(super().forward(*args, **kwargs))
+
+
+class Product(LlamaDecoderLayer):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        result: Any = super().forward(*args, **kwargs)
+        return result @ torch.eye(result.shape[-1])
+
+
+class Aliased(LlamaDecoderLayer):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        smooth = partial(torch.softmax, dim=-1)
+        return smooth(super().forward(*args, **kwargs))
+
+
+class Nested(LlamaDecoderLayer):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        result: Any = super().forward(*args, **kwargs)
+        return self.softened(result)
+
+
+class ByEntry(LlamaDecoderLayer):
+    """Names what mixes, and calls none of it."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        result: Any = super().forward(*args, **kwargs)
+        largest = torch.finfo(result.dtype).max
+        return self.norm(result).clamp(-largest, max(largest, 0.0))
+
+    def norm(self, result: Any) -> Any:
+        return result * 2
+
+    def unused(self, result: Any) -> Any:
+        return result.mean(-1)
+
+
+def centered(result: Any) -> Any:
+    return result - around(result)
+
+
+def around(result: Any) -> Any:
+    return torch.mean(result, -1, keepdim=True)
+
+
+def hidden() -> type[nn.Module]:
+    scope: dict[str, Any] = {"Base": LlamaDecoderLayer}
+    exec("class Hidden(Base):\n    def forward(self, *args, **kwargs):\n        return args[0]\n", scope)
+    found: type[nn.Module] = scope["Hidden"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (Centered, r"layers\.1 .*Centered mixes columns or samples, by mean"),
+        (OnlySuper, "OnlySuper mixes columns or samples, by mean"),
+        (Normed, "by norm"),
+        (Largest, "by max"),
+        (Beside, "by mean"),
+        (Product, "by @"),
+        (Aliased, "by softmax"),
+        (Nested, r"layers\.1\.softened .*Softmax is a layer of torch that mixes"),
+        (hidden(), "Hidden has code without source"),
+        (ByEntry, None),
+    ],
+)
+def test_code_that_mixes_columns_is_refused_by_name(kind: type[nn.Module], why: str | None) -> None:
     root: Any = FAMILIES["llama"].build()
-    root.get_submodule(layers_of(root)[1]).__class__ = Centered
-    with pytest.raises(ConfigError, match=r"layers\.1 .*Centered mixes columns or samples, by mean"):
+    layer = root.get_submodule(layers_of(root)[1])
+    layer.__class__ = kind
+    if kind is Nested:
+        layer.softened = nn.Softmax(-1)
+    if why is None:
         divided_on(root, GRIDS["2d"])
+        return
+    with pytest.raises(ConfigError, match=why):
+        divided_on(root, GRIDS["2d"])
+
+
+def test_a_gated_unit_with_adapters_is_no_mixing_code() -> None:
+    peft = pytest.importorskip("peft")
+    root: Any = FAMILIES["phi3"].build()
+    root.model = peft.get_peft_model(root.model, peft.LoraConfig(r=2, target_modules=["gate_up_proj", "down_proj"]))
+    division = divided_on(root, GRIDS["2d"])
+    assert division.grids["all"].adapters
 
 
 def test_a_norm_over_samples_is_refused_by_name() -> None:

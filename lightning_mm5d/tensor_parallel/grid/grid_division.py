@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D  # the projections of GPT-2 and it
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.sharded.shards import Shard
-from lightning_mm5d.source.names import forward_names
+from lightning_mm5d.source.called import PRODUCT, called
 from lightning_mm5d.source.trees import Source
 from lightning_mm5d.tensor_parallel.grid.grid_norms import Norm, norm_of
 from lightning_mm5d.tensor_parallel.grid.grid_plan import GridPlan
@@ -28,13 +28,22 @@ from lightning_mm5d.tensor_parallel.units import OwnHeads
 _ON_FULL_WIDTH = re.compile(r"norm|scale", re.IGNORECASE)
 _DROPS_SAMPLES = re.compile(r"drop_?path|stochastic_?depth|dropout[123]d|featurealphadropout", re.IGNORECASE)
 _RATE = re.compile(r"drop|^p$")
+_ADAPTED = re.compile(r"\.(?:base_layer|lora_)")  # what peft puts behind the name of a linear layer
 _TOKENS_FIRST = re.compile(r"permute\(\s*1,\s*2,\s*0,\s*3\s*\)")  # [sequence, samples, heads, width] to torch's order
 # of a hidden state's columns or rows; what attentions and the way between two linear layers do with units is theirs
 _MIXES = {
-    *("mean", "sum", "prod", "var", "std", "softmax", "log_softmax", "logsumexp", "cumsum", "cumprod", "normalize"),
-    *("sort", "argsort", "topk", "argmax", "argmin", "amax", "amin", "roll", "flip", "cat", "concat", "chunk", "split"),
-    *("unbind", "einsum", "matmul", "bmm", "mm", "layer_norm", "rms_norm", "group_norm"),
+    PRODUCT,
+    *"mean nanmean median mode sum nansum prod var std var_mean std_mean norm vector_norm matrix_norm dist cdist".split(),
+    *"normalize layer_norm rms_norm group_norm batch_norm instance_norm cosine_similarity pairwise_distance glu".split(),
+    *"softmax softmin log_softmax gumbel_softmax logsumexp logcumsumexp cumsum cumprod cummax cummin max min".split(),
+    *"aminmax amax amin argmax argmin sort argsort topk kthvalue quantile roll flip fliplr reduce interpolate".split(),
+    *"cat concat concatenate chunk split tensor_split unbind einsum matmul bmm mm mv baddbmm addmm addbmm addmv".split(),
+    *"tensordot dot vdot inner outer kron linear bilinear scaled_dot_product_attention conv1d conv2d conv3d".split(),
+    *"fft ifft rfft irfft fft2 ifft2 rfft2 irfft2 fftn ifftn rfftn irfftn multi_head_attention_forward".split(),
+    *"dropout1d dropout2d dropout3d feature_dropout feature_alpha_dropout stochastic_depth".split(),
 }
+_BY_ENTRY = ("container", "dropout", "activation", "linear", "module")  # files of torch.nn whose modules mix nothing
+_NOT_BY_ENTRY = (nn.Softmax, nn.Softmax2d, nn.Softmin, nn.LogSoftmax, nn.GLU, nn.MultiheadAttention, nn.Bilinear)
 _FIX = "Use tp_mode='1d' for this modality"
 
 
@@ -175,13 +184,21 @@ class _Layer:
 
     def _code(self, path: str, module: nn.Module) -> None:
         """Refuse code around attentions and linear layers that does not treat each entry by itself."""
-        ways = {other.rpartition(".")[0] for other in self._division.roles}
+        parts = {other for role in self._division.roles for other in (role, _ADAPTED.split(role)[0])}
+        ways = {part.rpartition(".")[0] for part in parts}
         inside = any(path == other or path.startswith(f"{other}.") for other in self._division.heads)
         if inside or path in ways or path in self._division.roles or path in self.norms:
             return
-        mixing = _MIXES & (forward_names(self._source, type(module)) or frozenset())
-        if mixing:
-            self._refuse(path, f"{type(module).__name__} mixes columns or samples, by {', '.join(sorted(mixing))}")
+        kind = type(module).__name__
+        if not _computes_by_entry(module):
+            self._refuse(path, f"{kind} is a layer of torch that mixes columns or samples")
+        if _DROPS_SAMPLES.search(kind):
+            return  # with a rate of zero, else it is refused
+        names = called(self._source, module)
+        if names is None:
+            self._refuse(path, f"{kind} has code without source")
+        elif mixing := _MIXES & names:
+            self._refuse(path, f"{kind} mixes columns or samples, by {', '.join(sorted(mixing))}")
 
     def _is_bare_norm(self, path: str, module: nn.Module) -> bool:
         """Whether a module without parameters norms the hidden state; in an attention it would norm single heads."""
@@ -206,6 +223,15 @@ def _code_of(module: nn.Module) -> str:
         return inspect.getsource(type(module).forward)
     except (OSError, TypeError):  # made without a file
         return ""
+
+
+def _computes_by_entry(module: nn.Module) -> bool:
+    """Whether a forward that torch has written treats each entry by itself; True where torch has not written it."""
+    owner = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
+    if not owner.__module__.startswith("torch."):
+        return True
+    file = owner.__module__.removeprefix("torch.nn.modules.")
+    return file in _BY_ENTRY and not isinstance(module, _NOT_BY_ENTRY)
 
 
 def _is_of_tokens(module: nn.Module) -> bool:

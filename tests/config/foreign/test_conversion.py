@@ -194,6 +194,7 @@ def test_says_each_mode_of_sequence_parallelism(said: Any, expected: Any) -> Non
     assert made.strategy["modalities"]["model"] == {"tp_size": 2, "pp_size": 1, **expected}
 
 
+@pytest.mark.usefixtures("quiet")
 def test_knobs_without_a_value_ask_for_nothing() -> None:
     """`results`, `costs` and `elsewhere` knobs alike, also where null is no default there."""
     given = {"custom_policy": None, "use_fp8": None, "overlap_p2p": None, "num_microbatches": None}
