@@ -41,7 +41,7 @@ def called(source: Source, module: nn.Module) -> frozenset[str] | None:
 class _Place(NamedTuple):
     """A function that is read, the module whose method it is, and the name that this has there."""
 
-    function: FunctionType
+    function: Any  # a FunctionType, which typing would bind as a method here
     module: nn.Module | None
     own: str | None
 

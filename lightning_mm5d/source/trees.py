@@ -1,8 +1,8 @@
 """Syntax trees of functions: the one way in which this library reads users' code.
 
-Questions about code (`order`, `reads`, `names`) take a `Source`, which parses each function once and lives as long as
-the search or check that asks. Code is never run. A function without source (compiled, or made by ``exec``) is not
-known, and each question says what follows from that.
+Questions about code (`order`, `reads`, `names`, `called`) take a `Source`, which parses each function once and lives as
+long as the search or check that asks. Code is never run. A function without source (compiled, or made by ``exec``) is
+not known, and each question says what follows from that.
 """
 
 from __future__ import annotations

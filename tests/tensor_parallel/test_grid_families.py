@@ -328,6 +328,7 @@ def test_code_that_mixes_columns_is_refused_by_name(kind: type[nn.Module], why: 
         divided_on(root, GRIDS["2d"])
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_a_gated_unit_with_adapters_is_no_mixing_code() -> None:
     peft = pytest.importorskip("peft")
     root: Any = FAMILIES["phi3"].build()

@@ -33,14 +33,17 @@ _TOKENS_FIRST = re.compile(r"permute\(\s*1,\s*2,\s*0,\s*3\s*\)")  # [sequence, s
 # of a hidden state's columns or rows; what attentions and the way between two linear layers do with units is theirs
 _MIXES = {
     PRODUCT,
-    *"mean nanmean median mode sum nansum prod var std var_mean std_mean norm vector_norm matrix_norm dist cdist".split(),
-    *"normalize layer_norm rms_norm group_norm batch_norm instance_norm cosine_similarity pairwise_distance glu".split(),
-    *"softmax softmin log_softmax gumbel_softmax logsumexp logcumsumexp cumsum cumprod cummax cummin max min".split(),
-    *"aminmax amax amin argmax argmin sort argsort topk kthvalue quantile roll flip fliplr reduce interpolate".split(),
-    *"cat concat concatenate chunk split tensor_split unbind einsum matmul bmm mm mv baddbmm addmm addbmm addmv".split(),
-    *"tensordot dot vdot inner outer kron linear bilinear scaled_dot_product_attention conv1d conv2d conv3d".split(),
-    *"fft ifft rfft irfft fft2 ifft2 rfft2 irfft2 fftn ifftn rfftn irfftn multi_head_attention_forward".split(),
-    *"dropout1d dropout2d dropout3d feature_dropout feature_alpha_dropout stochastic_depth".split(),
+    *("mean", "nanmean", "median", "mode", "sum", "nansum", "prod", "var", "std", "var_mean", "std_mean", "norm"),
+    *("vector_norm", "matrix_norm", "normalize", "layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm"),
+    *("cosine_similarity", "pairwise_distance", "softmax", "softmin", "log_softmax", "gumbel_softmax", "logsumexp"),
+    *("logcumsumexp", "cumsum", "cumprod", "cummax", "cummin", "dist", "cdist", "max", "min", "aminmax", "amax"),
+    *("amin", "argmax", "argmin", "sort", "argsort", "topk", "kthvalue", "quantile", "roll", "flip", "fliplr"),
+    *("reduce", "glu", "cat", "concat", "concatenate", "chunk", "split", "tensor_split", "unbind", "interpolate"),
+    *("einsum", "matmul", "bmm", "mm", "mv", "baddbmm", "addmm", "addmv", "addbmm", "tensordot", "dot", "vdot"),
+    *("inner", "outer", "kron", "linear", "bilinear", "scaled_dot_product_attention", "conv1d", "conv2d", "conv3d"),
+    *("fft", "ifft", "rfft", "irfft", "fft2", "ifft2", "rfft2", "irfft2", "fftn", "ifftn", "rfftn", "irfftn"),
+    *("multi_head_attention_forward", "dropout1d", "dropout2d", "dropout3d", "feature_dropout"),
+    *("feature_alpha_dropout", "stochastic_depth"),
 }
 _BY_ENTRY = ("container", "dropout", "activation", "linear", "module")  # files of torch.nn whose modules mix nothing
 _NOT_BY_ENTRY = (nn.Softmax, nn.Softmax2d, nn.Softmin, nn.LogSoftmax, nn.GLU, nn.MultiheadAttention, nn.Bilinear)
