@@ -53,7 +53,7 @@ STARTS_PROCESSES = {"run_ranks", "call_ranks", "check_all", "together", "outcome
 # layouts that --quick compares with one process
 SMOKE = (
     "parity/test_parity.py::test_layouts_with_encoders_equal_one_process[llava-{e} pp 2 | language pp 2]",
-    "parity/test_parity.py::test_layouts_with_encoders_equal_one_process[qwen2_5_omni_thinker-all on all]",
+    "parity/test_parity.py::test_layouts_with_encoders_equal_one_process[qwen2_5_omni_thinker-{e} with language pp 2]",
     "parity/test_parity.py::test_layouts_of_one_modality_equal_one_process[gpt2-pp 2 dp 2]",
     "parity/test_split_backward.py::test_families_with_all_trainable_equal_one_process[llama_tied-zbv]",
     "tensor_parallel/test_layouts.py::test_one_modality_equals_one_process[llama_tied-tp 2 with sequence shards]",

@@ -22,6 +22,7 @@ from lightning_mm5d.checkpoint.sharded_load import ShardedCheckpoint
 from lightning_mm5d.checkpoint.sharded_save import Save
 from lightning_mm5d.sharded.remote_value import is_remote
 from lightning_mm5d.storage.tensor_file import TensorFileWriter
+from sweeps import swept
 
 
 class Hooked(Adaptive):
@@ -178,7 +179,7 @@ def fails_on_full_disk(run: Run) -> dict[str, Any]:
     return {"error": found, "there": there, "steps": trainer.global_step, "fired": hasattr(module, "fired")}
 
 
-@pytest.mark.parametrize("async_checkpoint", [False, True])
+@pytest.mark.parametrize("async_checkpoint", swept([False, True], False))
 def test_a_full_disk_on_one_rank_fails_the_save_on_all_and_leaves_the_last(
     tmp_path: Path, async_checkpoint: bool
 ) -> None:

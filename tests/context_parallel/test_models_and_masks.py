@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from context_parallel.runs import Stream, same_steps, shared, steps
 from features.toys import Layout, Outcome, Run, outcomes
 from lightning_mm5d import Modality
+from sweeps import every, swept
 from zoo import CASES
 from zoo.case import FIRST_TEXT_ID, VOCABULARY, Batch, TinyModule
 from zoo.handwritten import Layer, OwnLayers
@@ -53,8 +54,7 @@ def documents(*lengths: int, samples: int, seed: int) -> Batch:
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("how", ["uniform", "makespan_min"])
-@pytest.mark.parametrize("name", ["llama", "qwen2_vl"])
+@pytest.mark.parametrize(("name", "how"), every(2, ["llama", "qwen2_vl"], ["makespan_min", "uniform"]))
 def test_packed_documents_are_those_of_one_process(name: str, how: str) -> None:
     def scenario(run: Run) -> Any:
         module = Packed(CASES[name].build().model, use_cache=False)
@@ -138,7 +138,7 @@ MODELS = {
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", swept(MODELS, "windows", "experts"))
 def test_models_with_other_masks_and_with_experts_are_those_of_one_process(name: str) -> None:
     for layout in (shared(cp_mode="ring"), shared(cp_mode="ulysses", cp_distribution="makespan_min")):
         outcome = outcomes(layout, of(MODELS[name]), num_microbatches=1)["scenario"]

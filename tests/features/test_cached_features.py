@@ -266,7 +266,11 @@ def zoo_run(rank: int, name: str, which: str, folder: str | None) -> Any:
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize(
     ("name", "which"),
-    [("llava", "{e} with language pp 2"), ("qwen2_vl", "{e} | language"), ("qwen2_audio", "{e} | language")],
+    [
+        ("llava", "{e} with language pp 2"),
+        pytest.param("qwen2_vl", "{e} | language", marks=pytest.mark.exhaustive),
+        ("qwen2_audio", "{e} | language"),
+    ],
 )
 def test_cached_features_train_models_of_transformers_to_equal_bits(name: str, which: str, tmp_path: Path) -> None:
     world = test_parity.layout(name, which)[1]

@@ -114,8 +114,11 @@ LAYOUTS |= {
 }
 
 
+LONG = {"pp 2, computed again", *(one for one in LAYOUTS if "autograd" in one)}
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(one, marks=pytest.mark.exhaustive if "autograd" in one else ()) for one in LAYOUTS]
+    "name", [pytest.param(one, marks=pytest.mark.exhaustive if one in LONG else ()) for one in LAYOUTS]
 )
 def test_compiled_layers_equal_one_process_and_compile_in_the_first_step_alone(name: str) -> None:
     layout, options, most = LAYOUTS[name]

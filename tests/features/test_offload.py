@@ -105,7 +105,11 @@ def emptied(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("emptied")
 @pytest.mark.parametrize(
     ("layout", "schedule", "bucket"),
-    [(PIPE, "zero_bubble", 512), (TWINS, "gpipe", 2**20), (SHARED, "1f1b", 512)],
+    [
+        (PIPE, "zero_bubble", 512),
+        pytest.param(TWINS, "gpipe", 2**20, marks=pytest.mark.exhaustive),
+        (SHARED, "1f1b", 512),
+    ],
     ids=["pipe", "twins", "shared"],
 )
 def test_offloading_gives_the_weights_of_one_process(layout: Layout, schedule: str, bucket: int, tmp_path: Any) -> None:

@@ -17,6 +17,7 @@ from features.speaking import Drawing, Speaking
 from features.toys import Layout, Run, Toy, alone, assert_same, figures, weights
 from lightning_mm5d import Modality
 from ranks import call_ranks
+from sweeps import swept
 
 VISION = {"module": "model.thinker.visual"}
 
@@ -73,7 +74,7 @@ def modalities_of(changes: dict[str, dict[str, Any]]) -> dict[str, Modality]:
     return {name: Modality(**fields, **changes.get(name, {})) for name, fields in said.items()}
 
 
-@pytest.mark.parametrize("which", LAYOUTS)
+@pytest.mark.parametrize("which", swept(LAYOUTS, "pp 3 of the talker", "dp 2 of the language model"))
 def test_text_and_speech_equal_one_process(which: str) -> None:
     world, replicas, changes = LAYOUTS[which]
     check(Speaking, modalities_of(changes), world, replicas)
@@ -131,7 +132,7 @@ def drawn(rank: int, modalities: dict[str, Modality], world: int, dropout: float
     return figures(trainer), weights(module), module.noises
 
 
-@pytest.mark.parametrize("which", DRAWING)
+@pytest.mark.parametrize("which", swept(DRAWING, "both on ranks 2-3"))
 def test_three_losses_equal_the_rest_of_the_step_on_one_rank(which: str) -> None:
     """The reference has vision on rank 0 and all else on rank 1, so that the step draws the same noise."""
     pair = {"vision": Modality(**VISION), "language": Modality()}

@@ -1,6 +1,7 @@
 """Modules without a list of layers, and lists that change shapes: cut in stages they equal one process, or are refused.
 
-language: one rank a stage, unless a test says otherwise.
+language: one rank a stage, unless a test says otherwise. The default run holds each way in which modules are written
+once or twice; `exhaustive` holds more of them.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.partition import partition
 from parity.harness import Batches, strategy
 from ranks import run_ranks
+from sweeps import swept
 
 Model = Callable[[], nn.Module]
 Case = tuple[Model, dict[str, Any], dict[str, Any]]
@@ -59,65 +61,69 @@ def stages(size: int, chunks: int = 1) -> dict[str, Any]:
 
 
 ENCODER = {"vision": Modality(module="encoder", pp_size=2), "language": Modality(pp_size=2)}
-CASES: dict[int, dict[str, Case]] = {
-    2: {
+CASES: dict[str, dict[str, Case]] = {
+    "2": {
         "a part registered after the one that follows it": (TwoLinears, stages(2), {"accumulate_grad_batches": 2}),
         "batch norms": (ResNet, stages(2), {}),
-        "a frozen stem": (ResNet, stages(2), {"frozen": ("net.conv1", "net.bn1", "net.layer1")}),
-        "a dict walked in order": (Walked, stages(2), {}),
         "chunks": (sequential, {**stages(2, 2), "schedule": "interleaved", "num_microbatches": 4}, {}),
-        "a part that runs twice": (unlisted.Repeats, stages(2), {}),
         "a module that all layers share": (
             unlisted.Universal,
             {**stages(2, 2), "schedule": "interleaved", "num_microbatches": 4},
             {},
         ),
-        "a state of each shared layer": (unlisted.Grouped, stages(2), {}),
         "skip connections of a decoder": (unlisted.UNet, stages(2), {}),
         "a loss of all states, frozen at first": (Tapped, stages(2), {"frozen": ("net.before", "net.layers.0")}),
+        "a dict walked in order": (Walked, stages(2), {}),
+        "a state of each shared layer": (unlisted.Grouped, stages(2), {}),
         "lists in lists": (nested, {**stages(2), "schedule": "gpipe", "num_microbatches": 2}, {}),
+        "a part that runs twice": (unlisted.Repeats, stages(2), {}),
     },
-    3: {
-        "leaves": (sequential, {**stages(3), "schedule": "zero_bubble", "num_microbatches": 2}, {}),
-        "batch norms": (ResNet, stages(3), {}),
-        "a skip connection": (unlisted.Skips, stages(3), {}),
+    "3": {
         "a decision": (unlisted.Decides, {**stages(3), "num_microbatches": 2}, {}),
+        "a skip connection": (unlisted.Skips, stages(3), {}),
         "skip connections, split backward": (
             unlisted.Transformer,
-            {**stages(3), "schedule": "zero_bubble", "num_microbatches": 4},
-            {},
-        ),
-        "shared layers, split backward": (
-            unlisted.Grouped,
             {**stages(3), "schedule": "zero_bubble", "num_microbatches": 4},
             {},
         ),
         "a loss of all states": (Tapped, {**stages(3), "num_microbatches": 2}, {}),
         "a list that changes shapes": (Pyramid, stages(3), {}),
     },
-    4: {
+    "4": {
         "chunks with skip connections": (unlisted.Transformer, {**stages(4), "num_microbatches": 4}, {}),
         "trees that cross": (trees, {**stages(4), "num_microbatches": 4}, {}),
         "an encoder | a head without a list": (Encoded, {"modalities": ENCODER, "schedule": "zero_bubble"}, {}),
     },
+    "more of 2": {
+        "a frozen stem": (ResNet, stages(2), {"frozen": ("net.conv1", "net.bn1", "net.layer1")}),
+    },
+    "more of 3": {
+        "batch norms": (ResNet, stages(3), {}),
+        "leaves": (sequential, {**stages(3), "schedule": "zero_bubble", "num_microbatches": 2}, {}),
+        "shared layers, split backward": (
+            unlisted.Grouped,
+            {**stages(3), "schedule": "zero_bubble", "num_microbatches": 4},
+            {},
+        ),
+    },
 }
 
 
-@pytest.mark.parametrize("world", CASES)
-def test_parts_in_stages_equal_one_process(world: int) -> None:
+@pytest.mark.parametrize("which", swept(CASES, "more of 2", "more of 3"))
+def test_parts_in_stages_equal_one_process(which: str) -> None:
     """Losses, validation, parameters and the statistics of batch norms."""
-    expected = [train(model, **options) for model, _, options in CASES[world].values()]
-    ranks = run_ranks(world, _all, world)
-    for index, name in enumerate(CASES[world]):
+    expected = [train(model, **options) for model, _, options in CASES[which].values()]
+    ranks = run_ranks(int(which[-1]), _all, which)
+    for index, name in enumerate(CASES[which]):
         assert_same(ranks[0][index], expected[index], where=name)
         for rank in ranks:
             assert_same(rank[index][0], expected[index][0], where=name)
 
 
-def _all(rank: int, world: int) -> list[Any]:
+def _all(rank: int, which: str) -> list[Any]:
     return [
-        train(model, chosen=strategy(**{"num_microbatches": 1, **chosen}), devices=world, **options)
-        for model, chosen, options in CASES[world].values()
+        train(model, chosen=strategy(**{"num_microbatches": 1, **chosen}), devices=int(which[-1]), **options)
+        for model, chosen, options in CASES[which].values()
     ]
 
 

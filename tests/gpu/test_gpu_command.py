@@ -50,10 +50,13 @@ SAME = ("kernels.64", "kernels.72", "kernels.80", "kernels.256")
 """Checks that differ from another one in a number."""
 
 
+LONG = ("several.", "compile.", "transport.parity")
+
+
 @pytest.mark.parametrize(
     "each",
     [
-        pytest.param(each, id=each.name, marks=pytest.mark.exhaustive if each.name.startswith("several.") else ())
+        pytest.param(each, id=each.name, marks=pytest.mark.exhaustive if each.name.startswith(LONG) else ())
         for each in CHECKS
         if each.name not in SAME
     ],

@@ -151,7 +151,7 @@ JANUS: dict[str, Layout] = {
 }
 NAMES = {"omni": ("vision", "audio", "language", "talker"), "janus": ("vision", "language", "image_head")}
 LAYOUTS = {"omni": OMNI, "janus": JANUS}
-QUICK = {("omni", "pp 2 of both, zbv"), ("omni", "cp 2 of language"), ("janus", "tp 2 of language")}
+QUICK = {("janus", "pp 3 of language, zbv"), ("omni", "cp 2 of language"), ("janus", "tp 2 of language")}
 EVERY = [
     pytest.param(name, which, marks=[] if (name, which) in QUICK else pytest.mark.exhaustive)
     for name, layouts in LAYOUTS.items()

@@ -109,7 +109,10 @@ UNLIKE = {
     ),
 }
 
-EXHAUSTIVE = ("templates of pp 2, pp 2 and pp 3", "frozen vision | language pp 2 and pp 1")
+EXHAUSTIVE = (
+    *("templates of pp 2, pp 2 and pp 3", "frozen vision | language pp 2 and pp 1"),
+    "vision pp 2 and pp 1 | language pp 1 and pp 2",
+)
 
 
 class Rows(Dataset):

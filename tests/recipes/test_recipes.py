@@ -47,6 +47,7 @@ def test_a_recipe_trains_and_ends_with_a_number(folder: Path) -> None:
         "--trainer.limit_val_batches=1",
         "--model.samples=2",
         "--data.batch_size=4",
+        "--trainer.strategy.init_args.start_method=fork",  # without imports in each rank
     ]
     command = [sys.executable, "-m", "lightning_mm5d.cli.main", "fit", "--config", str(RECIPES[-1]), *options]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

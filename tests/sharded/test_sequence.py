@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from sharded.sequence_cases import B, Function, S, W, on, random, run
+from sweeps import swept
 
 pytestmark = pytest.mark.processes
 
@@ -38,7 +39,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("kind", ["parameters", "computed", "leaves"])
+@pytest.mark.parametrize("kind", swept(["parameters", "computed", "leaves"], "computed"))
 def test_full_tensors_beside_local_ones_get_the_gradient_of_one_process(kind: str) -> None:
     functions: list[Function] = [
         lambda x, y: x * y,
@@ -52,7 +53,7 @@ def test_full_tensors_beside_local_ones_get_the_gradient_of_one_process(kind: st
     run(*(case for other in shapes for case in on(True, *functions, others=(other,), kind=kind)))
 
 
-@pytest.mark.parametrize("kind", ["parameters", "computed", "leaves"])
+@pytest.mark.parametrize("kind", swept(["parameters", "computed", "leaves"], "leaves"))
 def test_norms_and_projections_stay_sharded(kind: str) -> None:
     norms: list[Function] = [
         lambda x, w, b: F.layer_norm(x, (W,), w, b),

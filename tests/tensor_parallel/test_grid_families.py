@@ -177,7 +177,8 @@ def double() -> Iterator[None]:
     [
         ("2d", (*FEW, "uneven llama", "wav2vec2")),
         ("2.5d", ("uneven vit",)),
-        ("3d", ("uneven gpt2", "clip")),
+        ("3d", ("uneven gpt2",)),
+        pytest.param("3d", ("clip",), marks=pytest.mark.exhaustive),
     ],
 )
 def test_families_on_a_grid_train_like_whole_ones(grid: str, names: tuple[str, ...]) -> None:
