@@ -18,10 +18,10 @@ from features.toys import Layout, Run, outcomes
 from lightning_mm5d.context_parallel.hooks.support import Reader
 from tensor_parallel.layouts import batches_of, build
 from zoo.case import Batch, TinyModule
-from zoo.handwritten import WIDTH, Layer
+from zoo.handwritten import WIDTH, Layer, OwnLayers
 
 from .runs import same_steps, steps
-from .test_refusals import LANGUAGE, SHARED, Decoder, tokens
+from .test_refusals import LANGUAGE, SHARED, tokens
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -216,7 +216,7 @@ MIXES = (
 )
 
 
-class Transposing(Decoder):
+class Transposing(OwnLayers):
     """Gives its layers ``[S, B, W]``."""
 
     def __init__(self) -> None:
@@ -257,12 +257,12 @@ def mixing() -> list[tuple[str, Callable[[], L.LightningModule], list[Any]]]:
     """What mixes tokens, with batches of 2 tokens for each rank, 8 and more, in turns."""
     found: list[tuple[str, Callable[[], L.LightningModule], list[Any]]] = []
     for layer in (*OWN, Sized):
-        found.append((layer.__name__, lambda layer=layer: Decoder(layer), [tokens(13), tokens(33)]))
+        found.append((layer.__name__, lambda layer=layer: OwnLayers(layer), [tokens(13), tokens(33)]))
     for number, mix in enumerate(MIXES):
         lengths = (16,) if mix is of_fixed_length else ((4, 33), (5, 16))[number % 2]
-        make = lambda mix=mix: Decoder(lambda: OfFunctions(mix))  # noqa: E731
+        make = lambda mix=mix: OwnLayers(lambda: OfFunctions(mix))  # noqa: E731
         found.append((mix.__name__, make, [tokens(length) for length in lengths]))
-    found.append(("few at first", lambda: Decoder(lambda: OfFunctions(mean)), [tokens(2), tokens(12)]))
+    found.append(("few at first", lambda: OwnLayers(lambda: OfFunctions(mean)), [tokens(2), tokens(12)]))
     found.append(("sequence first", Transposing, [tokens(12)]))
     return found
 
