@@ -1,4 +1,7 @@
-"""The job scripts of examples/clusters are what their schedulers take, and train as one process does."""
+"""The job scripts of examples/clusters are what their schedulers take, and train as one process does.
+
+That they train is `exhaustive`; starts by SLURM and by torchrun are in the default run of tests/launching.
+"""
 
 from __future__ import annotations
 
@@ -56,6 +59,7 @@ def manifest() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     return service, job, container
 
 
+@pytest.mark.exhaustive
 @pytest.mark.processes
 def test_the_job_script_for_slurm_trains_as_one_process_does(loss_of_one_process: float, tmp_path: Path) -> None:
     """Two nodes with a task each; vision: rank 0; language: rank 1."""

@@ -155,7 +155,13 @@ def test_models_of_ones_own_equal_one_process() -> None:
             6,
             {"variant": "projector_only", "accumulate_grad_batches": 2},
         ),
-        ("qwen3_vl", {"vision": {}, "language": {"cp_size": 2, "pp_size": 2}}, 5, {"schedule": "gpipe"}),
+        pytest.param(
+            "qwen3_vl",
+            {"vision": {}, "language": {"cp_size": 2, "pp_size": 2}},
+            5,
+            {"schedule": "gpipe"},
+            marks=pytest.mark.exhaustive,
+        ),
         ("llava", {"vision": {"cp_size": 2, "dp_size": 1}, "language": {"dp_size": 2}}, 4, {"replicas": 2}),
         ("llava", {"vision": {"cp_size": 3}, "language": {"cp_size": 2, "cp_mode": "ulysses"}}, 5, {}),
         (
@@ -206,6 +212,7 @@ def test_layers_that_are_computed_again_for_their_backward_see_the_same_split() 
 
 @pytest.mark.usefixtures("float64")
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.exhaustive
 def test_layers_of_stages_that_are_computed_again_see_the_same_split() -> None:
     """vision: rank 0; language: cp ranks 1-2 and 3-4."""
     fields = {"vision": {}, "language": {"cp_size": 2, "pp_size": 2}}

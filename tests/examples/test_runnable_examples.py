@@ -1,6 +1,6 @@
 """The examples of a user's own module, of Hugging Face and of a notebook run as their pages say.
 
-vision: rank 0; language: rank 1.
+vision: rank 0; language: rank 1. Hugging Face without adapters is `exhaustive`; tests/export has its files.
 """
 
 import os
@@ -71,7 +71,7 @@ def test_readme_and_quickstart_show_the_layouts_that_the_example_runs() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
-@pytest.mark.parametrize("kind", [[], ["--lora"]])
+@pytest.mark.parametrize("kind", [pytest.param([], marks=pytest.mark.exhaustive), ["--lora"]])
 def test_a_model_trained_on_two_ranks_is_saved_as_one_process_saves_it(tmp_path: Path, kind: list[str]) -> None:
     two = run("examples/hugging_face/train.py", str(tmp_path / "two"), *kind)
     one = run_here("examples/hugging_face/train.py", str(tmp_path / "one"), "--devices", "1", *kind)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 from torch import Tensor
@@ -84,6 +85,7 @@ def test_averages_of_stages_and_rows_equal_one_process(tmp_path: Path) -> None:
         assert_same(outcome.ranks[0], outcome.one, where=scenario)
 
 
+@pytest.mark.exhaustive
 def test_averages_are_saved_in_shards(tmp_path: Path) -> None:
     """vision: rank 0; language: ranks 1-2 as stages."""
     for scenario, outcome in outcomes(PIPE, stochastic, moving, folder=tmp_path, checkpoint="sharded").items():

@@ -46,7 +46,7 @@ KINDS = (Late, Mixed, Copied)
 OTHERS = (loaded_early, resumed)
 
 
-@pytest.fixture(scope="module", params=swept(LAYOUTS, "pair"))
+@pytest.fixture(scope="module", params=swept(LAYOUTS, "pair", "shared"))
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     scenarios: list[Any] = [partial(trained, kind=kind) for kind in KINDS]
     for kind, scenario in zip(KINDS, scenarios, strict=True):

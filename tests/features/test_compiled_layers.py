@@ -1,6 +1,7 @@
 """`compile` on a modality: the numbers of uncompiled layers, code that equal layers share, and none compiled twice.
 
-The backend is mostly "eager": dynamo traces and guards, and no compiler is needed.
+The backend is mostly "eager": dynamo traces and guards, and no compiler is needed. What takes long under autograd's
+compiler is `exhaustive`, but for split backwards.
 """
 
 from __future__ import annotations
@@ -183,22 +184,29 @@ def drops(run: Run) -> Any:
     return weights(module)
 
 
-def test_frozen_encoders_and_dropout_give_what_uncompiled_layers_give() -> None:
+SHARES: dict[str, Any] = {"zero_stage": 3, "reshard_after_forward": True}
+
+
+@pytest.mark.parametrize(
+    ("world", "replicas", "vision", "language"),
+    [
+        pytest.param(3, 1, {}, {"pp_size": 2}, marks=pytest.mark.exhaustive),
+        (2, 2, {"colocate_with": "language"}, SHARES),
+    ],
+    ids=["stages", "shared parameters"],
+)
+def test_frozen_encoders_and_dropout_give_what_uncompiled_layers_give(
+    world: int, replicas: int, vision: dict[str, Any], language: dict[str, Any]
+) -> None:
     """vision: rank 0; language: ranks 1-2 as stages; then both on ranks 0-1, which share their parameters"""
-    shares: dict[str, Any] = {"zero_stage": 3, "reshard_after_forward": True}
-    layouts: list[tuple[int, int, dict[str, Any], dict[str, Any]]] = [
-        (3, 1, {}, {"pp_size": 2}),
-        (2, 2, {"colocate_with": "language"}, shares),
-    ]
-    for world, replicas, vision, language in layouts:
-        found = []
-        for backend in (False, "eager" if replicas > 1 else "aot_eager"):
-            modalities = {
-                "vision": Modality(compile=backend, **VISION, **vision),
-                "language": Modality(compile=backend, **LANGUAGE, **language),
-            }
-            found.append(together(Layout(modalities, world, replicas), drops, limit=240)[0])
-        assert_same(found[1], found[0])
+    found = []
+    for backend in (False, "eager" if replicas > 1 else "aot_eager"):
+        modalities = {
+            "vision": Modality(compile=backend, **VISION, **vision),
+            "language": Modality(compile=backend, **LANGUAGE, **language),
+        }
+        found.append(together(Layout(modalities, world, replicas), drops, limit=240)[0])
+    assert_same(found[1], found[0])
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""Ranks that run unequal things are told so, all of them, by name and before they wait for each other."""
+"""Ranks that run unequal things are told so, all of them, by name and before they wait for each other.
+
+The default run holds each kind of thing; more fields and options are `exhaustive`.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from lightning_mm5d import Modality, PipelineTemplate
 from lightning_mm5d.config.errors import RankMismatchError
 from lightning_mm5d.trainer import statements
 from ranks import run_ranks
+from sweeps import swept
 
 ODD = 2
 """the rank that differs"""
@@ -128,11 +132,11 @@ RESUMED = {
 """what rank 2 resumes from, while the others resume from 2.ckpt"""
 
 
-def _messages(rank: int, folder: Path) -> dict[str, str]:
+def _messages(rank: int, folder: Path, names: list[str]) -> dict[str, str]:
     warnings.simplefilter("ignore")
     found, alive = {}, []
     environment = dict(os.environ)
-    for name in (*CASES, *RESUMED):
+    for name in names:
         path = None
         if name in CASES:
             module, trainer, data = CASES[name][0](rank == ODD)
@@ -153,7 +157,7 @@ def _messages(rank: int, folder: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def messages(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+def messages(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     folder = tmp_path_factory.mktemp("checkpoints")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -164,10 +168,15 @@ def messages(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     saved = torch.load(folder / "2.ckpt", weights_only=False)
     saved["state_dict"]["encoder.patch.bias"][3] += 1e-9
     torch.save(saved, folder / "other.ckpt")
-    return run_ranks(3, _messages, folder, limit=120)
+    asked = {item.name for item in request.session.items if item.path == request.path}
+    names = [name for name in (*CASES, *RESUMED) if any(f"[{name}]" in test for test in asked)]
+    return run_ranks(3, _messages, folder, names, limit=120)
 
 
-@pytest.mark.parametrize("name", [*CASES, *RESUMED])
+MORE = ("a choice", "a schedule", "steps", "a limit", "clipping", "classes", "checkpoints of other steps")
+
+
+@pytest.mark.parametrize("name", swept([*CASES, *RESUMED], *MORE))
 def test_ranks_that_disagree_are_all_told(name: str, messages: list[dict[str, str]]) -> None:
     """vision: rank 0; language: ranks 1-2 as stages; rank 2 differs"""
     for rank, found in enumerate(messages):

@@ -248,7 +248,9 @@ def test_gradients_are_those_of_one_process_whatever_comes_when(layout: Layout, 
         assert_same(outcome.ranks[0], outcome.one, where=scenario)
 
 
-@pytest.mark.parametrize("layout", [STAGES, MIXED], ids=["stages", "some share"])
+@pytest.mark.parametrize(
+    "layout", [STAGES, pytest.param(MIXED, marks=pytest.mark.exhaustive)], ids=["stages", "some share"]
+)
 def test_stages_sum_what_comes_when_as_one_process(layout: Layout) -> None:
     for scenario, outcome in outcomes(layout, freezing, scaled, hooked, num_microbatches=2).items():
         assert_same(outcome.ranks[0], outcome.one, where=scenario)

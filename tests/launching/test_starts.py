@@ -161,17 +161,14 @@ STARTS: list[tuple[Callable[[Path], list[Start]], int]] = [
     (by_fork, 1),
     (by_spawn, 1),
     (by_torchrun, 2),
-    (by_slurm, 2),  # exhaustive: a job script of SLURM is in the default run of tests/clusters
+    (by_slurm, 2),
     (by_a_cluster_of_two_nodes, 2),
 ]
 
 
 @pytest.mark.parametrize(
     ("start", "processes"),
-    [
-        pytest.param(*case, id=case[0].__name__, marks=pytest.mark.exhaustive if case[0] is by_slurm else ())
-        for case in STARTS
-    ],
+    [pytest.param(*case, id=case[0].__name__) for case in STARTS],
 )
 def test_however_it_is_started_it_trains_as_one_process_does(
     start: Callable[[Path], list[Start]], processes: int, one_process: Ran, tmp_path: Path

@@ -58,17 +58,29 @@ def by_shards(module: L.LightningModule) -> None:
     scored(module, over_shards)
 
 
+OF_PREFERENCE: list[dict[str, Any]] = [
+    {**TP, "sequence_parallel": True},
+    {**TP, "fused_linear_cross_entropy": True},
+    {"cp_size": 2},
+    {"pp_size": 2},
+]
+OF_SHARDS: list[dict[str, Any]] = [TP, {**TP, "fused_linear_cross_entropy": True}, {"cp_size": 2}]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("float64")
+def test_more_losses_of_ones_own_equal_one_process() -> None:
+    """language: ranks 0-1; then ranks 0-3, tensor parallel and with half of the tokens each."""
+    pairs = [(by_preference, TP), (by_shards, {**TP, "sequence_parallel": True}), (by_shards, {"pp_size": 2})]
+    check_all(2, *(Compared(name="llama", fields={"language": one}, prepare=prepare) for prepare, one in pairs))
+    check_all(4, Compared(name="llama", fields={"language": {**TP, "cp_size": 2}}, prepare=by_preference))
+
+
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("prepare", [by_preference, by_shards])
 def test_losses_of_ones_own_equal_one_process(prepare: Any) -> None:
     """language: ranks 0-1, in tensor parallel shards of uneven vocabularies, or sharing tokens."""
-    fields: list[dict[str, Any]] = [
-        TP,
-        {**TP, "sequence_parallel": True},
-        {**TP, "fused_linear_cross_entropy": True},
-        {"cp_size": 2},
-        {"pp_size": 2},
-    ]
+    fields = OF_PREFERENCE if prepare is by_preference else OF_SHARDS
     check_all(2, *(Compared(name="llama", fields={"language": one}, prepare=prepare) for one in fields))
 
 

@@ -246,6 +246,7 @@ def written_with_shards(run: Run) -> Any:
     return written(run)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("float64")
 def test_generated_text_is_that_of_one_process() -> None:
     """language: ranks 0-1, tensor parallel."""

@@ -228,7 +228,7 @@ def test_other_layouts_go_on_from_it(layout: str, one: Any, of_two: Path, tmp_pa
         assert rank["steps"] == 8
 
 
-@pytest.mark.parametrize("layout", ["tp 2 x pp 2", "tp 3"])
+@pytest.mark.parametrize("layout", swept(["tp 2 x pp 2", "tp 3"], "tp 3"))
 def test_the_module_is_whole_after_the_end(layout: str, tmp_path: Path) -> None:
     got = outcomes(LAYOUTS[layout], after_the_end, folder=tmp_path)["after_the_end"]
     files = (torch.load(tmp_path / name / "after.ckpt", weights_only=True) for name in ("one", "ranks"))
