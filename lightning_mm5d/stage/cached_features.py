@@ -6,9 +6,9 @@ one that was computed. The key is the content of the call's own inputs, and what
 into items, each item has a key and a file, so that shuffled batches find them; a call of which some items are missing
 is computed as a whole.
 
-An item's features must not depend on the items beside it. Of the first call of each structure the last item is encoded
-once more, alone: where that gives something else, or fails, calls are kept as wholes, which only equal batches find.
-So are calls whose items may have unequal lengths that no table tells (`feature_items`).
+An item's features must not depend on the items beside it. Of each structure and size of an item, one is encoded once
+more, alone: where that gives something else, or fails, calls are kept as wholes, which only equal batches find. So are
+calls whose items may have unequal lengths that no table tells (`feature_items`).
 
 It refuses (`ConfigError`), in the call that shows it: features that are random, that depend on something trained, or
 whose computation writes buffers or attributes, arguments or results that no file can hold, and attributes of the
@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality
@@ -38,14 +39,14 @@ from lightning_mm5d.sharded.remote_value import is_remote
 from lightning_mm5d.source.order import used_fields
 from lightning_mm5d.stage.encoder_state import EncoderState, is_bookkeeping, update, version_of
 from lightning_mm5d.stage.feature_items import DividedError, Items, items_of, join, part_of_inputs, part_of_result, take
-from lightning_mm5d.stage.payload import Packer, rebuild, tensors_in
+from lightning_mm5d.stage.payload import NotSent, Packer, rebuild, tensors_in
 from lightning_mm5d.stage.runtime import Runtime
 from lightning_mm5d.stage.taint import mark_dependent
 from lightning_mm5d.stage.written import attributes, written
 from lightning_mm5d.storage.feature_files import FeatureFiles
 
 Compute = Callable[..., Any]
-_FORMAT = 2  # of keys; files of another one are not read
+_FORMAT = 3  # of keys; files of another one are not read
 _MOST_STRUCTURES = 64  # that are tried; calls of any further one are kept as wholes
 _MOST_OFF = 1e-3  # relative: of one item alone and among others, in precisions whose rounding is finer
 
@@ -101,10 +102,10 @@ def _put_back(module: nn.Module, method: str, had: Any) -> None:
 
 @dataclass(frozen=True)
 class _Alone:
-    """What a single item gives: description of the result, and of each tensor what `Items.bounds` takes."""
+    """What a single item gives: description of the result, and the rows of its tensors by the item's size."""
 
     description: Any
-    rows: list[tuple[int, int]]
+    rows: dict[tuple[int, ...], list[int]]
 
 
 class _CachedCall:
@@ -151,18 +152,20 @@ class _CachedCall:
             found = self._joined(parts)
             if found is not None:
                 return found
-        if items is None or structure not in self._alone:
-            found = self._files.read(_key("call", call, given))
-            if found is not None:
-                return self._on_device(*found)
+        found = self._files.read(_key("call", call, given))
+        if found is not None:
+            return self._on_device(*found)
         result = self._computed(original, args, kwargs)
         whole, tensors = self._described(result)
-        if items is not None and structure not in self._alone and len(self._alone) < _MOST_STRUCTURES:
-            last = [part_of_inputs(tensor, items, items.count - 1) for tensor in given]
-            self._alone[structure] = self._divided(whole, tensors, original, rebuild(description, last), items)
-        own, alone = None, self._alone.get(structure)
-        if items is not None and alone is not None:
-            own = _or_none(_parts, whole, tensors, alone, items)
+        own = None
+        if items is not None and (structure in self._alone or len(self._alone) < _MOST_STRUCTURES):
+
+            def encoded(item: int) -> Any:
+                arguments = rebuild(description, [part_of_inputs(tensor, items, item) for tensor in given])
+                return self._described(self._computed(original, *arguments))
+
+            alone = self._alone[structure] = self._measured(self._alone.get(structure), whole, tensors, encoded, items)
+            own = None if alone is None else _or_none(_parts, whole, tensors, alone, items)
         if items is None or own is None:
             self._write(_key("call", call, given), whole, tensors)
             return result
@@ -202,7 +205,7 @@ class _CachedCall:
         if run is not None:
             run.draws = None  # its layers would begin a stream of their own, and must not draw from any
         drawn = pack_states(all_states(self._device))
-        before, buffers = attributes(self.module, path), self._buffers()
+        before, buffers, updates = attributes(self.module, path), self._buffers(), self._updates()
         # nothing here is trained, so no graph is kept, and what depends on something else that is trained shows
         with nullcontext() if torch.is_inference_mode_enabled() else torch.enable_grad():
             try:
@@ -226,20 +229,23 @@ class _CachedCall:
                 f"Call eval() on {self._modality} in __init__ or configure_model",
             )
         root, notes = self._runtime.root, written(before, attributes(self.module, path))
-        notes = [note for note in notes if not is_bookkeeping(root.get_submodule(note[0]), note[1], note[0])]
+        notes = [note for note in notes if not is_bookkeeping(root.get_submodule(note[0]), note[1])]
         if notes:
-            rule = (
-                f"The encoder writes the attribute {notes[0][0]}.{notes[0][1]}, which a call that is looked up does not"
-            )
-            raise self._refused(rule)
+            rule = f"The encoder writes the attribute {'.'.join(notes[0][:2]).lstrip('.')}"
+            raise self._refused(f"{rule}, which a call that is looked up does not")
+        if self._updates() != updates:
+            raise self._refused("The encoder updates a metric, which a call that is looked up does not")
         if any(tensor.requires_grad for _, tensor in tensors_in(result)):
             raise self._refused("The features depend on something that is trained outside of the encoder")
         return result
 
     def _described(self, result: Any) -> tuple[Any, list[Tensor]]:
-        packer = Packer()
+        packer, kept = Packer(), self._runtime.read_fields(self._boundary.name, result)
+        for value in kept.values() if isinstance(kept, Mapping) else ():
+            if isinstance(value, NotSent):
+                raise self._refused(f"Its result must be one that files can hold, and it has {value.what.rstrip(',')}")
         try:
-            described = packer.describe(self._runtime.read_fields(self._boundary.name, result))
+            described = packer.describe(kept)
         except ValueError as error:
             raise self._refused(f"Its result must be one that files can hold, and {error}") from None
         return described, packer.tensors
@@ -249,22 +255,41 @@ class _CachedCall:
         found = self._state.tensors().items()
         return {name: (one, version_of(one)) for name, one in found if not isinstance(one, nn.Parameter)}
 
-    def _divided(
-        self, whole: Any, tensors: list[Tensor], original: Compute, arguments: Any, items: Items
+    def _updates(self) -> list[int]:
+        """How often each metric has been updated."""
+        return [one.update_count for one in self.module.modules() if isinstance(one, Metric)]
+
+    def _measured(
+        self, known: _Alone | None, whole: Any, tensors: list[Tensor], encoded: Callable[[int], Any], items: Items
     ) -> _Alone | None:
-        """Encode one item, the last; return what it gives, None where that fails or differs from its part of all."""
-        try:
-            description, own = self._described(self._computed(original, *arguments))
-        except Exception:  # code that takes no single item, in any way
-            return None
-        length = items.lengths[-1]
-        alone = _Alone(description, [(len(tensor) if tensor.dim() else 0, length) for tensor in own])
+        """Encode an item of each size that is not `known` yet, the last of it.
+
+        Returns:
+            What items give; None where an item fails, or gives something else than among the others.
+        """
+        rows = {} if known is None else dict(known.rows)
+        new = {items.size(item): item for item in range(items.count) if items.size(item) not in rows}
+        shown: dict[int, list[Tensor]] = {}
+        for size, item in new.items():
+            try:
+                description, shown[item] = encoded(item)
+            except Exception:  # code that takes no single item, in any way
+                return None
+            known = known or _Alone(description, rows)
+            if description != known.description:
+                return None
+            rows[size] = [len(tensor) if tensor.dim() else 0 for tensor in shown[item]]
+        if known is None or not new:
+            return known
+        alone = _Alone(known.description, rows)
         parts = _or_none(_parts, whole, tensors, alone, items)
         if parts is None:
             return None
-        shown = _parts(description, own, alone, Items(1, (length,)))[0]
-        same = len(parts[-1][1]) == len(shown[1]) and all(map(_is_close, shown[1], parts[-1][1]))
-        return alone if same else None
+        for item, own in shown.items():
+            part = parts[item][1]
+            if len(part) != len(own) or not all(map(_is_close, own, part)):
+                return None
+        return alone
 
     def _joined(self, parts: Sequence[tuple[Any, list[Tensor]] | None]) -> Any:
         """Return the result of which every item has been read; None where one is missing, or unlike the others."""
@@ -295,7 +320,8 @@ class _CachedCall:
 def _parts(whole: Any, tensors: list[Tensor], alone: _Alone, items: Items) -> list[tuple[Any, list[Tensor]]]:
     """Return the part of each item; raise DividedError where a result has none."""
     part = part_of_result(whole, alone.description, items)
-    return [take(part, tensors, items, item, alone.rows) for item in range(items.count)]
+    rows = [alone.rows[items.size(item)] for item in range(items.count)]
+    return [take(part, tensors, items, item, rows) for item in range(items.count)]
 
 
 def _or_none(function: Callable[..., Any], *args: Any) -> Any:

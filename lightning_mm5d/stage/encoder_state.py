@@ -4,8 +4,8 @@ Tensors are looked up by name at each call, because a move to another device, ``
 assignment puts others in their places. Each is hashed once, and again after a write in place, which counts up its
 version. Attributes of modules are part of the state, whatever they hold (`state_content`): numbers, containers,
 tensors, functions and configurations. Of a module that also holds weights of other modalities, such as the
-LightningModule itself, those attributes count that the code of the encoder's boundary names. Code of classes is not
-part of the state.
+LightningModule itself, those attributes and modules count that the code of the encoder's boundary names. Code of
+classes is not part of the state, and neither are metrics.
 
 It refuses (`ValueError`) attributes whose content cannot be known.
 """
@@ -15,21 +15,24 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterable, Iterator
 from inspect import getattr_static, isfunction
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import transformers
 from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
 
 from lightning_mm5d.partition.compiled import IN_PLACE
 from lightning_mm5d.sharded.remote_value import is_remote
 from lightning_mm5d.source.order import is_followed
 from lightning_mm5d.source.trees import function_of
 from lightning_mm5d.stage.state_content import Contents
+from lightning_mm5d.stage.written import is_lightnings
 
 _OF_TORCH = frozenset(vars(nn.Module())) | {"forward", IN_PLACE}
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _FRAMEWORKS = ("lightning.", "pytorch_lightning.", "torch._dynamo.")
 
 
@@ -87,7 +90,7 @@ class EncoderState:
             str(torch.get_default_dtype()),
         ]
         modules = [
-            (path, contents.of(type(module)), module.training, self._attributes(path, module, contents))
+            (path, contents.of(type(module)), self._attributes(path, module, contents))
             for path, module in self._modules()
         ]
         tensors = [(name, self._digest(tensor, hashed)) for name, tensor in sorted(self.tensors().items())]
@@ -107,14 +110,15 @@ class EncoderState:
         return known[3]
 
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the boundary's module and those inside of it, but those all of whose tensors other modalities own."""
+        """Yield the boundary's module and those inside of it that the features may depend on."""
         todo = [(self._path, self._root.get_submodule(self._path))]
         while todo:
             path, module = todo.pop()
             yield path, module
             for name, child in module.named_children():
                 full = f"{path}.{name}" if path else name
-                if full in self._inside or next(child.parameters(), next(child.buffers(), None)) is None:
+                is_used = path not in self._mixed or isinstance(module, _CONTAINERS) or name in self._names()
+                if full in self._inside or (is_used and not isinstance(child, (Metric, MetricCollection))):
                     todo.append((full, child))
 
     def _attributes(self, path: str, module: nn.Module, contents: Contents) -> list[tuple[str, Any]]:
@@ -122,13 +126,14 @@ class EncoderState:
             name: value
             for name, value in vars(module).items()
             if name not in _OF_TORCH
-            and not is_bookkeeping(module, name, path)
+            and not is_bookkeeping(module, name)
             and not type(value).__module__.startswith(_FRAMEWORKS)
             and not isfunction(getattr_static(type(module), name, None))  # stands before a method
             and not is_remote(value)
         }
         if isinstance(module, pl.LightningModule):
             values["hparams"] = dict(module.hparams)
+        values["training"] = module.training
         if path in self._mixed:
             values = {name: value for name, value in values.items() if name in self._names()}
         found = []
@@ -140,9 +145,10 @@ class EncoderState:
         return found
 
     def _names(self) -> frozenset[str]:
-        """The names in the boundary's code, and in that of what it calls by these names."""
+        """Return all names in the code of the boundary, and in the code of the methods and functions that it calls."""
         if self._named is None:
-            types = {type(module) for path, module in self._modules() if path in self._mixed}
+            inside = self._root.get_submodule(self._path).named_modules(prefix=self._path)
+            types = {type(one) for path, one in inside if path == self._path or path in self._inside & self._mixed}
             self._named = frozenset(_names_in(types, self._method))
         return self._named
 
@@ -171,9 +177,9 @@ def version_of(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def is_bookkeeping(module: nn.Module, name: str, path: str) -> bool:
-    """Whether an attribute is one that transformers, or Lightning for the root, keep for themselves."""
-    return name.startswith("_") and (not path or type(module).__module__.startswith("transformers."))
+def is_bookkeeping(module: nn.Module, name: str) -> bool:
+    """Whether an attribute is one that transformers or Lightning keep for themselves."""
+    return is_lightnings(module, name) or (name.startswith("_") and type(module).__module__.startswith("transformers."))
 
 
 def _paths_to(names: Iterable[str]) -> frozenset[str]:
@@ -199,7 +205,9 @@ def _names_in(types: Iterable[type], method: str) -> set[str]:
         names = set(_names_of(function.__code__))
         found |= names
         todo += [vars(one).get(name) for one in classes for name in names]
-        todo += [function.__globals__.get(name) for name in names]
+        known = [function.__globals__.get(name) for name in names]
+        todo += known
+        todo += [vars(one).get(name) for one in known if isinstance(one, ModuleType) for name in names]
     return found
 
 

@@ -2,12 +2,13 @@
 
 An *item* is one image, video or piece of audio. Inputs tell their items by their shapes: every tensor has one row for
 each item along dim 0; or they are packed, and a table of sizes (``image_grid_thw`` and its like) says how many rows
-each item has. Which part of a result belongs to which item shows when one item is encoded alone: a tensor whose rows
-are fewer in proportion, and a list that is shorter. Numbers that are equal in both are shared by all items.
+each item has. Which part of a result belongs to which item shows when one item of each size is encoded alone: it tells
+the rows of a tensor that belong to such an item, and a list that is shorter. Without a table an item has one row of a
+tensor, and a result with any other number is not divided. Numbers that are equal in both are shared by all items.
 
-Where items may give unequal numbers of rows and no table tells them, inputs are not divided: a tensor of integers or
-bools (a mask, sizes) differs between items, an item has zeros in place of a frame or tile, or a list of the arguments
-may count the items.
+Where items may give unequal numbers of rows and no table tells them, inputs are not divided: a tensor that may be a
+mask, lengths or sizes differs between items, an item has one number in place of a whole frame or tile, or a list of the
+arguments may count the items.
 
 Descriptions are those of `payload.Packer`. In the description of an item's part, ``rows`` marks tensors that are
 concatenated along dim 0 when items are joined, and ``items`` marks lists with one entry for each item.
@@ -37,35 +38,36 @@ class Items:
 
     Attributes:
         count: N.
-        packed: rows of each item, which sum to P; None where every tensor has N rows.
+        table: the row of each item in the table of packed inputs, whose products sum to P; None where every tensor has
+            N rows.
     """
 
     count: int
-    packed: tuple[int, ...] | None = None
+    table: tuple[tuple[int, ...], ...] | None = None
 
     @property
-    def lengths(self) -> tuple[int, ...]:
-        """Rows of each item in packed inputs, else 1."""
-        return self.packed or (1,) * self.count
+    def packed(self) -> tuple[int, ...] | None:
+        """Rows of each item in packed inputs."""
+        return None if self.table is None else tuple(map(math.prod, self.table))
 
-    def bounds(self, rows: int, alone: tuple[int, int], item: int) -> tuple[int, int]:
+    def size(self, item: int) -> tuple[int, ...]:
+        """Return what items have in common that give equal numbers of rows."""
+        return () if self.table is None else self.table[item]
+
+    def bounds(self, rows: int, own: Sequence[int], item: int) -> tuple[int, int]:
         """Return first row and end of an item in a tensor of a result.
 
         Args:
             rows: of the tensor.
-            alone: rows of the result for a single item, and of that item in packed inputs, else 1.
+            own: rows of this tensor in the results for each item alone.
             item: its number.
 
         Raises:
-            DividedError: they are not in proportion to the items' rows in the inputs.
+            DividedError: the tensor has other rows than all items together, or more than one for each without a table.
         """
-        own, length = alone
-        if own == 1 and rows == self.count:
-            return item, item + 1
-        lengths = self.lengths
-        if rows * length != own * sum(lengths) or any(one * own % length for one in lengths):
+        if sum(own) != rows or (self.table is None and rows != self.count):
             raise DividedError
-        ends = [0, *accumulate(one * own // length for one in lengths)]
+        ends = [0, *accumulate(own)]
         return ends[item], ends[item + 1]
 
 
@@ -87,21 +89,35 @@ def items_of(arguments: Sequence[Any], tensors: Sequence[Tensor]) -> Items | Non
 
 def _counted(lengths: Sequence[int], tensors: Sequence[Tensor]) -> Items | None:
     if len(set(lengths)) == 1:
-        is_divided = lengths[0] > 1 and not any(map(_is_uneven, tensors))
+        is_divided = lengths[0] > 1 and not any(map(_is_uneven, tensors)) and not any(map(_has_blanks, tensors))
         return Items(lengths[0]) if is_divided else None
     for table in tensors:
         if table.dim() == 2 and table.shape[1] in (2, 3) and table.dtype in (torch.int64, torch.int32):
-            rows = tuple(math.prod(row) for row in table.tolist())
+            items = Items(len(table), tuple(map(tuple, table.tolist())))
+            rows = items.packed or ()
             if len(rows) > 1 and min(rows) > 0 and {sum(rows), len(rows)} >= {*lengths}:
-                return Items(len(rows), rows)
+                return None if any(_is_uneven(tensor) for tensor in tensors if tensor is not table) else items
     return None
 
 
 def _is_uneven(tensor: Tensor) -> bool:
-    """Whether the numbers of a tensor, a row for each item, may say that items have unequal lengths."""
-    if tensor.is_floating_point() or tensor.is_complex():
-        return tensor.dim() > 2 and bool((tensor.flatten(2) == 0).all(dim=2).any())
-    return tensor.dim() > 0 and not torch.equal(tensor, tensor[:1].expand_as(tensor))
+    """Whether a tensor may be a mask, lengths or sizes, and differs between its rows."""
+    if not tensor.dim() or torch.equal(tensor, tensor[:1].expand_as(tensor)):
+        return False
+    if tensor.dim() == 1 or not (tensor.is_floating_point() or tensor.is_complex()):
+        return True
+    rest = tensor[tensor != tensor.flatten()[0]]
+    is_table = tensor.dim() == 2 and not tensor.is_complex() and bool((tensor == tensor.round()).all())
+    return is_table or bool((rest == rest[:1]).all())
+
+
+def _has_blanks(tensor: Tensor) -> bool:
+    """Whether an item, a row of the tensor, has one number in place of a whole frame or tile."""
+    if tensor.dim() < 3:
+        return False
+    frames = tensor.flatten(2)
+    blank = frames[..., :1] if frames.shape[2] > 1 else 0
+    return bool((frames == blank).all(dim=2).any())
 
 
 def _may_count(node: Any, count: int, listed: bool = False) -> bool:
@@ -169,7 +185,7 @@ def part_of_result(whole: Any, alone: Any, items: Items) -> Any:
 
 
 def take(
-    part: Any, tensors: Sequence[Tensor], items: Items, item: int, alone: Sequence[tuple[int, int]]
+    part: Any, tensors: Sequence[Tensor], items: Items, item: int, alone: Sequence[Sequence[int]]
 ) -> tuple[Any, list[Tensor]]:
     """Return an item's part of a result: its description, and its tensors.
 
@@ -178,7 +194,7 @@ def take(
         tensors: of the result.
         items: of the call.
         item: its number.
-        alone: of each tensor of the result for a single item what `Items.bounds` takes.
+        alone: the rows of all tensors in the results for each item alone.
     """
     places: dict[tuple[int, int | None], int] = {}
     found: list[Tensor] = []
@@ -188,7 +204,7 @@ def take(
             places[index, rows] = len(found)
             tensor = tensors[index]
             if rows is not None and tensor.dim():
-                start, stop = items.bounds(len(tensor), alone[rows], item)
+                start, stop = items.bounds(len(tensor), [one[rows] for one in alone], item)
                 tensor = tensor[start:stop]
             found.append(tensor)
         return places[index, rows]

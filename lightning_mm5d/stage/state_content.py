@@ -89,8 +89,6 @@ class Contents:
     def _copied(self, value: Any) -> Any:
         """The content of an object, by the protocol of `copy`."""
         name = f"{type(value).__module__}.{type(value).__qualname__}"
-        if hasattr(value, "to_dict") and hasattr(value, "__dict__"):  # a configuration
-            return name, self.of(vars(value))
         try:
             known = copyreg.dispatch_table.get(type(value))
             taken = value.__reduce_ex__(2) if known is None else known(value)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Protocol
 
+import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
@@ -19,6 +20,7 @@ from torchmetrics import Metric, MetricCollection
 from lightning_mm5d.sharded.remote_value import Guard, Origin, marked
 
 _OWN = frozenset(vars(nn.Module())) | {"forward"}
+_OF_LIGHTNING = frozenset(vars(pl.LightningModule()))
 _PLAIN = (bool, int, float, str, tuple)
 _MISSING = object()
 Written = tuple[str, str, bool]  # path of the module, name of the attribute, and whether it is a list
@@ -35,8 +37,13 @@ def attributes(module: nn.Module, path: str) -> Attributes:
         for where, part in module.named_modules(prefix=path)
         if not isinstance(part, (Metric, MetricCollection))
         for name, value in vars(part).items()
-        if name not in _OWN and (where or not name.startswith("_"))  # those of a LightningModule are Lightning's
+        if name not in _OWN and not is_lightnings(part, name)
     }
+
+
+def is_lightnings(module: nn.Module, name: str) -> bool:
+    """Whether Lightning keeps an attribute of `module` for itself, such as its trainer."""
+    return isinstance(module, pl.LightningModule) and name in _OF_LIGHTNING
 
 
 def written(before: Attributes, after: Attributes) -> list[Written]:

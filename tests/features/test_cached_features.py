@@ -151,7 +151,7 @@ class Noisy(nn.Module):
         self.register_buffer("count", torch.zeros(()))
         self.layers, self.note = nn.ModuleList([nn.Linear(WIDTH, WIDTH)]), 0
 
-    def forward(self, images: Tensor, extra: Any = None) -> Tensor:
+    def forward(self, images: Tensor, extra: Any = None) -> Any:
         hidden = self.layers[0](self.patch(images))
         if self.kind == "random":
             return nn.functional.dropout(hidden, 0.1)
@@ -159,6 +159,8 @@ class Noisy(nn.Module):
             self.count += 1
         if self.kind == "attribute":
             self.note += 1
+        if self.kind == "result":
+            return {"features": hidden, "other": object()}
         if self.kind == "mixes":
             hidden = hidden - hidden.mean(dim=0)
         return hidden
@@ -176,7 +178,10 @@ class Refused(Toy):
         images = batch["images"]
         if self.kind == "input":
             images = images * self.decoder.norm.weight[:PIXELS]
-        return self.decoder(batch["tokens"], self.encoder(images, object() if self.kind == "object" else None))
+        return self.decode(batch["tokens"], self.encoder(images, object() if self.kind == "object" else None))
+
+    def decode(self, tokens: Tensor, features: Any) -> Tensor:
+        return self.decoder(tokens, features["features"] if self.kind == "result" else features)
 
 
 @pytest.mark.parametrize("mixed", [False, True])
@@ -187,6 +192,7 @@ def test_a_call_whose_features_cannot_be_kept_is_refused_by_name(tmp_path: Path,
         "attribute": "writes the attribute encoder.note",
         "input": "An input of the encoder needs a gradient",
         "object": "a value of type object",
+        "result": "it has encoder().other, of type object",
     }
     one = cached(replace(SHARED, world=1, replicas=1), tmp_path)
 

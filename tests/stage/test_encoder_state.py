@@ -6,12 +6,14 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
+from torchmetrics import MeanMetric
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
 from lightning_mm5d.models.modality_encoder import ModalityEncoder
@@ -37,6 +39,23 @@ def first(items: Any) -> Any:
 
 def last(items: Any) -> Any:
     return items[-1:]
+
+
+class Items(dict[str, Any]):
+    """A configuration that is a dict, with an attribute of its own."""
+
+    def __init__(self, **items: Any) -> None:
+        super().__init__(items)
+        self.frozen = True
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self)
+
+
+class Private(nn.Module):
+    def __init__(self, mean: float) -> None:
+        super().__init__()
+        self._mean = mean
 
 
 class Encoder(nn.Module):
@@ -86,6 +105,8 @@ PAIRS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "dataclass": (lambda: Settings([0.1]), lambda: Settings([0.9])),
     "object": (lambda: SimpleNamespace(mean=0.1), lambda: SimpleNamespace(mean=0.9)),
     "configuration": (lambda: CLIPVisionConfig(num_hidden_layers=8), lambda: CLIPVisionConfig(num_hidden_layers=16)),
+    "configuration that is a dict": (lambda: Items(mean=0.1), lambda: Items(mean=0.9)),
+    "private attribute of a module that is not registered": (lambda: [Private(0.1)], lambda: [Private(0.9)]),
     "function": (lambda: first, lambda: last),
     "closure": (lambda: scaled(1.0), lambda: scaled(5.0)),
     "lambda": (lambda: lambda x: x * 1.0, lambda: lambda x: x * 5.0),
@@ -185,3 +206,45 @@ def test_of_a_module_with_other_weights_only_what_the_boundary_names_counts() ->
     assert watched.fingerprint() == before
     root.factor = 2.0
     assert watched.fingerprint() != before
+
+
+class Whole(L.LightningModule):
+    """A LightningModule whose own method is the boundary; some of what it holds is of no account to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = Encoder(), nn.Linear(3, 2)
+        self._scale, self._losses, self.first = 1.0, [1.0], "before"
+        self.squash, self.dropout, self.mean = nn.LeakyReLU(0.1), nn.Dropout(), MeanMetric()
+        self.ends = nn.ModuleDict({"before": nn.LeakyReLU(0.1), "after": self.head})
+
+    def get_image_features(self, images: Tensor) -> Tensor:
+        images = self.ends[self.first](images)
+        return self.squash(self.encoder(images)) * scale_of.of_module(self)
+
+
+def _of_module(module: Whole) -> float:
+    return module._scale
+
+
+scale_of: Any = ModuleType("scale_of")
+scale_of.of_module = _of_module
+
+
+def test_of_a_lightning_module_private_attributes_and_modules_count_that_the_boundary_names() -> None:
+    root = Whole()
+    watched = state(root, "", "get_image_features")
+    seen = [watched.fingerprint()]
+    root._losses.append(0.5)
+    root.mean.update(2.0)
+    root.dropout.p = 0.3
+    root.train(not root.training)
+    root.encoder.train()
+    root.squash.train()
+    root.ends.before.train()
+    assert watched.fingerprint() == seen[0]
+    for name, value in [("_scale", 2.0), ("squash.negative_slope", 0.5), ("ends.before.negative_slope", 0.5)]:
+        path, _, own = name.rpartition(".")
+        setattr(root.get_submodule(path), own, value)
+        seen.append(watched.fingerprint())
+    assert len({*seen}) == 4
