@@ -137,9 +137,7 @@ class _Tracer:
         self._partition, self._modalities, self._division, self._experts = partition, modalities, division, experts
         self.units = {name: [UnitUse() for _ in range(len(parts.paths) + 2)] for name, parts in partition.parts.items()}
         self.exits: dict[str, Storages] = {name: {} for name in partition.encoders}
-        self.grids = {
-            name: GridTrace(name, grid, self._number, self._note_norm) for name, grid in division.grids.items()
-        }
+        self.grids = {name: GridTrace(name, grid, self._number, self._note) for name, grid in division.grids.items()}
         self._fake = FakeTensors(self._watch)
         self._within = [partition.loss_modality]  # modalities, the inner one last
         self._done = dict.fromkeys(partition.parts, 0)  # the unit of a modality that runs between its layers
@@ -185,8 +183,9 @@ class _Tracer:
         """Note all calls until the end of the context."""
         undo = [one for grid in self.grids.values() for one in grid.attach(copy)]
         for path, role in self._division.roles.items():
-            if role in _SHARDED:
-                degree, one = self._division.degrees[self._division.groups[path]], copy.get_submodule(path)
+            grid, one = self.grids.get(group := self._division.groups[path]), copy.get_submodule(path)
+            if role in _SHARDED and not (grid is not None and grid.is_adapter(path)):
+                degree = self._division.degrees[group]
                 undo.append(one.register_forward_pre_hook(self._enters_shards).remove)
                 undo.append(one.register_forward_hook(partial(self._leaves_shards, role, degree)).remove)
         undo += [copy.get_submodule(path).register_forward_pre_hook(self._exchanges).remove for path in self._experts]
@@ -377,9 +376,11 @@ class _Tracer:
                 use.saved[number] = self._bytes[number]
             use.working = max(use.working, self._beside + moment(grid.shape, one, grid.share))
 
-    def _note_norm(self, given: Tensor) -> None:
-        size = given.numel() * given.element_size()
-        self._use.products.append(Product("norm", self._number(given), size, size, 0, given.requires_grad, False))
+    def _note(self, kind: str, given: Tensor, made: Tensor) -> None:
+        sizes = given.numel() * given.element_size(), made.numel() * made.element_size()
+        self._use.products.append(Product(kind, self._number(given), *sizes, 0, made.requires_grad, False))
+        if kind == "adapter" and self._grid is not None:  # a rank has all columns of its rows
+            self._resize(self._number(made), self._grid.share(sizes[1]) * self._grid.shape.side)
 
     def _exchanges(self, _: nn.Module, args: tuple[Any, ...]) -> None:
         """Count the rows of an exchange: two are kept, of those that came, and as many are sent for a moment."""

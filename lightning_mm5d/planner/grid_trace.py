@@ -35,13 +35,18 @@ class GridTrace:
         modality: its name.
         plan: of its grid.
         number: of a tensor's storage.
-        note_norm: called with the input of each norm that is computed on the full width.
+        note: called with the kind, the input and the result of each norm that is computed on the full width (``norm``)
+            and of the first matrix of each low-rank adapter (``adapter``).
     """
 
     def __init__(
-        self, modality: str, plan: GridPlan, number: Callable[[Tensor], int], note_norm: Callable[[Tensor], None]
+        self,
+        modality: str,
+        plan: GridPlan,
+        number: Callable[[Tensor], int],
+        note: Callable[[str, Tensor, Tensor], None],
     ) -> None:
-        self.shape, self._plan, self._number, self._note_norm = plan.shape, plan, number, note_norm
+        self.shape, self._plan, self._number, self._note = plan.shape, plan, number, note
         self._checks = GridChecks(modality, plan.shape)
         self._blocks: set[int] = set()  # storages that layers make of blocks
         self._enters = False
@@ -83,6 +88,8 @@ class GridTrace:
             module = copy.get_submodule(path)
             vars(module)["forward"] = MethodType(self._norm(norm, module.forward), module)
             undo.append(partial(vars(module).pop, "forward", None))
+        for path in filter(self._plan.holds, self._plan.adapters):
+            undo.append(copy.get_submodule(path).register_forward_hook(self._note_adapter).remove)
         for path, module in copy.named_modules():
             if isinstance(module, nn.Embedding) and not self._plan.holds(path):
                 undo.append(module.register_forward_pre_hook(self._checks.note_ids).remove)
@@ -113,12 +120,19 @@ class GridTrace:
             return type(result)([result[0].clone(), *result[1:]])
         return result.clone()
 
+    def is_adapter(self, path: str) -> bool:
+        """Whether a linear layer of a layer on the grid is a matrix of a low-rank adapter."""
+        return ".lora_" in path and self._plan.holds(path)
+
+    def _note_adapter(self, module: nn.Module, args: tuple[Any, ...], made: Tensor) -> None:
+        self._note("adapter", args[0], made)
+
     def _norm(self, norm: Norm | None, inner: Callable[..., Any]) -> Callable[..., Any]:
         def forward(module: nn.Module, input: Tensor) -> Tensor:
             self._checks.normed(module, norm, input, self._entered[-1], self._entered[-1])
             if norm is not None:
                 return normed(module, input, norm, _Alone())  # type: ignore[arg-type]
-            self._note_norm(input)
+            self._note("norm", input, input)
             self._wide = self.shape.side
             full = inner(input.clone())
             self._wide = 1

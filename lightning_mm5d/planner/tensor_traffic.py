@@ -8,7 +8,9 @@ of a grid and d its depth. A rank sends, with sums as rings and broadcasts that 
 - 2d (arXiv:2104.05343) and 2.5d (arXiv:2105.14500): ``(q - 1) / q^2`` of ``X / d + W`` in the forward, and again for
   the gradient of X and for that of W;
 - 3d (arXiv:2105.14450): ``(q - 1) / q^3`` of ``X + W + Y`` in the forward; of Y, ``X + W`` for the gradient of X, and
-  ``X + W`` for that of W in the backward.
+  ``X + W`` for that of W in the backward;
+- a low-rank adapter on any grid: ``2 (q - 1) / q^2`` of the ``[rows, r]`` that its first matrix makes (2.5d: by d),
+  in the forward and again in the backward; its second matrix sends nothing.
 
 The two numbers of each token that norms sum are left out, and so are embedding and head, which are equal in all modes.
 """
@@ -25,7 +27,8 @@ class Product(NamedTuple):
     """A linear layer that ran, or a norm on the full width; sizes in bytes of full tensors.
 
     Attributes:
-        kind: ``column`` for a way into an attention or a MLP, ``row`` for the way out, ``norm`` for such a norm.
+        kind: ``column`` for a way into an attention or a MLP, ``row`` for the way out, ``norm`` for such a norm,
+            ``adapter`` for the first matrix of a low-rank adapter on a grid.
         source: number of the storage that it takes.
         given: size of what it takes.
         made: size of its result.
@@ -63,6 +66,8 @@ def sent(shape: GridShape | None, ranks: int, products: Iterable[Product]) -> fl
         side = shape.side
         if one.kind == "norm":
             total += (side - 1) / ranks * one.given * (1 + one.passes)
+        elif one.kind == "adapter":
+            total += 2 * (side - 1) / side**2 * one.made / (1 if shape.mode == "3d" else shape.depth) * (1 + one.passes)
         elif shape.mode == "3d":
             numbers = one.given + one.weight
             backward = one.made * (one.passes or one.trains)

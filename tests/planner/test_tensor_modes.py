@@ -79,6 +79,10 @@ def case(name: str) -> tuple[L.LightningModule, Any]:
     if name == "llama":
         tokens = torch.arange(SAMPLES * 6).view(SAMPLES, 6) % 64
         return Text(32), {"input_ids": tokens, "labels": tokens}
+    if name == "adapters":
+        (module, batch), peft = case("llama"), pytest.importorskip("peft")
+        module.model = peft.get_peft_model(module.model, peft.LoraConfig(target_modules="all-linear"))  # type: ignore
+        return module, batch
     return CASES[name].build(), CASES[name].batch(SAMPLES)
 
 
@@ -123,7 +127,17 @@ def real(name: str, modality: Modality, rank: int) -> Found:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("name", "mode"), [("llama", "3d"), ("gpt2", "2d"), ("bert", "2.5d")])
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        ("llama", "3d"),
+        ("gpt2", "2d"),
+        ("bert", "2.5d"),
+        ("adapters", "2d"),
+        pytest.param("adapters", "2.5d", marks=pytest.mark.exhaustive),
+        pytest.param("adapters", "3d", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_estimates_of_a_rank_are_what_it_holds_keeps_and_sends(name: str, mode: str) -> None:
     modality = Modality(**MODES[mode])
     module, batch = case(name)
