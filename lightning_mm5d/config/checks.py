@@ -78,6 +78,7 @@ def check(
         check_interleaving(name, modalities, number)
         check_compile(f"modalities.{name}.compile", modality)
         check_kernels(f"modalities.{name}.kernels", modality)
+        _check_vocabulary(f"modalities.{name}.make_vocab_size_divisible_by", modality)
         _check_head(f"modalities.{name}.fused_linear_cross_entropy", modality, is_encoder=is_encoder)
     check_pipelines(modalities, schedule)
     _check_owners(modalities)
@@ -194,6 +195,16 @@ def _check_inner_ring(field: str, modality: Modality) -> None:
         rule = f"Inner rings are of equal sizes, so it divides cp_size={size}"
         fits = [one for one in range(1, size + 1) if size % one == 0]
         raise ConfigError(field, inner, rule, f"Use {one_of(fits)}")
+
+
+def _check_vocabulary(field: str, modality: Modality) -> None:
+    said = modality.make_vocab_size_divisible_by
+    if said is None:
+        return
+    check_count(field, said)
+    if modality.tp_size == 1:
+        rule = "It is said of the rows of a vocabulary that each tensor parallel rank holds, and tp_size is 1"
+        raise ConfigError(field, said, rule, "Leave it unset, or use tp_size=2 or more")
 
 
 def _check_head(field: str, modality: Modality, *, is_encoder: bool) -> None:

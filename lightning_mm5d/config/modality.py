@@ -74,6 +74,9 @@ class Modality:
             from rank to rank while linear layers multiply the rows that they have.
         shard_embedding: Whether the ranks of `tp_size` share the rows of the input embedding. If not, each holds it
             in full: no sum over ranks after each lookup, for the memory of the full table. Not for tied heads.
+        make_vocab_size_divisible_by: Number of which the rows of vocabulary that each rank of `tp_size` holds are a
+            multiple, as kernels of GPUs want. Of the last rank they may be fewer; its products are padded, and nothing
+            else is. Unset: as even as they go.
         cp_size: Context parallel degree: ranks that share each sequence.
         cp_mode: How an attention reaches the tokens of other ranks. ``allgather``: keys and values are gathered, a head
             at a time; ``ring``: they are passed around; ``ulysses``: ranks exchange tokens for heads; ``hybrid``:
@@ -138,6 +141,7 @@ class Modality:
     tp_depth: int = 1
     sequence_parallel: bool | Literal["ring"] = False
     shard_embedding: bool = True
+    make_vocab_size_divisible_by: int | None = None
     cp_size: int = 1
     cp_mode: Literal["allgather", "ring", "ulysses", "hybrid", "items"] = "allgather"
     cp_distribution: Literal["uniform", "zigzag", "makespan_min"] = "makespan_min"

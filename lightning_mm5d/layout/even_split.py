@@ -16,6 +16,14 @@ def even_ranges(size: int, count: int) -> list[tuple[int, int]]:
     return list(pairwise(accumulate(even_lengths(size, count), initial=0)))
 
 
+def even_blocks(size: int, count: int, block: int) -> list[tuple[int, int]]:
+    """Return `even_ranges` of blocks of items, the last of which may have fewer: their starts are multiples of `block`.
+
+    ``even_blocks(50, 3, 16) == [(0, 32), (32, 48), (48, 50)]``
+    """
+    return [(min(a * block, size), min(b * block, size)) for a, b in even_ranges(-(-size // block), count)]
+
+
 def shared_out(size: int, weights: Sequence[float]) -> list[int]:
     """Return how many of `size` items each rank gets in proportion to its weight: ``shared_out(14, [4, 3]) == [8, 6]``.
 

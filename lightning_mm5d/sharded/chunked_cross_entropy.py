@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.sharded.cross_entropy import cross_entropy
+from lightning_mm5d.sharded.padded_rows import padded_rows, without_padding
 
 Pointwise = Callable[[Tensor], Tensor]
 
@@ -32,10 +33,12 @@ class Columns:
     Attributes:
         lengths: their number on each rank.
         group: the ranks.
+        multiple: of which the number of columns in a product is one, with columns of zeros that are cut off again.
     """
 
     lengths: tuple[int, ...]
     group: TensorGroup
+    multiple: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +55,20 @@ class RowLosses:
     pointwise: tuple[Pointwise, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def multiple(self) -> int:
+        """Of `columns`."""
+        return 1 if self.columns is None else self.columns.multiple
+
     def of(self, logits: Tensor, target: Tensor) -> Tensor:
-        """Return the loss of each row, at least float32; logits ``[n, C_r]``, target ``[n]``."""
+        """Return the loss of each row, at least float32.
+
+        Args:
+            logits: ``[n, C_r]``, and padding after them.
+            target: ``[n]``.
+        """
+        if self.columns is not None:
+            logits = without_padding(logits, 1, self.columns.lengths[self.columns.group.index])
         for function in self.pointwise:
             logits = function(logits)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -101,6 +116,8 @@ class _RowLosses(torch.autograd.Function):
         ctx.rows, ctx.compute = chunk_rows(hidden.shape[0], hidden.shape[1], classes), compute
         ctx.save_for_backward(hidden, weight, bias, target)
         with _plain(hidden):
+            weight = padded_rows(weight, compute.multiple)
+            bias = None if bias is None else padded_rows(bias, compute.multiple)
             found = [
                 compute.of(F.linear(part, weight, bias), goal)
                 for part, goal in zip(hidden.split(ctx.rows), target.split(ctx.rows), strict=True)
@@ -111,6 +128,10 @@ class _RowLosses(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, target = ctx.saved_tensors
+        own = weight.shape[0]
+        weight = padded_rows(weight, ctx.compute.multiple)
+        if bias is not None:
+            bias = padded_rows(bias, ctx.compute.multiple)
         wants_hidden, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         of_hidden = torch.empty_like(hidden) if wants_hidden else None
         # sums over chunks of a narrow dtype would round once a chunk
@@ -137,8 +158,8 @@ class _RowLosses(torch.autograd.Function):
                     of_bias += gradient.sum(0)
         return (
             of_hidden,
-            None if of_weight is None else of_weight.to(weight.dtype),
-            None if of_bias is None else of_bias.to(bias.dtype),
+            None if of_weight is None else without_padding(of_weight, 0, own).to(weight.dtype),
+            None if of_bias is None else without_padding(of_bias, 0, own).to(bias.dtype),
             None,
             None,
         )

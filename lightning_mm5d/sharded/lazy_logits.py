@@ -28,6 +28,7 @@ from lightning_mm5d.config.errors import ConfigError, private
 from lightning_mm5d.sharded.chunked_cross_entropy import Columns, Pointwise, RowLosses, linear_row_losses
 from lightning_mm5d.sharded.collectives import exchange
 from lightning_mm5d.sharded.cross_entropy import check_targets
+from lightning_mm5d.sharded.padded_rows import padded_linear
 from lightning_mm5d.sharded.sequence_operations import is_tokens, reduced_losses
 from lightning_mm5d.sharded.tensor import WRITING, Sharded, as_sharded, from_local
 from lightning_mm5d.sharded.torch_internals import as_plain_tensors
@@ -68,7 +69,7 @@ class Head:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits ``[..., C]`` of hidden states ``[..., D]``, plain or sharded as the layer returns them."""
         with torch.autocast(hidden.device.type, enabled=False):
-            local = F.linear(*self.operands(hidden))
+            local = padded_linear(*self.operands(hidden), 1 if self.columns is None else self.columns.multiple)
         if isinstance(hidden, Sharded):
             if self.columns is None:
                 return as_sharded(local, hidden.sharding)

@@ -192,7 +192,7 @@ class TensorParallel:
             if kind == "embedding":
                 self._replace(module, _embedding(shard.ranges[region.group.index][0], shard.size, region.group))
             else:
-                self._replace(module, self._head(shard.lengths, region))
+                self._replace(module, self._head(shard.lengths, region, self._division.multiples.get(path, 1)))
 
     def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         # bound, so that a copy of the module computes with its own weights
@@ -205,11 +205,11 @@ class TensorParallel:
 
         return forward
 
-    def _product(self, module: Any, entrance: Entrance) -> Tensor:
+    def _product(self, module: Any, entrance: Entrance, multiple: int = 1) -> Tensor:
         if not fits(module):
             return self.linear(module, entrance.entered, module.bias)
         due = self.puts_off(module, entrance.entered)
-        return entrance.product(module, module.bias, not isinstance(module, nn.Linear), due)
+        return entrance.product(module, module.bias, not isinstance(module, nn.Linear), due, multiple)
 
     def _row(self, region: Region) -> Callable[..., Tensor]:
         def forward(module: Any, input: Tensor) -> Tensor:
@@ -224,15 +224,17 @@ class TensorParallel:
 
         return forward
 
-    def _head(self, lengths: tuple[int, ...], region: Region) -> Callable[..., Tensor]:
-        columns = Columns(lengths, region.group)
+    def _head(self, lengths: tuple[int, ...], region: Region, multiple: int) -> Callable[..., Tensor]:
+        columns = Columns(lengths, region.group, multiple)
 
         def forward(module: Any, input: Tensor) -> Tensor:
             local, tokens = input, None
             if isinstance(input, Sharded) and is_tokens(input.group):
                 tokens = input.group
                 local = tokens.own_tokens(input)
-            entered = region.enter(local, training=False, first=module if self.fused is None and fits(module) else None)
+            # what travels in a ring is multiplied without padding, which all ranks or none do
+            beside = self.fused is None and multiple == 1 and fits(module)
+            entered = region.enter(local, training=False, first=module if beside else None)
             region.forget()
             if self.fused is not None:
                 hidden = entered.entered
@@ -240,7 +242,7 @@ class TensorParallel:
                     hidden = tokens.coarser.wrapped(hidden, input.sharded_dim)
                 if (logits := self.fused(module, hidden, columns)) is not None:
                     return logits
-            part = self._product(module, entered)
+            part = self._product(module, entered, multiple)
             if isinstance(input, Sharded) and tokens is not None:
                 # of a context parallel rank's tokens, each tensor parallel rank gets some, with all classes
                 tokens = tokens.finer

@@ -68,7 +68,13 @@ def divide(
             whole |= dict.fromkeys(names, (path, found[0]))
     plans = _without(plans, {path for path, _ in whole.values()})
     full_embeddings = {name for name, modality in modalities.items() if not modality.shard_embedding}
-    division = resolve(root, plans, place, full_embeddings, parts)
+    multiples = {
+        name: modality.make_vocab_size_divisible_by
+        for name, modality in modalities.items()
+        if modality.make_vocab_size_divisible_by is not None
+    }
+    division = resolve(root, plans, place, full_embeddings, parts, multiples)
+    _check_vocabularies(division, multiples)
     _check_divided(division, modalities, experts or {}, place)
     # each rank sends some of the tokens to whole experts, and so has a part of their gradients
     division = replace(
@@ -138,6 +144,15 @@ def _check_divided(
         if found is not None and given > 1 and (division.roles.get(path) != "experts" or any(s.dim == 0 for s in cut)):
             rule = f"No plan says how the experts of {path} are divided"
             raise ConfigError(f"modalities.{found[0]}.expert_tp_size", given, rule, "Use expert_tp_size=1")
+
+
+def _check_vocabularies(division: Division, multiples: Mapping[str, int]) -> None:
+    for name, multiple in multiples.items():
+        if not any(
+            kind in ("embedding", "head") and division.groups[at] == name for at, kind in division.roles.items()
+        ):
+            rule = f"It is said of a vocabulary that tensor parallel ranks share, and those of {name!r} share none"
+            raise ConfigError(f"modalities.{name}.make_vocab_size_divisible_by", multiple, rule, "Leave it unset")
 
 
 def _check_shared(partition: Partition, modalities: Mapping[str, Modality]) -> None:

@@ -32,6 +32,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from lightning_mm5d.sharded.collectives import TensorGroup, Wait, view
+from lightning_mm5d.sharded.padded_rows import padded_rows, without_padding
 from lightning_mm5d.sharded.remote_value import same_origin
 from lightning_mm5d.sharded.sequence_ring import ring_gather, ring_sum_scattered
 from lightning_mm5d.sharded.torch_internals import (
@@ -93,7 +94,9 @@ class Entrance:
                 entered = x if sharding is None else self._traffic.full(x, first)
         self.entered = same_origin(entered, x)
 
-    def product(self, module: nn.Module, bias: Tensor | None, is_conv: bool, due: Due | None) -> Tensor:
+    def product(
+        self, module: nn.Module, bias: Tensor | None, is_conv: bool, due: Due | None, multiple: int = 1
+    ) -> Tensor:
         """Return what a linear layer computes of the input.
 
         Args:
@@ -101,18 +104,22 @@ class Entrance:
             bias: of this rank.
             is_conv: whether the weight is ``[in, out]``.
             due: takes the weight gradient while it is open; None where it is never put off.
+            multiple: of which the number of results in the products is one, with rows of zeros after those of a weight
+                ``[out, in]``; what they give is cut off again. Above 1 the product is not the `first`.
         """
         weight: Any = module.weight
         plain, weights = self._plain(), None
+        out = weight.shape[1 if is_conv else 0]
         if torch.is_grad_enabled() and (weight.requires_grad or (bias is not None and bias.requires_grad)):
-            out = weight.shape[1 if is_conv else 0]
-            kept = plain if self._shard is None else None
-            weights = _Weights.apply(weight, bias, kept, (*plain.shape[:-1], out), self._traffic, is_conv, due)
+            kept, shape = plain if self._shard is None else None, (*plain.shape[:-1], out + -out % multiple)
+            weights = _Weights.apply(weight, bias, kept, shape, self._traffic, is_conv, due)
             if self._number is not None:
                 renumber_in_backward(weights, self._number)
         shard = None if self._shard is None or weights is None else self._shard.to(plain.dtype)
-        made = _Product.apply(self.entered, weights, plain, shard, (weight, bias, is_conv, due), self._traffic)
-        return same_origin(made, self.entered)
+        made = _Product.apply(
+            self.entered, weights, plain, shard, (weight, bias, is_conv, due, multiple), self._traffic
+        )
+        return without_padding(same_origin(made, self.entered), -1, out)
 
     def _plain(self) -> Tensor:
         """The input outside of the graph, in the dtype that autocast chooses: cast once for all layers."""
@@ -285,15 +292,17 @@ class _Product(torch.autograd.Function):
         weights: Tensor | None,
         plain: Tensor,
         shard: Tensor | None,
-        layer: tuple[Tensor, Tensor | None, bool, Due | None],
+        layer: tuple[Tensor, Tensor | None, bool, Due | None, int],
         traffic: _Traffic,
     ) -> Tensor:
-        weight, bias, is_conv, due = layer
+        weight, bias, is_conv, due, multiple = layer
         ctx.save_for_backward(weight if x.requires_grad else None, shard)
-        ctx.is_conv, ctx.traffic, ctx.due = is_conv, traffic, due
+        ctx.is_conv, ctx.traffic, ctx.due, ctx.multiple = is_conv, traffic, due, multiple
         ctx.is_trained = weights is not None and weight.requires_grad
-        made = traffic.first()
-        return F.linear(plain, weight.t() if is_conv else weight, bias) if made is None else made
+        if (made := traffic.first()) is not None:
+            return made
+        bias = None if bias is None else padded_rows(bias, multiple)
+        return F.linear(plain, weight.t() if is_conv else padded_rows(weight, multiple), bias)
 
     @staticmethod
     @once_differentiable
@@ -304,7 +313,7 @@ class _Product(torch.autograd.Function):
         below = None
         if ctx.needs_input_grad[0]:
             weight = weight.to(gradient.dtype)  # autocast ran the forward in the gradient's dtype
-            weight = weight.t() if ctx.is_conv else weight
+            weight = weight.t() if ctx.is_conv else padded_rows(weight, ctx.multiple)
             if ctx.traffic.rings:
                 is_put_off = ctx.due is not None and ctx.due.is_open
                 ctx.traffic.add_below(_Below(gradient, weight, ctx.is_trained and not is_put_off))
@@ -314,7 +323,7 @@ class _Product(torch.autograd.Function):
 
 
 class _Weights(torch.autograd.Function):
-    """A stand-in for the weights of a layer, ``[..., out]`` without memory; step 3 of a backward."""
+    """A stand-in for the weights of a layer, ``[..., out and padding]`` without memory; step 3 of a backward."""
 
     @staticmethod
     def forward(
@@ -331,6 +340,7 @@ class _Weights(torch.autograd.Function):
         # beside what is saved, which checkpointing replaces by a copy that is no parameter
         ctx.weight, ctx.bias_dtype = weight, None if bias is None else bias.dtype
         ctx.traffic, ctx.is_conv, ctx.due = traffic, is_conv, due
+        ctx.out = weight.shape[1 if is_conv else 0]
         return autocast(torch.zeros((), dtype=weight.dtype, device=weight.device)).expand(shape)
 
     @staticmethod
@@ -343,8 +353,9 @@ class _Weights(torch.autograd.Function):
         if ctx.traffic.sharding is not None:
             x = ctx.traffic.gathered()
         if wants_weight:
-            own = weight_gradient(ctx.weight, rows, x, is_conv=ctx.is_conv, due=ctx.due)
-        return own, rows.sum(0).to(ctx.bias_dtype) if wants_bias else None, None, None, None, None, None
+            own = weight_gradient(ctx.weight, rows, x, is_conv=ctx.is_conv, due=ctx.due, out=ctx.out)
+        of_bias = without_padding(rows.sum(0), 0, ctx.out).to(ctx.bias_dtype) if wants_bias else None
+        return own, of_bias, None, None, None, None, None
 
 
 def autocast(x: Tensor) -> Tensor:
@@ -355,7 +366,14 @@ def autocast(x: Tensor) -> Tensor:
 
 
 def weight_gradient(
-    weight: nn.Parameter, rows: Tensor, x: Tensor, *, is_conv: bool, due: Due | None, is_own: bool = False
+    weight: nn.Parameter,
+    rows: Tensor,
+    x: Tensor,
+    *,
+    is_conv: bool,
+    due: Due | None,
+    is_own: bool = False,
+    out: int | None = None,
 ) -> Tensor | None:
     """Return the gradient of a layer's weight; None where it is put off.
 
@@ -366,12 +384,14 @@ def weight_gradient(
         is_conv: whether the weight is ``[in, out]``.
         due: takes the gradient while it is open; None where it is never put off.
         is_own: whether nobody else holds the memory of `rows`.
+        out: number of results of the layer, where `rows` may have padding after them.
     """
+    out = rows.shape[1] if out is None else out
     x = x.reshape(-1, x.shape[-1])
     if due is None or not due.is_open:
-        return (x.t() @ rows if is_conv else rows.t() @ x).to(weight.dtype)
+        return (x.t() @ rows if is_conv else without_padding(rows.t() @ x, 0, out)).to(weight.dtype)
     # a copy: a bias may have taken the same memory for its gradient, and later microbatches add to that
-    kept = rows if is_own else rows.clone()
+    kept = without_padding(rows if is_own else rows.clone(), 1, out)
     due.add(weight, *((x, kept) if is_conv else (kept, x)))
     return None
 

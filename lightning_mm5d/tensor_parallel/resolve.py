@@ -17,8 +17,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D  # the projections of GPT-2 and its kin
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.layout.even_split import even_ranges
-from lightning_mm5d.sharded.shards import Shard, joined
+from lightning_mm5d.layout.even_split import even_blocks, even_ranges
+from lightning_mm5d.sharded.shards import Range, Shard, joined
 from lightning_mm5d.source.reads import weights_read
 from lightning_mm5d.source.trees import Source
 from lightning_mm5d.tensor_parallel.grid.grid_plan import GridPlan
@@ -62,6 +62,7 @@ class Division:
         groups: name of the tensor parallel group of every path and name in the other fields.
         whole: modules that a plan would shard and that stay full, by path, with the reason.
         grids: groups whose layers are in blocks on a grid, by name of the group.
+        multiples: of which the number of rows in the products of a head is one, by its path; 1 where it is not said.
     """
 
     degrees: Mapping[str, int] = field(default_factory=dict)
@@ -73,6 +74,7 @@ class Division:
     groups: Mapping[str, str] = field(default_factory=dict)
     whole: Mapping[str, str] = field(default_factory=dict)
     grids: Mapping[str, GridPlan] = field(default_factory=dict)
+    multiples: Mapping[str, int] = field(default_factory=dict)
 
 
 def resolve(
@@ -81,6 +83,7 @@ def resolve(
     place: Callable[[str], tuple[str, int] | None],
     full_embeddings: Collection[str] = (),
     parts: Callable[[str, int], int] = lambda path, degree: degree,
+    multiples: Mapping[str, int] | None = None,
 ) -> Division:
     """Return how `root` is sharded.
 
@@ -91,12 +94,13 @@ def resolve(
             where several groups of different sizes do.
         full_embeddings: the groups whose ranks each hold input embeddings in full.
         parts: into how many parts the module at a path is divided, given the number of its ranks.
+        multiples: of which the rows of vocabulary that a rank holds are one, but the last rank's, by name of the group.
 
     Raises:
-        ConfigError: a plan does not fit its module, adapters are in the way, or an embedding that should be full is
-            tied to a head.
+        ConfigError: a plan does not fit its module, adapters are in the way, an embedding that should be full is
+            tied to a head, or a vocabulary has too few such multiples.
     """
-    resolver = _Resolver(root, place, full_embeddings, parts)
+    resolver = _Resolver(root, place, full_embeddings, parts, multiples or {})
     for path, several in plans.items():
         for plan in several:
             resolver.add(path, plan)
@@ -111,8 +115,10 @@ class _Resolver:
         place: Callable[[str], tuple[str, int] | None],
         full_embeddings: Collection[str],
         parts: Callable[[str, int], int],
+        multiples: Mapping[str, int],
     ) -> None:
         self._root, self._place, self._full_embeddings, self._parts = root, place, full_embeddings, parts
+        self._multiples, self._aligned = multiples, dict[str, int]()
         self._degrees: dict[str, int] = {}
         self._shards: dict[str, Shard] = {}
         self._shared: set[str] = set()
@@ -139,6 +145,7 @@ class _Resolver:
             self._local,
             self._groups,
             self._whole,
+            multiples=self._aligned,
         )
 
     # --- plans ---
@@ -278,7 +285,7 @@ class _Resolver:
                 raise ConfigError(f"modalities.{name}.shard_embedding", False, rule, fix)
             return
         self._degrees[name] = degree
-        shard = joined([even_ranges(weight.shape[0], degree)], 0, weight.shape[0])
+        shard = joined([self._rows(name, names[0], weight.shape[0], degree)], 0, weight.shape[0])
         for full, user in users.items():
             path = full.rpartition(".")[0]
             is_lookup = isinstance(user, nn.Embedding)
@@ -289,8 +296,21 @@ class _Resolver:
                 held = [one[0] for one in shard.ranges]
                 places = (user.padding_idx - a if a <= user.padding_idx < b else -1 for a, b in held)
                 self._local[path, "padding_idx"] = tuple(places)
-            if not is_lookup and user.bias is not None:
-                self._divide(f"{path}.bias", shard, name)
+            if not is_lookup:
+                self._aligned[path] = self._multiples.get(name, 1)
+                if user.bias is not None:
+                    self._divide(f"{path}.bias", shard, name)
+
+    def _rows(self, group: str, table: str, rows: int, degree: int) -> list[Range]:
+        """The rows of each rank: as even as they go, in multiples where that is said."""
+        multiple = self._multiples.get(group)
+        if multiple is None:
+            return even_ranges(rows, degree)
+        if rows <= multiple * (degree - 1):
+            field, most = f"modalities.{group}.make_vocab_size_divisible_by", (rows - 1) // (degree - 1)
+            rule = f"{table!r} has {rows} rows, fewer than give each of {degree} ranks some in multiples of {multiple}"
+            raise ConfigError(field, multiple, rule, f"Use {most} or less, or leave it unset")
+        return even_blocks(rows, degree, multiple)
 
     # --- parameters ---
 

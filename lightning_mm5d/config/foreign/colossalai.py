@@ -19,6 +19,9 @@ PARALLEL_OUTPUT = (
     "Logits stay sharded, and pass for whole ones wherever they are read; `vocabulary_shard` gives those of a rank"
 )
 
+_VOCABULARY = "make_vocab_size_divisible_by"
+VOCABULARY = (ruled(_VOCABULARY, f"modality.{_VOCABULARY}", "Where a `tp_size` of 2 or more shares the vocabulary"),)
+
 PRECISION = (
     ruled("precision", "trainer.precision strategy.main_params", "`fp16`: `16-mixed`; `bf16`: `bf16-true` with float32 "
           "main parameters; `fp32`: `32-true`; unset: as the plugin's default"),
@@ -79,7 +82,7 @@ KNOBS: tuple[Knob, ...] = (
     ruled("num_layers_per_stage", "modality.pipeline_template", "`{stages: [...]}`"),
     *CHECKPOINTING,
     always("enable_metadata_cache", "Shapes are agreed once for each structure"),
-    always("make_vocab_size_divisible_by", "A vocabulary is split unevenly, and needs no padding"),
+    *VOCABULARY,
     ruled("dp_outside", "strategy.placement", "`[dp, pp, cp, tp]`; `false` is the order without one",
           neutral=(False,)),
     costs("overlap_p2p", _OVERLAPS, neutral=(True,)),
@@ -151,6 +154,7 @@ def _converted(source: str, table: tuple[Knob, ...], given: Mapping[str, Any]) -
     if draft.given.get("dp_outside", False):
         draft.put("dp_outside", "strategy.placement", ["dp", "pp", "cp", "tp"])
     convert_kernels(draft)
+    convert_vocabulary(draft)
     draft.leave_rest(["enable_all_optimization"], "mapped", "It turns on the switches of kernels, which are listed")
     return Conversion(
         source, {"modalities": {"model": draft.modality}, **draft.strategy}, draft.trainer, draft.entries()
@@ -218,6 +222,17 @@ def _convert_pipeline(draft: Draft) -> None:
         draft.put("num_layers_per_stage", "modality.pipeline_template", stages)
     if draft.get("scheduler_nodes") is not None:
         draft.leave("scheduler_nodes", "costs", "zbv makes its own order; one of your own is a table (.csv)")
+
+
+def convert_vocabulary(draft: Draft) -> None:
+    """Say of what the rows of vocabulary on each rank are a multiple, in the modality of the draft."""
+    if draft.get(_VOCABULARY) is None:
+        return
+    multiple = draft.count(_VOCABULARY, 64)
+    if draft.modality.get("tp_size", 1) > 1:
+        draft.put(_VOCABULARY, f"modality.{_VOCABULARY}", multiple)
+    else:
+        draft.leave(_VOCABULARY, "costs", "Without a tp_size above 1 a table is computed with in its own size")
 
 
 def convert_microbatches(draft: Draft) -> None:

@@ -14,8 +14,10 @@ from lightning_mm5d.config.foreign.colossalai import (
     PARALLEL_OUTPUT,
     PRECISION,
     SCALER,
+    VOCABULARY,
     convert_microbatches,
     convert_precision,
+    convert_vocabulary,
 )
 from lightning_mm5d.config.foreign.kernel_switches import KERNELS, convert_kernels
 from lightning_mm5d.config.foreign.knobs import Conversion, Draft, Entry, Knob, always, costs, results, ruled, same
@@ -48,7 +50,7 @@ KNOBS: tuple[Knob, ...] = (
     ruled("microbatch_size", "strategy.microbatch_size", "Where `num_microbatches` is not said"),
     *SCALER,
     always("parallel_output", PARALLEL_OUTPUT),
-    always("make_vocab_size_divisible_by", "A vocabulary is split unevenly, and needs no padding"),
+    *VOCABULARY,
 )  # fmt: skip
 
 UNLIKE_KNOBS: tuple[Knob, ...] = (
@@ -85,6 +87,8 @@ def convert_multimodal(given: Mapping[str, Any], *, colocated: bool = False) -> 
     if "language_model_plugin" in draft.given:
         plugins["language"] = ("language_model_plugin", draft.get("language_model_plugin", {}))
     switches = {knob.name: draft.given[knob.name] for knob in KERNELS if draft.get(knob.name, False)}
+    said = [knob.name for knob in VOCABULARY if knob.name in draft.given]
+    of_language = {name: draft.given[name] for name in said if "language" in plugins}
     modalities: dict[str, Any] = {}
     entries: list[Entry] = []
     for name, (path, plugin) in plugins.items():
@@ -96,12 +100,18 @@ def convert_multimodal(given: Mapping[str, Any], *, colocated: bool = False) -> 
         kernels.modality = modal.modality
         convert_kernels(kernels)
         entries += [*modal.entries(), *kernels.entries()]
+        if name == "language":
+            vocabulary = Draft(VOCABULARY, of_language, modality=name)
+            vocabulary.modality = modal.modality
+            convert_vocabulary(vocabulary)
+            entries += vocabulary.entries()
         if colocated and name != "language" and name != next(iter(encoders)):
             modal.modality["colocate_with"] = next(iter(encoders))
     if not modalities:
         raise draft.refused("language_model_plugin", "There is no plugin of a modality", "Write {tp_size: 1}")
-    listed = ["encoder_plugins", "language_model_plugin", *switches]
+    listed = ["encoder_plugins", "language_model_plugin", *switches, *of_language]
     draft.leave_rest(listed, "mapped", "Said for each modality")
+    draft.leave_rest(said, "always", "There is no plugin of the language model")
     source = (
         "Cornstarch EncodersColocatedMultimodalParallelPlugin" if colocated else "Cornstarch MultimodalParallelPlugin"
     )

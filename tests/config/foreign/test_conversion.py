@@ -15,6 +15,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from config.foreign.foreign_files import CORNSTARCH, LEGACY, MINDFORMERS, SMALL, ZBV, sized
 from lightning_mm5d import Modality, MultimodalStrategy, PipelineTemplate
+from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.foreign import colossalai_legacy
 from lightning_mm5d.config.foreign.conversion import read_configuration
 from lightning_mm5d.config.foreign.converted_yaml import as_yaml
@@ -149,6 +150,23 @@ def test_says_a_plugin_per_modality() -> None:
         "main_params": "float32",
         "num_microbatches": 4,
     }
+
+
+@pytest.mark.usefixtures("quiet")
+def test_says_multiples_of_a_vocabulary_where_ranks_share_it() -> None:
+    name = "make_vocab_size_divisible_by"
+    plugin = {"pp_size": 1, "precision": "fp32", name: 64}
+    found = MultimodalStrategy.from_config({"HybridParallelPlugin": {"tp_size": 2, **plugin}}).modalities["model"]
+    assert found == Modality(tp_size=2, pp_size=1, make_vocab_size_divisible_by=64)
+    alone = read_configuration({"HybridParallelPlugin": {"tp_size": 1, **plugin}})
+    assert alone.strategy["modalities"]["model"] == {"tp_size": 1, "pp_size": 1}
+    assert [entry.name for entry in alone.of("costs")] == [name]
+    vision = {"encoder_plugins": {"vision": {"tp_size": 2}}, "num_microbatches": 1, name: 128}
+    both = read_configuration({**vision, "language_model_plugin": {"tp_size": 4}})
+    assert both.strategy["modalities"] == {"vision": {"tp_size": 2}, "language": {"tp_size": 4, name: 128}}
+    assert [entry.name for entry in read_configuration(vision).of("always")] == [name]
+    with pytest.raises(ConfigError, match=f"{name}: got 0"):
+        read_configuration({"HybridParallelPlugin": {"tp_size": 2, **plugin, name: 0}})
 
 
 def test_says_the_sections_of_mindformers() -> None:
