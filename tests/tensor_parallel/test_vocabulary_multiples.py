@@ -104,8 +104,6 @@ def test_shards_in_multiples_equal_one_process_in_every_layout() -> None:
         case("gpt2", TP),
         case("llama", {**TP, "shard_embedding": False}, biased),
         case("llama", {**TP, **FUSED}, preferring),
-        case("llama", {**TP, "sequence_parallel": "ring"}, biased),
-        case("llama", {**TP, "sequence_parallel": "ring"}, frozen),
         case("bert", TP, exact=True),
         case("llama", TP, frozen, options={"gradient_clip_val": 0.01}),
     )
@@ -121,6 +119,14 @@ def test_shards_in_multiples_equal_one_process_in_every_layout() -> None:
         case("llama", {"tp_size": 4, "tp_mode": "2d", "make_vocab_size_divisible_by": 16}, biased),
         limit=300,
     )
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("float64")
+def test_shards_in_multiples_beside_rings_equal_one_process() -> None:
+    """language: ranks 0-1, whose shards of sequences travel around a ring."""
+    ring = {**TP, "sequence_parallel": "ring"}
+    check_all(2, case("llama", ring, biased), case("llama", ring, frozen), case("llama_tied", {**ring, **FUSED}))
 
 
 SHARED = (("llama", biased, 3), ("llama_tied", grown, 2))
