@@ -104,8 +104,7 @@ class Entrance:
             bias: of this rank.
             is_conv: whether the weight is ``[in, out]``.
             due: takes the weight gradient while it is open; None where it is never put off.
-            multiple: of which the number of results in the products is one, with rows of zeros after those of a weight
-                ``[out, in]``; what they give is cut off again. Above 1 the product is not the `first`.
+            multiple: of which a padded weight ``[out, in]`` has a number of rows; above 1 the layer is not the `first`.
         """
         weight: Any = module.weight
         plain, weights = self._plain(), None
@@ -386,8 +385,7 @@ def weight_gradient(
         is_own: whether nobody else holds the memory of `rows`.
         out: number of results of the layer, where `rows` may have padding after them.
     """
-    out = rows.shape[1] if out is None else out
-    x = x.reshape(-1, x.shape[-1])
+    x, out = x.reshape(-1, x.shape[-1]), rows.shape[1] if out is None else out
     if due is None or not due.is_open:
         return (x.t() @ rows if is_conv else without_padding(rows.t() @ x, 0, out)).to(weight.dtype)
     # a copy: a bias may have taken the same memory for its gradient, and later microbatches add to that
