@@ -143,10 +143,11 @@ class Draft:
         self._entries: dict[str, Entry] = {}
         self.given = dict(_flat(given, self._knobs, prefix))
         for name, got in self.given.items():
+            if got is None:  # `entries` says so
+                continue
             knob = self._knobs[name]
-            is_off = not got and got is not None and any(one == 0 for one in knob.neutral)
-            is_unset = got is None and knob.effect != "mapped"
-            if is_unset or is_off or any(got is one or (type(got) is type(one) and got == one) for one in knob.neutral):
+            is_off = not got and any(one == 0 for one in knob.neutral)
+            if is_off or any(got is one or (type(got) is type(one) and got == one) for one in knob.neutral):
                 self.leave(name, "always", "It asks for nothing")
             elif knob.effect == "mapped" and not knob.rule:
                 self.put(name, knob.ours[0], got, knob.about)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -110,7 +111,8 @@ class GridChecks:
             if is_real and value.dim() == 3 and value.shape[-1] == width and samples in (value.shape[0], 1):
                 raise self.error(module, got, "A layer on a grid takes one hidden state")
             is_table = value.dim() == 2 or (value.dim() == 3 and value.shape[1] not in (1, length))
-            if is_real and is_table and value.shape[0] == samples == length > 1:
+            may_be_mask = is_real or value.dtype is torch.bool  # integers are positions of samples
+            if may_be_mask and is_table and value.shape[0] == samples == length > 1:
                 rule = "With as many samples as tokens its first dim may be either, and its rows are unknown"
                 raise self.error(module, got, rule)
 

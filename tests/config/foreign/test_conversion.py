@@ -46,6 +46,22 @@ def test_a_converted_file_makes_the_same_strategy_as_from_config(file: Path) -> 
     assert [name for name in names if name not in comments] == []
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"parallel_config": {"model_parallel": None, "pipeline_stage": 2, "micro_batch_num": None}},
+        {"parallel": {"pipeline": 2, "tensor": {"size": None}}, "gradient_accumulation": None},
+        {"ModalParallelPlugin": {"tp_size": None, "pipeline_template": [["layers.0"], ["layers.1"]]}},
+    ],
+    ids=["mindformers", "legacy", "cornstarch"],
+)
+def test_a_knob_without_a_value_is_listed_and_says_nothing(given: dict[str, Any]) -> None:
+    conversion = read_configuration(given)
+    assert {value for one in conversion.entries if one.got is None for value in one.fields.values()} == set()
+    assert MultimodalStrategy(**conversion.strategy).modalities["model"].tp_size == 1
+    assert "It asks for nothing" in as_yaml(conversion)
+
+
 @pytest.mark.usefixtures("quiet")
 def test_a_converted_file_is_read_by_a_lightning_cli(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
