@@ -107,7 +107,8 @@ def full_mask(masks: list[Tensor], shape: GridShape) -> Tensor:
     assert all(differ(one, other) for index, one in enumerate(masks) for other in masks[:index])
     side: Any = "inside" if masks[0].dim() == 4 else "outside"
     dim, size = (1, HEADS) if side == "inside" else (2, WIDTH)
-    parts, rows = even_ranges(size, shape.side), max(SAMPLES, shape.depth * shape.side)
+    parts = even_ranges(size, shape.side)
+    rows = 8 if shape.mode == "3d" else SAMPLES  # equally many on all ranks, with copies
     full = torch.zeros((rows, *masks[0].shape[1:dim], size, *masks[0].shape[dim + 1 :]), dtype=torch.bool)
     for index, mask in enumerate(masks):
         start, stop = shape.rows(side, index, rows)

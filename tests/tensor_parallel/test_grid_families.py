@@ -45,6 +45,10 @@ def three() -> dict[str, Any]:
     return tokens(samples=3)
 
 
+def five() -> dict[str, Any]:
+    return tokens(samples=5)
+
+
 def three_pictures() -> dict[str, Any]:
     return {"pixel_values": torch.randn(3, 3, 12, 12), "labels": torch.tensor([0, 1, 2])}
 
@@ -79,7 +83,7 @@ UNEVEN = {
             **{"n_embd": 33, "n_layer": 2, "n_head": 3, "n_positions": 32, "n_inner": 51},
             **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
         ),
-        three,
+        five,  # more than the 4 parts of rows in 3d, which do not divide them
         FLOAT32,
         {"use_cache": False},
     ),

@@ -27,8 +27,10 @@ from lightning_mm5d.tensor_parallel.grid.grid_shape import GridShape, Side
 class Frame:
     """Where the blocks of a tensor lie: rows along dim 0, columns along another.
 
-    With fewer samples than ranks along the rows, each rank that has none computes with a copy of the first, whose
-    results go nowhere, since many modules cannot compute with no samples.
+    Rows are samples, then copies of the first sample, whose results go nowhere. With fewer samples than ranks along the
+    rows each rank without one has a copy, since many modules cannot compute with no samples. In 3D all ranks have
+    equally many rows: outside and inside of an attention a rank has other samples, and code of attentions gives the
+    number of those that it takes to what it computes from them.
 
     Args:
         shape: the grid.
@@ -51,27 +53,31 @@ class Frame:
     @property
     def rows(self) -> int:
         """Number of rows of all ranks: samples, and copies."""
-        return max(self.samples, self.shape.depth * self.shape.side)
+        parts = self.shape.depth * self.shape.side
+        return -(-self.samples // parts) * parts if self.shape.mode == "3d" else max(self.samples, parts)
 
     def own_rows(self, full: Tensor, index: int | None = None) -> Tensor:
-        """Return a view of a rank's rows of something that has one for each sample, by default this rank's."""
+        """Return a rank's rows of what has one for each sample, by default this rank's; a view where none is a copy."""
         start, stop = self.shape.rows(self.side, self.group.index if index is None else index, self.rows)
-        return full[start:stop] if start < self.samples else full[:1]
+        own = full[start:stop]
+        copies = stop - start - len(own)
+        return torch.cat([own, full[:1].expand(copies, *full.shape[1:])]) if copies else own
 
     def place(self, index: int) -> tuple[Range, Range]:
         """Return the rows and the columns of a rank."""
         return self.shape.rows(self.side, index, self.rows), self.columns[self.shape.columns(self.side, index)]
 
     def local_of(self, full: Tensor, index: int | None = None) -> Tensor:
-        """Return a view of a rank's block, by default this rank's."""
+        """Return a rank's block, by default this rank's; a view where none is a copy."""
         index = self.group.index if index is None else index
         first, last = self.place(index)[1]
         return self.own_rows(full, index).narrow(self.dim, first, last - first)
 
     def own_gradient(self, full: Tensor) -> Tensor:
-        """Return the gradient of this rank's block, given that of the full tensor: zero for a copy."""
+        """Return the gradient of this rank's block, given that of the full tensor: zero for copies."""
         own = self.local_of(full).clone(memory_format=torch.contiguous_format)
-        return own if self.place(self.group.index)[0][0] < self.samples else own.zero_()
+        own[max(self.samples - self.place(self.group.index)[0][0], 0) :] = 0
+        return own
 
     def gathered(self, local: Tensor) -> Tensor:
         """Return the full tensor, outside of autograd's graph."""

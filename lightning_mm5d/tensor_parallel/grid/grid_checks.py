@@ -8,7 +8,8 @@ search).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -76,6 +77,19 @@ class GridChecks:
         if (norm is not None and norm.width != width) or input.shape[-1] != columns:
             rule = f"It takes a hidden state, here of {columns} columns on this rank"
             raise self.error(module, tuple(input.shape), rule)
+
+    @contextmanager
+    def told(self, module: nn.Module) -> Iterator[None]:
+        """Add to an error of torch in a layer what the layer has of its arguments, which code around may not know."""
+        try:
+            yield
+        except (RuntimeError, IndexError) as error:
+            kind = type(module).__name__
+            error.add_note(
+                f"{self._field}={self._shape.mode!r}: {kind} computes on this rank's samples and columns of its hidden "
+                "state, and other arguments are whole outside of its attention. With tp_mode='1d' its state is whole."
+            )
+            raise
 
     def error(self, module: nn.Module, got: object, rule: str) -> ConfigError:
         """Return the error for a module that breaks a rule."""

@@ -107,7 +107,7 @@ class GridLayers:
                 local = scattered(hidden.full() if isinstance(hidden, Sharded) else hidden, frame)
             args, kwargs = with_state(place, local, args, kwargs)
             self._frame = frame
-            with self._region.inside() if module.training else nullcontext():
+            with self._region.inside() if module.training else nullcontext(), self._checks.told(module):
                 result = inner(*args, **kwargs)
             several = isinstance(result, tuple | list)
             first, *others = result if several else (result,)
