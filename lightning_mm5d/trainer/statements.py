@@ -124,7 +124,7 @@ def structure(module: nn.Module, plan: Plan | None = None) -> dict[str, Any]:
         name = path or "the module"
         found[name] = type(part).__name__
         with suppress(Exception):  # a class of the user's own may not be ready to describe itself
-            found[name] = _text(f"{type(part).__name__}({part.extra_repr()})")
+            found[name] = _text(f"{type(part).__name__}({_settings(part, path, holdings)})")
     for name, parameter in module.named_parameters(remove_duplicate=False):
         form = _form(parameter, name, holdings)
         found[name] = f"{form} {'trained' if parameter.requires_grad else 'frozen'}"
@@ -184,6 +184,21 @@ def _arguments(cls: type) -> list[str]:
     """Return the arguments of the constructors of `cls` and its bases, but those that the trainer sets."""
     found = (inspect.signature(base.__init__).parameters for base in cls.__mro__ if "__init__" in vars(base))  # type: ignore[misc]
     return [name for name in dict.fromkeys(name for names in found for name in names) if name not in _SET_BY_TRAINER]
+
+
+def _settings(part: nn.Module, path: str, holdings: Holdings | None) -> str:
+    """Return what a module says of itself, with full parameters: some norms name the shape of what this rank holds."""
+    held = {name: one for name, one in part._parameters.items() if one is not None and not is_lazy(one)}
+    if holdings is None:
+        return part.extra_repr()
+    full = {name: holdings.full_shape(f"{path}.{name}".lstrip("."), one.shape) for name, one in held.items()}
+    try:
+        for name, shape in full.items():
+            if shape != held[name].shape:
+                part._parameters[name] = nn.Parameter(held[name].new_empty(shape, device="meta"), requires_grad=False)
+        return part.extra_repr()
+    finally:
+        part._parameters.update(held)
 
 
 def _form(tensor: Tensor, name: str = "", holdings: Holdings | None = None) -> str:

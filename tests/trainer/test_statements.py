@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import sys
@@ -10,10 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 
 from features.toys import PAIR, PIPE, Run, Toy
-from lightning_mm5d import MultimodalStrategy
+from lightning_mm5d import Modality, MultimodalStrategy
+from lightning_mm5d.cli.job import settle
 from lightning_mm5d.trainer.statements import configuration, loader, optimizers, structure
+from zoo.case import TinyModule
+from zoo.text import LLAMA
 
 SET_BY_TRAINER = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"}
 
@@ -95,3 +100,21 @@ def test_statements_are_json() -> None:
 
 def test_an_iterable_of_ones_own_is_stated_by_its_class() -> None:
     assert loader([1, 2]) == {"dataloader": "list"}
+
+
+def test_norms_of_which_ranks_hold_unlike_parts_state_the_full_shape() -> None:
+    """language: ranks 0-3 as 2 x 2, of which some hold 18 and some 17 of the width."""
+    sizes = {"hidden_size": 35, "num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 6}
+    module = TinyModule(hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA | sizes)))
+    strategy = MultimodalStrategy({"language": Modality(tp_size=4, tp_mode="2d")})
+    settle(strategy, 4, 1)
+    plan = strategy.plan(module)
+    expected, lengths = structure(module, plan), set()
+    for index in range(4):
+        kept = copy.deepcopy(module)
+        for name, parameter in kept.named_parameters():
+            if name in plan.division.shards:
+                parameter.data = plan.division.shards[name].cut(parameter.data, index)
+        lengths.add(len(kept.get_parameter("model.model.layers.0.input_layernorm.weight")))
+        assert structure(kept, plan) == expected
+    assert lengths == {17, 18}
