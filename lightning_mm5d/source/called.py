@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import builtins
 import sys
+from collections.abc import Collection
 from functools import partial
 from inspect import getattr_static
 from types import FunctionType, ModuleType
@@ -36,6 +37,53 @@ def called(source: Source, module: nn.Module) -> frozenset[str] | None:
     for name in ("__call__", "forward"):
         reader.follow(getattr_static(type(module), name, None), module)
     return None if reader.is_hidden else frozenset(reader.found)
+
+
+def around(source: Source, module: nn.Module, columns: Collection[str], rows: Collection[str]) -> frozenset[str]:
+    """Return what `called` does, of the code before the first of some layers and after the last one alone.
+
+    Args:
+        source: reads code.
+        module: which calls the layers.
+        columns: names of layers that take its input; code before them is left out where there are none.
+        rows: names of those that make its result; code after them is left out where there are none.
+    """
+    reader, function = _Reader(source), function_of(getattr_static(type(module), "forward", None))
+    while function is not None and _is_read(function, is_method=True) and (tree := source.tree(function)) is not None:
+        own = tree.args.args[0].arg if tree.args.args else None
+        place, nodes = _Place(function, module, own), [*ast.walk(tree)]
+        uses = [node for node in nodes if isinstance(node, ast.Attribute) and node.attr in {*columns, *rows}]
+        uses = [node for node in uses if isinstance(node.value, ast.Name) and node.value.id == own]
+        simple = [node for node in nodes if isinstance(node, ast.stmt) and not _has_statements(node)]
+        first = min((node.lineno for node in uses), default=None)
+        last = max((node.end_lineno or node.lineno for node in uses), default=None)
+        for statement in simple:
+            is_before = first is None or ((statement.end_lineno or first) < first and bool(columns))
+            is_after = last is not None and statement.lineno > last and bool(rows)
+            inputs = [] if is_before or is_after else _inputs(statement, own, columns)
+            for node in ast.walk(statement) if is_before or is_after else inputs:
+                if not is_super(node):
+                    reader.visit(node, place)
+        if uses:
+            break
+        function = next_method(type(module), function, "forward")
+    return frozenset(reader.found)
+
+
+def _has_statements(node: ast.AST) -> bool:
+    return any(isinstance(child, ast.stmt) for child in ast.iter_child_nodes(node))
+
+
+def _inputs(statement: ast.stmt, own: str | None, names: Collection[str]) -> list[ast.AST]:
+    """The code within a statement that makes the arguments of calls of ``self.name``."""
+    found: list[ast.AST] = []
+    for call in ast.walk(statement):
+        way = call.func if isinstance(call, ast.Call) else None
+        if not isinstance(call, ast.Call) or not isinstance(way, ast.Attribute) or way.attr not in names:
+            continue
+        if isinstance(way.value, ast.Name) and way.value.id == own:
+            found += [node for argument in call.args for node in ast.walk(argument)]
+    return found
 
 
 class _Place(NamedTuple):
@@ -75,9 +123,9 @@ class _Reader:
             place = _Place(function, module, arguments[0].arg if arguments and module is not None else None)
             for statement in tree.body:
                 for node in ast.walk(statement):
-                    self._visit(node, place)
+                    self.visit(node, place)
 
-    def _visit(self, node: ast.AST, place: _Place) -> None:
+    def visit(self, node: ast.AST, place: _Place) -> None:
         if isinstance(node, ast.MatMult):
             self.found.add(PRODUCT)
         elif isinstance(node, ast.Attribute) and is_super(node) and place.module is not None:

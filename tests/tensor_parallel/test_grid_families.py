@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality
@@ -326,6 +326,55 @@ def test_code_that_mixes_columns_is_refused_by_name(kind: type[nn.Module], why: 
     layer.__class__ = kind
     if kind is Nested:
         layer.softened = nn.Softmax(-1)
+    if why is None:
+        divided_on(root, GRIDS["2d"])
+        return
+    with pytest.raises(ConfigError, match=why):
+        divided_on(root, GRIDS["2d"])
+
+
+class NormedInput(LlamaMLP):
+    def forward(self, x: Any) -> Any:
+        return super().forward(x / x.norm(dim=-1, keepdim=True))
+
+
+class WithinItsArguments(LlamaMLP):
+    def forward(self, x: Any) -> Any:
+        return self.down_proj(self.act_fn(self.gate_proj(x.softmax(-1))) * self.up_proj(x))
+
+
+class CenteredInput(LlamaAttention):
+    def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(hidden_states - centered(hidden_states), *args, **kwargs)
+
+
+class SortedResult(LlamaMLP):
+    def forward(self, x: Any) -> Any:
+        result = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return result.sort(-1).values
+
+
+class EntryByEntry(LlamaMLP):
+    """Changes its input without mixing."""
+
+    def forward(self, x: Any) -> Any:
+        x = x + x.abs().clamp(max=1.0)
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+@pytest.mark.parametrize(
+    ("part", "kind", "why"),
+    [
+        ("mlp", NormedInput, r"0\.mlp .*NormedInput mixes columns or samples of its input or result, by norm"),
+        ("mlp", WithinItsArguments, "by softmax"),
+        ("self_attn", CenteredInput, "by mean"),
+        ("mlp", SortedResult, "by sort"),
+        ("mlp", EntryByEntry, None),
+    ],
+)
+def test_code_around_attentions_and_units_is_read(part: str, kind: type[nn.Module], why: str | None) -> None:
+    root: Any = FAMILIES["llama"].build()
+    getattr(root.get_submodule(layers_of(root)[0]), part).__class__ = kind
     if why is None:
         divided_on(root, GRIDS["2d"])
         return

@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D  # the projections of GPT-2 and it
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.sharded.shards import Shard
-from lightning_mm5d.source.called import PRODUCT, called
+from lightning_mm5d.source.called import PRODUCT, around, called
 from lightning_mm5d.source.trees import Source
 from lightning_mm5d.tensor_parallel.grid.grid_norms import Norm, norm_of
 from lightning_mm5d.tensor_parallel.grid.grid_plan import GridPlan
@@ -190,9 +190,13 @@ class _Layer:
         parts = {other for role in self._division.roles for other in (role, _ADAPTED.split(role)[0])}
         ways = {part.rpartition(".")[0] for part in parts}
         inside = any(path == other or path.startswith(f"{other}.") for other in self._division.heads)
+        kind = type(module).__name__
+        if path in ways - parts and (mixing := _MIXES & self._around(path, module)):
+            self._refuse(
+                path, f"{kind} mixes columns or samples of its input or result, by {', '.join(sorted(mixing))}"
+            )
         if inside or path in ways or path in self._division.roles or path in self.norms:
             return
-        kind = type(module).__name__
         if not _computes_by_entry(module):
             self._refuse(path, f"{kind} is a layer of torch that mixes columns or samples")
         if _DROPS_SAMPLES.search(kind):
@@ -202,6 +206,15 @@ class _Layer:
             self._refuse(path, f"{kind} has code without source")
         elif mixing := _MIXES & names:
             self._refuse(path, f"{kind} mixes columns or samples, by {', '.join(sorted(mixing))}")
+
+    def _around(self, path: str, module: nn.Module) -> frozenset[str]:
+        """Return what an attention or a unit calls before its first linear layer, and after its last one."""
+        names: dict[str, list[str]] = {"column": [], "row": []}
+        for role, kind in self._division.roles.items():
+            parent, _, name = _ADAPTED.split(role)[0].rpartition(".")
+            if parent == path and kind in names:
+                names[kind].append(name)
+        return around(self._source, module, names["column"], names["row"])
 
     def _is_bare_norm(self, path: str, module: nn.Module) -> bool:
         """Whether a module without parameters norms the hidden state; in an attention it would norm single heads."""
