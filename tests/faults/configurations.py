@@ -74,8 +74,8 @@ PYTHON: dict[str, Wrong] = {
         for value in (0, -2, True, 2.5, "2", [2], NAN, 2**40)
     },
     **{f"{size} without a value": _vision(size, None, "The nearest is 1") for size in ("tp_size", "cp_size")},
-    "sequence_parallel by a word": _vision("sequence_parallel", "yes", "True"),
-    "sequence_parallel by a number": _vision("sequence_parallel", 1, "True"),
+    "sequence_parallel by a word": _vision("sequence_parallel", "yes", "true"),
+    "sequence_parallel by a number": _vision("sequence_parallel", 1, "true"),
     "an unknown cp_mode": _vision("cp_mode", "rings", "'ring'"),
     "a cp_mode that is a list": _vision("cp_mode", ["ring"], "ring"),
     "an unknown cp_distribution": _vision("cp_distribution", "zigzack", "'zigzag'"),
