@@ -37,4 +37,5 @@ class Hop:
     def wait(self) -> Tensor:
         """Return what came; what was sent may be written to from now on."""
         self._group.wait(*self._works)
+        del self._sent, self._works  # the next hop allocates another buffer
         return self._received.to(self._device)

@@ -70,5 +70,4 @@ def vocabulary_shard(logits: Tensor) -> VocabularyShard:
     if dim != -1 or not isinstance(group, TensorGroup):
         return vocabulary_shard(logits.full())
     start = sum(lengths[: group.index])
-    local = logits.local.contiguous()  # with `make_vocab_size_divisible_by` that of the last rank may be a view
-    return VocabularyShard(logits=local, start=start, stop=start + lengths[group.index], size=size, _group=group)
+    return VocabularyShard(logits=logits.local, start=start, stop=start + lengths[group.index], size=size, _group=group)

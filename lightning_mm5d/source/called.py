@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import ast
 import builtins
+import re
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from inspect import getattr_static
 from types import FunctionType, ModuleType
@@ -24,6 +25,8 @@ from lightning_mm5d.source.trees import Source, decorated, function_of, is_super
 PRODUCT = "@"
 """The name of a product of matrices by its operator."""
 _PYTHONS = object()  # stands for a function of Python's own
+_OF_NUMBERS = {"math", "numpy", "functools", "_functools"}  # whose functions compute with sizes, not with tensors
+_ROOM = re.compile("^(?:fft|linalg|special)_")  # torch.linalg.norm says that it is linalg_norm
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "torchvision", "lightning", "pytorch_lightning", "einops"}
 
 
@@ -42,48 +45,91 @@ def called(source: Source, module: nn.Module) -> frozenset[str] | None:
 def around(source: Source, module: nn.Module, columns: Collection[str], rows: Collection[str]) -> frozenset[str]:
     """Return what `called` does, of the code before the first of some layers and after the last one alone.
 
+    Nothing where no layer is found in a forward, in those that it extends or in methods that they call.
+
     Args:
         source: reads code.
         module: which calls the layers.
         columns: names of layers that take its input; code before them is left out where there are none.
         rows: names of those that make its result; code after them is left out where there are none.
     """
-    reader, function = _Reader(source), function_of(getattr_static(type(module), "forward", None))
-    while function is not None and _is_read(function, is_method=True) and (tree := source.tree(function)) is not None:
-        own = tree.args.args[0].arg if tree.args.args else None
-        place, nodes = _Place(function, module, own), [*ast.walk(tree)]
-        uses = [node for node in nodes if isinstance(node, ast.Attribute) and node.attr in {*columns, *rows}]
-        uses = [node for node in uses if isinstance(node.value, ast.Name) and node.value.id == own]
-        simple = [node for node in nodes if isinstance(node, ast.stmt) and not _has_statements(node)]
-        first = min((node.lineno for node in uses), default=None)
-        last = max((node.end_lineno or node.lineno for node in uses), default=None)
-        for statement in simple:
-            is_before = first is None or ((statement.end_lineno or first) < first and bool(columns))
-            is_after = last is not None and statement.lineno > last and bool(rows)
-            inputs = [] if is_before or is_after else _inputs(statement, own, columns)
-            for node in ast.walk(statement) if is_before or is_after else inputs:
-                if not is_super(node):
-                    reader.visit(node, place)
-        if uses:
+    reader, seen = _Reader(source), set[FunctionType]()
+    ways = _Ways(*(frozenset(names) | _users(source, module, names) for names in (columns, rows)))
+    function = function_of(getattr_static(type(module), "forward", None))
+    while function is not None and function not in seen and _is_read(function, is_method=True):
+        seen.add(function)
+        tree = source.tree(function)
+        if tree is None:
             break
-        function = next_method(type(module), function, "forward")
+        own = tree.args.args[0].arg if tree.args.args else None
+        uses = [node for node in ast.walk(tree) if _is_of(node, own, ways.columns | ways.rows)]
+        later = next_method(type(module), function, "forward")
+        is_wrapper = any(is_super(node) for node in ast.walk(tree))
+        if not uses and not is_wrapper:
+            break
+        for node in _around(tree, own, uses, ways):
+            if not is_super(node):
+                reader.visit(node, _Place(function, module, own))
+        function = None if uses else later
     return frozenset(reader.found)
 
 
-def _has_statements(node: ast.AST) -> bool:
-    return any(isinstance(child, ast.stmt) for child in ast.iter_child_nodes(node))
+class _Ways(NamedTuple):
+    """Names of layers, and of the methods that call them."""
+
+    columns: frozenset[str]
+    rows: frozenset[str]
 
 
-def _inputs(statement: ast.stmt, own: str | None, names: Collection[str]) -> list[ast.AST]:
-    """The code within a statement that makes the arguments of calls of ``self.name``."""
-    found: list[ast.AST] = []
-    for call in ast.walk(statement):
-        way = call.func if isinstance(call, ast.Call) else None
-        if not isinstance(call, ast.Call) or not isinstance(way, ast.Attribute) or way.attr not in names:
+def _users(source: Source, module: nn.Module, names: Collection[str]) -> frozenset[str]:
+    """Return the names of the module's own methods that call some of its layers, beside its forward."""
+    trees = {
+        name: tree
+        for cls in reversed(type(module).__mro__)
+        for name, function in own_functions(cls)
+        if name != "forward" and _is_read(function, is_method=True) and (tree := source.tree(function)) is not None
+    }
+    found, size = {*names}, 0
+    while size < len(found):
+        size = len(found)
+        found |= {
+            name
+            for name, tree in trees.items()
+            if tree.args.args and any(_is_of(node, tree.args.args[0].arg, found) for node in ast.walk(tree))
+        }
+    return frozenset(found)
+
+
+def _is_of(node: ast.AST, own: str | None, names: Collection[str]) -> bool:
+    """Whether a node is ``self.name`` for one of the names."""
+    if not isinstance(node, ast.Attribute) or node.attr not in names:
+        return False
+    return isinstance(node.value, ast.Name) and node.value.id == own
+
+
+def _around(tree: ast.FunctionDef, own: str | None, uses: Sequence[ast.AST], ways: _Ways) -> Iterator[ast.AST]:
+    """Yield the code of a method before the first use of a layer, and after the last one."""
+    lines = [(node.lineno, node.end_lineno or node.lineno) for node in uses if isinstance(node, ast.expr)]
+    for statement in ast.walk(tree):
+        if not isinstance(statement, ast.stmt) or isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
             continue
-        if isinstance(way.value, ast.Name) and way.value.id == own:
-            found += [node for argument in call.args for node in ast.walk(argument)]
-    return found
+        # of a loop or condition its head alone: what is in it comes by itself
+        parts = [child for child in ast.iter_child_nodes(statement) if isinstance(child, (ast.expr, ast.withitem))]
+        nodes = [node for part in parts for node in ast.walk(part)]
+        ends = [node.end_lineno or 0 for node in nodes if isinstance(node, ast.expr)]
+        is_before = bool(ways.columns) and max(ends, default=0) < min((start for start, _ in lines), default=0)
+        is_after = bool(ways.rows) and statement.lineno > max((end for _, end in lines), default=0)
+        if not lines or is_before or is_after:
+            yield from nodes
+            continue
+        for call in nodes:
+            if isinstance(call, ast.Call) and _is_of(call.func, own, ways.columns):
+                for argument in (*call.args, *(keyword.value for keyword in call.keywords)):
+                    yield from ast.walk(argument)
+            under = [node for child in ast.iter_child_nodes(call) for node in ast.walk(child)]
+            if any(isinstance(node, ast.Call) and _is_of(node.func, own, ways.rows) for node in under):
+                yield call
+                yield from ast.walk(call.func) if isinstance(call, ast.Call) else ()
 
 
 class _Place(NamedTuple):
@@ -133,9 +179,9 @@ class _Reader:
         elif isinstance(node, (ast.Attribute, ast.Name)) and isinstance(node.ctx, ast.Load):
             self._take(_value(node, place), place)
         if isinstance(node, ast.Call) and _value(node.func, place) is None and not is_super(node.func):
-            if isinstance(node.func, ast.Attribute):
+            if isinstance(node.func, ast.Attribute) and not _is_harmless(node, place):
                 self.found.add(node.func.attr)
-            elif isinstance(node.func, ast.Name):
+            elif isinstance(node.func, ast.Name) and node.func.id not in place.function.__code__.co_varnames:
                 self.found.add(node.func.id)
 
     def _take(self, value: Any, place: _Place) -> None:
@@ -148,12 +194,22 @@ class _Reader:
         elif isinstance(value, type) and issubclass(value, Function):
             value = getattr_static(value, "forward")
         function = function_of(value)
-        if module is None and function in _methods(place.module):  # by its class, or by a decorator that holds it
+        # by its class, or by a decorator that holds it
+        if module is None and function is not None and function in _methods(place.module):
             module = place.module
         if function is not None and _is_read(function, is_method=module is not None):
             self.follow(value, module)
         elif callable(value) and not isinstance(value, (type, nn.Module)):
-            self.found.add(getattr(value, "__name__", ""))
+            owner = str(getattr(value, "__module__", "")).partition(".")[0]
+            if owner not in _OF_NUMBERS:
+                self.found.add(_ROOM.sub("", getattr(value, "__name__", "")))
+
+
+def _is_harmless(call: ast.Call, place: _Place) -> bool:
+    """Whether a method that is not known is one of a string, or a part that the module has without a value."""
+    if call.args and isinstance(call.args[0], ast.Constant) and isinstance(call.args[0].value, str):
+        return True
+    return isinstance(call.func, ast.Attribute) and isinstance(_value(call.func.value, place), nn.Module)
 
 
 def _value(node: ast.AST, place: _Place) -> Any:

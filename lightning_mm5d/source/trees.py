@@ -39,7 +39,8 @@ def method_of(cls: type, name: str) -> FunctionType | None:
 def next_method(cls: type, function: FunctionType, name: str) -> FunctionType | None:
     """Return what ``super().name`` is in a method of `cls` or of one of its bases; None where it is no function."""
     owners = [index for index, one in enumerate(cls.__mro__) if function in dict(own_functions(one)).values()]
-    later = cls.__mro__[owners[0] + 1 :] if owners else ()
+    # the last one has written it: others may have it again, by a wrapper around what they inherit
+    later = cls.__mro__[owners[-1] + 1 :] if owners else ()
     return next((function_of(vars(one)[name]) for one in later if name in vars(one)), None)
 
 

@@ -301,7 +301,9 @@ class _Product(torch.autograd.Function):
         if (made := traffic.first()) is not None:
             return made
         bias = None if bias is None else padded_rows(bias, multiple)
-        return F.linear(plain, weight.t() if is_conv else padded_rows(weight, multiple), bias)
+        if not is_conv and weight.shape[0] % multiple:  # in the dtype of the product, which is cast once a microbatch
+            weight = padded_rows(autocast(weight), multiple)
+        return F.linear(plain, weight.t() if is_conv else weight, bias)
 
     @staticmethod
     @once_differentiable

@@ -9,14 +9,12 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality
@@ -221,164 +219,6 @@ def test_dropout_of_whole_tokens_is_refused_by_name(kind: type[nn.Module], rate:
         with pytest.raises(ConfigError, match=r"dropout.*Dropout1d drops whole samples or tokens"):
             divided_on(root, GRIDS["2d"])
     else:
-        divided_on(root, GRIDS["2d"])
-
-
-class Centered(LlamaDecoderLayer):
-    """Does to the hidden state what a rank cannot do to its columns."""
-
-    def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        result = super().forward(hidden_states, *args, **kwargs)
-        return result - result.mean(-1, keepdim=True)
-
-
-class OnlySuper(Centered):
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return super().forward(*args, **kwargs)
-
-
-class Normed(LlamaDecoderLayer):
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        result: Any = super().forward(*args, **kwargs)
-        return result / result.norm(dim=-1, keepdim=True)
-
-
-class Largest(LlamaDecoderLayer):
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        result: Any = super().forward(*args, **kwargs)
-        return result / self.largest(result)
-
-    def largest(self, result: Any) -> Any:
-        return result.abs().max(-1, keepdim=True).values
-
-
-class Beside(LlamaDecoderLayer):
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return centered(super().forward(*args, **kwargs))
-
-
-class Product(LlamaDecoderLayer):
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        result: Any = super().forward(*args, **kwargs)
-        return result @ torch.eye(result.shape[-1])
-
-
-class Aliased(LlamaDecoderLayer):
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        smooth = partial(torch.softmax, dim=-1)
-        return smooth(super().forward(*args, **kwargs))
-
-
-class Nested(LlamaDecoderLayer):
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        result: Any = super().forward(*args, **kwargs)
-        return self.softened(result)
-
-
-class ByEntry(LlamaDecoderLayer):
-    """Names what mixes, and calls none of it."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        result: Any = super().forward(*args, **kwargs)
-        largest = torch.finfo(result.dtype).max
-        return self.norm(result).clamp(-largest, max(largest, 0.0))
-
-    def norm(self, result: Any) -> Any:
-        return result * 2
-
-    def unused(self, result: Any) -> Any:
-        return result.mean(-1)
-
-
-def centered(result: Any) -> Any:
-    return result - around(result)
-
-
-def around(result: Any) -> Any:
-    return torch.mean(result, -1, keepdim=True)
-
-
-def hidden() -> type[nn.Module]:
-    scope: dict[str, Any] = {"Base": LlamaDecoderLayer}
-    exec("class Hidden(Base):\n    def forward(self, *args, **kwargs):\n        return args[0]\n", scope)
-    found: type[nn.Module] = scope["Hidden"]
-    return found
-
-
-@pytest.mark.parametrize(
-    ("kind", "why"),
-    [
-        (Centered, r"layers\.1 .*Centered mixes columns or samples, by mean"),
-        (OnlySuper, "OnlySuper mixes columns or samples, by mean"),
-        (Normed, "by norm"),
-        (Largest, "by max"),
-        (Beside, "by mean"),
-        (Product, "by @"),
-        (Aliased, "by softmax"),
-        (Nested, r"layers\.1\.softened .*Softmax is a layer of torch that mixes"),
-        (hidden(), "Hidden has code without source"),
-        (ByEntry, None),
-    ],
-)
-def test_code_that_mixes_columns_is_refused_by_name(kind: type[nn.Module], why: str | None) -> None:
-    root: Any = FAMILIES["llama"].build()
-    layer = root.get_submodule(layers_of(root)[1])
-    layer.__class__ = kind
-    if kind is Nested:
-        layer.softened = nn.Softmax(-1)
-    if why is None:
-        divided_on(root, GRIDS["2d"])
-        return
-    with pytest.raises(ConfigError, match=why):
-        divided_on(root, GRIDS["2d"])
-
-
-class NormedInput(LlamaMLP):
-    def forward(self, x: Any) -> Any:
-        return super().forward(x / x.norm(dim=-1, keepdim=True))
-
-
-class WithinItsArguments(LlamaMLP):
-    def forward(self, x: Any) -> Any:
-        return self.down_proj(self.act_fn(self.gate_proj(x.softmax(-1))) * self.up_proj(x))
-
-
-class CenteredInput(LlamaAttention):
-    def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        return super().forward(hidden_states - centered(hidden_states), *args, **kwargs)
-
-
-class SortedResult(LlamaMLP):
-    def forward(self, x: Any) -> Any:
-        result = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-        return result.sort(-1).values
-
-
-class EntryByEntry(LlamaMLP):
-    """Changes its input without mixing."""
-
-    def forward(self, x: Any) -> Any:
-        x = x + x.abs().clamp(max=1.0)
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-
-
-@pytest.mark.parametrize(
-    ("part", "kind", "why"),
-    [
-        ("mlp", NormedInput, r"0\.mlp .*NormedInput mixes columns or samples of its input or result, by norm"),
-        ("mlp", WithinItsArguments, "by softmax"),
-        ("self_attn", CenteredInput, "by mean"),
-        ("mlp", SortedResult, "by sort"),
-        ("mlp", EntryByEntry, None),
-    ],
-)
-def test_code_around_attentions_and_units_is_read(part: str, kind: type[nn.Module], why: str | None) -> None:
-    root: Any = FAMILIES["llama"].build()
-    getattr(root.get_submodule(layers_of(root)[0]), part).__class__ = kind
-    if why is None:
-        divided_on(root, GRIDS["2d"])
-        return
-    with pytest.raises(ConfigError, match=why):
         divided_on(root, GRIDS["2d"])
 
 

@@ -43,7 +43,8 @@ _MIXES = {
     *("inner", "outer", "kron", "linear", "bilinear", "scaled_dot_product_attention", "conv1d", "conv2d", "conv3d"),
     *("fft", "ifft", "rfft", "irfft", "fft2", "ifft2", "rfft2", "irfft2", "fftn", "ifftn", "rfftn", "irfftn"),
     *("multi_head_attention_forward", "dropout1d", "dropout2d", "dropout3d", "feature_dropout"),
-    *("feature_alpha_dropout", "stochastic_depth"),
+    *("feature_alpha_dropout", "stochastic_depth", "drop_path", "bernoulli", "bernoulli_", "rand"),
+    *("vecdot", "multi_dot", "native_layer_norm", "renorm", "avg_pool1d", "adaptive_avg_pool1d", "gather", "pad"),
 }
 _BY_ENTRY = ("container", "dropout", "activation", "linear", "module")  # files of torch.nn whose modules mix nothing
 _NOT_BY_ENTRY = (nn.Softmax, nn.Softmax2d, nn.Softmin, nn.LogSoftmax, nn.GLU, nn.MultiheadAttention, nn.Bilinear)
@@ -65,12 +66,12 @@ def on_grids(
         ConfigError: something in a layer cannot be in blocks.
     """
     plans: dict[str, GridPlan] = {}
-    source = Source()
+    source, ways = Source(), _ways(division)
     for name, shape in grids.items():
         norms: dict[str, Norm | None] = {}
         adapters: dict[str, Kind] = {}
         for path in layers[name]:
-            layer = _Layer(root, division, name, shape, path, source)
+            layer = _Layer(root, division, name, shape, path, source, ways)
             division = layer.divided()
             norms |= layer.norms
             adapters |= layer.adapters
@@ -80,9 +81,16 @@ def on_grids(
 
 class _Layer:
     def __init__(
-        self, root: nn.Module, division: Division, group: str, shape: GridShape, path: str, source: Source
+        self,
+        root: nn.Module,
+        division: Division,
+        group: str,
+        shape: GridShape,
+        path: str,
+        source: Source,
+        ways: Mapping[str, Mapping[str, str]],
     ) -> None:
-        self._source = source
+        self._source, self._ways = source, ways
         self._root, self._division, self._group, self._shape, self._path = root, division, group, shape, path
         self._layer = root.get_submodule(path)
         self._shards: dict[str, Shard] = dict(division.shards)
@@ -166,9 +174,7 @@ class _Layer:
         kind = type(module).__name__
         if _TOKENS_FIRST.search(_code_of(module)):
             self._refuse(path, f"{kind} takes [sequence, samples, ...], whose rows would be tokens")
-        if _DROPS_SAMPLES.search(kind) and any(
-            isinstance(value, int | float) and value > 0 for name, value in vars(module).items() if _RATE.search(name)
-        ):
+        if _DROPS_SAMPLES.search(kind) and not _is_off(module):
             self._refuse(path, f"{kind} drops whole samples or tokens, whose columns are on several ranks")
         own = {f"{path}.{name}" for name, parameter in module._parameters.items() if parameter is not None}
         own -= {*self._shards, *self._shared}
@@ -187,15 +193,15 @@ class _Layer:
 
     def _code(self, path: str, module: nn.Module) -> None:
         """Refuse code around attentions and linear layers that does not treat each entry by itself."""
-        parts = {other for role in self._division.roles for other in (role, _ADAPTED.split(role)[0])}
-        ways = {part.rpartition(".")[0] for part in parts}
         inside = any(path == other or path.startswith(f"{other}.") for other in self._division.heads)
         kind = type(module).__name__
-        if path in ways - parts and (mixing := _MIXES & self._around(path, module)):
+        ways = {} if path in self._division.roles or self._is_adapted(path) else self._ways.get(path, {})
+        columns, rows = ([name for name, way in ways.items() if way == one] for one in ("column", "row"))
+        if ways and (mixing := _MIXES & around(self._source, module, columns, rows)):
             self._refuse(
                 path, f"{kind} mixes columns or samples of its input or result, by {', '.join(sorted(mixing))}"
             )
-        if inside or path in ways or path in self._division.roles or path in self.norms:
+        if inside or path in self._ways or path in self._division.roles or path in self.norms:
             return
         if not _computes_by_entry(module):
             self._refuse(path, f"{kind} is a layer of torch that mixes columns or samples")
@@ -207,14 +213,9 @@ class _Layer:
         elif mixing := _MIXES & names:
             self._refuse(path, f"{kind} mixes columns or samples, by {', '.join(sorted(mixing))}")
 
-    def _around(self, path: str, module: nn.Module) -> frozenset[str]:
-        """Return what an attention or a unit calls before its first linear layer, and after its last one."""
-        names: dict[str, list[str]] = {"column": [], "row": []}
-        for role, kind in self._division.roles.items():
-            parent, _, name = _ADAPTED.split(role)[0].rpartition(".")
-            if parent == path and kind in names:
-                names[kind].append(name)
-        return around(self._source, module, names["column"], names["row"])
+    def _is_adapted(self, path: str) -> bool:
+        parent, _, name = path.rpartition(".")
+        return name in self._ways.get(parent, {})
 
     def _is_bare_norm(self, path: str, module: nn.Module) -> bool:
         """Whether a module without parameters norms the hidden state; in an attention it would norm single heads."""
@@ -234,11 +235,27 @@ class _Layer:
         raise ConfigError(f"modalities.{self._group}.tp_mode", self._shape.mode, rule, _FIX)
 
 
+def _ways(division: Division) -> dict[str, dict[str, str]]:
+    """Return the kinds of linear layers by the path of what calls them, then by name; of adapted ones both paths."""
+    found: dict[str, dict[str, str]] = {}
+    for role, kind in division.roles.items():
+        for path in dict.fromkeys((role, _ADAPTED.split(role)[0])):
+            parent, _, name = path.rpartition(".")
+            found.setdefault(parent, {})[name] = kind
+    return found
+
+
 def _code_of(module: nn.Module) -> str:
     try:
         return inspect.getsource(type(module).forward)
     except (OSError, TypeError):  # made without a file
         return ""
+
+
+def _is_off(module: nn.Module) -> bool:
+    """Whether all rates of a module that drops something are zero, or none; False where it names none."""
+    rates = [value for name, value in vars(module).items() if _RATE.search(name)]
+    return bool(rates) and all(rate is None or rate == 0 for rate in rates)
 
 
 def _computes_by_entry(module: nn.Module) -> bool:
