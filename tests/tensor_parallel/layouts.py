@@ -68,8 +68,14 @@ def batches_of(name: str, steps: int = STEPS) -> list[Any]:
 
 @lru_cache
 def reference(
-    name: str, variant: str, prepare: Prepare | None, steps: int, options: tuple[tuple[str, Any], ...]
+    name: str,
+    variant: str,
+    prepare: Prepare | None,
+    steps: int,
+    options: tuple[tuple[str, Any], ...],
+    dtype: torch.dtype,
 ) -> tuple[Recorder, State]:
+    """Train on one process; kept for equal arguments and, since a module is built in the default one, equal `dtype`."""
     module = build(name, variant, prepare)
     return fit(module, batches_of(name, steps), **dict(options)), module.state_dict()
 
@@ -116,7 +122,7 @@ def check(name: str, fields: Fields, world: int, **options: Any) -> None:
 def alone(run: Compared) -> tuple[Recorder, State]:
     """Return what one process records of a run, and its parameters at the end."""
     options = tuple(sorted((key, value) for key, value in run.options.items() if key not in OF_STRATEGY))
-    return reference(run.name, run.variant, run.prepare, run.steps, options)
+    return reference(run.name, run.variant, run.prepare, run.steps, options, torch.get_default_dtype())
 
 
 def check_all(
