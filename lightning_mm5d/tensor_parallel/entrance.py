@@ -115,9 +115,8 @@ class Entrance:
             if self._number is not None:
                 renumber_in_backward(weights, self._number)
         shard = None if self._shard is None or weights is None else self._shard.to(plain.dtype)
-        made = _Product.apply(
-            self.entered, weights, plain, shard, (weight, bias, is_conv, due, multiple), self._traffic
-        )
+        layer = weight, bias, is_conv, due, multiple
+        made = _Product.apply(self.entered, weights, plain, shard, layer, self._traffic)
         return without_padding(same_origin(made, self.entered), -1, out)
 
     def _plain(self) -> Tensor:
@@ -301,9 +300,8 @@ class _Product(torch.autograd.Function):
         if (made := traffic.first()) is not None:
             return made
         bias = None if bias is None else padded_rows(bias, multiple)
-        if not is_conv and weight.shape[0] % multiple:  # in the dtype of the product, which is cast once a microbatch
-            weight = padded_rows(autocast(weight), multiple)
-        return F.linear(plain, weight.t() if is_conv else weight, bias)
+        weight = weight if multiple == 1 else autocast(weight)  # before it is padded, which autocast would cast again
+        return F.linear(plain, weight.t() if is_conv else padded_rows(weight, multiple), bias)
 
     @staticmethod
     @once_differentiable
