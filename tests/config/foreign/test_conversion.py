@@ -230,7 +230,7 @@ def test_says_each_mode_of_sequence_parallelism(said: Any, expected: Any) -> Non
 
 @pytest.mark.usefixtures("quiet")
 def test_knobs_without_a_value_ask_for_nothing() -> None:
-    """`results`, `costs` and `elsewhere` knobs alike, also where null is no default there."""
+    """Whatever becomes of a knob otherwise: without a value it asks for nothing, and no field is set to null."""
     given = {"custom_policy": None, "use_fp8": None, "overlap_p2p": None, "num_microbatches": None}
     conversion = read_configuration(sized(tp_size=2, **given))
     assert {entry.name for entry in conversion.of("always")} >= given.keys()
