@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 from turns import Side, fit, row, run
 
-import lightning_mm5d.trainer.session as session
 from lightning_mm5d import Modality, MultimodalStrategy
-from lightning_mm5d.engine.host_memory import HostMemory, Stored
+from lightning_mm5d.features.offload import feature
+from lightning_mm5d.features.offload.host_memory import HostMemory, Stored
 
 WIDTH, TOKENS, MICROBATCHES = 256, 192, 8
 KINDS = (["activations"], ["optimizer"], ["parameters"], ["activations", "optimizer", "parameters"])
@@ -125,7 +125,7 @@ def peak(schedule: str, offload: list[str]) -> list[int]:
     }
 
     def train(turns: Any, rank: int) -> int:
-        session.HostMemory = Host  # type: ignore[misc]
+        feature.HostMemory = Host  # type: ignore[misc]
         model = Model()
         DEVICE.count([*model.parameters()])
         strategy = MultimodalStrategy(modalities, schedule=schedule, num_microbatches=MICROBATCHES, bucket_bytes=2**20)

@@ -33,12 +33,12 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_mm5d.config.modality import Modality
-from lightning_mm5d.config.tensor_grid import grid_side
+from lightning_mm5d.features.grids.fields import grid_side
+from lightning_mm5d.features.grids.grid_operations import Line
+from lightning_mm5d.features.grids.grid_shape import AXES, GridShape
+from lightning_mm5d.features.grids.layers_in_blocks import Grids
 from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.tensor_parallel.apply import TensorParallel
-from lightning_mm5d.tensor_parallel.grid.grid_division import on_grids
-from lightning_mm5d.tensor_parallel.grid.grid_products import Line
-from lightning_mm5d.tensor_parallel.grid.grid_shape import AXES, GridShape
 from lightning_mm5d.tensor_parallel.plan_lookup import plans_of
 from lightning_mm5d.tensor_parallel.resolve import Division, resolve
 from lightning_mm5d.trainer.process_group import free_port
@@ -84,7 +84,7 @@ def divided(root: nn.Module, modality: Modality) -> Division:
 
     plans = {path: plan for path, plan in plans_of(root).items() if path.startswith("h.")}
     division = resolve(root, plans, lambda name: ("all", modality.tp_size), parts=parts)
-    return division if shape is None else on_grids(root, division, {"all": shape}, {"all": ["h.0"]})
+    return division if shape is None else Grids(root, {"all": shape}, {"all": ["h.0"]}).divided(division, ())
 
 
 def count(rank: int, modality: Modality | None) -> Bytes:

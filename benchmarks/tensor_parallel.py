@@ -22,6 +22,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from time import process_time
 from typing import Any
 from unittest.mock import patch
@@ -50,6 +51,7 @@ from lightning_mm5d import Modality, MultimodalStrategy
 from lightning_mm5d.tensor_parallel import entrance
 
 STEPS, RANKS, FLOAT_BYTES = 20 + WARMUP, 2, 4
+TIMEOUT = timedelta(seconds=90)  # of an operation between ranks
 
 
 @dataclass(frozen=True)
@@ -199,7 +201,9 @@ def by_hand() -> ModelParallelStrategy:
 
 def ours(sequence_parallel: bool = False) -> MultimodalStrategy:
     """All that a user of the strategy writes."""
-    return MultimodalStrategy({"language": Modality(tp_size=RANKS, sequence_parallel=sequence_parallel)})
+    return MultimodalStrategy(
+        {"language": Modality(tp_size=RANKS, sequence_parallel=sequence_parallel)}, timeout=TIMEOUT
+    )
 
 
 # --- time ---

@@ -1,15 +1,21 @@
 """Lightning strategy that trains unmodified multimodal models, each modality in a layout of its own.
 
 Importing the package imports neither torch nor Lightning: a public name is imported when it is first used, and
-``strategy="mm5d"`` is registered when Lightning is imported, before or after this package.
+``strategy="mm5d"`` is registered when Lightning is imported, before or after this package. From then on
+`lightning.pytorch` and `pytorch_lightning` are one package.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from wrapt import register_post_import_hook
+
+from lightning_mm5d.config.converters import Configuration, register_converter
+from lightning_mm5d.config.one_lightning import OtherName
 
 if TYPE_CHECKING:
     from lightning_mm5d.config import ConfigError, Modality, PipelineTemplate
@@ -25,6 +31,7 @@ if TYPE_CHECKING:
     from lightning_mm5d.context_parallel.hooks.context_mask import multimodal_mask
     from lightning_mm5d.expert_parallel.expert_lookup import register_expert_parallel_plan
     from lightning_mm5d.expert_parallel.expert_plan import ExpertParallelPlan
+    from lightning_mm5d.features.deferred_init.pretrained import from_pretrained
     from lightning_mm5d.models.collating import MultimodalCollator
     from lightning_mm5d.models.modality_encoder import ModalityEncoder
     from lightning_mm5d.models.multimodal_config import MultimodalConfig
@@ -37,7 +44,6 @@ if TYPE_CHECKING:
     from lightning_mm5d.strategy import MultimodalStrategy
     from lightning_mm5d.tensor_parallel.layer_plan import TensorParallelPlan
     from lightning_mm5d.tensor_parallel.plan_lookup import register_tensor_parallel_plan
-    from lightning_mm5d.weights.pretrained import from_pretrained
 
 __all__ = [
     "CheckpointCorruptError",
@@ -92,7 +98,7 @@ _HOMES = {
     "TensorParallelPlan": "tensor_parallel.layer_plan",
     "VocabularyShard": "sharded.vocabulary_shard",
     "WatchdogTimeoutError": "config.errors",
-    "from_pretrained": "weights.pretrained",
+    "from_pretrained": "features.deferred_init.pretrained",
     "multimodal_mask": "context_parallel.hooks.context_mask",
     "register_expert_parallel_plan": "expert_parallel.expert_lookup",
     "register_tensor_parallel_plan": "tensor_parallel.plan_lookup",
@@ -125,5 +131,14 @@ def _register(strategies: Any) -> None:
     )
 
 
+def _convert(config: Configuration, given: Mapping[str, Any]) -> dict[str, Any]:
+    from lightning_mm5d.tools.convert.conversion import arguments_of
+
+    return arguments_of(config, given)
+
+
+register_converter(_convert)
 register_post_import_hook(_register, "lightning.pytorch.strategies")
-register_post_import_hook(_register, "pytorch_lightning.strategies")  # whose trainer is told what to change
+register_post_import_hook(_register, "pytorch_lightning.strategies")
+if not any(isinstance(finder, OtherName) for finder in sys.meta_path):
+    sys.meta_path.insert(0, OtherName())

@@ -18,28 +18,32 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
 from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.features import owned
 from lightning_mm5d.config.modality import Modality, for_schedule, loss_modality_of
 from lightning_mm5d.config.options import BACKENDS
 from lightning_mm5d.config.pipelines import as_said, completed
 from lightning_mm5d.config.shorthand import as_modalities
 from lightning_mm5d.data.batches import per_replica
 from lightning_mm5d.data.loader import group_batches, shard_loader
+from lightning_mm5d.data.order_stream import packed_state
+from lightning_mm5d.data.replica_view import as_replica, seen_replica
+from lightning_mm5d.gradients.publish import skipped
 from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import AnySchedule, Simulation, check_fields, loaded, name_of
-from lightning_mm5d.trainer.attention_kernels import check_kernels_of
-from lightning_mm5d.trainer.cached_encoders import check_cached_encoders
-from lightning_mm5d.trainer.configured import configured, is_configured, try_configured
+from lightning_mm5d.trainer.construction import configured, is_configured, try_configured
+from lightning_mm5d.trainer.dataloader_hooks import DataloaderHooks, put_in_no_sampler
+from lightning_mm5d.trainer.feature import made_features
 from lightning_mm5d.trainer.fit_start import watch_fit_start
 from lightning_mm5d.trainer.gradient_strategy import GradientStrategy
 from lightning_mm5d.trainer.kept_shards import kept_plan, refuse_other_processes
 from lightning_mm5d.trainer.launch import ProcessLauncher
 from lightning_mm5d.trainer.main_precision import check_main_params
-from lightning_mm5d.trainer.offload_checks import check_offload
 from lightning_mm5d.trainer.other_package import check_package, explain_other_modules
 from lightning_mm5d.trainer.session import RunOptions, Session
 from lightning_mm5d.trainer.start_summary import show_start
@@ -50,7 +54,6 @@ from lightning_mm5d.trainer.validation import (
     check_batches,
     check_callbacks,
     check_computed,
-    check_drawn,
     check_module,
 )
 
@@ -68,7 +71,8 @@ class MultimodalStrategy(GradientStrategy):
         microbatching: ``"split"`` splits a batch of the dataloader; ``"loader"`` takes one batch per microbatch; a
             function of a batch and M returns the list of its microbatches.
         loss_weight: what the loss of a microbatch weighs: its ``"samples"``, or its label ``"tokens"``, which makes a
-            loss that is a mean over tokens equal to that of the whole batch; or what a function of it returns.
+            loss that is a mean over tokens equal to that of the whole batch; ``"auto"`` tells by the code of the loss
+            which it is a mean over; or what a function of it returns.
         placement: rank of each position of the layout, or names of axes, outermost first, as ``["dp", "pp", "tp"]``.
         start_method: how Lightning starts processes on one machine: ``"popen"``, ``"spawn"`` or ``"fork"``.
         process_group_backend: backend of torch.distributed; chosen by device where unset.
@@ -93,12 +97,12 @@ class MultimodalStrategy(GradientStrategy):
 
     def __init__(
         self,
-        modalities: dict[str, Modality | int] | None = None,
+        modalities: dict[str, Modality | int | dict[str, Any]] | None = None,
         schedule: AnySchedule = "1f1b",
         num_microbatches: int | None = None,
         microbatch_size: int | None = None,
         microbatching: Literal["split", "loader"] | Callable[[Any, int], Any] = "split",
-        loss_weight: Literal["samples", "tokens"] | Callable[[Any], Any] = "samples",
+        loss_weight: Literal["auto", "samples", "tokens"] | Callable[[Any], Any] = "auto",
         placement: list[int] | list[str] | None = None,
         start_method: Literal["popen", "spawn", "fork"] = "popen",
         process_group_backend: str | None = None,
@@ -137,13 +141,20 @@ class MultimodalStrategy(GradientStrategy):
         self.microbatch_size = microbatch_size
         self.num_microbatches = num_microbatches or (1 if microbatch_size is None else None)
         self._usual_count: int | None = None
+        self._dataloader_hooks: DataloaderHooks | None = None
+        self._random_state: Tensor | None = None  # of the process that calls the trainer
         self.microbatching, self.loss_weight = microbatching, loss_weight
-        self.on_nonfinite = on_nonfinite
         self.bucket_bytes, self.main_params = bucket_bytes, main_params
-        self._placement, self._timeline = placement, timeline
-        made = as_modalities({"model": Modality()} if modalities is None else modalities)
-        check_fields(fields | {"modalities": made}, {*BACKENDS, *dist.Backend.backend_list})
-        self.modalities = for_schedule(made, schedule, loss_modality_of(made))
+        self._placement = placement
+        vars(self).update(owned(fields))
+        self.modalities: dict[str, Modality] = {}
+        try:
+            made = as_modalities({"model": Modality()} if modalities is None else modalities)
+            check_fields(fields | {"modalities": made}, {*BACKENDS, *dist.Backend.backend_list})
+            self._features = made_features(fields)
+            self.modalities = for_schedule(made, schedule, loss_modality_of(made))
+        except ConfigError as error:
+            self.refuse(error)
 
     # --- configuration ---
 
@@ -166,37 +177,45 @@ class MultimodalStrategy(GradientStrategy):
     @cached_property
     def layout(self) -> Layout:
         """Which rank is where; raises ConfigError where the sizes do not fill the world."""
+        self.raise_refused()
         return Layout.build(
             self.modalities,
-            world_size=self.world_size,
+            world_size=self.own_world_size,
             loss_modality=loss_modality_of(self.modalities),
             ranks_per_node=self.num_processes,
             placement=self._placement,
         )
 
-    def validate_before_launch(self, module: pl.LightningModule, *data: Any) -> None:
+    @override
+    def validate_before_launch(
+        self, module: pl.LightningModule, *data: Any, callbacks: Sequence[pl.Callback] = ()
+    ) -> None:
         """Refuse what `validate` refuses, and what can be laid out but not computed. The launchers call it.
 
         A `configure_model` runs on a copy without memory in the process that starts the others. Where it fails there,
         before `prepare_data` and `setup`, its module is checked in `setup` alone. So is one with a `setup` of its own
         that does not fit before.
         """
+        self._random_state = packed_state()
         check_backend(self._process_group_backend, self.root_device)
         check_computed(self.modalities)
         refuse_other_processes(module, starts_processes=isinstance(self._launcher, ProcessLauncher))
         assert self.layout.size  # raises where the sizes do not fill the world
         self._check_data(module, data)
         if not is_configured(module):
-            starts = self.cluster_environment is not None and not self.cluster_environment.creates_processes_externally
-            built = try_configured(module, self.precision_plugin) if starts else None
+            environment = self.cluster_environment
+            starts = environment is not None and not environment.creates_processes_externally
+            built = try_configured(module, self.precision_plugin) if starts and self.world_size > 1 else None
             if built is None:
                 return
             module = built
         try:
-            self._checked(module)
+            plan = self._checked(module)
         except ConfigError:
             if not is_overridden("setup", module):
                 raise
+        else:
+            check_callbacks(callbacks, plan)
 
     def validate(self, module: pl.LightningModule, *data: Any) -> Plan:
         """Check everything that needs no processes; return the plan.
@@ -225,11 +244,8 @@ class MultimodalStrategy(GradientStrategy):
         plan = self._plan(module)
         check_main_params(self.main_params, module, self.precision_plugin)
         check_module(module, plan, self.num_microbatches, self.schedule)
-        check_offload(module, plan)
-        check_cached_encoders(module, plan)
-        check_kernels_of(module, plan, self.root_device)
-        if plan.topology.is_replicated and self.num_microbatches == 1 and self.main_params is None:
-            check_drawn(self._timeline)
+        for feature in self._features:
+            feature.check(module, plan, self.root_device)
         return plan
 
     def plan(self, module: pl.LightningModule) -> Plan:
@@ -242,7 +258,7 @@ class MultimodalStrategy(GradientStrategy):
 
     def _plan(self, module: pl.LightningModule) -> Plan:
         said: Any = {"v_shaped": self.schedule == "zbv", "main_params": self.main_params}
-        modalities = completed(self.modalities, self.world_size)
+        modalities = completed(self.modalities, self.own_world_size)
         with as_said(self.modalities):
             return kept_plan(module, self.layout, modalities, **said) or Plan.of(
                 module, self.layout, modalities, **said
@@ -260,23 +276,50 @@ class MultimodalStrategy(GradientStrategy):
 
     # --- the life of a run ---
 
+    @override
+    def setup_environment(self) -> None:
+        called_with = packed_state() if self._random_state is None else self._random_state
+        self._random_state = None
+        super().setup_environment()
+        if self.num_replicas == 1:  # what is drawn from now on is drawn on all ranks as by one process
+            self.take_random_state(called_with)
+        self._dataloader_hooks = DataloaderHooks(
+            self._module("setup_environment").trainer, lambda: as_replica(self.replica_rank, self.num_replicas)
+        )
+        if self.num_replicas == 1:
+            put_in_no_sampler(self._module("setup_environment").trainer)
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas that share the data: those of the loss modality."""
+        return self.layout.num_replicas
+
+    @property
+    def replica_rank(self) -> int:
+        """The replica that this rank works for, of `num_replicas`: all ranks with the same one read the same samples.
+
+        A rank that works for several reads for each; outside of dataloaders this is the first of them.
+        """
+        seen = seen_replica()
+        return self.layout.replicas_of_rank(self.own_rank)[0] if seen is None else seen[0]
+
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        replica = self.layout.replicas_of_rank(self.global_rank)[0]
-        return {"num_replicas": self.layout.num_replicas, "rank": replica}
+        return {"num_replicas": self.num_replicas, "rank": self.replica_rank}
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
-        self._end_recording()
+        self._end_construction()
         module = self._converted(self.lightning_module)
         self.model = module
         plan = self._checked(module)  # `setup` and `configure_model` may have changed it
         check_callbacks(vars(trainer)["callbacks"], plan)
         self._last_plan = plan
+        self._stages = plan.topology.stages_of(self.global_rank)
         fits = trainer.state.fn == TrainerFn.FITTING
         if fits:
             self._fit_plan = plan
@@ -294,8 +337,7 @@ class MultimodalStrategy(GradientStrategy):
             device=self.root_device,
             timeout=self._timeout,
             seed=self._seed,
-            timeline=self._timeline if fits else None,
-            on_nonfinite=self.on_nonfinite,
+            features=self._features,
             saves=self._checkpoints.saves,
             bucket_bytes=self.bucket_bytes,
         )
@@ -329,6 +371,9 @@ class MultimodalStrategy(GradientStrategy):
             self._end_averages(targets)
             self._session.close(targets, failed=self._failed)
             self._session = None
+        if self._dataloader_hooks is not None:
+            self._dataloader_hooks.remove()
+            self._dataloader_hooks = None
         super().teardown()
 
     @override
@@ -350,7 +395,7 @@ class MultimodalStrategy(GradientStrategy):
         if self._agreement is not None:
             self._agreement.check("dataloader", loader(dataloader))
         layout, trainer = self.layout, self._module("process_dataloader").trainer
-        served = layout.replicas_of_rank(self.global_rank)
+        served = layout.replicas_of_rank(self.own_rank)
         dataloader = shard_loader(
             dataloader,
             shards=served,
@@ -369,8 +414,6 @@ class MultimodalStrategy(GradientStrategy):
         move = partial(super().batch_to_device, device=device, dataloader_idx=dataloader_idx)
         if self._session is None:
             return per_replica(move)(batch)
-        if self._module("batch_to_device").trainer.training:
-            batch = per_replica(self._session.unread.hold)(batch)
         with self._session.host_copies():
             return per_replica(move)(batch)
 
@@ -380,7 +423,11 @@ class MultimodalStrategy(GradientStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         run = self._run("training_step")
         if run.is_plain:
-            return super().training_step(*args, **kwargs)
+            output = super().training_step(*args, **kwargs)
+            skips = output is None and self.world_size > 1 and self._module("training_step").automatic_optimization
+            return skipped(self.root_device) if skips else output
+        if not self._module("training_step").automatic_optimization:
+            return run.optimize((*args, *kwargs.values()), self.precision_plugin.train_step_context)
         return run.train(self.optimizers, self.precision_plugin, (*args, *kwargs.values()))
 
     @override

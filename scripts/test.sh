@@ -8,6 +8,8 @@ bash scripts/setup.sh dev
 # the processes that tests start would compile all that they import, each again
 unset PYTHONDONTWRITEBYTECODE
 parallel=(-n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder)  # in the order of tests/conftest.py
+# a test that hangs fails after ten minutes, with the stacks of its threads, and its worker is replaced
+parallel+=(-o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true)
 case "${1:-}" in
   "") set -- "${parallel[@]}" ;;
   --quick) shift && set -- "${parallel[@]}" -m "(smoke or not processes) and not exhaustive" "$@" ;;

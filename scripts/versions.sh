@@ -8,7 +8,7 @@ cd "$(dirname "$0")/.."
 uv=.venv/bin/uv
 [ -x "$uv" ] || bash scripts/setup.sh dev
 claimed=(3.11 3.12 3.13)
-fast=(tests/config tests/layout tests/schedule tests/plan tests/partition tests/planner tests/data)
+fast=(tests/config tests/layout tests/schedule tests/plan tests/partition tests/tools/planner tests/data)
 
 if [ "${1:-}" = --resolve ]; then
   for version in "${claimed[@]}"; do

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,6 @@ import torch
 from parity.harness import Recorder
 
 State = dict[str, torch.Tensor]
-Cut = Callable[[int, str, torch.Tensor], torch.Tensor]
 
 
 def tolerance(exact: bool, off: float = 1e-7) -> dict[str, float]:
@@ -31,10 +30,9 @@ def assert_equal_to_one_process(
     rtol: float,
     atol: float,
     with_losses: bool = True,
-    cut: Cut = lambda rank, key, full: full,
     where: str = "",
 ) -> None:
-    """Compare losses on all ranks, each gradient on the ranks that have it, and the parameters of rank 0.
+    """Compare losses and full gradients, which a hook sees on every rank, and the parameters of rank 0.
 
     Args:
         ranks: of each rank its losses, the gradients of each step and its parameters at the end.
@@ -43,7 +41,6 @@ def assert_equal_to_one_process(
         rtol: relative tolerance.
         atol: absolute tolerance.
         with_losses: whether losses are equal; replicas have those of their own samples.
-        cut: the shard of a full gradient that a rank holds.
         where: begins each message.
     """
 
@@ -57,7 +54,7 @@ def assert_equal_to_one_process(
     for step, wanted in enumerate(expected.gradients):
         for rank, (_, gradients, *_) in enumerate(ranks):
             for key, gradient in gradients[step].items():
-                close(gradient, cut(rank, key, wanted[key]), f"rank {rank}, step {step}, gradient of {key}")
+                close(gradient, wanted[key], f"rank {rank}, step {step}, gradient of {key}")
         found = set().union(*(gradients[step] for _, gradients, *_ in ranks))
         assert found == set(wanted), f"{where}: some gradient is on no rank, or on one too many"
     state = ranks[0][2]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -16,6 +17,13 @@ for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero", "ligh
     logging.getLogger(name).setLevel(logging.ERROR)
 
 
+SET_BY_TRAINERS = (
+    *("PL_GLOBAL_SEED", "PL_SEED_WORKERS", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"),
+)
+BEFORE = {name: os.environ.get(name) for name in SET_BY_TRAINERS}
+
+
 @pytest.fixture
 def float64() -> Iterator[None]:
     """Models and batches in float64."""
@@ -24,12 +32,34 @@ def float64() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.fixture(autouse=True)
-def no_seed_of_others() -> Iterator[None]:
-    """A test that seeds everything leaves no seed to later ones, whose samplers would take it on one side alone."""
+@contextmanager
+def _numbers_kept() -> Iterator[None]:
+    """The default dtype and whether algorithms are deterministic, put back."""
+    dtype, deterministic = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
     yield
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+    torch.set_default_dtype(dtype)
+    torch.use_deterministic_algorithms(deterministic)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_numbers_of_other_files() -> Iterator[None]:
+    """What a fixture of a file sets for all its tests ends with the file."""
+    with _numbers_kept():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def nothing_of_others() -> Iterator[None]:
+    """A test leaves no seed to later ones, whose samplers would take it on one side alone, nor ranks or threads.
+
+    A trainer in this process sets both, as a script of which ranks are copies; it sets deterministic algorithms too.
+    """
+    with _numbers_kept():
+        yield
+    for name, value in BEFORE.items():
         os.environ.pop(name, None)
+        os.environ.update({} if value is None else {name: value})
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

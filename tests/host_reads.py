@@ -1,5 +1,7 @@
 """Finds where a step makes the host wait for a device: what would do so on a GPU shows on a CPU by its operation.
 
+`HostReads` counts what this package asks for; `PretendedDevice` what models ask for, and no copy on the host answers.
+
 Counted are reads of values (``item``, ``tolist``, ``bool``, ``nonzero``), copies to the host, and tensors made of
 numbers of Python, which a GPU gets by a copy that blocks. Each is named by the function of this package that asks for
 it. What users' code and models ask for themselves is left out.
@@ -18,8 +20,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 import lightning_mm5d
+from lightning_mm5d.sharded.host_copies import HostCopies
 
 _ROOT = str(Path(lightning_mm5d.__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
@@ -88,3 +92,54 @@ class _Operations(TorchDispatchMode):
         elif func is aten.index.Tensor and any(one is not None and one.dtype == torch.bool for one in args[1]):
             self._note("index by a mask")
         return func(*args, **(kwargs or {}))
+
+
+_QUESTIONS = {
+    *(Tensor.__bool__, Tensor.__index__, Tensor.__int__, Tensor.__float__, Tensor.__format__),
+    *(Tensor.item, Tensor.tolist),
+}
+
+
+class PretendedDevice(HostCopies):
+    """What the host knows of tensors of a device that is the CPU itself: all tensors but those of the loader.
+
+    Attributes:
+        found: how often a question waits for the device: ``masking_utils.py:344: __bool__``.
+        answered: questions that the host knows the answer of.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+        self.answered = 0
+        self._here = WeakTensorKeyDictionary()
+
+    def moved(self, x: Tensor) -> Tensor:
+        """A tensor of the loader on the device."""
+        copy = x.clone()
+        self._here[x] = True
+        if not x.is_floating_point():  # as those that `HostCopies` follows to a device
+            self.note(copy, x)
+        return copy
+
+    def is_here(self, x: Tensor) -> bool:
+        return x in self._here
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _QUESTIONS and not self.is_here(args[0]):
+            place = _asking()
+            if self.find(args[0]) is not None:
+                self.answered += 1
+            elif place:
+                self.found[f"{place}: {func.__name__}"] += 1
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def _asking() -> str:
+    """The innermost line outside of torch and this file; empty where it is this package's, see `HostReads`."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (frame.f_code.co_filename == __file__ or frame.f_code.co_filename.startswith(_TORCH)):
+        frame = frame.f_back
+    if frame is None or frame.f_code.co_filename.startswith(_ROOT):
+        return ""
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

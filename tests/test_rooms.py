@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 import lightning_mm5d
+from code_lines import code_lines
+from lightning_mm5d.config.features import FEATURES, parts
 
 ROOT = Path(lightning_mm5d.__file__).parent
 # A room imports from rooms that stand before it.
@@ -19,7 +25,6 @@ ROOMS = (
     "storage",
     "schedule",
     "source",
-    "models",
     "data",
     "partition",
     "sharded",
@@ -28,19 +33,48 @@ ROOMS = (
     "expert_parallel",
     "plan",
     "data_parallel",
-    "weights",
     "stage",
     "monitor",
     "engine",
     "gradients",
     "checkpoint",
-    "planner",
-    "export",
     "trainer",
+    "features",
     "strategy",
-    "recipes",
-    "cli",
 )
+# Packages that import the core, and that the core does not import.
+SATELLITES = (
+    "models",
+    "recipes",
+    "export",
+    "tools.convert",
+    "tools.planner",
+    "tools.cli",
+)
+
+
+# What the map's words mean, as beginnings of modules; its third column says which of them a room does not import.
+WORDS = {
+    "torch": ("torch",),
+    "groups": ("torch.distributed",),
+    "ranks": ("torch.distributed", "lightning_mm5d.layout", "lightning_mm5d.plan"),
+    "layout": ("lightning_mm5d.layout", "lightning_mm5d.plan"),
+    "modalities": ("lightning_mm5d.config.modality", "lightning_mm5d.partition", "lightning_mm5d.plan"),
+    "stages": ("lightning_mm5d.partition", "lightning_mm5d.schedule", "lightning_mm5d.plan", "lightning_mm5d.stage"),
+    "schedules": ("lightning_mm5d.schedule",),
+    "the pipeline": ("lightning_mm5d.schedule", "lightning_mm5d.stage", "lightning_mm5d.engine"),
+    "Lightning": ("lightning", "lightning_utilities", "pytorch_lightning", "torchmetrics"),
+}
+NAMES_OF_STAGES = "lightning_mm5d.schedule.stage_key"
+# Outside of the trainer, features and the strategy.
+KNOW_LIGHTNING = {
+    "data.samplers",
+    "data.batches",
+    "data.remaining",
+    "partition.frameworks",
+    "checkpoint.full_file",
+    "checkpoint.allowed_globals",
+}
 
 
 def _imports() -> dict[str, set[str]]:
@@ -54,22 +88,103 @@ def _imports() -> dict[str, set[str]]:
 
 
 def _room(module: str) -> str:
-    return module.split(".")[1]
+    parts = module.split(".")
+    return ".".join(parts[1:3]) if parts[1] == "tools" else parts[1]
+
+
+def _rooms_in(folder: Path) -> set[str]:
+    return {path.stem for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
 
 
 def test_every_room_is_on_the_map() -> None:
-    rooms = {path.stem for path in ROOT.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
-    assert rooms - {"__init__"} == set(ROOMS)
+    found = _rooms_in(ROOT) | {f"tools.{name}" for name in _rooms_in(ROOT / "tools")}
+    assert found - {"__init__", "tools", "tools.__init__"} == {*ROOMS, *SATELLITES}
+
+
+def test_the_core_names_no_satellite() -> None:
+    names = tuple(f"lightning_mm5d.{name}" for name in SATELLITES)
+    found = [
+        f"{path.relative_to(ROOT)}: {text.value}"
+        for path in ROOT.rglob("*.py")
+        if path.relative_to(ROOT).with_suffix("").parts[0] in ROOMS
+        for text in ast.walk(ast.parse(path.read_text()))
+        if isinstance(text, ast.Constant) and isinstance(text.value, str) and text.value.startswith(names)
+    ]
+    assert found == []
+
+
+def test_the_strategy_is_imported_without_any_satellite() -> None:
+    code = """
+import sys
+names = sys.argv[1:]
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        assert not name.startswith(tuple(names)), name
+sys.meta_path.insert(0, Absent())
+import lightning_mm5d.strategy
+"""
+    names = [f"lightning_mm5d.{name}" for name in SATELLITES]
+    assert subprocess.run([sys.executable, "-c", code, *names], check=False).returncode == 0
 
 
 def test_imports_run_one_way_through_the_rooms() -> None:
+    order = (*ROOMS, *SATELLITES, "tools")
     against = [
         f"{module} imports {other}"
         for module, others in _imports().items()
         for other in others
-        if module != "lightning_mm5d" and ROOMS.index(_room(other)) > ROOMS.index(_room(module))
+        if "." in module and order.index(_room(other)) > order.index(_room(module))
     ]
     assert against == []
+
+
+def _modules(node: ast.AST) -> set[str]:
+    """Every module that a statement may import: of ``from a import b`` both ``a`` and ``a.b``."""
+    if isinstance(node, ast.Import):
+        return {alias.name for alias in node.names}
+    if isinstance(node, ast.ImportFrom) and node.module:
+        return {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return set()
+
+
+def _all_imports() -> dict[str, set[str]]:
+    """For each module of the package, by its name within it, whatever it imports."""
+    return {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): {
+            module for node in ast.walk(ast.parse(path.read_text())) for module in _modules(node)
+        }
+        for path in ROOT.rglob("*.py")
+    }
+
+
+def _is_in(module: str, beginnings: Iterable[str]) -> bool:
+    return any(module == one or module.startswith(f"{one}.") for one in beginnings)
+
+
+def test_a_room_knows_nothing_of_what_the_map_says() -> None:
+    rows = re.findall(
+        r"^\| `(\w+)(?:/|\.py)` \|.*\|(.*)\|$", (ROOT.parent / "ARCHITECTURE.md").read_text(), re.MULTILINE
+    )
+    unknown = {room: [word.strip() for word in words.split(",") if word.strip()] for room, words in rows}
+    assert tuple(unknown)[: len(ROOMS)] == ROOMS
+    against = [
+        f"{name} imports {module}, of {word}"
+        for name, modules in _all_imports().items()
+        for word in (unknown[name.split(".")[0]] if name.split(".")[0] in ROOMS else ())
+        for module in modules
+        if _is_in(module, WORDS[word]) and not _is_in(module, [NAMES_OF_STAGES])
+    ]
+    assert against == []
+
+
+def test_few_files_outside_the_trainer_know_lightning() -> None:
+    found = {
+        name
+        for name, modules in _all_imports().items()
+        if name.split(".")[0] in {*ROOMS} - {"trainer", "features", "strategy"}
+        and any(_is_in(module, WORDS["Lightning"]) for module in modules)
+    }
+    assert found == KNOW_LIGHTNING
 
 
 def test_modules_do_not_import_each_other_in_circles() -> None:
@@ -77,18 +192,68 @@ def test_modules_do_not_import_each_other_in_circles() -> None:
     TopologicalSorter(graph).prepare()  # raises CycleError with the circle
 
 
+def test_no_feature_is_imported_by_the_core_or_by_another_feature() -> None:
+    """`config.features` alone imports them, by the names of its list; public names are imported when they are used."""
+    against = [
+        f"{module} imports {other}"
+        for module, others in _imports().items()
+        for other in others
+        if "." in module and _room(other) == "features" and module.split(".")[:3] != other.split(".")[:3]
+    ]
+    assert against == []
+    named = [
+        path.relative_to(ROOT)
+        for path in ROOT.rglob("*.py")
+        if path.relative_to(ROOT).parts[0] in {*ROOMS, "strategy.py"} - {"features"}
+        and any(
+            isinstance(text, ast.Constant) and str(text.value).startswith("lightning_mm5d.features")
+            for text in ast.walk(ast.parse(path.read_text()))
+        )
+    ]
+    assert named == [Path("config/features.py")]
+
+
+def test_the_list_names_every_feature_and_each_has_its_hooks() -> None:
+    packages = {path.parent.name for path in (ROOT / "features").glob("*/__init__.py")}
+    assert [feature.name for feature in FEATURES if feature.name not in packages] == []
+    assert packages == {feature.name for feature in FEATURES}
+    named = ("feature", "construction", "encoding")
+    hooks = {part: [module.__name__.split(".")[2] for module in parts(part)] for part in named}
+    assert {*hooks["feature"], *hooks["construction"], *hooks["encoding"]} == packages
+    assert hooks["construction"] == [feature.name for feature in FEATURES if feature.builds]
+    assert [one.__name__.split(".")[2] for one in parts("costs")] == ["recomputation"]
+    assert len([*parts("fields")]) == sum(bool(one.options or one.modality) for one in FEATURES)
+
+
 def test_file_names_are_unique() -> None:
     names = Counter(path.name for path in ROOT.rglob("*.py") if path.name != "__init__.py")
-    same_kind = {"apply.py", "balance.py"}
+    same_kind = {"apply.py", "balance.py", "costs.py", "features.py", "feature.py", "fields.py", "construction.py"}
     assert {name for name, count in names.items() if count > 1} <= same_kind
 
 
-def test_no_module_has_over_400_lines() -> None:
+def test_no_module_has_over_400_code_lines() -> None:
     folders = [ROOT, *(ROOT.parent / name for name in ("tests", "benchmarks", "examples"))]
-    sizes = {str(path): len(path.read_text().splitlines()) for folder in folders for path in folder.rglob("*.py")}
+    sizes = {str(path): code_lines(path.read_text()) for folder in folders for path in folder.rglob("*.py")}
     assert {path: size for path, size in sizes.items() if size > 400} == {}
 
 
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ("", 0),
+        ('"""A module."""\n\n# a comment\nx = 1  # why\n', 1),
+        ('def f() -> None:\n    """Do nothing.\n\n    Ever.\n    """\n', 1),
+        ("x = (\n    1,\n\n    2,\n)\n", 4),
+        ("text = '''a\n\nb'''\n", 3),
+    ],
+)
+def test_code_lines_are_counted_without_blanks_comments_and_docstrings(source: str, count: int) -> None:
+    assert code_lines(source) == count
+
+
 def test_config_imports_no_torch() -> None:
-    code = "import sys, lightning_mm5d.config; sys.exit('torch' in sys.modules or 'lightning' in sys.modules)"
+    fields = "from lightning_mm5d.config.features import parts; [*parts('fields')]"
+    code = (
+        f"import sys, lightning_mm5d.config; {fields}; sys.exit('torch' in sys.modules or 'lightning' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

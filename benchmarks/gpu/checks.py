@@ -56,6 +56,24 @@ CHECKS = (
         limit_s=420,
     ),
     Check(
+        name="nccl.parity",
+        title="NCCL ranks that share one GPU equal one process",
+        function="shared_nccl:parity",
+        limit_s=420,
+    ),
+    Check(
+        name="nccl.memory",
+        title="NCCL ranks that share one GPU: memory of communicators",
+        function="shared_nccl:memory",
+        limit_s=120,
+    ),
+    Check(
+        name="nccl.mismatch",
+        title="NCCL ranks that share one GPU: a call that one rank makes alone",
+        function="shared_nccl:mismatch",
+        limit_s=240,
+    ),
+    Check(
         name="several.parity",
         title="Ranks with a GPU each equal one process",
         function="several_gpus:parity",

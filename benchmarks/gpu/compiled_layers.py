@@ -27,7 +27,7 @@ def compiled(machine: Machine) -> Iterator[Row]:
             "vision": Modality(module="encoder", boundary="encoder", colocate_with="language", compile=how),
             "language": Modality(compile=how),
         }
-        strategy = MultimodalStrategy(modalities, num_microbatches=2)
+        strategy = MultimodalStrategy(modalities, num_microbatches=2, timeout=towers.TIMEOUT)
         losses = towers.fit(towers.Towers(size), data, strategy, machine.own, times, precision="bf16-mixed")
         found[bool(how)] = losses, statistics.median(times.seconds())
     (plain, before), (losses, after) = found[False], found[True]
@@ -49,7 +49,7 @@ def fused_head(machine: Machine) -> Iterator[Row]:
             "language": Modality(fused_linear_cross_entropy=is_fused),
         }
         one_process.free(machine)
-        strategy = MultimodalStrategy(modalities)
+        strategy = MultimodalStrategy(modalities, timeout=towers.TIMEOUT)
         losses = towers.fit(one_process.Qwen(machine), data, strategy, machine.own, precision="bf16-true")
         found[is_fused] = losses, machine.peak_bytes()
     (plain, whole), (losses, less) = found[False], found[True]

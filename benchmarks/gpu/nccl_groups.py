@@ -7,7 +7,6 @@ calls.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -15,9 +14,10 @@ from torch import Tensor
 
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.rows import Row
-from benchmarks.gpu.towers import SMALL, Towers, batches, fit
+from benchmarks.gpu.towers import SMALL, TIMEOUT, Towers, batches, fit
 from lightning_mm5d import Modality, MultimodalStrategy
 from lightning_mm5d.engine.groups import Groups
+from lightning_mm5d.sharded import renamed
 
 TAGS = ("ascending", "descending", "replica 0", "loss", "gradients", "gathers", "layers")
 NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
@@ -33,7 +33,9 @@ def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def _into(collective: str) -> Collective:
     def call(x: Tensor, group: dist.ProcessGroup) -> Tensor:
         found = torch.empty_like(x)
-        work = getattr(dist, collective)(found, x, group=group, async_op=True)
+        work = getattr(renamed if hasattr(renamed, collective) else dist, collective)(
+            found, x, group=group, async_op=True
+        )
         work.wait()
         return found
 
@@ -69,9 +71,10 @@ def collectives(machine: Machine) -> Iterator[Row]:
             store=dist.HashStore(),
             rank=0,
             world_size=1,
+            timeout=TIMEOUT,
             device_id=None if machine.is_dry else machine.device,
         )
-        groups = Groups(timedelta(seconds=60), device=machine.device)
+        groups = Groups(TIMEOUT, device=machine.device)
         made = [groups.get([0], tag) for tag in TAGS]
         groups.verify("one rank")
         for name, calls in COLLECTIVES.items():
@@ -109,7 +112,7 @@ def training(machine: Machine) -> Iterator[Row]:
     data = batches(SMALL, steps=3, samples=4)
     plain = fit(Towers(SMALL), data, "auto", machine.own)
     for backend in (machine.backend, machine.pick("cpu:gloo,cuda:nccl", "cpu:gloo")):
-        strategy = MultimodalStrategy(together, num_microbatches=4, process_group_backend=backend)
+        strategy = MultimodalStrategy(together, num_microbatches=4, process_group_backend=backend, timeout=TIMEOUT)
         losses = fit(Towers(SMALL), data, strategy, machine.own)
         off = max(abs(one - other) / abs(other) for one, other in zip(losses, plain, strict=True))
         yield Row(name=f"{backend}: losses, strategy and plain Lightning: relative difference", value=off, at_most=1e-5)

@@ -21,7 +21,7 @@ from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.rows import LackingError, Row
-from benchmarks.gpu.towers import fit
+from benchmarks.gpu.towers import TIMEOUT, fit
 from lightning_mm5d import MultimodalStrategy
 
 IMAGE, START, END, FIRST_TEXT = 4, 5, 6, 16  # token ids
@@ -146,7 +146,7 @@ def run(machine: Machine) -> Iterator[Row]:
         losses[with_strategy] = fit(
             Qwen(machine),
             data,
-            MultimodalStrategy() if with_strategy else "auto",
+            MultimodalStrategy(timeout=TIMEOUT) if with_strategy else "auto",
             machine.own,
             times,
             precision="bf16-true",

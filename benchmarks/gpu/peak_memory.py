@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.rows import LackingError, Row
 from benchmarks.gpu.shared_gpu import run_ranks
-from benchmarks.gpu.towers import fit
+from benchmarks.gpu.towers import TIMEOUT, fit
 from lightning_mm5d import Modality, MultimodalStrategy
 
 LIMIT_S = 120
@@ -102,7 +102,7 @@ def sums(machine: Machine) -> Iterator[Row]:
         def train(rank: int, count: int = count) -> float:
             module, peak = Wide(machine), Peak(machine)
             needed = 2 * 4 * module.numel
-            strategy = MultimodalStrategy(num_microbatches=count, process_group_backend="gloo")
+            strategy = MultimodalStrategy(num_microbatches=count, process_group_backend="gloo", timeout=TIMEOUT)
             fit(module, _batches(module), strategy, machine.shared, peak, devices=2)
             return peak.bytes / needed
 
@@ -132,7 +132,7 @@ def _bytes(machine: Machine, precision: str, count: int, **options: Any) -> floa
     def train(rank: int) -> float:
         module, peak = Wide(machine, torch.optim.AdamW), Peak(machine)
         numel, data = module.numel, _batches(module)
-        strategy = MultimodalStrategy(schedule="gpipe", num_microbatches=count, **options)
+        strategy = MultimodalStrategy(schedule="gpipe", num_microbatches=count, **options, timeout=TIMEOUT)
         fit(module, data, strategy, machine.own, peak, precision=precision)
         return peak.bytes / numel
 
@@ -170,7 +170,7 @@ def ends(machine: Machine) -> Iterator[Row]:
             module, mark = Wide(machine), Ends(machine, folder)
             largest, whole = 4 * module.width**2, 4 * module.numel
             modalities = {"language": Modality(module="decoder", pp_size=2)}
-            strategy = MultimodalStrategy(modalities, num_microbatches=4, process_group_backend="gloo")
+            strategy = MultimodalStrategy(modalities, num_microbatches=4, process_group_backend="gloo", timeout=TIMEOUT)
             fit(module, _batches(module), strategy, machine.shared, mark, devices=2)
             added = machine.peak_bytes() - mark.alive
             return mark.saved / largest, added / largest, (_resident() - mark.host) / whole

@@ -86,7 +86,7 @@ def one_f_one_b(machine: Machine) -> Iterator[Row]:
 
 
 def _by_strategy(machine: Machine, each: turns.Turns, size: towers.Size, data: list[Any]) -> list[float]:
-    strategy = MultimodalStrategy(APART, num_microbatches=MICROBATCHES)
+    strategy = MultimodalStrategy(APART, num_microbatches=MICROBATCHES, timeout=towers.TIMEOUT)
     module = towers.Towers(size)
     return towers.fit(module, data, strategy, machine.own, each, devices=2, precision="bf16-true")
 
@@ -96,7 +96,7 @@ def _by_hand(machine: Machine, each: turns.Turns, rank: int, size: towers.Size, 
     device = machine.device if machine.is_dry else torch.device("cuda", rank)
     if not machine.is_dry:
         torch.cuda.set_device(device)
-    dist.init_process_group(machine.backend, device_id=None if machine.is_dry else device)
+    dist.init_process_group(machine.backend, timeout=towers.TIMEOUT, device_id=None if machine.is_dry else device)
     whole = towers.Towers(size)
     part = (whole.encoder if rank == 0 else whole.decoder).to(device, torch.bfloat16)
     optimizer = torch.optim.AdamW(part.parameters(), lr=1e-3)
@@ -184,7 +184,9 @@ def bubbles(machine: Machine) -> Iterator[Row]:
         "language": replace(APART["language"], pp_size=world - pipelines),
     }
     for schedule in machine.pick(("1f1b", "zero_bubble"), ("1f1b",)):
-        strategy = MultimodalStrategy(modalities, schedule=schedule, num_microbatches=MICROBATCHES)
+        strategy = MultimodalStrategy(
+            modalities, schedule=schedule, num_microbatches=MICROBATCHES, timeout=towers.TIMEOUT
+        )
         results = run_ranks(world, _shares, machine, strategy, size, world, limit=LIMIT_S)
         measured, simulated = results[0]
         name = f"{world} GPUs, vision pp {pipelines} | language pp {world - pipelines}, {schedule}: idle share"

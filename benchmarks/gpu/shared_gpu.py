@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.rows import Row
-from benchmarks.gpu.towers import SMALL, Towers, batches, fit
+from benchmarks.gpu.towers import SMALL, TIMEOUT, Towers, batches, fit
 from lightning_mm5d import Modality, MultimodalStrategy
 from lightning_mm5d.engine.engine import Engine
 
@@ -43,6 +43,7 @@ WAIT = "synchronizing CUDA operation"
 """torch's words for it."""
 
 LAYOUTS: list[tuple[int, str, Compared]] = [
+    (2, "dp 2", Compared(name="llama_tied", fields={"language": {"dp_size": 2}}, replicas=2)),
     (
         2,
         "tp 2, sequence_parallel",
@@ -68,6 +69,16 @@ LAYOUTS: list[tuple[int, str, Compared]] = [
         4,
         "vision tp 2 | language tp 2",
         Compared(name="llava", fields={"vision": {"tp_size": 2}, "language": {"tp_size": 2}}),
+    ),
+    (
+        4,
+        "vision dp 2 | language dp 2",
+        Compared(name="llava", fields={"vision": {"dp_size": 2}, "language": {"dp_size": 2}}, replicas=2),
+    ),
+    (
+        4,
+        "dp 2, pp 2",
+        Compared(name="llama_tied", fields={"language": {"dp_size": 2, "pp_size": 2}}, replicas=2),
     ),
     (
         4,
@@ -110,6 +121,11 @@ SHARED = Compared(name="gpt2", fields={"language": {"zero_stage": 3}}, replicas=
 DRY = ("vision | language pp 2",)
 
 
+def on_shared_gpu(run: Compared, machine: Machine) -> Compared:
+    """Return a run whose ranks share the first GPU: over gloo, since a GPU would otherwise mean NCCL."""
+    return replace(run, accelerator=machine.shared, options={**run.options, "process_group_backend": "gloo"})
+
+
 def parity(machine: Machine) -> Iterator[Row]:
     """Yield for each layout whether it equals one process."""
     torch.set_default_dtype(torch.float64)
@@ -120,14 +136,17 @@ def parity(machine: Machine) -> Iterator[Row]:
         if world * RANK_BYTES > machine.gpu_bytes and not machine.is_dry:
             yield Row(name=title, status="skipped", note=f"{world} contexts do not fit into the GPU's memory")
             continue
-        yield compared(title, world, replace(run, accelerator=machine.shared))
-    yield _compared_parameters("2 ranks, gpt2: dp 2, zero 3: differences of parameters", machine)
+        yield compared(title, world, on_shared_gpu(run, machine))
+    title = "2 ranks, gpt2: dp 2, zero 3: differences of parameters"
+    yield compared_parameters(title, 2, on_shared_gpu(SHARED, machine))
     POOL.close()
 
 
-def compared(title: str, world: int, run: Compared) -> Row:
-    """Run a layout; return the row of it."""
-    return _without_difference(title, lambda: check_all(world, run, limit=LIMIT_S, one_process=_one_process))
+def compared(title: str, world: int, run: Compared, trains: Callable[..., Any] = train) -> Row:
+    """Run a layout, by `trains` on each rank; return the row of it."""
+    return _without_difference(
+        title, lambda: check_all(world, run, limit=LIMIT_S, one_process=_one_process, trains=trains)
+    )
 
 
 def _one_process(run: Compared) -> tuple[Recorder, State]:
@@ -144,12 +163,13 @@ def _alone(rank: int, run: Compared) -> tuple[list[float], list[State], State]:
     return recorder.losses, recorder.gradients, module.state_dict()
 
 
-def _compared_parameters(title: str, machine: Machine) -> Row:
+def compared_parameters(title: str, world: int, run: Compared, trains: Callable[..., Any] = train) -> Row:
+    """The same of a layout whose gradients are rows that ranks own: only parameters at the end are compared."""
+
     def check() -> None:
-        run = replace(SHARED, accelerator=machine.shared)
         parameters = _one_process(run)[1]
-        (found,) = call_ranks(2, train, [run], 2, limit=LIMIT_S)[0]
-        torch.testing.assert_close(found[2], parameters, **tolerance(SHARED.exact))
+        (found,) = call_ranks(world, trains, [run], world, limit=LIMIT_S)[0]
+        torch.testing.assert_close(found[2], parameters, **tolerance(run.exact))
 
     return _without_difference(title, check)
 
@@ -180,7 +200,7 @@ def waits(machine: Machine) -> Iterator[Row]:
     """Yield how often the host waits for the GPU inside a schedule, after the first steps."""
     for name, (world, modalities) in WATCHED.items():
         backend = machine.backend if world == 1 else "gloo"
-        strategy = MultimodalStrategy(modalities, num_microbatches=4, process_group_backend=backend)
+        strategy = MultimodalStrategy(modalities, num_microbatches=4, process_group_backend=backend, timeout=TIMEOUT)
         found = run_ranks(world, _watched, machine, strategy, world, limit=LIMIT_S)
         of_gloo, others = Counter[str](), Counter[str]()
         for place, number in sum((Counter(each) for each in found), Counter[str]()).items():
@@ -201,9 +221,11 @@ def _watched(rank: int, machine: Machine, strategy: MultimodalStrategy, world: i
     steps: list[list[str]] = []
     execute = Engine.execute
 
-    def watched(engine: Engine, *arguments: Any, **options: Any) -> None:
+    def watched(engine: Engine, step: Any, *arguments: Any, **options: Any) -> None:
         with machine.watched_syncs() as caught:
-            execute(engine, *arguments, **options)
+            execute(engine, step, *arguments, **options)
+        if not step.trains:  # the comparison of the first batch
+            return
         steps.append([f"{_short(each.filename)}:{each.lineno}" for each in caught if WAIT in str(each.message)])
 
     Engine.execute = watched  # type: ignore[method-assign]

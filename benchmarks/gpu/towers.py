@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import warnings
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import lightning as L
@@ -18,6 +19,9 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+
+TIMEOUT = timedelta(seconds=90)
+"""of an operation between ranks: one that hangs ends within the limit of its check"""
 
 
 @dataclass(frozen=True, kw_only=True)

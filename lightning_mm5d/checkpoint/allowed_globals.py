@@ -22,6 +22,7 @@ from lightning.fabric.utilities.data import AttributeDict as FabricAttributeDict
 from lightning.pytorch.trainer import states
 from lightning.pytorch.utilities.parsing import AttributeDict
 
+_LIGHTNINGS = ("lightning.pytorch", "pytorch_lightning")
 _KINDS = "biufcmMSU"  # of elements that hold no references
 _FACTORIES = (bool, int, float, complex, str, list, dict, tuple, set)  # what a defaultdict makes
 
@@ -44,7 +45,7 @@ class AllowedGlobals:
             (_Dict(self, FabricAttributeDict), "lightning_fabric.utilities.data.AttributeDict"),
             (_Dict(self), "collections.defaultdict"),
             *_paths(),
-            *((partial(kind), f"{kind.__module__}.{kind.__qualname__}") for kind in _enums()),
+            *((partial(kind), f"{home}.{kind.__qualname__}") for kind in _enums() for home in _homes(kind)),
             *((partial(_not_called, kind), f"builtins.{kind.__name__}") for kind in _FACTORIES if kind is not set),
             (_no_bytes, "builtins.bytes"),
             (_NumPyType, "numpy.dtype"),
@@ -116,6 +117,12 @@ def _enums() -> list[type[Enum]]:
     modules = (states, torchmetrics.utilities.enums)
     values = [value for module in modules for value in vars(module).values() if isinstance(value, type)]
     return [value for value in values if issubclass(value, Enum) and len(value)]
+
+
+def _homes(kind: type) -> set[str]:
+    """Return the modules that an enum may be said to be of: Lightning has two names."""
+    found = kind.__module__
+    return {found, *(f"{name}.trainer.states" for name in _LIGHTNINGS if found == states.__name__)}
 
 
 def _not_called(kind: type, *_: Any) -> None:

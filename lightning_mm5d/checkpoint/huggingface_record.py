@@ -19,14 +19,13 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from lightning_mm5d.config.errors import CheckpointCorruptError, ConfigError
 from lightning_mm5d.config.imported import imported
-from lightning_mm5d.models.composed_fields import without_own_code
 
 VERSION = 1
 KEY, RECORD = "lightning_mm5d", "huggingface"  # checkpoint[KEY][RECORD] is the record, as text
@@ -38,6 +37,14 @@ _PROCESSORS = (
     ("image_processing_base", "ImageProcessingMixin"),
 )
 _MOST_FILES = 256 * 2**20  # bytes of a processor's files, before compression
+
+
+@runtime_checkable
+class NamesItsClass(Protocol):
+    """A model of transformers that says itself by which class an export builds it."""
+
+    def class_for_export(self) -> str | None:
+        """Return the dotted name of the class; None where none can build it."""
 
 
 def describe(module: nn.Module, *owners: Any) -> dict[str, Any]:
@@ -144,14 +151,9 @@ def _pretrained(model: Any, own: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _class(model: Any) -> str | None:
-    """Return the dotted name of the class, or of its nearest base that transformers defines; None without one.
-
-    A composed model has its own class where all its parts are of transformers.
-    """
-    composed = imported("lightning_mm5d.models.multimodal_model", "MultimodalModel")
-    if composed is not None and isinstance(model, composed):
-        known = without_own_code(model.config.to_dict()) is not None
-        return f"{composed.__module__}.{composed.__qualname__}" if known else None
+    """Return the dotted name of the class, or of its nearest base that transformers defines; None without one."""
+    if isinstance(model, NamesItsClass):
+        return model.class_for_export()
     for base in type(model).__mro__:
         if base.__module__.startswith("transformers.models."):
             return f"{base.__module__}.{base.__qualname__}"

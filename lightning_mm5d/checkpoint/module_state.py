@@ -6,11 +6,15 @@ it, to rank 0, and ranks that share it send their rows; to read it, each rank ta
 one at a time, into host memory: no device needs room for more than one.
 
 It refuses state dicts with missing or unknown keys, as torch does when told to be strict, and other shapes.
+
+Sharded checkpoints, folders of weights and state dicts in memory are read through `load_local`: of each tensor the
+shard and rows of this rank, and nothing else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,15 +22,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_mm5d.checkpoint.buffer_state import BufferState, settle
+from lightning_mm5d.checkpoint.saved_state import SavedWeights
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.engine.codec import receive_tree, send_tree
-from lightning_mm5d.plan.holdings import Holdings, narrowed
+from lightning_mm5d.plan.holdings import Holding, Holdings, narrowed
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.sharded.remote_value import Guard, Origin, Placeholder, make_parameter, make_placeholder
+from lightning_mm5d.sharded.remote_value import Guard, Origin, Placeholder, is_remote, make_parameter, make_placeholder
 from lightning_mm5d.stage.payload import map_tensors
 from lightning_mm5d.stage.remote import give_memory, is_placeholder
-from lightning_mm5d.storage.source import StateDictSource
-from lightning_mm5d.weights.load_local import Loaded, check_shape, pieces
+from lightning_mm5d.storage.source import Region, StateDictSource, TensorSource
 
 HOST = torch.device("cpu")
 _BUCKET_ELEMENTS = 8 * 2**20
@@ -311,3 +315,137 @@ def tensors_of(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """All parameters and buffers, tied ones under each of their names."""
     yield from root.named_parameters(remove_duplicate=False)
     yield from root.named_buffers(remove_duplicate=False)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What came of loading.
+
+    Attributes:
+        missing: names of the module that the source has not.
+        unexpected: names of the source that the module has not.
+    """
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+
+    def check(self, root: nn.Module) -> None:
+        """Raise RuntimeError, in torch's words, where a name is missing or unexpected."""
+        if self.missing or self.unexpected:
+            raise RuntimeError(
+                f"Error(s) in loading state_dict for {type(root).__name__}: missing keys {self.missing}, "
+                f"unexpected keys {self.unexpected}"
+            )
+
+
+def load_local(root: nn.Module, source: TensorSource, plan: Plan, rank: int) -> Loaded:
+    """Copy into `root`, in place, what this rank holds of the tensors of `source`.
+
+    A tied tensor is loaded under the first of its names that the source has, and missing where it has none of them.
+
+    Args:
+        root: the LightningModule, as it is on this rank: placeholders, and shards or full tensors.
+        source: full tensors under the names of the module.
+        plan: all stages.
+        rank: global rank.
+
+    Raises:
+        RuntimeError: shapes are others.
+    """
+    expected = {name: value for name, value in root.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+    there, holdings = set(source.names()), Holdings(plan, root)
+    loaded = {id(value) for name, value in expected.items() if name in there}
+    done: set[int] = set()
+    for name, value in expected.items():
+        if name not in there or id(value) in done:
+            continue
+        done.add(id(value))
+        check_shape(root, name, source.shape(name), holdings.full_shape(name, value.shape))
+        if is_remote(value):
+            continue
+        with torch.no_grad():
+            for held, region in pieces(value, holdings.of(name, rank, value.shape)):
+                held.copy_(source.read(name, region))
+    missing = [name for name, value in expected.items() if id(value) not in loaded]
+    return Loaded(missing, sorted(there - expected.keys()))
+
+
+def pieces(value: Tensor, holding: Holding) -> Iterator[tuple[Tensor, Region | None]]:
+    """Yield views of a tensor, each with the region of the full one that belongs there; None is all of it.
+
+    Example: a shard of rows 0 to 2 and 6 to 8 of a ``[9, 4]`` weight gives ``value[0:2]`` with ``[(0, 2), (0, 4)]``
+    and ``value[2:4]`` with ``[(6, 8), (0, 4)]``.
+    """
+    if value.shape == holding.full:
+        yield value, None
+        return
+    for held, full in holding.parts(value.shape):
+        yield narrowed(value, held), list(full)
+
+
+def check_shape(root: nn.Module, name: str, found: tuple[int, ...], expected: Sequence[int]) -> None:
+    """Raise RuntimeError, in torch's words, where a source has a tensor of another shape than the module."""
+    if tuple(found) != tuple(expected):
+        raise RuntimeError(
+            f"Error(s) in loading state_dict for {type(root).__name__}: size mismatch for {name}: the checkpoint "
+            f"has {tuple(found)}, the model {tuple(expected)}"
+        )
+
+
+def check_weights(root: nn.Module, state: SavedWeights, strict: bool, plan: Plan | None) -> None:
+    """Compare names and shapes of weights with those of a module.
+
+    Args:
+        root: the LightningModule.
+        state: what was saved.
+        strict: whether names must be the same.
+        plan: all stages where the module is cut; None where it is whole.
+
+    Raises:
+        RuntimeError: they are others.
+    """
+    expected = root.state_dict(keep_vars=True)
+    holdings = None if plan is None else Holdings(plan, root)
+    for name in state.names():
+        value = expected.get(name)
+        if isinstance(value, Tensor):
+            shape = value.shape if holdings is None else holdings.full_shape(name, value.shape)
+            check_shape(root, name, state.shape(name), shape)
+    if strict:
+        found = {id(value) for name, value in expected.items() if name in state}
+        missing = [name for name, value in expected.items() if id(value) not in found]
+        Loaded(missing, [name for name in state if name not in expected]).check(root)
+
+
+def load_weights(root: nn.Module, state: SavedWeights, plan: Plan, rank: int) -> None:
+    """Read what this rank holds of the weights; names that the module does not have are left out."""
+    own = {name for name, _ in tensors_of(root)}
+    settle(root.buffers())
+    load_local(root, Chosen(state, [name for name in state.names() if name in own]), plan, rank)
+    others: dict[str, Any] = {name: state[name] for name in state if name not in own}
+    if others:  # states of metrics, and what modules save that are no tensors
+        root.load_state_dict(others, strict=False)
+
+
+def void_weights(root: nn.Module) -> None:
+    """Fill all that this rank holds and a checkpoint has with NaN, so that nobody uses half of what was loaded."""
+    for value in root.state_dict().values():
+        if isinstance(value, Tensor) and not is_remote(value) and (value.is_floating_point() or value.is_complex()):
+            value.fill_(float("nan"))
+
+
+class Chosen:
+    """Some tensors of a source.
+
+    Args:
+        source: of tensors.
+        names: of those that this one has.
+    """
+
+    def __init__(self, source: TensorSource, names: list[str]) -> None:
+        self._names = names
+        self.shape, self.dtype, self.read = source.shape, source.dtype, source.read
+
+    def names(self) -> list[str]:
+        """Return the names of all tensors."""
+        return self._names

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_mm5d.checkpoint.module_state import HOST, in_host_memory
+from lightning_mm5d.checkpoint.module_state import HOST, in_host_memory, pieces
 from lightning_mm5d.checkpoint.saved_state import SavedOptimizerState
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.engine.codec import receive_tree, send_tree
@@ -23,7 +23,6 @@ from lightning_mm5d.plan.holdings import Holding, Holdings, narrowed
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.stage.remote import is_placeholder
 from lightning_mm5d.storage.source import StateDictSource
-from lightning_mm5d.weights.load_local import pieces
 
 
 def drop_remote_state(optimizer: Optimizer) -> None:
@@ -53,6 +52,8 @@ def collect_optimizer(
     """
     names, holdings = names_of(root), Holdings(plan, root)
     full = optimizer.state_dict()
+    if not optimizer.param_groups:  # what Lightning has in place of an optimizer where there is none
+        return full
     state: dict[int, Any] = {}
     for group, saved in zip(optimizer.param_groups, full["param_groups"], strict=True):
         for parameter, index in zip(group["params"], saved["params"], strict=True):
@@ -101,6 +102,8 @@ def load_optimizer(optimizer: Optimizer, full: Mapping[str, Any], root: nn.Modul
     Raises:
         ValueError: the groups are not those that it was saved from.
     """
+    if not optimizer.param_groups:
+        return
     names, holdings, states = names_of(root), Holdings(plan, root), full["state"]
     if isinstance(states, SavedOptimizerState):
         _check_names(optimizer, states.labels, full["param_groups"], names)

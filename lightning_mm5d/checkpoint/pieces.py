@@ -154,11 +154,7 @@ def _divided(piece: Piece, count: int) -> list[Piece]:
     """Cut a piece into `count` parts along its first dim."""
     (start, stop), (local, _) = piece.box[0], piece.local[0]
     return [
-        replace(
-            piece,
-            box=((start + a, start + b), *piece.box[1:]),
-            local=((local + a, local + b), *piece.local[1:]),
-        )
+        replace(piece, box=((start + a, start + b), *piece.box[1:]), local=((local + a, local + b), *piece.local[1:]))
         for a, b in even_ranges(stop - start, count)
     ]
 

@@ -17,14 +17,7 @@ from torch import Tensor
 
 from lightning_mm5d.checkpoint.full_file import load_opened
 from lightning_mm5d.checkpoint.saved_state import SavedOptimizerState, SavedWeights
-from lightning_mm5d.checkpoint.sharded_save import (
-    OBJECTS_FILE,
-    OPTIMIZERS,
-    OWN,
-    STATE_DICT,
-    STATE_FILE,
-    VALUES,
-)
+from lightning_mm5d.checkpoint.sharded_save import OBJECTS_FILE, OPTIMIZERS, OWN, STATE_DICT, STATE_FILE, VALUES
 from lightning_mm5d.checkpoint.stored_tensors import StoredTensors
 from lightning_mm5d.storage.directory import CheckpointDirectory
 from lightning_mm5d.storage.files import corrupt

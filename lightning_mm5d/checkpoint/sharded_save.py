@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from lightning_mm5d.checkpoint.own_shards import Item, OwnShards, copied
 from lightning_mm5d.checkpoint.rank_reports import RankReports
 from lightning_mm5d.checkpoint.stored_tensors import sharding_metadata
-from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.errors import ConfigError, repeated
 from lightning_mm5d.sharded.remote_value import is_remote
 from lightning_mm5d.storage.directory import DirectoryWriter
 from lightning_mm5d.storage.files import WrittenFile
@@ -56,7 +56,7 @@ class OptimizerPart(dict[str, Any]):
 
     def __init__(self, optimizer: Optimizer, number: int) -> None:
         state = optimizer.state_dict()
-        super().__init__({**state, "state": MappingProxyType(state["state"])})
+        super().__init__({**state, "state": MappingProxyType(state.get("state", {}))})
         self.number = number
 
 
@@ -180,7 +180,7 @@ class Save:
         if failed is not None:
             raise failed
         if said["failed"] is not None:
-            raise SaveFailedError(said["failed"])
+            raise _failed_on(*said["failed"])
         if self.reports.rank != 0:
             self._writer = DirectoryWriter(said["path"], said["id"])
             self._contents = Contents(said["module"], said["optimizers"])
@@ -233,7 +233,7 @@ class Save:
             error.add_note("The checkpoint was not saved, on no rank; the last one stands")
             raise error
         if failed is not None:
-            raise SaveFailedError(failed)
+            raise _failed_on(*failed)
 
     def drop(self) -> None:
         """Remove what rank 0 has made, for a save that ends by an error that is no `Exception`."""
@@ -292,5 +292,9 @@ def _by_file(items: Iterable[Item]) -> list[list[Item]]:
     return files
 
 
-def _said(rank: int, error: BaseException | None) -> str | None:
-    return None if error is None else f"rank {rank} could not save its part: {type(error).__name__}: {error}"
+def _said(rank: int, error: BaseException | None) -> tuple[int, str] | None:
+    return None if error is None else (rank, f"{type(error).__name__}: {error}")
+
+
+def _failed_on(rank: int, said: str) -> SaveFailedError:
+    return repeated(SaveFailedError(f"rank {rank} could not save its part: {said}"), rank, said)

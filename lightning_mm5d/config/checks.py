@@ -11,24 +11,19 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard, get_args, get_type_hints
 
-from lightning_mm5d.config.communication import communication_of
+from lightning_mm5d.config.compiling import check_compile
 from lightning_mm5d.config.errors import ConfigError, did_you_mean, one_of
 from lightning_mm5d.config.feeding import check_feeds_from
-from lightning_mm5d.config.interleaved_field import check_interleaving
-from lightning_mm5d.config.kernels import check_compile, check_kernels
-from lightning_mm5d.config.memory import check_cached_features, check_memory
+from lightning_mm5d.config.memory import check_memory
 from lightning_mm5d.config.modality import (
     Modality,
     PipelineTemplate,
     colocated_dp,
     decoders_of,
-    for_schedule,
     loss_modality_of,
     main_modality_of,
 )
 from lightning_mm5d.config.pipelines import check_pipelines
-from lightning_mm5d.config.recomputation import check_recomputation
-from lightning_mm5d.config.tensor_grid import check_grid
 
 MOST = 2**20  # more ranks, stages or microbatches than any run has
 
@@ -63,7 +58,6 @@ def check(
         raise ConfigError("loss_modality", loss_modality, rule, did_you_mean(loss_modality, modalities))
     decoders = decoders_of(modalities)
     main = main_modality_of(modalities) if decoders else loss_modality
-    number = 1 if num_microbatches is None and microbatch_size is None else num_microbatches
     for name, modality in modalities.items():
         is_encoder = name != main and name not in decoders
         _check_sizes(f"modalities.{name}", modality)
@@ -73,11 +67,7 @@ def check(
         _check_context(f"modalities.{name}", modality, is_encoder=is_encoder)
         check_memory(f"modalities.{name}", modality)
         _check_sequence_parallel(f"modalities.{name}", modality)
-        check_grid(f"modalities.{name}", modality)
-        check_cached_features(f"modalities.{name}", modality, is_encoder=is_encoder)
-        check_interleaving(name, modalities, number)
         check_compile(f"modalities.{name}.compile", modality)
-        check_kernels(f"modalities.{name}.kernels", modality)
         _check_vocabulary(f"modalities.{name}.make_vocab_size_divisible_by", modality)
         _check_head(f"modalities.{name}.fused_linear_cross_entropy", modality, is_encoder=is_encoder)
     check_pipelines(modalities, schedule)
@@ -85,8 +75,6 @@ def check(
     for name in modalities:
         _check_feeds(name, modalities, main)
         _check_colocation(name, modalities)
-    for name, modality in for_schedule(modalities, schedule, loss_modality).items():
-        check_recomputation(f"modalities.{name}.activation_checkpointing", modality)
     _check_microbatches(num_microbatches, microbatch_size)
     if schedule not in schedules:
         raise ConfigError("schedule", schedule, "No such schedule", did_you_mean(schedule, schedules))
@@ -115,7 +103,7 @@ def _check_name(name: object) -> None:
 
 
 def _check_sizes(field: str, modality: Modality) -> None:
-    always = ("tp_size", "tp_depth", "cp_size", "pp_chunks", "ep_size", "expert_tp_size")
+    always = ("tp_size", "cp_size", "pp_chunks", "ep_size", "expert_tp_size")
     for size in ("dp_size", "dp_shard_size", "pp_size", *always):
         value = getattr(modality, size)
         if value is not None or size in always:
@@ -150,10 +138,6 @@ def _check_sequence_parallel(field: str, modality: Modality) -> None:
     if not isinstance(said, bool) and said != "ring":
         fix = did_you_mean(said, ["true", "false", "ring"])
         raise ConfigError(f"{field}.sequence_parallel", said, "It is true, false or ring", fix)
-    if said == "ring" and (dtype := communication_of(modality).of("tensor_parallel")) is not None:
-        rule = f"Rows travel around the ring in the type that layers compute in, not in {dtype}"
-        fix = "Name the other kinds of communication_dtype alone, or use sequence_parallel=True"
-        raise ConfigError(f"{field}.sequence_parallel", said, rule, fix)
 
 
 def _check_context(field: str, modality: Modality, *, is_encoder: bool) -> None:

@@ -10,7 +10,11 @@ import difflib
 import sys
 from collections.abc import Callable, Iterable
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
+
+E = TypeVar("E", bound=BaseException)
+FAILED_FIRST = "failed first:"
+"""part of every line that blames a rank"""
 
 
 class ConfigError(ValueError):
@@ -59,17 +63,27 @@ class RemoteParameterError(RuntimeError):
     """A value was asked of a parameter that other ranks hold."""
 
 
-OTHER_PACKAGE = "pytorch_lightning"
-"""The other name under which Lightning is packed, with classes of its own."""
+def repeated(error: E, rank: int, said: str) -> E:
+    """Return `error`, which repeats that of another rank, with a note by which that rank is blamed.
+
+    Args:
+        error: of this rank.
+        rank: that failed.
+        said: type and text of its error; the first line is taken.
+    """
+    error.add_note(f"rank {rank} {FAILED_FIRST} {said.strip().partition(chr(10))[0]}")
+    return error
 
 
 def other_package(field: str, got: str) -> ConfigError:
-    """Return the error for something of `pytorch_lightning`."""
+    """Return the error for something of the Lightning that the strategy was not imported with."""
     return ConfigError(
         field,
         got,
-        f"It is of the package {OTHER_PACKAGE}, and MultimodalStrategy works with the classes of lightning.pytorch",
-        "Write `import lightning.pytorch as pl` in place of `import pytorch_lightning as pl`, wherever it is imported",
+        "lightning and pytorch_lightning are two packages in this process, because both were imported before "
+        "lightning_mm5d or their versions differ, and MultimodalStrategy works with the classes of one",
+        "Write `import lightning_mm5d` above both of them, with equal versions of both, or write "
+        "`import lightning.pytorch as pl` in place of `import pytorch_lightning as pl`, wherever it is imported",
     )
 
 

@@ -1,9 +1,8 @@
-"""Checks of what a modality shares, computes again, moves and compresses. Imports no torch."""
+"""Checks of what a modality shares. Imports no torch."""
 
 from __future__ import annotations
 
-from lightning_mm5d.config.communication import check_communication
-from lightning_mm5d.config.errors import ConfigError, did_you_mean, one_of
+from lightning_mm5d.config.errors import ConfigError, one_of
 from lightning_mm5d.config.modality import Modality
 
 
@@ -17,42 +16,8 @@ def check_memory(field: str, modality: Modality) -> None:
     Raises:
         ConfigError: at the first field that cannot work.
     """
-    _check_offload(f"{field}.offload", modality)
     _check_sharing(field, modality)
     _check_experts(field, modality)
-    check_communication(f"{field}.communication_dtype", modality.communication_dtype)
-
-
-def check_cached_features(field: str, modality: Modality, *, is_encoder: bool) -> None:
-    """Refuse `cache_features` where one rank alone cannot say which features are missing.
-
-    Ranks that share an encoder compute together, and a rank that finds features would leave the others waiting.
-
-    Args:
-        field: path of the modality.
-        modality: its sizes have passed their own checks.
-        is_encoder: whether it feeds the language model.
-
-    Raises:
-        ConfigError: it is no encoder, or its ranks share layers, sequences, experts or parameters.
-    """
-    said, where = modality.cache_features, f"{field}.cache_features"
-    if said is None:
-        return
-    if not isinstance(said, str) or not said.strip():
-        rule = "It is the folder in which features are kept"
-        raise ConfigError(where, said, rule, "Use a path such as 'features/vision', or leave it unset")
-    if not is_encoder:
-        rule = "It keeps what a frozen encoder gives to the language model, and this modality is no such encoder"
-        raise ConfigError(where, said, rule, "Leave it unset here")
-    sizes = {"tp_size": modality.tp_size, "cp_size": modality.cp_size, "ep_size": modality.ep_size}
-    for name, size in {**sizes, "pp_size": modality.num_cuts}.items():
-        if size > 1:
-            rule = f"Each rank looks features up by itself, and {name} has {size} ranks compute them together"
-            raise ConfigError(where, said, rule, f"Use {name}=1, with dp_size for speed, or leave it unset")
-    if modality.shared_stage == 3:
-        rule = "Each rank looks features up by itself, and with zero_stage=3 ranks share the parameters of the encoder"
-        raise ConfigError(where, said, rule, "Use offload='parameters' to save memory, or leave it unset")
 
 
 def _check_sharing(field: str, modality: Modality) -> None:
@@ -80,25 +45,3 @@ def _check_experts(field: str, modality: Modality) -> None:
             rule = "With ep_size=1 experts are divided over tp_size ranks, as other layers are"
         fix = "Leave it unset" if modality.ep_size == 1 else f"Use {one_of(sorted({1, tp_size}))}"
         raise ConfigError(f"{field}.expert_tp_size", within, rule, fix)
-    if modality.ep_size > 1 and "parameters" in modality.offloads:
-        rule = "Experts that ranks share stay on their devices, and offload names parameters"
-        raise ConfigError(f"{field}.ep_size", modality.ep_size, rule, "Leave out 'parameters', or ep_size")
-
-
-_OFFLOADS = ("activations", "optimizer", "parameters")
-
-
-def _check_offload(field: str, modality: Modality) -> None:
-    said = modality.offload
-    if said is None:
-        return
-    if not isinstance(said, str | list | tuple):
-        rule = "It is a list of what is in host memory between its uses: activations, optimizer, parameters"
-        raise ConfigError(field, said, rule, "Use ['activations'], or leave it unset")
-    unknown = next((one for one in modality.offloads if one not in _OFFLOADS), None)
-    if unknown is not None:
-        rule = "What moves to host memory is activations, optimizer or parameters"
-        raise ConfigError(field, said, rule, did_you_mean(str(unknown), _OFFLOADS))
-    if "parameters" in modality.offloads and modality.reshard_after_forward:
-        rule = "reshard_after_forward gathers parameters that ranks share, and those on the host are whole"
-        raise ConfigError(field, said, rule, "Leave out 'parameters', or reshard_after_forward")

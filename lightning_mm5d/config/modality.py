@@ -239,6 +239,11 @@ class Modality:
         return self.ranks(replicas) if self.owner is None else replicas * self.own_ranks_per_replica
 
 
+def most_beside(modalities: Mapping[str, Modality]) -> int:
+    """Return how many microbatches a stage may compute side by side: the most that a modality says."""
+    return max(modality.interleaved_microbatches for modality in modalities.values())
+
+
 def for_schedule(modalities: Mapping[str, Modality], schedule: object, loss_modality: str) -> dict[str, Modality]:
     """The modalities as a schedule wants them: ``zbv`` runs two chunks of the loss modality on each of its ranks.
 
@@ -334,7 +339,7 @@ def main_modality_of(modalities: Mapping[str, Modality]) -> str:
     others = {name: modality for name, modality in modalities.items() if name not in decoders}
     name = _main_of(others or modalities)
     if name is None:
-        raise ConfigError("modalities", {}, "there must be at least one modality", "Add `language`")
+        raise ConfigError("modalities", {}, "There must be at least one modality", "Add `language`")
     return name
 
 

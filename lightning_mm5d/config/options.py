@@ -1,4 +1,4 @@
-"""Checks of the strategy's plain options: choices, durations, ranks and files.
+"""Checks of the strategy's plain options: choices, durations and ranks.
 
 They need neither the model nor the number of ranks, and no torch. `checks` has those of modalities, `schedule` those of
 schedules.
@@ -6,11 +6,8 @@ schedules.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from lightning_mm5d.config.checks import MOST, check_count
@@ -18,9 +15,8 @@ from lightning_mm5d.config.errors import ConfigError, did_you_mean
 
 CHOICES = {
     "microbatching": ("split", "loader"),
-    "loss_weight": ("samples", "tokens"),
+    "loss_weight": ("auto", "samples", "tokens"),
     "start_method": ("popen", "spawn", "fork"),
-    "on_nonfinite": ("propagate", "raise", "skip"),
     "checkpoint": ("full", "sharded"),
     "on_corrupt_checkpoint": ("raise", "previous"),
 }
@@ -65,7 +61,6 @@ def check_options(options: Mapping[str, Any], backends: Collection[str] = BACKEN
     for name, usual in _DURATIONS.items():
         if name in options:
             _check_duration(name, options[name], usual)
-    check_timeline(options.get("timeline"))
     _check_main_params(options.get("main_params"))
     check_count("bucket_bytes", options.get("bucket_bytes", 1), most=2**40)
     _check_async(options.get("async_checkpoint", False), options.get("checkpoint", "full"))
@@ -133,34 +128,3 @@ def _check_duration(name: str, got: object, usual: int) -> None:
     if got > LONGEST:
         rule = f"It is at most {LONGEST.days} days"
         raise ConfigError(name, got, rule, f"Use for instance timedelta(minutes={usual})")
-
-
-def check_timeline(path: object) -> None:
-    """Refuse files that no timeline can be written to.
-
-    Raises:
-        ConfigError: it is no path, its suffix stands for no kind of file, matplotlib is missing for a picture, or the
-            file cannot be written.
-    """
-    if path is None:
-        return
-    if not isinstance(path, str | os.PathLike) or not str(path):
-        rule = "It is the path of a file"
-        raise ConfigError("timeline", path, rule, "Use for instance 'timeline.json', or leave it unset")
-    file = Path(path)
-    if file.suffix not in (".json", ".png", ".svg", ".pdf"):
-        rule = "A timeline is a picture (.png, .svg, .pdf) or a Chrome trace (.json)"
-        raise ConfigError(
-            "timeline", path, rule, f"Use {(file.with_suffix('.json').name if file.name else 'a.json')!r}"
-        )
-    if file.suffix != ".json" and find_spec("matplotlib") is None:
-        rule = "Pictures are drawn by matplotlib, which is not installed"
-        raise ConfigError("timeline", path, rule, "Install lightning_mm5d[plot], or use a .json file")
-    if file.is_dir():
-        raise ConfigError("timeline", path, "It is a folder", f"Name a file in it, such as {str(file / 'a.json')!r}")
-    if not file.parent.is_dir():
-        rule = f"There is no folder {str(file.parent)!r}"
-        raise ConfigError("timeline", path, rule, "Make it, or name a file in a folder that is there")
-    if not os.access(file if file.exists() else file.parent, os.W_OK):
-        rule = "This process may not write it"
-        raise ConfigError("timeline", path, rule, "Name a file in a folder that it may write to")

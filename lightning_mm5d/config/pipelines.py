@@ -29,8 +29,6 @@ _USUAL = {
     "cp_size": (1,),
     "pp_chunks": (1,),
     "ep_size": (1,),
-    "offload": (None,),
-    "cache_features": (None,),
     "colocate_with": (None,),
     "cost": (None,),
 }
@@ -84,9 +82,6 @@ def check_dealt(modalities: Mapping[str, Modality], fields: Mapping[str, Any]) -
     if isinstance(placement, list | tuple) and any(isinstance(one, str) for one in placement):
         rule = f"Replicas may have unlike pipelines (modalities.{name}.{field}), which form no grid"
         raise ConfigError("placement", list(placement), rule, "Leave it unset, or give a rank for each position")
-    if fields.get("timeline") is not None:
-        rule = f"{said}, and a timeline shows a step in which all have as many"
-        raise ConfigError("timeline", fields["timeline"], rule, "Leave it unset")
 
 
 def completed(modalities: Mapping[str, Modality], world_size: int) -> dict[str, Modality]:
@@ -204,10 +199,6 @@ def _check_beside(name: str, modality: Modality) -> None:
         if getattr(modality, field) not in usual:
             rule = f"It does not go with unlike pipelines (modalities.{name}.pipelines)"
             raise ConfigError(f"modalities.{name}.{field}", getattr(modality, field), rule, f"Use {usual[0]}")
-    if isinstance(modality.activation_checkpointing, Mapping) and "per_stage" in modality.activation_checkpointing:
-        rule = "Stages of unlike pipelines hold other layers in each replica"
-        field = f"modalities.{name}.activation_checkpointing"
-        raise ConfigError(field, modality.activation_checkpointing, rule, "Name layers: {layers: [0, 1]}")
 
 
 def _check_others(name: str, modalities: Mapping[str, Modality]) -> None:
@@ -229,7 +220,7 @@ def _check_others(name: str, modalities: Mapping[str, Modality]) -> None:
         if key != name and isinstance(other.feeds, list | tuple):
             rule = f"Stages of unlike pipelines (modalities.{name}.pipelines) have no common numbers"
             raise ConfigError(f"modalities.{key}.feeds", other.feeds, rule, "Use 'first' or 'all'")
-        for field in ("dp_shard_size", "zero_stage", "ep_size", "cache_features"):
+        for field in ("dp_shard_size", "zero_stage", "ep_size"):
             if getattr(other, field) not in _USUAL[field]:
                 rule = f"It does not go with unlike pipelines (modalities.{name}.pipelines)"
                 raise ConfigError(f"modalities.{key}.{field}", getattr(other, field), rule, "Leave it unset")

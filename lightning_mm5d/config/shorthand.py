@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, overload
 
 from lightning_mm5d.config.errors import ConfigError, did_you_mean
@@ -39,6 +39,9 @@ def _modality(name: object, said: object) -> Any:
         raise ConfigError(f"modalities.{name}", said, f"There is no modality {owner!r} with such a field", fix)
     if isinstance(said, Mapping):
         return _made(f"modalities.{name}", Modality, said)
+    if isinstance(said, Modality):
+        made = _with_templates(f"modalities.{name}", {one: getattr(said, one) for one in _TEMPLATES})
+        return replace(said, **made)
     return Modality(pp_size=said) if isinstance(said, int) and not isinstance(said, bool) else said
 
 
@@ -51,6 +54,14 @@ def _made(field: str, kind: type, said: Mapping[str, Any]) -> Any:
     for key in said:
         if key not in _names(kind):
             raise ConfigError(f"{field}.{key}", said[key], "There is no such field", did_you_mean(key, _names(kind)))
+    return kind(**_with_templates(field, said))
+
+
+_TEMPLATES = ("pipeline_template", "pipelines")
+
+
+def _with_templates(field: str, said: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of fields, with a `PipelineTemplate` in place of each mapping of its fields."""
     values = dict(said)
     if isinstance(template := values.get("pipeline_template"), Mapping):
         values["pipeline_template"] = _made(f"{field}.pipeline_template", PipelineTemplate, template)
@@ -59,4 +70,4 @@ def _made(field: str, kind: type, said: Mapping[str, Any]) -> Any:
             _made(f"{field}.pipelines[{index}]", PipelineTemplate, one) if isinstance(one, Mapping) else one
             for index, one in enumerate(listed)
         ]
-    return kind(**values)
+    return values

@@ -24,6 +24,15 @@ class LoaderBatches(Batches):
     """The dataloader's batches that are the microbatches of one step."""
 
 
+class VaryingCollator:
+    """A collator that packs or drops samples, so that batches may have fewer rows than the `batch_size`."""
+
+    @property
+    def varies(self) -> bool:
+        """Whether batches may have fewer rows than samples were drawn for them."""
+        return True
+
+
 def split_replicas(batch: Any, count: int) -> list[Any]:
     """Return for each of the `count` served replicas its batch, or its collection of batches.
 

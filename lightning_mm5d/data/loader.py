@@ -18,15 +18,21 @@ step and starts k times the workers, so that worker k*w + j loads only shard j, 
 serves that shard alone. `group_batches` serves ``microbatching="loader"``: each microbatch is one batch of the
 dataloader.
 
-It refuses, for several shards: iterable data sets, the samplers that `samplers` refuses, and objects that are no
-DataLoader. It cannot see a data set that picks its samples by global rank (peers would then disagree), nor a random
-generator inside the data set (with ``num_workers=0`` and several shards, the shards share its draws).
+While a shard's batches are read, the data set sees its number as rank, and how many shards there are as world size
+(`replica_view`). So an iterable data set that shards itself yields each shard; for several shards it is iterated once
+for each, by a loader of its own, in place of one loader with k times the workers.
+
+It refuses, for several shards: the samplers that `samplers` refuses, iterable data sets whose loader has a state of its
+own, and objects that are no DataLoader. What a data set draws from a generator of its own, or has read of ranks before,
+is not seen here: `trainer.sample_proof` compares the batches.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -35,9 +41,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_mm5d.data.batches import LoaderBatches, ReplicaBatches
 from lightning_mm5d.data.dealing import dealt, is_dealable, undealable
-from lightning_mm5d.data.progress import Progress, TrainerProgress
+from lightning_mm5d.data.position import Position
 from lightning_mm5d.data.random_state import seed_all, seed_of, seeded
-from lightning_mm5d.data.resumable import Resumable
+from lightning_mm5d.data.replica_view import as_replica, become_replica
+from lightning_mm5d.data.resumable import Progress, Resumable, TrainerProgress
 from lightning_mm5d.data.samplers import ShardOrder, for_predictions, samplers_of_shards, unservable
 
 _Loader = TypeVar("_Loader")
@@ -87,13 +94,38 @@ def shard_loader(
     if not isinstance(dataloader, DataLoader):
         if count > 1:
             raise unservable(dataloader, "it must be a torch DataLoader", "Return a DataLoader")
-        if trainer is None:
-            return dataloader
         return ResumableIterable(dataloader, Progress(trainer, tuple(shards), num_shards), seed)  # type: ignore[return-value]
     if count > 1 and isinstance(dataloader.dataset, IterableDataset):
-        raise unservable(dataloader, "an IterableDataset cannot be sharded", "Use a map-style data set")
+        if hasattr(dataloader, "state_dict"):
+            rule = "A loader of an IterableDataset with a state of its own cannot be read for each"
+            raise unservable(dataloader, rule, "Use a DataLoader, or a map-style data set")
+        first, *others = (_stream(dataloader, shard, num_shards, seed, trainer) for shard in shards)
+        first.others = others
+        return first  # type: ignore[return-value]
+    return _served(_copied(dataloader, _ShardIteration), shards, num_shards, seed, alone, trainer, shares)
 
-    loader = _copied(dataloader, _ShardIteration)
+
+def _stream(
+    dataloader: DataLoader[Any], shard: int, num_shards: int, seed: int, trainer: TrainerProgress | None
+) -> _StreamIteration:
+    """Return a loader of one shard with a data set of its own, as another process would have."""
+    loader = _copied(dataloader, _StreamIteration)
+    with suppress(TypeError, NotImplementedError):  # one that holds a file: its shards are compared anyway
+        object.__setattr__(loader, "dataset", copy.deepcopy(dataloader.dataset))
+    return _served(loader, [shard], num_shards, seed, True, trainer, None)
+
+
+def _served(
+    loader: Any,
+    shards: Sequence[int],
+    num_shards: int,
+    seed: int,
+    alone: bool,
+    trainer: TrainerProgress | None,
+    shares: Sequence[int] | None,
+) -> Any:
+    """Let a copy of the user's loader serve `shards`."""
+    count = len(shards)
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     indices = getattr(loader, name)
     samplers = samplers_of_shards(loader, indices, shards, num_shards, seed, alone=alone)
@@ -107,7 +139,7 @@ def shard_loader(
     if loader.generator is None:
         loader.generator = torch.Generator()
         loader.reseeds_generator = True
-    loader.worker_init_fn = _SeedWorker(tuple(shards), loader.worker_init_fn)
+    loader.worker_init_fn = _SeedWorker(tuple(shards), num_shards, loader.num_workers, loader.worker_init_fn)
     loader.num_workers *= count
     if hasattr(loader, "in_order"):
         loader.in_order = True  # the order of arrival would differ between ranks
@@ -161,7 +193,7 @@ class _ShardIteration(Resumable):
         seed, epoch = order.seed, order.epoch
         if self.reseeds_generator:  # DataLoader draws the base seed of its workers from it
             self.generator.manual_seed(seed_of(seed, "workers", epoch))
-        with seeded(seed, "start", epoch):
+        with seeded(seed, "start", epoch), as_replica(shards[0], self.progress.num_shards):
             batches = super().__iter__()  # type: ignore[misc]
         for step in itertools.count(first - dropped):
             group = self.fetched(batches, (epoch, step), *([shard] for shard in shards))
@@ -170,6 +202,34 @@ class _ShardIteration(Resumable):
             if step >= first:
                 self.note_batch(step)
                 yield group[0] if len(shards) == 1 else ReplicaBatches(group)
+
+
+class _StreamIteration(_ShardIteration):
+    """Groups the batches of streams, of which each serves one shard; ends with the first stream that ends."""
+
+    others: Sequence[_StreamIteration] = ()
+
+    def resume(self, position: Position, seed: int, epoch: int) -> None:
+        super().resume(position, seed, epoch)
+        for other in self.others:
+            other.resume(position, seed, epoch)
+
+    def _steps(self) -> Iterator[Any]:
+        if not self.others:
+            yield from super()._steps()
+            return
+        order = self.served_order
+        for other in self.others:
+            other.progress = replace(self.progress, shards=other.progress.shards)
+            other.served_order.reseed(order.seed)
+            other.served_order.set_epoch(order.epoch)
+        end = object()
+        streams = [super()._steps(), *(iter(other) for other in self.others)]
+        while True:
+            group = list(itertools.takewhile(lambda batch: batch is not end, (next(one, end) for one in streams)))
+            if not group:
+                return
+            yield ReplicaBatches(group)
 
 
 class ResumableIterable(Resumable):
@@ -200,7 +260,7 @@ class ResumableIterable(Resumable):
         return getattr(self.iterable, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("iterable", "sampler") or name in Resumable.__annotations__:
+        if name in ("iterable", "sampler") or name in Resumable.__annotations__ or hasattr(Resumable, name):
             super().__setattr__(name, value)
         else:
             setattr(self.iterable, name, value)
@@ -216,7 +276,8 @@ class ResumableIterable(Resumable):
     def _steps(self) -> Iterator[Any]:
         first, dropped = self.begin_pass()
         epoch = self.served_order.epoch
-        with seeded(self.served_order.seed, "start", epoch):
+        shard, count = self.progress.shards[0], self.progress.num_shards
+        with seeded(self.served_order.seed, "start", epoch), as_replica(shard, count):
             batches = iter(self.iterable)
         for step in itertools.count(first - dropped):
             group = self.fetched(batches, (epoch, step), self.progress.shards)
@@ -229,14 +290,17 @@ class ResumableIterable(Resumable):
 
 @dataclass(frozen=True)
 class _SeedWorker:
-    """worker_init_fn: seeds by shard instead of by global rank, then calls the user's own."""
+    """worker_init_fn: shows the shard as rank and seeds by it instead of by global rank, then calls the user's own."""
 
     shards: tuple[int, ...]
+    num_shards: int
+    workers: int  # of each shard
     init_fn: Callable[[int], None] | None
 
     def __call__(self, worker_id: int) -> None:
         worker, position = divmod(worker_id, len(self.shards))
         base_seed = torch.initial_seed() - worker_id
+        become_replica(self.shards[position], self.num_shards, worker, self.workers)
         seed_all(seed_of(base_seed, "worker", worker, self.shards[position]))
         if self.init_fn is not None:
             self.init_fn(worker)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.data.packed_images import REMEDY, PackedTokens, Path, packed_rows
+from lightning_mm5d.data.packed_images import REMEDY, PackedTokens, Path, counted_ways, packed_rows
 from lightning_mm5d.layout.even_split import even_lengths
 
 # Where tensors disagree on dim 0, the first of these names on which they do agree says what a sample is.
@@ -61,10 +61,13 @@ class _Cut(NamedTuple):
 def batch_samples(batch: Any) -> int | None:
     """The number of samples B: the size that dim 0 of all tensors, or of the text tensors, has.
 
+    A list of tensors of unequal lengths counts as one with as many rows as tensors. Where some tensors have a row for
+    each item of a sample, and integers say how many these are, it is the number of those integers (`counted_ways`).
+
     Returns:
         None where tensors disagree and no field's name decides, and where nothing has a length.
     """
-    arrays = {path: value for path, value in leaves(batch) if _is_array(value)}
+    arrays = {path: value for path, value in leaves(batch) if _is_array(value) or _is_ragged(value)}
     for name in _SAMPLE_WISE:
         sizes = {len(value) for path, value in arrays.items() if path[-1:] == (name,)}
         if len(sizes) == 1:
@@ -72,6 +75,9 @@ def batch_samples(batch: Any) -> int | None:
     sizes = {len(value) for value in arrays.values()}
     if not arrays:
         sizes = {len(value) for _, value in leaves(batch) if _is_plain_sequence(value)}
+    if len(sizes) > 1:
+        counts = {len(way) for way in counted_ways(arrays) if sizes <= {len(way), sum(way)}}
+        return counts.pop() if len(counts) == 1 else None
     return sizes.pop() if len(sizes) == 1 else None
 
 
@@ -155,13 +161,65 @@ def split(
     return [Microbatch(_take(batch, (), cuts, m), end - start) for m, (start, end) in enumerate(pairwise(ends))]
 
 
+def first_samples(batch: Any, count: int, image_tokens: PackedTokens | None = None) -> Microbatch:
+    """Returns the first ``count`` samples of a batch that `split` has split.
+
+    Args:
+        batch: as for `split`.
+        count: at least 1.
+        image_tokens: as for `split`.
+    """
+    samples = batch_samples(batch)
+    if samples is None or samples <= count:
+        return counted(batch, samples)
+    return Microbatch(
+        _take(batch, (), _plan(batch, samples, [0, count, samples], image_tokens or PackedTokens()), 0), count
+    )
+
+
+def split_each(
+    batch: Any, num_microbatches: int, samples: Sequence[int], *, image_tokens: PackedTokens | None = None
+) -> list[Microbatch]:
+    """Cuts the batches of several dataloaders, which hold unlike numbers of samples, each by itself.
+
+    Args:
+        batch: holds a batch, or None, for each dataloader.
+        num_microbatches: M, at least 2.
+        samples: of the batches that are there.
+        image_tokens: as for `split`.
+
+    Returns:
+        M microbatches, each with an equal share of every batch.
+
+    Raises:
+        ConfigError: some batch does not divide into M equal parts, so that its mean would not be that of its parts.
+    """
+    if uneven := [count for count in samples if count % num_microbatches]:
+        raise ConfigError(
+            "num_microbatches",
+            num_microbatches,
+            f"Batches of several dataloaders with unlike numbers of samples are split into equal parts, and one has "
+            f"{uneven[0]} samples",
+            "Use batch sizes that it divides, and drop_last=True. " + REMEDY,
+        )
+    parts = [
+        [value] * num_microbatches
+        if value is None
+        else [part.batch for part in split(value, num_microbatches, image_tokens=image_tokens)]
+        for _, value in _children(batch) or ()
+    ]
+    share = samples[0] // num_microbatches
+    return [Microbatch(_rebuild(batch, list(values)), share) for values in zip(*parts, strict=True)]
+
+
 def merge(outputs: Sequence[Any], samples: Sequence[int]) -> Any:
     """Joins what M microbatches returned into what the batch would have returned.
 
-    Tensors with one row per sample, and lists with one element per sample, are concatenated; floats and
-    0-dim float tensors become their mean, weighted by samples; containers are joined field by field; equal
-    values stay one value. What cannot be joined (rows of different shapes, fields that not all have) becomes
-    the list of the M outputs. A tuple is a container unless it holds strings only.
+    Tensors with one row per sample, and lists with one element per sample, are concatenated; floats and 0-dim tensors
+    of them become their mean, weighted by samples; integers, bools and 0-dim tensors of them are counts, and become
+    their sum; containers are joined field by field; other equal values stay one value. What cannot be joined (rows of
+    different shapes, fields that not all have) becomes the list of the M outputs. A tuple is a container unless it
+    holds strings only.
 
     Args:
         outputs: M outputs of a step.
@@ -175,6 +233,8 @@ def merge(outputs: Sequence[Any], samples: Sequence[int]) -> Any:
         return first
     if all(isinstance(output, torch.Tensor) for output in outputs):
         return _merge_tensors(outputs, samples)
+    if all(isinstance(output, int) for output in outputs):
+        return sum(outputs)
     if all(isinstance(output, float) for output in outputs):
         return sum(o * s for o, s in zip(outputs, samples, strict=True)) / sum(samples)
     if any(type(output) is not type(first) or _is_array(output) for output in outputs):
@@ -210,6 +270,8 @@ def copied(batch: Any) -> Any:
 
 def _merge_tensors(outputs: list[torch.Tensor], samples: list[int]) -> Any:
     first = outputs[0]
+    if all(output.ndim == 0 and not output.is_floating_point() and not output.is_complex() for output in outputs):
+        return torch.stack(outputs).sum()
     if all(output.ndim == 0 and output.is_floating_point() for output in outputs):
         wide = torch.promote_types(first.dtype, torch.float32)
         weights = torch.tensor(samples, dtype=wide, device=first.device) / sum(samples)
@@ -247,8 +309,15 @@ def _plan(batch: Any, samples: int, ends: list[int], tokens: PackedTokens) -> di
             cuts[path] = _Cut(1, ends, packed=False)
         elif len(value) == samples:
             cuts[path] = _Cut(0, ends, packed=False)
-        elif _is_array(value) and not (name == "position_ids" and len(value) == 1):
+        elif (_is_array(value) or _is_ragged(value)) and not (name == "position_ids" and len(value) == 1):
             unresolved[path] = value
+    counts = [way for way in counted_ways(fields) if len(way) == samples] if unresolved else []
+    for path, value in list(unresolved.items()):
+        ways = [way for way in counts if sum(way) == len(value) and _is_array(value)]
+        if ways and all(way == ways[0] for way in ways):
+            row_ends = list(accumulate(ways[0], initial=0))
+            cuts[path] = _Cut(0, [row_ends[end] for end in ends], packed=False)
+            del unresolved[path]
     if unresolved:
         rule = f"The batch has {samples} samples, and these have neither that many rows nor a known packing"
         raise _disagreement(unresolved, rule)
@@ -286,7 +355,12 @@ def leaves(node: Any, samples: int | None = None, path: Path = ()) -> Iterator[t
     """
     children = _children(node)
     nested = any(_is_array(child) or _children(child) is not None for _, child in children or ())
-    if children is None or (_is_plain_sequence(node) and not nested) or _is_sample_list(node, samples):
+    if (
+        children is None
+        or (_is_plain_sequence(node) and not nested)
+        or _is_sample_list(node, samples)
+        or _is_ragged(node)
+    ):
         yield path, node
         return
     for step, child in children:
@@ -300,6 +374,21 @@ def _is_sample_list(node: Any, samples: int | None) -> bool:
     inside = [(path, value) for path, value in leaves(node) if _is_array(value)]
     fields = any(path[-1] == "input_ids" for path, _ in inside)
     return not fields and (not inside or any(len(value) != samples for _, value in inside))
+
+
+def _is_ragged(node: Any) -> bool:
+    """Whether ``node`` is a list of samples by itself: tensors of one kind that have unequal lengths.
+
+    One-dimensional integers may be fields: labels, tokens of all samples, and where those of each begin.
+    """
+    if not isinstance(node, list) or not all(_is_array(one) for one in node):
+        return False
+    kinds = {(one.dtype, len(one.shape)) for one in node}
+    return len(kinds) == 1 and len({len(one) for one in node}) > 1 and (node[0].ndim > 1 or _is_float(node[0]))
+
+
+def _is_float(value: Any) -> bool:
+    return str(value.dtype).removeprefix("torch.").startswith(("float", "bfloat"))
 
 
 def _is_array(value: Any) -> bool:

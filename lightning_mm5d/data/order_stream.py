@@ -31,9 +31,18 @@ class OrderStream:
     """
 
     def __init__(self, state: Tensor) -> None:
-        self._state = state
+        self._first = self._state = state
         self._begun: tuple[int, Tensor] | None = None
         self._advanced: int | None = None
+
+    @classmethod
+    def begun(cls, before: dict[str, Any], epoch: int) -> OrderStream | None:
+        """Return the stream that drew an epoch's order, from the state `before` it; None where a seed drew it."""
+        if _KEY not in before:
+            return None
+        stream = cls(before[_KEY])
+        stream._begun, stream._advanced = (epoch, before[_KEY]), epoch
+        return stream
 
     def states(self, epoch: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return what a checkpoint keeps: the state before the order of `epoch` was drawn, and that of now."""
@@ -66,6 +75,11 @@ class OrderStream:
             yield
             if self._advanced != epoch:
                 self._advanced, self._state = epoch, packed_state()
+
+    def leave(self) -> None:
+        """Advance the process's global random state as this one, where it is still as training began."""
+        if torch.equal(packed_state(), self._first):
+            unpack_states(self._state, CPU)
 
     def pass_over(self, orders: Iterable[Any]) -> None:
         """Advance it by what passes over dataloaders draw, of which these are the samplers or batch samplers."""

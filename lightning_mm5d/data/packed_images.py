@@ -36,6 +36,7 @@ _NAMES = {  # how processors name the fields that travel with each kind of item;
     "image": r"^pixel_|_pixel_values$|^image_(grid|sizes|merge|position|embeds)|^spatial_shapes$|^num_local",
     "audio": r"^(input|audio)_features?(_|$)|^feature_attention_mask$|^(input|audio)_values$",
 }
+_COUNTS = re.compile(r"(^|_)(counts?|nums?|number|lengths?|lens?|items)(_|$)|^n_")
 _SYNONYMS = {"vision": "image", "speech": "audio"}
 _TYPE_IDS = {"image": 1, "video": 2, "audio": 3}  # in transformers' ``mm_token_type_ids``
 
@@ -129,6 +130,22 @@ def packed_rows(fields: Mapping[Path, Any], samples: int, tokens: PackedTokens) 
             if fitting:
                 rows[path] = fitting[0]
     return rows
+
+
+def counted_ways(fields: Mapping[Path, Any]) -> list[list[int]]:
+    """Return what integers of a batch say of how many rows each sample has: ``counts``, ``num_boxes``, ``n_images``.
+
+    Without such a name they are known as the second of a pair, ``(images, counts)``, inside of the batch.
+    """
+    found = []
+    for path, value in fields.items():
+        if not isinstance(value, torch.Tensor) or value.ndim != 1 or value.is_floating_point() or not path:
+            continue
+        owner, step = path[:-1], path[-1]
+        is_second = bool(owner) and step == 1 and sum(other[: len(owner)] == owner for other in fields) == 2
+        if value.dtype != torch.bool and (is_second or _COUNTS.search(str(step))):
+            found.append(value.tolist())
+    return [way for way in found if all(count >= 0 for count in way)]
 
 
 def _members(fields: Mapping[Path, Any], samples: int, tokens: PackedTokens) -> dict[str, dict[Path, Any]]:

@@ -24,6 +24,7 @@ class Position:
         samples: in the data set; None where it does not tell.
         workers: worker processes for each replica.
         order_seed: of a `DistributedSampler`.
+        begun: how the layout that began the epoch draws its order, as `remaining.order_of` says it.
         before: states of the samplers' own generators when the pass began.
         now: these states when the checkpoint was saved.
         own: a loader's own states, by the replicas that it serves.
@@ -37,6 +38,7 @@ class Position:
     samples: int | None = None
     workers: int = 0
     order_seed: int | None = None
+    begun: dict[str, Any] = field(default_factory=dict)
     before: dict[str, Any] = field(default_factory=dict)
     now: dict[str, Any] = field(default_factory=dict)
     own: dict[str, Any] = field(default_factory=dict)

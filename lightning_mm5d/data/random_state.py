@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -84,7 +85,8 @@ def seed_torch(seed: int, device: torch.device = CPU) -> None:
 class StepDraws:
     """What draws in one microbatch of one stage with streams of its own: layers, and boundaries after encoders.
 
-    The step's code around them then draws the same in every stage, wherever they are computed.
+    The step's code around them then draws the same in every stage, wherever they are computed. Each call begins a
+    stream of its own, so that a second pass through a stage draws anew.
 
     Args:
         key: of the microbatch.
@@ -94,10 +96,11 @@ class StepDraws:
 
     def __init__(self, key: tuple[int | str, ...], stage: str, device: torch.device) -> None:
         self._key, self._stage, self._device = key, stage, device
+        self._begun = Counter[str]()
 
     def layers(self) -> None:
-        """Begin the stream of the stage's layers."""
-        seed_torch(seed_of(*self._key, self._stage), self._device)
+        """Begin a stream of the stage's layers."""
+        seed_torch(seed_of(*self._key, self._stage, *self._pass("layers")), self._device)
 
     def backward(self) -> None:
         """Begin the stream of the stage's backward, of Python's and numpy's generators too.
@@ -110,11 +113,16 @@ class StepDraws:
     def apart(self, name: str) -> Iterator[None]:
         """Draw from a stream of the boundary `name` meanwhile."""
         states = torch_states(self._device)
-        seed_torch(seed_of(*self._key, "boundary", name), self._device)
+        seed_torch(seed_of(*self._key, "boundary", name, *self._pass(f"boundary {name}")), self._device)
         try:
             yield
         finally:
             set_torch_states(states, self._device)
+
+    def _pass(self, name: str) -> tuple[int, ...]:
+        """Return what tells a pass from earlier ones: nothing for the first."""
+        self._begun[name] += 1
+        return () if self._begun[name] == 1 else (self._begun[name] - 1,)
 
 
 def torch_states(device: torch.device) -> list[Tensor]:

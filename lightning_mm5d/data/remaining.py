@@ -1,8 +1,9 @@
 """What is left of an epoch that other layouts began: the samples that none of their replicas has consumed.
 
 A *segment* is what one layout consumed: ``(replicas, batch size, batches of each replica)``. The order of the whole
-epoch does not depend on the layout. So each segment is drawn again, without loading anything, and what its replicas
-consumed is taken out of the order. The replicas that go on share the rest, as they would share a data set.
+epoch is that of the layout that began it: of the distributed sampler that several replicas share, or, with one replica,
+of the user's own sampler. So the order is drawn again, without loading anything. Then each segment is drawn, and what
+its replicas consumed is taken out of the order. The replicas that go on share the rest, as they would share a data set.
 
 It refuses samplers whose draws it cannot repeat for another number of replicas.
 """
@@ -11,17 +12,33 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, Sampler
+import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.errors import ConfigError, private
 from lightning_mm5d.data.dealing import DealtBatches
-from lightning_mm5d.data.samplers import MOVABLE, WRAPPERS, drawn, leaf_of, placed
+from lightning_mm5d.data.sampler_generators import set_generator_states
+from lightning_mm5d.data.samplers import (
+    MOVABLE,
+    WRAPPERS,
+    Drawing,
+    EpochOrder,
+    ShardOrder,
+    drawing_from,
+    drawn,
+    leaf_of,
+    placed,
+)
 
 Segment = tuple[int, int | None, int]
+_RANDOM = "random"  # in `order_of`: arguments of a RandomSampler
+_SEED = "seed"
 
 
 class Rest(DistributedSampler[Any]):
@@ -54,6 +71,41 @@ class Later(Sampler[Any]):
         return max(0, len(self.sampler) - self.position)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Epoch:
+    """How the order of an epoch was drawn.
+
+    Attributes:
+        number: of the epoch.
+        seed: of the run.
+        begun: what `order_of` says of the loader that began it.
+        before: states of the samplers' generators when it began.
+        drawing: entered where a sampler without a generator draws; None for a seed.
+    """
+
+    number: int
+    seed: int
+    begun: Mapping[str, Any]
+    before: Mapping[str, Any]
+    drawing: Drawing | None = None
+
+
+def order_of(indices: Any) -> dict[str, Any]:
+    """Return, in plain values, how a loader draws its order, by what another layout's loader does not know of it.
+
+    Args:
+        indices: its batch sampler, or its sampler where it does not batch.
+    """
+    leaf = leaf_of(indices)
+    if isinstance(leaf, DistributedSampler):
+        return {_SEED: leaf.seed}
+    sampler = indices if leaf is None else leaf
+    if type(sampler) is not RandomSampler:
+        return {}
+    drawn_by = {"replacement": sampler.replacement, "num_samples": private(sampler, "_num_samples")}
+    return {_RANDOM: {**drawn_by, "generator": sampler.generator is not None}}
+
+
 def rest_of_shards(
     loader: DataLoader[Any],
     indices: Any,
@@ -61,8 +113,7 @@ def rest_of_shards(
     shards: Sequence[int],
     num_shards: int,
     *,
-    seed: int,
-    epoch: int,
+    epoch: Epoch,
     shares: Sequence[int] | None = None,
 ) -> list[Any]:
     """Return for each shard what yields its indices in the rest of the epoch.
@@ -73,8 +124,7 @@ def rest_of_shards(
         segments: what was consumed, in order.
         shards: those that this rank serves.
         num_shards: that share the rest.
-        seed: of the order.
-        epoch: of the order.
+        epoch: how its order was drawn.
         shares: microbatches of each of these replicas, where they are unlike. Those of earlier ones do not matter:
             the samples of a step are the same (see `dealing`).
 
@@ -82,26 +132,28 @@ def rest_of_shards(
         ConfigError: the samplers cannot be drawn again for another layout.
     """
     leaf = leaf_of(indices)
-    if not isinstance(leaf, DistributedSampler):
+    is_shared = isinstance(leaf, DistributedSampler)
+    alone = list(itertools.takewhile(lambda segment: segment[0] == 1, segments)) if _SEED not in epoch.begun else []
+    if not is_shared and _SEED not in epoch.begun and len(alone) in (0, len(segments)):
         return [_later(indices, segments) for _ in shards]
-    if type(leaf) not in MOVABLE:
+    if is_shared and type(leaf) not in MOVABLE:
         raise _unrepeatable(indices, segments, num_shards, f"a sampler of class {type(leaf).__name__}")
-    wrapped: Any = leaf.dataset if isinstance(leaf, WRAPPERS) else None
-    whole = type(leaf)(
-        leaf.dataset if wrapped is None else wrapped._sampler, 1, 0, leaf.shuffle, leaf.seed, drop_last=False
+    leaf = indices if leaf is None else leaf
+    drop_last = getattr(leaf, "drop_last", False)
+    items = (
+        _shared_order(loader, indices, leaf, epoch) if not alone else _own_order(loader, indices, leaf, alone, epoch)
     )
-    whole.set_epoch(epoch)
-    items = list(whole)
 
     def share(count: int, shard: int, batch_size: int | None) -> Any:
-        batches = placed(loader, indices, leaf, Rest(items, count, shard, leaf.drop_last))
+        batches = placed(loader, indices, leaf, Rest(items, count, shard, drop_last))
         _set_batch_size(batches, batch_size)
         return batches
 
-    for count, batch_size, batches in segments:
+    for count, batch_size, batches in segments[len(alone) :]:
         consumed: Counter[Any] = Counter()
         for shard in range(count):
-            for batch in itertools.islice(drawn(share(count, shard, batch_size), seed, epoch), batches):
+            order = drawn(share(count, shard, batch_size), epoch.seed, epoch.number)
+            for batch in itertools.islice(order, batches):
                 consumed.update([batch] if batch_size is None and indices is leaf else batch)
         items = _without(items, consumed)
     left = [share(num_shards, shard, batch_size_of(indices)) for shard in shards]
@@ -109,6 +161,52 @@ def rest_of_shards(
         return left
     whole = Rest(items, 1, 0, drop_last=False)
     return [DealtBatches(whole, left[0].batch_size, left[0].drop_last, shares, shard) for shard in shards]
+
+
+def _shared_order(loader: DataLoader[Any], indices: Any, leaf: Any, epoch: Epoch) -> list[Any]:
+    """Return the samples of an epoch in the order of the distributed sampler that several replicas share."""
+    if isinstance(leaf, DistributedSampler):
+        source: Any = private(leaf.dataset, "_sampler") if isinstance(leaf, WRAPPERS) else leaf.dataset
+        whole: Any = type(leaf)(source, 1, 0, leaf.shuffle, leaf.seed, drop_last=False)
+    else:  # what Lightning puts in for a sampler like this one
+        own = indices if isinstance(loader.sampler, ShardOrder) else loader.sampler
+        seed = epoch.begun[_SEED]
+        if isinstance(own, RandomSampler | SequentialSampler):
+            whole = DistributedSampler(loader.dataset, 1, 0, shuffle=True, seed=seed)
+        else:
+            whole = DistributedSamplerWrapper(EpochOrder(own, epoch.seed), 1, 0, shuffle=True, seed=seed)
+    whole.set_epoch(epoch.number)
+    return list(whole)
+
+
+def _own_order(
+    loader: DataLoader[Any], indices: Any, leaf: Any, segments: Sequence[Segment], epoch: Epoch
+) -> list[Any]:
+    """Return what is left of an epoch in the order of the user's own sampler, after what one replica has consumed."""
+    own: Any = leaf
+    if isinstance(leaf, WRAPPERS):
+        own = private(leaf.dataset, "_sampler").sampler
+    elif isinstance(leaf, DistributedSampler):
+        own = _own_sampler(leaf.dataset, epoch.begun.get(_RANDOM))
+    batches = drawing_from(own, loader, indices, leaf)
+    if hasattr(batches, "drop_last"):
+        batches.drop_last = False
+    generator = getattr(own, "generator", None)
+    is_the_loaders = generator is not None and "indices.sampler.generator" not in epoch.before
+    set_generator_states(epoch.before, {"generator": generator if is_the_loaders else None, "indices": batches})
+    if is_the_loaders:  # from which a DataLoader draws the seed of its workers first
+        torch.empty((), dtype=torch.int64).random_(generator=generator)
+    _set_batch_size(batches, segments[-1][1])
+    order = drawn(_later(batches, segments), epoch.seed, epoch.number, epoch.drawing)
+    return list(itertools.chain.from_iterable(order)) if batches is not own else list(order)
+
+
+def _own_sampler(dataset: Any, arguments: dict[str, Any] | None) -> Sampler[Any]:
+    """Return a sampler of the user's that Lightning replaces without a wrapper."""
+    if arguments is None:
+        return SequentialSampler(dataset)
+    has_generator = arguments["generator"]
+    return RandomSampler(dataset, **{**arguments, "generator": torch.Generator() if has_generator else None})
 
 
 def batch_size_of(indices: Any) -> int | None:

@@ -13,9 +13,9 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from torch.utils.data import IterableDataset
 from torch.utils.data.distributed import DistributedSampler
@@ -23,11 +23,63 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.data.order_stream import OrderStream
 from lightning_mm5d.data.position import Kind, Position
-from lightning_mm5d.data.progress import Progress
 from lightning_mm5d.data.random_state import seeded
-from lightning_mm5d.data.remaining import batch_size_of, rest_of_shards
+from lightning_mm5d.data.remaining import Epoch, batch_size_of, order_of, rest_of_shards
+from lightning_mm5d.data.replica_view import as_replica
 from lightning_mm5d.data.sampler_generators import generator_states, set_generator_states
 from lightning_mm5d.data.samplers import ShardOrder, Start, leaf_of
+
+
+class TrainerProgress(Protocol):
+    """How far the trainer is in its epoch.
+
+    Attributes:
+        stream: what orders are drawn from that one process would draw from its global random state; None for seeds.
+    """
+
+    stream: OrderStream | None
+
+    def steps_taken(self) -> int:
+        """Return the steps that it has finished."""
+        ...
+
+    def fetching(self) -> None:
+        """Note that a batch is fetched, before the step that uses it and all that it draws."""
+        ...
+
+    @property
+    def order_seeds(self) -> dict[int, int]:
+        """For seeds of distributed samplers in this process, those of the run that it goes on with."""
+        ...
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a loader's position depends on, beside its order.
+
+    Attributes:
+        trainer: says how far the trainer is; None where no position is kept.
+        shards: replicas that this rank serves.
+        num_shards: replicas that share the data set.
+        batches_per_step: of each replica.
+        shares: microbatches of each replica, where they are unlike.
+    """
+
+    trainer: TrainerProgress | None
+    shards: tuple[int, ...]
+    num_shards: int
+    batches_per_step: int = 1
+    shares: tuple[int, ...] | None = None
+
+    def taken(self) -> int:
+        """Return the batches of this epoch that each replica has consumed."""
+        return 0 if self.trainer is None else self.trainer.steps_taken() * self.batches_per_step
+
+    def fetching(self) -> None:
+        """Tell the trainer's side that a batch is fetched now."""
+        if self.trainer is not None:
+            self.trainer.fetching()
+
 
 _END = object()
 _AT_THE_END = "resume from a checkpoint of the end of an epoch"
@@ -47,6 +99,7 @@ class Resumable:
     _earlier: Sequence[list[Any]] = ()
     _cycled = False
     _before: dict[str, Any] | None = None
+    _begun: dict[str, Any] | None = None
     _states: deque[tuple[int, Any]] | None = None
 
     # --- what Lightning and users ask for ---
@@ -89,12 +142,13 @@ class Resumable:
         return Position(
             kind=self.kind,
             epoch=self.served_order.epoch,
-            segments=[*self._earlier, [self.progress.num_shards, self._batch_size, taken]],
+            segments=[*self._earlier, [self._sharing, self._batch_size, taken]],
             batches_per_step=self.progress.batches_per_step,
             cycled=self._cycled,
             samples=self._samples(),
             workers=self._workers,
             order_seed=getattr(leaf_of(self.served_indices), "seed", None),
+            begun=order_of(self.served_indices) if self._begun is None else self._begun,
             before={**(states := self._stream_states())[0], **before},
             now={**states[1], **self._generators()},
             own={self._shard_key: self._own_state(taken)} if self.kind == "stateful" else {},
@@ -133,7 +187,7 @@ class Resumable:
         self._pending = position
         if position.kind == "map":
             segments = position.segments[:-1] if self._continues(position) else position.segments
-            self._rest = self._rest_of(segments) if segments else None
+            self._rest = self._rest_of(position, segments) if segments else None
 
     def take_order_seed(self) -> None:
         """Draw orders as the run did that this one goes on with, also from dataloaders that are made later."""
@@ -203,11 +257,11 @@ class Resumable:
             position = None
         if position is None:
             self._began, self._earlier, self._cycled = first, (), first > 0
-            self._before = self._generators()
+            self._before, self._begun = self._generators(), None
         else:
             *earlier, (_, _, batches) = position.segments
             continues = self._continues(position)
-            self._before, self._cycled = position.before, position.cycled
+            self._before, self._begun, self._cycled = position.before, position.begun, position.cycled
             self._earlier = earlier if continues else position.segments
             self._began = first - batches if continues else first
             start = Start(first, batches if continues and rest != [[]] else 0, rest)
@@ -228,7 +282,10 @@ class Resumable:
         group = list[Any]()
         self.progress.fetching()
         for numbers in shards:
-            with seeded(self.served_order.seed, "batch", *key, *numbers):
+            with (
+                seeded(self.served_order.seed, "batch", *key, *numbers),
+                as_replica(numbers[0], self.progress.num_shards),
+            ):
                 batch = next(batches, _END)
             if batch is _END:
                 break
@@ -248,6 +305,12 @@ class Resumable:
     @property
     def _batch_size(self) -> int | None:
         return batch_size_of(self.served_indices)
+
+    @property
+    def _sharing(self) -> int:
+        """How many replicas share the samples; 1 where each reads them all, by a sampler of its own."""
+        shares = self.kind != "map" or isinstance(leaf_of(self.served_indices), DistributedSampler)
+        return self.progress.num_shards if shares else 1
 
     @property
     def _workers(self) -> int:
@@ -290,17 +353,21 @@ class Resumable:
 
     def _continues(self, position: Position) -> bool:
         """Whether batches of this loader are those that the run would have had next."""
-        return tuple(position.segments[-1][:2]) == (self.progress.num_shards, self._batch_size)
+        return tuple(position.segments[-1][:2]) == (self._sharing, self._batch_size)
 
-    def _rest_of(self, segments: Sequence[Sequence[Any]]) -> list[Any]:
+    def _rest_of(self, position: Position, segments: Sequence[Sequence[Any]]) -> list[Any]:
+        number = self.served_order.epoch
+        drawing = None
+        if (stream := OrderStream.begun(position.before, number)) is not None:
+            drawing = partial(stream.drawing, number, seeds_workers=self.reseeds_generator)
+        before, seed = position.before, self.served_order.seed
         return rest_of_shards(
             self,  # type: ignore[arg-type]
             self.served_indices,
             [(count, size, batches) for count, size, batches in segments],
             self.progress.shards,
             self.progress.num_shards,
-            seed=self.served_order.seed,
-            epoch=self.served_order.epoch,
+            epoch=Epoch(number=number, seed=seed, begun=position.begun, before=before, drawing=drawing),
             shares=self.progress.shares,
         )
 

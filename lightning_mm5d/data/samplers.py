@@ -141,7 +141,7 @@ class ShardOrder(Sampler[Any]):
         self.seed = seed
         for sampler in self.samplers:
             leaf = leaf_of(sampler)
-            if isinstance(leaf, WRAPPERS) and isinstance(inner := private(leaf.dataset, "_sampler"), _EpochOrder):
+            if isinstance(leaf, WRAPPERS) and isinstance(inner := private(leaf.dataset, "_sampler"), EpochOrder):
                 inner.seed = seed
 
     def _seeded(self, item: Any, step: int, shard: int) -> Any:
@@ -180,7 +180,7 @@ def drawn(sampler: Any, seed: int, epoch: int, drawing: Drawing | None = None) -
         yield item
 
 
-class _EpochOrder(Sampler[Any]):
+class EpochOrder(Sampler[Any]):
     """A sampler of the user's, drawn once an epoch: the same order for every shard, on every rank."""
 
     def __init__(self, sampler: Any, seed: int) -> None:
@@ -251,16 +251,14 @@ def samplers_of_shards(
     if not isinstance(leaf, DistributedSampler):
         if len(shards) > 1:
             raise unservable(
-                type(indices).__name__,
-                "it must draw from a DistributedSampler",
-                "Keep use_distributed_sampler=True",
+                type(indices).__name__, "it must draw from a DistributedSampler", "Keep use_distributed_sampler=True"
             )
         return [indices]
     wrapped: Any = leaf.dataset if isinstance(leaf, WRAPPERS) else None
     if wrapped is not None:
         inner = private(wrapped, "_sampler")
-        if not isinstance(inner, _EpochOrder):
-            wrapped._sampler = _EpochOrder(inner, seed)
+        if not isinstance(inner, EpochOrder):
+            wrapped._sampler = EpochOrder(inner, seed)
     if (leaf.num_replicas, [leaf.rank]) == (num_shards, list(shards)):
         return [indices]
     if type(leaf) not in MOVABLE:
@@ -281,16 +279,21 @@ def samplers_of_shards(
     ]
 
 
-def placed(loader: DataLoader[Any], indices: Any, leaf: DistributedSampler[Any], moved: DistributedSampler[Any]) -> Any:
+def placed(loader: DataLoader[Any], indices: Any, leaf: Any, moved: DistributedSampler[Any]) -> Any:
+    """Return a copy of `indices` that draws from `moved` instead of `leaf`, where no sample of another shard passes."""
+    batches = drawing_from(moved, loader, indices, leaf)
+    return batches if batches is moved or type(indices) is BatchSampler else _CheckedBatches(batches, moved)
+
+
+def drawing_from(moved: Any, loader: DataLoader[Any], indices: Any, leaf: Any) -> Any:
     """Return a copy of `indices` that draws from `moved` instead of `leaf`; the data set is not copied."""
     if indices is leaf:
         return moved
-    keep = {id(leaf): moved, id(leaf.dataset): leaf.dataset, id(loader.dataset): loader.dataset}
+    keep = {id(kept): kept for kept in (loader.dataset, getattr(leaf, "dataset", None))}
     try:
-        batches = copy.deepcopy(indices, keep)
+        return copy.deepcopy(indices, {**keep, id(leaf): moved})
     except (TypeError, NotImplementedError) as error:
         raise unservable(indices, f"it must be possible to copy it ({error})", "Use a BatchSampler") from error
-    return batches if type(indices) is BatchSampler else _CheckedBatches(batches, moved)
 
 
 def for_predictions(indices: Any, order: ShardOrder) -> Any:

@@ -6,11 +6,12 @@ function sees can neither read freed memory nor pass unnoticed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lightning_mm5d.config.errors import private
 from lightning_mm5d.sharded.value_functions import TELLING
@@ -36,9 +37,11 @@ class Closed(nn.Parameter):
         kwargs = kwargs or {}
         # a view of itself is how torch finds the node that accumulates its gradient
         if func not in _TELLING and not (func is Tensor.view_as and args[0] is args[1]):
-            for one in _closed((args, kwargs)):
-                one.opens()
-            if not any(True for _ in _closed((args, kwargs))):
+            closed = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Closed)]
+            for one in closed:
+                if isinstance(one, Closed):  # another of the same layer may have opened it
+                    one.opens()
+            if not any(isinstance(one, Closed) for one in closed):
                 return func(*args, **kwargs)
         with _plain():
             return func(*args, **kwargs)
@@ -59,14 +62,3 @@ def make_open(parameter: nn.Parameter) -> None:
     if isinstance(parameter, Closed):
         parameter.__class__ = vars(parameter).pop("opened")
         del vars(parameter)["opens"]
-
-
-def _closed(tree: Any) -> Iterator[Closed]:
-    if isinstance(tree, Closed):
-        yield tree
-    elif isinstance(tree, (tuple, list)):
-        for value in tree:
-            yield from _closed(value)
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            yield from _closed(value)

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mm5d.data_parallel.closed import Closed, make_closed, make_open
-from lightning_mm5d.plan.compressions import Traffic
 from lightning_mm5d.plan.data_shards import DataShard
+from lightning_mm5d.plan.traffic import Traffic
 
 
 class SharedParameter:

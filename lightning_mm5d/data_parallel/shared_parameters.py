@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from lightning_mm5d.data_parallel.closed import Closed
 from lightning_mm5d.data_parallel.scatter_gather import gather
 from lightning_mm5d.data_parallel.shared_parameter import SharedParameter
-from lightning_mm5d.plan.compressions import Traffic
 from lightning_mm5d.plan.data_shards import DataShard
+from lightning_mm5d.plan.traffic import Traffic
 
 T = TypeVar("T")
 Groups = Mapping[tuple[int, ...], dist.ProcessGroup | None]
@@ -33,8 +33,8 @@ class Fetch:
         self._held = held
         own = torch.cat([one.own.reshape(-1).to(one.dtype) for one in held])
         self._sizes = [[one.numel_at(place) for one in held] for place in range(len(held[0].shard.block))]
-        compression = None if exact else held[0].traffic.parameters
-        self._gathered = gather(own, [sum(sizes) for sizes in self._sizes], group, compression)
+        encoding = None if exact else held[0].traffic.parameters
+        self._gathered = gather(own, [sum(sizes) for sizes in self._sizes], group, encoding)
 
     def finish(self) -> None:
         """Write the rows to the local tensors, which get memory."""

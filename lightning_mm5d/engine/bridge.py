@@ -16,8 +16,8 @@ A piece whose source and target are the same rank does not touch the network. Wh
 nothing is sent or gathered, and a target receives the very same memory. One source and one target use the transport as
 it is.
 
-Where payloads are compressed, each source encodes its tensors before they are divided, and each target decodes what it
-has joined. So all targets have the same values to the bit, whatever way they came. What stays in its memory is exact.
+Where payloads are encoded, each source encodes its tensors before they are divided, and each target decodes what it has
+joined. So all targets have the same values to the bit, whatever way they came. What stays in its memory is exact.
 
 Sending never waits. Receiving waits for the other targets where there is something to gather, so these must receive
 in the same order. Gradients take a bridge of their own, with sources and targets exchanged.
@@ -28,7 +28,7 @@ It refuses own tensors between groups of different sizes.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -39,12 +39,15 @@ from torch import Tensor
 from lightning_mm5d.engine import codec
 from lightning_mm5d.engine.ordered_transport import Wire
 from lightning_mm5d.engine.transport import UNKNOWN, Channel, Shapes
-from lightning_mm5d.plan.pairs import pairs_of
+from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.plan.topology import pairs_of
+from lightning_mm5d.plan.traffic import encoding_of
+from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.sharded.backends import message_device
-from lightning_mm5d.sharded.compression import Compression
+from lightning_mm5d.sharded.collectives import Encoding, TensorGroup
+from lightning_mm5d.sharded.renamed import all_gather_single
 
 WHOLE_BYTES = 1024  # a tensor of fewer bytes is not split
-_COMPRESSED = "compressed"
 
 
 class Bridge:
@@ -58,7 +61,7 @@ class Bridge:
         sources: global ranks that send, ascending.
         targets: global ranks that receive, ascending; may share ranks with ``sources``.
         group: process group of exactly ``targets``; None where there is one, or where this rank is none of them.
-        compression: of what is sent; the sources decide, and a payload tells its targets.
+        encoding: of what is sent; None sends it as it is.
 
     Attributes:
         gathered: bytes that this rank has sent to the other targets, counted as in a ring.
@@ -74,7 +77,7 @@ class Bridge:
         sources: tuple[int, ...],
         targets: tuple[int, ...],
         group: dist.ProcessGroup | None,
-        compression: Compression | None = None,
+        encoding: Encoding | None = None,
     ) -> None:
         for ranks in (sources, targets):
             assert ranks == tuple(sorted(set(ranks))) != (), f"the ranks of {name} must ascend, got {ranks}"
@@ -82,7 +85,7 @@ class Bridge:
         self._transport, self._rank, self._name = transport, rank, name
         self._sources, self._targets, self._group = sources, targets, group
         is_local = set(targets) <= set(sources)
-        self._compression = None if is_local else compression
+        self._encoding = None if is_local else encoding
         self._is_plain = is_local or len(sources) == len(targets) == 1  # payloads travel as they are
         ways = [(Channel(direction, sources[i], targets[j], name), i, j) for i, j in pairs_of(sources, targets)]
         self._ways = [way for way in ways if rank in (way[0].src_rank, way[0].dst_rank)]
@@ -133,8 +136,8 @@ class Bridge:
         assert self._rank in self._sources, f"rank {self._rank} does not send on {self._name}"
         assert not own or a == b, f"{a} sources of {self._name} have no shards of their own for {b} targets"
         assert own <= set(range(len(tensors))), f"{self._name}: no tensors at {sorted(own)} of {len(tensors)}"
-        if self._compression is not None:
-            meta, tensors = _encoded(meta, tensors, self._compression)
+        if self._encoding is not None:
+            meta, tensors = self._encoding.encoded(meta, tensors)
         if self._is_plain:
             for channel, _, _ in self._outgoing:
                 self._transport.send(_placed(channel, place), meta, tensors, shapes)
@@ -168,7 +171,8 @@ class Bridge:
             TransportError: when a peer was lost meanwhile, whichever it was.
             RuntimeError: of torch.distributed, when another target was lost and this one waits to gather.
         """
-        return _decoded(*self._received(place))
+        meta, tensors = self._received(place)
+        return (meta, tensors) if self._encoding is None else self._encoding.decoded(meta, tensors)
 
     def _received(self, place: Hashable) -> tuple[Any, list[Tensor]]:
         assert self._rank in self._targets, f"rank {self._rank} does not receive on {self._name}"
@@ -212,7 +216,7 @@ class Bridge:
         # as in the transport, gloo gets host memory
         part = torch.cat([*mine, padding]).to(message_device(device, self._group))
         whole = part.new_empty(len(self._targets) * length)
-        dist.all_gather_single(whole, part, group=self._group)
+        all_gather_single(whole, part, group=self._group)
         self.gathered += whole.nbytes - length
         return whole.to(device)
 
@@ -220,32 +224,6 @@ class Bridge:
 def _placed(channel: Channel, place: Hashable) -> Channel:
     """Return a channel of its own for a microbatch that stays on its rank, where schedules are free to reorder it."""
     return replace(channel, name=f"{channel.name}, {place}") if channel.src_rank == channel.dst_rank else channel
-
-
-def _encoded(meta: Any, tensors: Sequence[Tensor], compression: Compression) -> tuple[Any, list[Tensor]]:
-    """A payload with tensors as bytes where that is shorter, and `_COMPRESSED` with what they were in its meta."""
-    found, kinds = list(tensors), []
-    for index, tensor in enumerate(tensors):
-        if compression.saves(tensor.numel(), tensor.dtype):
-            found[index] = compression.encode(tensor)
-            kinds.append([index, _name(tensor.dtype), *tensor.shape])
-    return ([_COMPRESSED, _name(compression.dtype), kinds, meta] if kinds else meta), found
-
-
-def _decoded(meta: Any, tensors: list[Tensor]) -> tuple[Any, list[Tensor]]:
-    """Undo `_encoded`."""
-    if not (isinstance(meta, list) and meta and meta[0] == _COMPRESSED):
-        return meta, tensors
-    _, wire, kinds, meta = meta
-    compression = Compression(getattr(torch, wire))
-    for index, name, *shape in kinds:
-        dtype = getattr(torch, name)
-        tensors[index] = compression.decode(tensors[index], math.prod(shape), dtype).to(dtype).view(shape)
-    return meta, tensors
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _overlap(flat: Tensor, i: int, a: int, j: int, b: int) -> Tensor:
@@ -257,3 +235,50 @@ def _overlap(flat: Tensor, i: int, a: int, j: int, b: int) -> Tensor:
 def _length(n: int, j: int, b: int) -> int:
     """How many of n elements target j of b covers."""
     return n * (j + 1) // b - n * j // b
+
+
+class Bridges:
+    """The bridges of one rank: between the instances of two stages that run a microbatch, made at first use.
+
+    Args:
+        plan: all stages.
+        transport: of this rank; None where one stage sends to nobody.
+        rank: global rank.
+        instances: groups of the ranks that share layers with this one, by their ranks.
+    """
+
+    def __init__(
+        self, plan: Plan, transport: Wire | None, rank: int, instances: Mapping[tuple[int, ...], TensorGroup]
+    ) -> None:
+        self._plan, self._transport, self._rank, self._instances = plan, transport, rank, instances
+        self._made: dict[Any, Bridge] = {}
+
+    def between(self, source: StageKey, target: StageKey, place: tuple[int, int], back: bool = False) -> Bridge:
+        """Return the bridge between the instances of two stages that run a microbatch.
+
+        Args:
+            source: key of the stage that sends activations.
+            target: key of the stage that receives them.
+            place: replica and index of the microbatch.
+            back: whether gradients travel, from `target` to `source`.
+        """
+        ends = [self._plan.topology.ranks_at(stage, *place) for stage in (source, target)]
+        key = (source, target, *ends, back)
+        if key not in self._made:
+            assert self._transport is not None, "one stage sends to nobody"
+            name = f"{source}->{target}"
+            if back:
+                ends, name = ends[::-1], f"{target}->{source}"
+            group = self._instances.get(ends[1])
+            sender = self._plan.modalities[(target if back else source).modality]
+            self._made[key] = Bridge(
+                self._transport,
+                rank=self._rank,
+                direction="gradients" if back else "activations",
+                name=name,
+                sources=ends[0],
+                targets=ends[1],
+                group=None if group is None else group.group,
+                encoding=encoding_of(sender, "payloads"),
+            )
+        return self._made[key]

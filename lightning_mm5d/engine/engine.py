@@ -7,12 +7,16 @@ leaves weight gradients to an action of their own. (3) What is still being sent 
 stage are returned.
 
 Only the receipt of a payload that is needed now waits for a peer. It knows nothing of Lightning.
+
+Each action has a name in a profile of PyTorch or, through ``emit_nvtx``, of Nsight. The first loss is looked at: it may
+be NaN where parts of the model are remote, or unequal on ranks that share layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import warnings
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,20 +24,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_mm5d.config.errors import RemoteParameterError
+from lightning_mm5d.config.errors import private
 from lightning_mm5d.data.microbatch import Microbatch
 from lightning_mm5d.data.random_state import StepDraws, kept_random_state, seed_all, seed_of
-from lightning_mm5d.engine.bridge import Bridge
-from lightning_mm5d.engine.bridges import Bridges
-from lightning_mm5d.engine.first_loss import FirstLoss
+from lightning_mm5d.engine.around import AroundStep, AroundSteps, Course, SideBySide
+from lightning_mm5d.engine.bridge import Bridge, Bridges
 from lightning_mm5d.engine.flight import Arrivals, Flight, Forward, unpacked, with_grads
-from lightning_mm5d.engine.interleaving import Interleaving
-from lightning_mm5d.engine.offload import Moves, Offload
 from lightning_mm5d.engine.ordered_transport import Wire
 from lightning_mm5d.engine.preparation import Preparation
 from lightning_mm5d.engine.promises import Promises, marked
-from lightning_mm5d.engine.ranges import named
-from lightning_mm5d.engine.recorder import Recorder
 from lightning_mm5d.engine.step import Step, count_of
 from lightning_mm5d.engine.step_gathers import StepGathers, meeting
 from lightning_mm5d.engine.transport import UNKNOWN, Shapes
@@ -42,14 +41,28 @@ from lightning_mm5d.schedule import Action, Graph, Kind, Schedule
 from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.stage import Deferred, Payload, Run, Runtime, SharedBuffers, StageError, StageView
-from lightning_mm5d.stage.payload import PARTS, tensors_in
+from lightning_mm5d.stage.payload import PARTS
 
+_is_profiled = private(torch.autograd, "_profiler_enabled")
 Ending = Callable[[StageKey, Sequence[nn.Parameter] | None, int], AbstractContextManager[None]]
 _NAMES = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W: "weight gradient"}
-
-
 _Flights = dict[tuple[StageKey, int], Flight]
 _Due = dict[tuple[StageKey, int], Deferred]
+
+_UNUSED = "appears to not have been used in the graph"  # torch, of an input of `torch.autograd.grad`
+_ACROSS = (
+    "the step asks `torch.autograd.grad` for the gradient of something that other ranks compute with, as a gradient "
+    "penalty or an adversarial step does for the inputs of an encoder: within a step a graph ends at the boundaries of "
+    "stages. Give the modalities the same ranks (colocate_with) and pp_size=1, or take the gradient within one stage"
+)
+
+
+def named(action: Action) -> AbstractContextManager[Any]:
+    """Enter around an action: its range has the name that a timeline shows, such as ``F(language.1, 3)``.
+
+    Without a profiler this costs one call.
+    """
+    return torch.profiler.record_function(str(action)) if _is_profiled() else nullcontext()
 
 
 class Engine:
@@ -66,13 +79,12 @@ class Engine:
         device: where this rank computes.
         instances: groups of the ranks that share layers with this one, by their ranks.
         hosts: of each replica, a group of its ranks that carries host memory.
-        offload: what this rank keeps in host memory between uses.
 
     Attributes:
         gathers: those of parameters in training steps; None where ranks share none.
-        recorder: notes when actions run; None notes nothing.
+        around: is asked before each step what goes on around its actions.
+        beside: computes microbatches side by side; None where nothing does.
         action: that runs, or that failed; None between steps.
-        offload: what this rank keeps in host memory between uses.
         count: microbatches of each replica in the step of `action`.
     """
 
@@ -89,16 +101,16 @@ class Engine:
         device: torch.device,
         instances: Mapping[tuple[int, ...], TensorGroup],
         hosts: Mapping[int, dist.ProcessGroup | None],
-        offload: Offload,
     ) -> None:
         self.gathers: StepGathers | None = None
         self._meets: StepGathers | None = None  # in the step that runs
-        self.recorder: Recorder | None = None
+        self.around: list[AroundSteps] = []
+        self.beside: SideBySide | None = None
+        self._around_step: list[AroundStep] = []
         self.action: Action | None = None
-        self.count = self._most = num_microbatches or 1
+        self.count = num_microbatches or 1
         self._plan, self._runtime, self._views, self._transport = plan, runtime, views, transport
         self._device = device
-        self.offload = offload
         self._bridges = Bridges(plan, transport, rank, instances)
         is_ordered = transport is not None and transport.is_ordered
         self._preparation = Preparation(plan, self._bridges, schedule, num_microbatches, rank, is_ordered=is_ordered)
@@ -108,12 +120,6 @@ class Engine:
         self._last = max(views, key=lambda key: (order.index(key.modality), key.number))  # of this rank
         names = () if len(views) == 1 else plan.ownership.written_by_all
         self._shared_buffers = SharedBuffers(runtime.root, names)
-        self._interleaving = Interleaving(plan, runtime, views, device)
-
-    def remove(self) -> None:
-        """Let go of what is on the host, and take what it put on modules away again."""
-        self.offload.end()
-        self._interleaving.remove()
 
     def execute(self, step: Step, trainable: frozenset[str], ending: Ending | None = None) -> None:
         """Run all microbatches of a step; results of the last stage go to ``step.finish``.
@@ -133,33 +139,27 @@ class Engine:
             self._promises.begin(step, trainable)
         flights: _Flights = {}
         due: _Due = {}
-        recorder = self.recorder if step.trains else None
-        if recorder is not None and count < self._most:
-            recorder.skip()
-            recorder = None
-        elif recorder is not None:
-            self._most = count
-            recorder.begin(trainable, count)
+        course = Course(step, actions, trainable, count)
+        around = self._around_step = [one for each in self.around if (one := each.step(course)) is not None]
         gathers = self._meets = self.gathers if step.trains else None
         if gathers is not None:
             gathers.begin(step, self._preparation.schedule_of(count), count, trainable)
         discards = len(self._views) > 1 and any(view.is_last for view in self._views.values())
         with kept_random_state(self._device) if step.random_key is not None else nullcontext():
-            moves = self.offload.step(graph, actions)
             for numbers in groups:
                 group = actions[numbers.start : numbers.stop]
                 self.action = group[0]
                 for bridge, place in (one for number in numbers for one in (receipts[number] if receipts else ())):
                     assert self._promises is not None
                     bridge.post(self._promises.key(place))
-                for number in numbers:
-                    moves.before(number)
+                for one in around:
+                    one.before(numbers)
                 stage, kind = group[0].stage, group[0].kind
                 if kind is Kind.F:
                     deferred = [Deferred() if stage in split_stages else None for _ in group]
                     uncounted = discards and not self._views[stage].is_last
                     with step.uncounted() if uncounted else nullcontext():
-                        made = self._forwards(step, graph, group, moves, deferred)
+                        made = self._forwards(step, graph, group, deferred)
                     if step.trains and graph.has_backward(stage):
                         flights.update(
                             ((stage, one.microbatch), flight) for one, flight in zip(group, made, strict=True)
@@ -168,17 +168,23 @@ class Engine:
                 else:
                     ends = ending if last_actions[stage] in group else None
                     self._run_backwards(group, flights, due, ends)
-                for number in numbers:
-                    moves.after(number, due.get((stage, actions[number].microbatch)))
-                if recorder is not None:
-                    recorder.end(group)
+                for one in around:
+                    one.after(numbers)
         if gathers is not None:
             gathers.end()
         if self._transport is not None:
             self._transport.flush()
-        if recorder is not None:
-            recorder.finish()
+        for one in around:
+            one.end()
         self.action = None
+
+    @contextmanager
+    def unscheduled(self) -> Generator[None, None, None]:
+        """Enter around a step that runs without a schedule."""
+        with ExitStack() as stack:
+            for one in self.around:
+                stack.enter_context(one.unscheduled())
+            yield
 
     def stage(self) -> StageKey | None:
         """Return the stage of the action that runs."""
@@ -195,12 +201,12 @@ class Engine:
 
     def thread(self) -> int | None:
         """Return which thread computes for the main thread now; None where that does."""
-        return self._interleaving.thread
+        return None if self.beside is None else self.beside.thread
 
     def _starts(self) -> None:
         """Note that an action has everything that it waited for."""
-        if self.recorder is not None:
-            self.recorder.start()
+        for one in self._around_step:
+            one.starts()
 
     def take(self) -> Action | None:
         """Return the action that runs, which is of one microbatch at a time."""
@@ -217,32 +223,34 @@ class Engine:
     # --- forwards ---
 
     def _forwards(
-        self, step: Step, graph: Graph, actions: Sequence[Action], moves: Moves, deferred: Sequence[Deferred | None]
+        self, step: Step, graph: Graph, actions: Sequence[Action], deferred: Sequence[Deferred | None]
     ) -> list[Flight]:
         """Run the forwards of a group, side by side or one after another; what they send leaves after all of them."""
         stage = actions[0].stage
         given = [(action, step.microbatches[(at := self._place(action))[0]][at[1]]) for action in actions]
         made: list[Forward] = []
         with torch.set_grad_enabled(step.trains and graph.has_backward(stage)):
-            batches, known = [part.batch for _, part in given], self._is_watched(actions)
-            if len(actions) > 1 and self._interleaving.applies(step, stage, batches, known=known):
+            beside, batches = self.beside, [part.batch for _, part in given]
+            known = self._is_watched(actions)
+            if len(actions) > 1 and beside is not None and beside.applies(step, stage, batches, known=known):
                 found = [self._payloads(graph, action) for action in actions]
                 calls = [
-                    meeting(self._meets, action, due)(partial(self._forward, step, action, part, received, moves, due))
+                    meeting(self._meets, action, due)(partial(self._forward, step, action, part, received, due))
                     for (action, part), received, due in zip(given, found, deferred, strict=True)
                 ]
                 self._starts()
                 with self._spared(stage):
-                    made = self._interleaving.run(stage, calls, [self, *step.scopes])
+                    made = beside.run(stage, calls, [self, *step.scopes], backward=False)
             are_beside = bool(made)
             for (action, part), due in zip(given, deferred, strict=True) if not are_beside else ():
                 self.action = action
                 with meeting(self._meets, action, due):  # until replicas have met, and before anything is sent
                     received = self._payloads(graph, action)
                     self._starts()
-                    with self._spared(stage), self._interleaving.watching(step, stage, part.batch):
-                        made.append(self._forward(step, action, part, received, moves, due))
-            return [self._flight(step, graph, one, moves, are_beside) for one in made]
+                    watching = nullcontext() if beside is None else beside.watching(step, stage, part.batch)
+                    with self._spared(stage), watching:
+                        made.append(self._forward(step, action, part, received, due))
+            return [self._flight(step, graph, one, are_beside) for one in made]
 
     def _payloads(self, graph: Graph, action: Action) -> list[Payload]:
         place = self._place(action)
@@ -259,13 +267,7 @@ class Engine:
         )
 
     def _forward(
-        self,
-        step: Step,
-        action: Action,
-        part: Microbatch,
-        payloads: list[Payload],
-        moves: Moves,
-        deferred: Deferred | None,
+        self, step: Step, action: Action, part: Microbatch, payloads: list[Payload], deferred: Deferred | None
     ) -> Forward:
         """Run the user's step as one stage on one microbatch."""
         self.action = action
@@ -275,17 +277,19 @@ class Engine:
         draws = None if step.random_key is None else StepDraws((*step.random_key, index, replica), stage, self._device)
         structure = step.structure(part.batch)
         run = Run(self._runtime, self._views[stage], payloads, structure, draws, deferred, trains=step.trains)
-        saved = moves.saving(run, action)
-        watching = self._watching(step, stage, (replica, index), payloads)
-        with named(action), saved or nullcontext(), watching as shapes:
+        with ExitStack() as stack:
+            stack.enter_context(named(action))
+            for one in self._around_step:
+                stack.enter_context(one.forward(run, action))
+            shapes = stack.enter_context(self._watching(step, stage, (replica, index), payloads))
             result, ended = self._executed(run, step, part, index, stage)
         if self._views[stage].is_last and ended:
             loss = step.finish(result, index)
             if loss is not None:
                 self._first_loss.check(loss, stage)
-        return Forward(action, part, run, payloads, shapes, saved, loss)
+        return Forward(action, part, run, payloads, shapes, loss)
 
-    def _flight(self, step: Step, graph: Graph, made: Forward, moves: Moves, is_beside: bool) -> Flight:
+    def _flight(self, step: Step, graph: Graph, made: Forward, is_beside: bool) -> Flight:
         """Send what a forward passes on; return what its backward needs."""
         stage, place, run = made.action.stage, self._place(made.action), made.run
         passed: list[Tensor] = []  # which its receivers on this rank may hold, too
@@ -295,8 +299,8 @@ class Engine:
             for other, payload in zip(graph.predecessors(stage), made.payloads, strict=True)
             if graph.has_backward(other)
         ]
-        stays = tensors_in([made.part.batch, passed, *(payload.tensors for payload in made.payloads)])
-        moves.ran(run, stage, made.saved, [tensor for _, tensor in stays])
+        for one in self._around_step:
+            one.ran(made, passed)
         return Flight(run, sent, received, made.loss, place, is_beside)
 
     def _watching(
@@ -316,11 +320,13 @@ class Engine:
             uncounted = nullcontext() if self._views[stage].is_last or not run.is_traced else step.uncounted()
             with step.context(), uncounted:
                 return run.execute(lambda: step.run(part, index)), True
-        except (StageError, RemoteParameterError):
-            if step.trains or not self._plan.topology.edges:
-                raise
+        except step.forgives:
             step.fails = True
             return None, False
+        except RuntimeError as error:
+            if _UNUSED in str(error) and self._plan.topology.edges:
+                raise StageError(_ACROSS) from error
+            raise
 
     def _send(
         self, run: Run, other: StageKey, place: tuple[int, int], shapes: Shapes, fails: bool, passed: list[Tensor]
@@ -375,13 +381,13 @@ class Engine:
         circle. What replicas gather or exchange within a backward comes before these sums, too.
         """
         stage, arrivals = actions[0].stage, list[Arrivals]()
-        if len(actions) > 1 and all(flight.is_beside for flight in flights):
+        if self.beside is not None and len(actions) > 1 and all(flight.is_beside for flight in flights):
             with ending(stage, None, len(actions)) if ending else nullcontext():
                 arrivals = [flight.arrivals() for flight in flights]
                 self._starts()
                 given = zip(actions, flights, arrivals, strict=True)
                 calls = [meeting(self._meets, each[0])(partial(self._backward, *each)) for each in given]
-                self._interleaving.run(stage, calls, [self], backward=True)
+                self.beside.run(stage, calls, [self], backward=True)
         else:
             for action, flight in zip(actions, flights, strict=True):
                 self.action = action
@@ -395,3 +401,47 @@ class Engine:
             if self._promises is not None:
                 shapes = self._promises.shapes_back(stage, flight.place, [meta for meta, _ in arrived])
             flight.send_back(shapes)
+
+
+class FirstLoss:
+    """Checks the first loss that a rank computes, and no later one.
+
+    Args:
+        plan: all stages.
+        runtime: the patched module.
+        views: this rank's stages.
+    """
+
+    def __init__(self, plan: Plan, runtime: Runtime, views: Mapping[StageKey, StageView]) -> None:
+        self._plan, self._runtime, self._views = plan, runtime, views
+        self._checked = False
+
+    def check(self, loss: Tensor, stage: StageKey) -> None:
+        """Warn of a loss that is NaN, and refuse unequal losses of the ranks that share the last layers."""
+        if self._checked:
+            return
+        self._checked = True
+        self._check_equal(loss, stage)
+        if self._plan.topology.edges and bool(loss.detach().isnan()):
+            remote = sorted(set(self._plan.partition.layers) - set(self._views[stage].cuts)) or ["earlier layers"]
+            warnings.warn(
+                f"The loss of the first step is NaN in stage {stage}. If it is not NaN on one process, the step uses "
+                f"something there that only other ranks compute ({', '.join(remote)}, embeddings, earlier layers) and "
+                "that neither passes through a boundary nor is seen by torch's functions",
+                stacklevel=2,
+            )
+
+    def _check_equal(self, loss: Tensor, stage: StageKey) -> None:
+        """Refuse unequal losses of the ranks that share the last layers: their weights would drift apart."""
+        group = self._runtime.sharing(self._plan.partition.loss_modality)
+        if group is None:
+            return
+        value = loss.detach().double()
+        highest, lowest = float(group.max(value)), -float(group.max(-value))
+        if highest - lowest > 1e-4 * max(abs(highest), abs(lowest)):
+            raise StageError(
+                f"the ranks that share stage {stage} have unequal losses in the first step, from {lowest:.6g} to "
+                f"{highest:.6g}. The step reads the values of a sharded parameter itself (`lm_head.weight`, or a "
+                "penalty over `self.parameters()`), or depends on the rank: call the module instead, use the "
+                "optimizer's weight_decay, or set tp_size and cp_size to 1"
+            )

@@ -12,7 +12,6 @@ from torch import Tensor
 from lightning_mm5d.data.microbatch import Microbatch
 from lightning_mm5d.engine.bridge import Bridge
 from lightning_mm5d.engine.promises import marked
-from lightning_mm5d.engine.saved_activations import SavedActivations
 from lightning_mm5d.engine.transport import Shapes
 from lightning_mm5d.schedule import Action
 from lightning_mm5d.stage import Payload, Run
@@ -30,7 +29,6 @@ class Forward:
     run: Run
     payloads: list[Payload]
     shapes: Shapes
-    saved: SavedActivations | None
     loss: Tensor | None
 
 

@@ -3,7 +3,8 @@
 A communicator runs its operations one after the other, a send ends only with its receive, and no two threads may use
 one at once. So the thread that runs the schedule issues everything:
 
-1. Each directed pair of ranks has a communicator of its own, so a send never queues up after a receive.
+1. Payloads to higher ranks have a communicator, and those to lower ranks another one, so that what goes forth never
+   queues up after what comes back.
 2. `post` issues the receives of a payload, which the engine does in the order of `schedule.issue_order`. That order of
    messages is the same on all ranks: the first one that is unfinished has both of its ends at the front. So nothing
    can deadlock, also where a device runs one communication at a time.
@@ -57,7 +58,8 @@ class OrderedTransport:
     """The payloads that leave and reach one rank; see `Transport`, whose calls it has.
 
     Args:
-        links: the group of each directed pair of ranks that this rank belongs to, (source, target).
+        links: the group of each directed pair of ranks that this rank belongs to, (source, target); pairs may share
+            one.
         host: a group of the whole world that carries host memory.
         device: where this rank computes and received tensors arrive.
         rank: this process's global rank.

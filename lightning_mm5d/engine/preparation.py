@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from lightning_mm5d.engine.bridge import Bridge
-from lightning_mm5d.engine.bridges import Bridges
+from lightning_mm5d.engine.bridge import Bridge, Bridges
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Action, Graph, Grouping, Kind, Schedule, is_table
 from lightning_mm5d.schedule.issue_order import IssueOrder

@@ -13,14 +13,16 @@ from collections.abc import Sequence
 
 import torch
 
+from lightning_mm5d.engine.around import AroundStep, AroundSteps, Course
 from lightning_mm5d.schedule import Action
 
 
-class Recorder:
-    """Keeps one step.
+class Recorder(AroundSteps, AroundStep):
+    """Keeps one training step, the last one with as many microbatches as any before it.
 
     Args:
         device: where this rank computes.
+        most: microbatches of each replica in a whole step; None where each batch decides.
 
     Attributes:
         trainable: names of the parameters that were trained in the step; None before there was one.
@@ -28,39 +30,42 @@ class Recorder:
         number: of the step, among all training steps.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, most: int | None = None) -> None:
         self.trainable: frozenset[str] | None = None
         self.count = self.number = self._passed = 0
-        self._device = device
+        self._device, self._most = device, most or 1
+        self._actions: Sequence[Action] = ()
         self._times: dict[Action, tuple[_Moment, _Moment, int, int]] = {}
         self._began: _Moment = 0.0
         self._ended: _Moment = 0.0
         self._start: _Moment | None = None
 
-    def begin(self, trainable: frozenset[str], count: int) -> None:
-        """Forget the last step and begin a new one of `count` microbatches per replica."""
+    def step(self, course: Course) -> AroundStep | None:
+        """Forget the last step and record this one, if it trains and is whole; count any that trains."""
+        if not course.step.trains:
+            return None
         self._passed += 1
-        self.trainable, self.count, self.number = trainable, count, self._passed
+        if course.num_microbatches < self._most:
+            return None
+        self._most = self.count = course.num_microbatches
+        self.trainable, self.number, self._actions = course.trainable, self._passed, course.actions
         self._times, self._start = {}, None
         self._began = self._ended = self._now()
+        return self
 
-    def skip(self) -> None:
-        """Count a training step that is not kept."""
-        self._passed += 1
-
-    def start(self) -> None:
+    def starts(self) -> None:
         """Note that an action starts to compute; of several in a group the first one counts."""
         if self._start is None:
             self._start = self._now()
 
-    def end(self, actions: Sequence[Action]) -> None:
+    def after(self, numbers: range) -> None:
         """Note that the actions that started last have ended; several of a group count for equal parts of the time."""
         start, self._start, now = self._start, None, self._now()
         assert start is not None, "no action has started"
-        for place, action in enumerate(actions):
-            self._times[action] = start, now, place, len(actions)
+        for place, number in enumerate(numbers):
+            self._times[self._actions[number]] = start, now, place, len(numbers)
 
-    def finish(self) -> None:
+    def end(self) -> None:
         """Note that the step has ended."""
         self._ended = self._now()
 

@@ -5,7 +5,7 @@ It refuses ranks that have another plan, or would train or shard other parameter
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -13,19 +13,17 @@ import torch
 import torch.distributed as dist
 
 from lightning_mm5d.context_parallel.exchange.attention import ContextGroups
-from lightning_mm5d.engine.groups import Groups
+from lightning_mm5d.engine.groups import Groups, Wish, Wishes
 from lightning_mm5d.engine.ordered_transport import OrderedTransport, Wire
 from lightning_mm5d.engine.transport import Transport
 from lightning_mm5d.expert_parallel.held_experts import ExpertGroups
 from lightning_mm5d.expert_parallel.token_exchange import TokenGroup
-from lightning_mm5d.plan.compressions import compression_of
 from lightning_mm5d.plan.data_shards import DataShards
-from lightning_mm5d.plan.pairs import pairs_of
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.plan.topology import Topology
+from lightning_mm5d.plan.sums import sum_groups
+from lightning_mm5d.plan.topology import Topology, pairs_of
+from lightning_mm5d.plan.traffic import encoding_of
 from lightning_mm5d.sharded.collectives import TensorGroup
-from lightning_mm5d.tensor_parallel.grid.grid_products import Line
-from lightning_mm5d.tensor_parallel.grid.grid_shape import AXES, Axis, GridShape
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,8 @@ class PayloadGroups:
     Attributes:
         worlds: groups of the whole world: on gloo one for payloads to higher ranks and one for those to lower ranks,
             elsewhere one that carries host memory.
-        links: on other backends than gloo the groups of pairs (source, target) that this rank is in.
+        links: on other backends than gloo, by the pairs (source, target) that this rank is in, the group that carries
+            their payloads: one for those to higher ranks and one for those to lower ranks.
     """
 
     worlds: tuple[dist.ProcessGroup, ...]
@@ -58,7 +57,7 @@ class RunGroups:
 
     Attributes:
         payloads: the groups of the transport; None where nothing is sent.
-        replicas: the ranks that work for each replica of the loss modality.
+        replicas: the ranks that work for each replica of the loss modality; no entry for a replica of one rank.
         hosts: the same, for what is in host memory; none where all groups carry that.
         loss: one rank of each replica, where steps end: of those that share a last stage, those of this rank's
             place among them.
@@ -69,7 +68,7 @@ class RunGroups:
         instances: by their ranks, those that share layers: of a stage, its tensor and context parallel ranks.
         sharing: the same by modality.
         tensor: the tensor parallel ranks by modality.
-        lines: this rank's line along each axis of the grid of its tensor parallel ranks, by modality.
+        lines: those within tensor parallel groups whose layers are in blocks, by modality and name.
         context: the context parallel ranks by modality.
         experts: of the experts that this rank shares, by path.
     """
@@ -85,66 +84,63 @@ class RunGroups:
     instances: dict[tuple[int, ...], TensorGroup] = field(default_factory=dict)
     sharing: dict[str, TensorGroup] = field(default_factory=dict)
     tensor: dict[str, TensorGroup] = field(default_factory=dict)
-    lines: dict[str, dict[Axis, Line]] = field(default_factory=dict)
+    lines: dict[str, dict[str, TensorGroup]] = field(default_factory=dict)
     context: dict[str, ContextGroups] = field(default_factory=dict)
     experts: dict[str, ExpertGroups] = field(default_factory=dict)
 
 
-def make_groups(
-    groups: Groups,
-    plan: Plan,
-    rank: int,
-    *,
-    gradients: Iterable[tuple[int, ...]],
-    across: Iterable[tuple[int, ...]] = (),
-    gathers: Iterable[tuple[int, ...]] = (),
-    trained: Iterable[str],
-    is_plain: bool,
-    is_ordered: bool,
-) -> RunGroups:
+def make_groups(groups: Groups, plan: Plan, rank: int, *, trained: Iterable[str], is_ordered: bool) -> RunGroups:
     """Make all groups of a run; collective over the world.
 
     Args:
         groups: makes them.
         plan: all stages.
         rank: global rank.
-        gradients: the ranks of each group over which gradients are summed, in one order on all ranks.
-        across: the same of those that sum rows of several blocks.
-        gathers: the same of those that gather parameters.
         trained: names of the parameters that require a gradient.
-        is_plain: whether every rank is a replica of the whole module, which needs no groups for steps.
         is_ordered: whether operations between ranks run in the order of issue, as NCCL's do.
 
     Raises:
         RankMismatchError: on all ranks, when they plan otherwise.
     """
+    groups.make(wanted_groups(plan, rank, is_ordered=is_ordered))
+    found = _run_groups(groups, plan, rank, is_ordered=is_ordered)
+    groups.verify(f"stages {plan.partition.stages}, trained {sorted(trained)}, sharded {sorted(plan.division.shards)}")
+    return found
+
+
+def wanted_groups(plan: Plan, rank: int = 0, *, is_ordered: bool = True) -> list[Wish]:
+    """Return the groups that `make_groups` makes, in the same order whatever the rank; starts nothing."""
+    wishes = Wishes()
+    _run_groups(wishes, plan, rank, is_ordered=is_ordered)
+    return [*wishes.wanted]
+
+
+def _run_groups(groups: Groups | Wishes, plan: Plan, rank: int, *, is_ordered: bool) -> RunGroups:
     layout, topology = plan.layout, plan.topology
-    payloads = _payload_groups(groups, topology, is_ordered) if topology.edges else None
+    payloads = _payload_groups(groups, topology, rank, is_ordered) if topology.edges else None
     host = groups.host(layout.size)
-    replicas = {
-        replica: groups.get(layout.replica_ranks(replica), f"replica {replica}")
-        for replica in range(layout.num_replicas)
-        if not is_plain
+    several = {
+        replica: ranks for replica in range(layout.num_replicas) if len(ranks := layout.replica_ranks(replica)) > 1
     }
+    replicas = {replica: groups.get(ranks, f"replica {replica}") for replica, ranks in several.items()}
     hosts = {
-        replica: groups.get(layout.replica_ranks(replica), f"host of replica {replica}", backend="gloo")
-        for replica in replicas
+        replica: groups.get(ranks, f"host of replica {replica}", backend="gloo")
+        for replica, ranks in several.items()
         if is_ordered
     }
     ends = [sorted(ranks) for ranks in zip(*topology.instances(topology.last_stage), strict=True)]
     loss = [groups.get(ranks, "loss") for ranks in ends if len(ranks) > 1]
-    summed = {ranks: groups.get(ranks, "gradients") for ranks in gradients}
-    between = {ranks: groups.get(ranks, "across") for ranks in across}
-    gathered = {ranks: groups.get(ranks, "gathers") for ranks in gathers}
+    shards = DataShards(plan)
+    summed = {ranks: groups.get(ranks, "gradients") for ranks in (*sum_groups(plan), *shards.groups())}
+    between = {ranks: groups.get(ranks, "across") for ranks in shards.across()}
+    gathered = {ranks: groups.get(ranks, "gathers") for ranks in shards.groups()}
     layers = _LayerGroups(groups, plan, rank)
     sharing = {
         place.modality: layers.instances[ranks]
         for place in layout.places_of(rank)
         if (ranks := layout.ranks_of(place.modality, dp=place.dp, pp=place.pp)) in layers.instances
     }
-    experts = _expert_groups(groups, plan, rank, layers)
-    sharded = sorted(plan.division.shards)
-    groups.verify(f"stages {plan.partition.stages}, trained {sorted(trained)}, sharded {sharded}")
+    experts = _expert_groups(groups, plan, shards, layers)
     return RunGroups(
         payloads=payloads,
         replicas=replicas,
@@ -163,15 +159,41 @@ def make_groups(
     )
 
 
-def _payload_groups(groups: Groups, topology: Topology, is_ordered: bool) -> PayloadGroups:
+def _payload_groups(groups: Groups | Wishes, topology: Topology, rank: int, is_ordered: bool) -> PayloadGroups:
     world = range(topology.layout.size)
     if not is_ordered:
         found = [groups.get(world, tag) for tag in ("ascending", "descending")]
         return PayloadGroups(tuple(group for group in found if group is not None))
-    links = {pair: groups.get(sorted(pair), f"from {pair[0]} to {pair[1]}") for pair in _pairs(topology)}
+    links = dict[tuple[int, int], dist.ProcessGroup]()
+    pairs = _pairs(topology)
+    for tag, way in (
+        ("ascending", [a for a in pairs if a[0] < a[1]]),
+        ("descending", [a for a in pairs if a[0] > a[1]]),
+    ):
+        for ranks, held in _connected(way):
+            if (group := groups.get(ranks, tag, is_link=True)) is not None:
+                links |= {pair: group for pair in held if rank in pair}
     host = groups.get(world, "host", backend="gloo")
-    assert host is not None
-    return PayloadGroups((host,), {pair: group for pair, group in links.items() if group is not None})
+    return PayloadGroups(() if host is None else (host,), links)
+
+
+def _connected(pairs: Sequence[tuple[int, int]]) -> list[tuple[tuple[int, ...], list[tuple[int, int]]]]:
+    """Return the ranks that `pairs` connect, and the pairs among them: the pipeline of a replica, or of several.
+
+    A communicator for each pair would let a rank send and receive in one direction at a time too, for a communicator
+    more for each of its neighbours. All messages have one order (`schedule.issue_order`), so they cannot wait for each
+    other in a circle within one communicator either.
+    """
+    found = list[tuple[set[int], list[tuple[int, int]]]]()
+    for pair in pairs:
+        ranks, held, others = set(pair), [pair], list[tuple[set[int], list[tuple[int, int]]]]()
+        for one in found:
+            if ranks.isdisjoint(one[0]):
+                others.append(one)
+            else:
+                ranks, held = ranks | one[0], one[1] + held
+        found = [*others, (ranks, held)]
+    return sorted((tuple(sorted(ranks)), sorted(held)) for ranks, held in found)
 
 
 def _pairs(topology: Topology) -> list[tuple[int, int]]:
@@ -187,9 +209,11 @@ def _pairs(topology: Topology) -> list[tuple[int, int]]:
     return sorted(found)
 
 
-def _expert_groups(groups: Groups, plan: Plan, rank: int, layers: _LayerGroups) -> dict[str, ExpertGroups]:
+def _expert_groups(
+    groups: Groups | Wishes, plan: Plan, shards: DataShards, layers: _LayerGroups
+) -> dict[str, ExpertGroups]:
     """The groups of this rank for the experts of each of its stages."""
-    shards, found = DataShards(plan), dict[str, ExpertGroups]()
+    found = dict[str, ExpertGroups]()
     for stage in plan.topology.members:
         held = shards.expert_layers(stage)
         beside = dict.fromkeys(shards.sharing_experts(stage, one) for one in plan.topology.ranks_of(stage))
@@ -210,10 +234,10 @@ def _expert_groups(groups: Groups, plan: Plan, rank: int, layers: _LayerGroups) 
 class _LayerGroups:
     """The groups of ranks that share layers: whole instances, tensor parallel and context parallel ranks of each."""
 
-    def __init__(self, groups: Groups, plan: Plan, rank: int) -> None:
+    def __init__(self, groups: Groups | Wishes, plan: Plan, rank: int) -> None:
         self.instances: dict[tuple[int, ...], TensorGroup] = {}
         self.tensor: dict[str, TensorGroup] = {}
-        self.lines: dict[str, dict[Axis, Line]] = {}
+        self.lines: dict[str, dict[str, TensorGroup]] = {}
         self.context: dict[str, ContextGroups] = {}
         self._groups, self._plan, self._rank = groups, plan, rank
         for stage in plan.topology.members:
@@ -237,19 +261,11 @@ class _LayerGroups:
         for cp in range(cp_size):
             ranks = self._plan.layout.ranks_of(modality, pp=pp, dp=dp, cp=cp)
             if (found := self._get(ranks)) is not None and self._rank in ranks:
-                compression = compression_of(self._plan.modalities[modality], "tensor_parallel")
+                encoding = encoding_of(self._plan.modalities[modality], "tensor_parallel")
                 # modalities that share these ranks may say otherwise
-                self.tensor[modality] = found if compression is None else TensorGroup(found.group, compression)
-            if (grid := self._plan.division.grids.get(modality)) is not None:
-                self._add_lines(modality, ranks, grid.shape)
-
-    def _add_lines(self, modality: str, ranks: tuple[int, ...], shape: GridShape) -> None:
-        """Make the groups of all lines of one grid."""
-        for axis in AXES:
-            for line in shape.lines(axis):
-                group = self._groups.get([ranks[index] for index in line], f"axis {axis}") if len(line) > 1 else None
-                if group is not None:
-                    self.lines.setdefault(modality, {})[axis] = Line(group)
+                self.tensor[modality] = found if encoding is None else encoding.group(found.group)
+            if (layers := self._plan.division.in_blocks.get(modality)) is not None:
+                self.lines.setdefault(modality, {}).update(layers.lines(ranks, self._groups.get))
 
     def _add_context(self, modality: str, pp: int, dp: int, tp_size: int) -> None:
         for tp in range(tp_size):

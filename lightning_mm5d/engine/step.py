@@ -10,7 +10,16 @@ from torch import Tensor
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.data.microbatch import Microbatch
-from lightning_mm5d.engine.copies import Scope
+
+
+class Scope(Protocol):
+    """Something that belongs to one microbatch at a time."""
+
+    def take(self) -> Any:
+        """Return what belongs to the microbatch that is computed."""
+
+    def put(self, state: Any) -> None:
+        """Go on with the microbatch that `take` returned `state` of."""
 
 
 class Step(Protocol):
@@ -22,14 +31,16 @@ class Step(Protocol):
         epoch: of the run.
         trains: whether backwards follow.
         fails: whether a pipeline cannot run it; the engine sets it.
+        forgives: the errors by which it fails, and which end nothing else.
         scopes: what belongs to one microbatch at a time.
     """
 
     microbatches: Mapping[int, list[Microbatch]]
-    random_key: tuple[int, ...] | None
+    random_key: tuple[int | str, ...] | None
     epoch: int
     trains: bool
     fails: bool
+    forgives: tuple[type[Exception], ...]
     scopes: Sequence[Scope]
 
     def structure(self, batch: Any) -> Hashable:

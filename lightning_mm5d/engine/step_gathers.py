@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_mm5d.config.errors import ConfigError
@@ -28,7 +27,7 @@ from lightning_mm5d.plan.meetings import why_apart
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Action, Graph, Kind, Schedule
 from lightning_mm5d.schedule.stage_key import StageKey
-from lightning_mm5d.sharded.backends import backend_of
+from lightning_mm5d.sharded.backends import backend_of, warn_on_first_rank
 from lightning_mm5d.stage import Deferred, DeferredProducts, Runtime, StageView
 
 
@@ -123,7 +122,7 @@ class StepGathers:
         """Say once for each reason that ranks hold all experts in a step."""
         if self._plan.experts and why not in self._told:
             self._told.add(why)
-            rank_zero_warn(f"ep_size: each rank gathers all experts of its layers for a step, because {why}")
+            warn_on_first_rank(f"ep_size: each rank gathers all experts of its layers for a step, because {why}")
 
 
 @contextmanager

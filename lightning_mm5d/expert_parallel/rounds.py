@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_mm5d.config.errors import RankMismatchError
+from lightning_mm5d.sharded.renamed import all_gather_single
 
 END, FORWARD, BACKWARD = range(3)
 
@@ -122,7 +123,7 @@ class Rounds:
         counts = [*wish.counts, *[0] * (self._most - len(wish.counts))]
         sent = torch.tensor([int(forward), *wish[:_FIELDS], *counts])
         came = sent.new_empty(self._size * len(sent))
-        dist.all_gather_single(came, sent, group=self._group)
+        all_gather_single(came, sent, group=self._group)
         rows: list[list[int]] = came.view(self._size, -1).tolist()
         if len({row[0] for row in rows}) > 1:
             raise RankMismatchError("ranks that share experts run a forward and a backward at the same time")

@@ -28,12 +28,7 @@ ADAPTER = "adapter_model{suffix}.safetensors"
 
 
 def write_model(
-    folder: Path,
-    model: Mapping[str, Any],
-    tensors: ModelTensors,
-    *,
-    max_shard_size: int,
-    dtype: torch.dtype | None,
+    folder: Path, model: Mapping[str, Any], tensors: ModelTensors, *, max_shard_size: int, dtype: torch.dtype | None
 ) -> list[str]:
     """Write weights and configuration of a model; return warnings.
 
@@ -94,11 +89,7 @@ def write_adapter(
 
 
 def write_weights(
-    folder: Path,
-    pattern: str,
-    specs: Mapping[str, Tensor],
-    values: Iterable[tuple[str, Tensor]],
-    max_shard_size: int,
+    folder: Path, pattern: str, specs: Mapping[str, Tensor], values: Iterable[tuple[str, Tensor]], max_shard_size: int
 ) -> None:
     """Write tensors into one file, or into several with an index, as transformers divides them.
 

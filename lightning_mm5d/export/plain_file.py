@@ -25,19 +25,33 @@ _LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip's member: at its end the len
 def open_plain(path: Path, weights_only: bool = True) -> dict[str, Any]:
     """Return what a full checkpoint holds, verified; its tensors are mapped.
 
+    Of a file of plain torch, ``torch.save(model.state_dict(), path)``, or of a dict with one such entry, the tensors
+    are its ``state_dict``.
+
     Args:
         path: of the file.
         weights_only: whether to refuse what needs pickle to run code.
 
     Raises:
-        ConfigError: the file is no checkpoint of Lightning.
+        ConfigError: the file holds no tensors by name.
         CheckpointCorruptError: the file is damaged.
         CheckpointUntrustedError: the file asks for code to be run.
     """
     content = load_full(path, weights_only, mmap=True)
-    if not isinstance(content, dict) or not isinstance(content.get("state_dict"), Mapping):
-        raise ConfigError("CHECKPOINT", str(path), "It has no state_dict, as Lightning's have", "Name one of Lightning")
-    return content
+    if isinstance(content, dict) and isinstance(content.get("state_dict"), Mapping):
+        return content
+    if _is_state(content):
+        return {"state_dict": content}
+    states = {key: one for key, one in content.items() if _is_state(one)} if isinstance(content, Mapping) else {}
+    usual = [states[key] for key in ("model", "model_state_dict", "module") if key in states]
+    if usual or len(states) == 1:
+        return {**content, "state_dict": (usual or list(states.values()))[0]}
+    rule = "It has no state_dict, as checkpoints of Lightning have, and is none that torch.save wrote"
+    raise ConfigError("CHECKPOINT", str(path), rule, "Name a checkpoint of Lightning, or a file with one state_dict")
+
+
+def _is_state(value: object) -> bool:
+    return isinstance(value, Mapping) and bool(value) and all(isinstance(one, Tensor) for one in value.values())
 
 
 class PlainTensors:

@@ -20,22 +20,29 @@ from functools import partial
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    PrefixChange,
-    WeightConverter,
-    WeightRenaming,
-    WeightTransform,
-    apply_converters,
-    apply_renamings,
-    dot_natural_key,
-)
 
 from lightning_mm5d.checkpoint.huggingface_record import conversion_key
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.models.composed_fields import without_own_code
+from lightning_mm5d.models.multimodal_config import without_own_code
+
+try:
+    from transformers.core_model_loading import (
+        PrefixChange,
+        WeightConverter,
+        WeightRenaming,
+        WeightTransform,
+        apply_converters,
+        apply_renamings,
+        dot_natural_key,
+    )
+except ImportError as error:
+    rule = "Folders of Hugging Face are written with transformers 5.23 or newer"
+    fix = "Install 'transformers>=5.23'"
+    raise ImportError(f"{rule}, and {transformers.__version__} is installed: {fix}") from error
 
 Read = Callable[[str], Tensor]
 _CLASS = re.compile(r"(transformers\.models\.\w+\.modeling_\w+|lightning_mm5d\.models\.multimodal_model)\.(\w+)")

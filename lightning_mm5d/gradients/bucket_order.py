@@ -44,9 +44,17 @@ class _Key(NamedTuple):
     ranks: tuple[int, ...]
     across: tuple[int, ...]
     dtype: str
-    compression: str
+    encoding: str
     is_apart: bool
     of_experts: bool
+
+
+def grown_bytes(bucket_bytes: int, ranks: int) -> int:
+    """Return how much one message over `ranks` carries: in a ring each message is sent in as many parts.
+
+    Parts stay as large as those of 16 ranks, up to 128 ranks; beyond, a copy of a bucket would take too much memory.
+    """
+    return bucket_bytes * min(max(ranks // 16, 1), 8)
 
 
 class BucketOrder:
@@ -58,7 +66,7 @@ class BucketOrder:
         shared: the parameters of which this rank owns rows.
         groups: the process group of each tuple of ranks.
         across: of these, groups for sums over blocks alone.
-        bucket_bytes: how much one message carries.
+        bucket_bytes: how much one message over up to 16 ranks carries.
         count: of all parameters of the model.
         draw: gives a seed for the random rounding of some gradients, the same on all ranks.
         presence: what ranks agree on.
@@ -166,13 +174,13 @@ class BucketOrder:
             if id(parameter) not in self._unsent:
                 continue
             block, across = (ranks, ()) if shared is None else (shared.shard.block, shared.shard.across)
-            compression, is_apart = piece.traffic.gradients, piece.traffic.is_apart
+            encoding, is_apart = piece.traffic.gradients, piece.traffic.is_apart
             key = _Key(
                 block,
                 across,
                 str(gradient_dtype(parameter)),
-                str(compression or ""),
-                compression is not None and is_apart,
+                str(encoding or ""),
+                encoding is not None and is_apart,
                 shared is not None and shared.shard.of_experts,
             )
             found.setdefault(key, []).append(piece._replace(shared=shared))
@@ -181,10 +189,11 @@ class BucketOrder:
             late = [piece for piece in held if self._waits(piece)]
             early = [piece for piece in held if not self._waits(piece)]
             quarter = -(-len(early) // 4)  # messages of small models overlap with their backwards too
-            for cut in cut_into_buckets(early, self._bucket_bytes, quarter):
+            most_bytes = grown_bytes(self._bucket_bytes, len(key.ranks))
+            for cut in cut_into_buckets(early, most_bytes, quarter):
                 yield key, self._bucket(key, cut)
             for parts in ([one for one in late if one.rows is None], [one for one in late if one.rows is not None]):
-                for cut in cut_into_buckets(parts, self._bucket_bytes, len(parts)):
+                for cut in cut_into_buckets(parts, most_bytes, len(parts)):
                     yield key, self._bucket(key, cut)
 
     def _waits(self, piece: Piece) -> bool:

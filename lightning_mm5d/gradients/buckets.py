@@ -19,10 +19,9 @@ from lightning_mm5d.data_parallel.scatter_gather import ScatteredSum
 from lightning_mm5d.data_parallel.shared_parameter import SharedParameter
 from lightning_mm5d.gradients.flat import Flat
 from lightning_mm5d.gradients.side_stream import SideStream
-from lightning_mm5d.plan.compressions import Traffic
 from lightning_mm5d.plan.sums import Rows
-from lightning_mm5d.sharded.compressed_collectives import CompressedScatter, CompressedSum
-from lightning_mm5d.sharded.compression import Compression
+from lightning_mm5d.plan.traffic import Traffic
+from lightning_mm5d.sharded.collectives import Encoding
 
 
 class Piece(NamedTuple):
@@ -102,7 +101,7 @@ class Bucket(ABC):
     """Gradients that travel in one message.
 
     Args:
-        pieces: of one dtype and compression, in one order on all ranks.
+        pieces: of one dtype and encoding, in one order on all ranks.
         side: the stream on which messages are packed.
         draw: gives a seed for random rounding, the same on all ranks.
 
@@ -115,7 +114,7 @@ class Bucket(ABC):
         self.pieces = pieces
         self.came: list[int] = []
         self.flat: Flat | None = None
-        self._compression, self._side, self._draw = pieces[0].traffic.gradients, side, draw
+        self._encoding, self._side, self._draw = pieces[0].traffic.gradients, side, draw
         self._common = pieces[0].weight if len({piece.weight for piece in pieces}) == 1 else None
 
     @abstractmethod
@@ -150,7 +149,7 @@ class SummedBucket(Bucket):
     def __init__(self, pieces: Sequence[Piece], group: dist.ProcessGroup, *, side: SideStream, draw: Draw) -> None:
         super().__init__(pieces, side=side, draw=draw)
         self._group = group
-        self.flat = self._flat = Flat([piece.parameter for piece in pieces])
+        self.flat = self._flat = Flat([piece.parameter for piece in pieces], side)
 
     def start(self) -> Sum:
         flat, there = self._flat.pack()
@@ -167,7 +166,7 @@ class SummedBucket(Bucket):
 
     def _sum(self, flat: Tensor) -> Sum:
         flat = flat if self._common in (None, 1.0) else flat.mul_(self._common)
-        return _summed(flat, self._group, self._compression, self._draw(self.pieces))
+        return _summed(flat, self._group, self._encoding, self._draw(self.pieces))
 
     def take(self, total: Tensor, there: Container[int], rows: dict[int, Tensor]) -> None:
         for piece, view in zip(self.pieces, self._flat.take(), strict=True):
@@ -199,7 +198,7 @@ class RowsBucket(Bucket):
     def start(self) -> Sum:
         self.came = [piece.number for piece in self.pieces if piece.parameter.grad is not None]
         flat = torch.cat([part for piece, rows in self._rows for part in piece.read(rows)])
-        return _summed(flat, self._group, self._compression, self._draw(self.pieces))
+        return _summed(flat, self._group, self._encoding, self._draw(self.pieces))
 
     def take(self, total: Tensor, there: Container[int], rows: dict[int, Tensor]) -> None:
         parts = total.split([piece.numel for piece, _ in self._rows])
@@ -239,12 +238,12 @@ class ScatteredBucket(Bucket):
             return self._summed_rows()
         sent = self._packed()
         lengths = [sum(numels) for numels in self._numels]
-        compression = self._compression
-        if compression is None:
-            return _Scattered(ScatteredSum(sent, lengths, self._block), _summing(self._across))
-        seed = self._draw(self.pieces)
-        scattered = CompressedScatter(sent.split(lengths), self._block, compression, seed=seed)
-        return _Scattered(scattered, _summing(self._across, compression, seed))
+        seed, encoding = self._draw(self.pieces), self._encoding
+        if encoding is None:
+            scattered = ScatteredSum(sent, lengths, self._block)
+        else:
+            scattered = encoding.scattered(sent.split(lengths), self._block, seed)
+        return _Scattered(scattered, _summing(self._across, encoding, seed))
 
     def _packed(self) -> Tensor:
         """What each rank of the block is sent, by rank and parameter; each gradient is freed when it is copied."""
@@ -272,9 +271,8 @@ class ScatteredBucket(Bucket):
                 gradient = torch.zeros_like(piece.parameter, dtype=gradient_dtype(piece.parameter))
             parts.append(gradient.reshape(-1) * piece.weight)
             self._side.reads(gradient)
-        seed = None if self._compression is None else self._draw(self.pieces)
         # the sum over blocks begins in its turn among those of other buckets, which wait for what they scatter
-        return _Scattered(_Own(torch.cat(parts)), _summing(self._across, self._compression, seed))
+        return _Scattered(_Own(torch.cat(parts)), _summing(self._across, self._encoding, self._draw(self.pieces)))
 
     def take(self, total: Tensor, there: Container[int], rows: dict[int, Tensor]) -> None:
         parts = total.split([shared.numel_at(shared.shard.place) for _, shared in self._own])
@@ -316,46 +314,19 @@ class _AllReduced:
         return self._flat
 
 
-class _Compressed:
-    copies = False
-
-    def __init__(self, flat: Tensor, group: dist.ProcessGroup, compression: Compression, seed: int | None) -> None:
-        self._flat = flat
-        self._total: CompressedSum | None = CompressedSum(flat, group, compression, seed=seed)
-
-    def advance(self) -> bool:
-        """There is nothing to free."""
-        return True
-
-    def summed(self) -> None:
-        if self._total is not None:
-            self._total.gather()
-
-    def wait(self) -> Tensor:
-        if self._total is not None:
-            self._flat.copy_(self._total.wait())
-            self._total = None
-        return self._flat
-
-
-def _summed(flat: Tensor, group: dist.ProcessGroup, compression: Compression | None, seed: int | None) -> Sum:
+def _summed(flat: Tensor, group: dist.ProcessGroup, encoding: Encoding | None, seed: int) -> Sum:
     """Start to sum a flat tensor in place."""
-    if compression is None:
-        return _AllReduced(flat, group)
-    return _Compressed(flat, group, compression, seed)
+    made: Sum = _AllReduced(flat, group) if encoding is None else encoding.summed(flat, group, seed)
+    return made
 
 
-def _summing(
-    group: dist.ProcessGroup | None, compression: Compression | None = None, seed: int | None = None
-) -> Callable[[Tensor], Sum] | None:
+def _summing(group: dist.ProcessGroup | None, encoding: Encoding | None, seed: int) -> Callable[[Tensor], Sum] | None:
     """How rows are summed over `group`."""
-    return None if group is None else lambda flat: _summed(flat, group, compression, seed)
+    return None if group is None else lambda flat: _summed(flat, group, encoding, seed)
 
 
 class _Scattered:
-    def __init__(
-        self, scattered: ScatteredSum | CompressedScatter | _Own, across: Callable[[Tensor], Sum] | None
-    ) -> None:
+    def __init__(self, scattered: ScatteredSum | _Own, across: Callable[[Tensor], Sum] | None) -> None:
         self._scattered, self._across = scattered, across
         self._flat: Tensor | None = None
         self._work: Sum | None = None

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_mm5d.config.errors import private
 from lightning_mm5d.data_parallel.main_parameters import gradient_dtype
+from lightning_mm5d.gradients.side_stream import SideStream
 
 _ALIGNED = 16  # bytes; kernels over many tensors are slow where one begins elsewhere
 _holders = private(torch._C, "_storage_Use_Count")
@@ -26,10 +27,11 @@ class Flat:
 
     Args:
         parameters: of one dtype, in one order on all ranks.
+        side: the stream on which `pack` and `pack_apart` are called.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = parameters
+    def __init__(self, parameters: Sequence[nn.Parameter], side: SideStream) -> None:
+        self._parameters, self._side = parameters, side
         unit = max(_ALIGNED // gradient_dtype(parameters[0]).itemsize, 1)
         self._starts = [0]
         for parameter in parameters:
@@ -71,6 +73,7 @@ class Flat:
             elif gradient is not None and gradient is not view:
                 targets.append(view)
                 sources.append(gradient)
+                self._side.reads(gradient)
         _copy(targets, sources)
         for parameter in self._parameters:
             parameter.grad = None
@@ -85,6 +88,7 @@ class Flat:
         for parameter, view in zip(self._parameters, views, strict=True):
             if parameter.grad is not None:
                 view.copy_(parameter.grad)
+                self._side.reads(parameter.grad)
             parameter.grad = None
         return memory, views
 

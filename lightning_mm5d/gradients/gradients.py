@@ -22,11 +22,11 @@ from lightning_mm5d.gradients.flat import Flat
 from lightning_mm5d.gradients.presence import Presence
 from lightning_mm5d.gradients.reduction import Reduction
 from lightning_mm5d.gradients.side_stream import SideStream
-from lightning_mm5d.plan.compressions import Traffic, traffic_of
 from lightning_mm5d.plan.data_shards import DataShards
+from lightning_mm5d.plan.issued import SumTiming, ordered_timing
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.plan.sum_timing import SumTiming, ordered_timing
 from lightning_mm5d.plan.sums import Rows, Summed, counted_of, sums_of
+from lightning_mm5d.plan.traffic import Traffic, traffic_of
 from lightning_mm5d.sharded.backends import waits_on_device
 
 
@@ -220,20 +220,28 @@ class Gradients:
         self.reduction(is_early=False).finish(factor)
         self._order.sent()
 
-    def norm(self, parameters: Iterable[Tensor], group: dist.ProcessGroup | None, norm_type: float = 2.0) -> Tensor:
+    def norm(
+        self,
+        parameters: Iterable[Tensor],
+        group: dist.ProcessGroup | None,
+        norm_type: float = 2.0,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
         """Return the norm of the gradients of `parameters` over all ranks, each element counted once.
 
         Args:
             parameters: those of an optimizer on this rank.
             group: all ranks.
             norm_type: the p of the p-norm; ``inf`` for the largest.
+            dtype: of the norm; None for float64 where any of `parameters` that has a gradient here is, else float32.
         """
-        held = [p for p in parameters if p.grad is not None]
+        held = [p for p in parameters if self._gradient(p) is not None]
         grads = [grad for p in held if id(p) in self._counted for grad in self._counted_rows(p)]
         device = self.parameters[0].device if self.parameters else torch.device("cpu")
         norms = torch._foreach_norm(grads, norm_type) if grads else []
         # the dtype of the clipped parameters, also those that another rank counts: all ranks must scale them equally
-        dtype = torch.float64 if any(p.dtype == torch.float64 for p in held) else torch.float32
+        if dtype is None:
+            dtype = torch.float64 if any(p.dtype == torch.float64 for p in held) else torch.float32
         # one dtype on all ranks, whatever they hold
         local = torch.stack([norm.to(device, torch.float64) for norm in norms]) if norms else None
         total = torch.zeros((), dtype=torch.float64, device=device)
@@ -246,9 +254,15 @@ class Gradients:
             total = total ** (1.0 / norm_type)
         return total.to(dtype)
 
+    def _gradient(self, parameter: Tensor) -> Tensor | None:
+        """The gradient that this rank has, also while a shared parameter shows its full tensor."""
+        one = self.shared.get(parameter)
+        return parameter.grad if one is None or not one.is_whole else one.gradient
+
     def _counted_rows(self, parameter: Tensor) -> list[Tensor]:
-        assert parameter.grad is not None
-        rows, grad = self._counted[id(parameter)], parameter.grad.detach()
+        gradient = self._gradient(parameter)
+        assert gradient is not None
+        rows, grad = self._counted[id(parameter)], gradient.detach()
         # an empty tensor has no largest element
         return [piece for piece in ([grad] if rows is None else rows.of(grad)) if piece.numel()]
 

@@ -33,3 +33,22 @@ def published(value: Tensor, publish: Callable[[Tensor], None]) -> Tensor:
     """
     anchor = torch.zeros((), dtype=value.dtype, device=value.device, requires_grad=True)
     return _Publish.apply(anchor, value.detach(), publish)
+
+
+class _Skipped(Tensor):
+    """A loss of which Lightning, which shows callbacks a clone, shows none."""
+
+    def clone(self, **_: Any) -> None:  # type: ignore[override]
+        return None
+
+
+def skipped(device: torch.device, publish: Callable[[Tensor], None] = lambda _: None) -> Tensor:
+    """Return a loss of zero for a batch that is skipped, which callbacks do not see.
+
+    Lightning raises where a step returns None and there are several processes.
+
+    Args:
+        device: of the loss.
+        publish: as of `published`; others of the accumulation, or of the replicas, may have gradients.
+    """
+    return published(torch.zeros((), device=device), publish).as_subclass(_Skipped)

@@ -15,15 +15,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_mm5d.config.errors import ConfigError, did_you_mean
+from lightning_mm5d.data.batches import VaryingCollator
 from lightning_mm5d.models.packing import check_packs, first_fit
 from lightning_mm5d.models.processing import IGNORED, MultimodalProcessor, Sample
 
 _TOO_LONG = ("refuse", "drop", "cut")
 
 
-class MultimodalCollator:
+class MultimodalCollator(VaryingCollator):
     """Called with a list of rows that have ``messages`` or ``conversations``, returns a batch with labels.
 
     Args:
@@ -68,8 +70,8 @@ class MultimodalCollator:
         self.too_long, self.pad_to_max_length, self.prompts = too_long, pad_to_max_length, prompts
 
     @property
+    @override
     def varies(self) -> bool:
-        """Whether batches may have fewer rows than samples were drawn for them."""
         return self.packing or self.too_long == "drop"
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:

@@ -7,16 +7,24 @@ path that they are imported from.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping
 from dataclasses import field
 from typing import Any
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.configuration_utils import SubConfigSpec
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    configuration_utils,
+)
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.models.import_paths import from_import_path
 
+_SPEC = vars(configuration_utils).get("SubConfigSpec")  # None before transformers 5.23
 CUSTOMARY_NAMES = {"image": ("image", "vision"), "audio": ("audio", "speech"), "video": ("video",)}
 
 
@@ -35,9 +43,10 @@ class MultimodalConfig(PreTrainedConfig):
     """
 
     model_type = "mm5d_multimodal"
-    sub_configs_defaults = {  # noqa: RUF012
-        "text_config": SubConfigSpec(config_class=AutoConfig, model_type="llama")
-    }
+    if _SPEC is None:
+        sub_configs = {"text_config": AutoConfig}
+    else:
+        sub_configs_defaults = {"text_config": _SPEC(config_class=AutoConfig, model_type="llama")}
 
     encoders: dict[str, Any] = field(default_factory=dict)
     encoder_names: list[str] = field(default_factory=list)
@@ -55,6 +64,8 @@ class MultimodalConfig(PreTrainedConfig):
         self.encoders = {name: _entry(name, encoders[name]) for name in self.encoder_names}
         if isinstance(self.text_config, PreTrainedConfig):  # transformers writes to it
             self.text_config = copy.deepcopy(self.text_config)
+        else:
+            self.text_config = AutoConfig.for_model(**{"model_type": "llama", **(self.text_config or {})})
         tokens = list(self.token_ids.values())
         if len(set(tokens)) < len(tokens):
             rule = "Each modality needs a placeholder token of its own"
@@ -120,3 +131,14 @@ def _sub_config(fields: Mapping[str, Any], model_class: str | None, where: str) 
     if "model_type" not in fields:
         raise ConfigError(f"{where}.model", sorted(fields), "It has no model_type", "Name the family of the encoder")
     return AutoConfig.for_model(**fields)
+
+
+def without_own_code(fields: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the fields of a configuration without callbacks; None where it names classes outside of transformers."""
+    own = copy.deepcopy(dict(fields))
+    classes = [own.get("language_model_class")]
+    for entry in own.get("encoders", {}).values():
+        entry |= {"before": None, "after": None, "after_projector": None}
+        classes += [entry.get("model_class"), entry.get("projector", {}).get("class")]
+    of_transformers = [path is None or re.fullmatch(r"transformers\.models\.[\w.]+:\w+", path) for path in classes]
+    return own if all(of_transformers) else None

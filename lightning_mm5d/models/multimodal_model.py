@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModel,
+    AutoModelForCausalLM,
     AutoModelForImageTextToText,
     GenerationMixin,
     PreTrainedModel,
@@ -32,10 +34,10 @@ from lightning_mm5d.models.multimodal_config import (
     MultimodalConfig,
     built_encoder,
     built_language_model,
+    without_own_code,
 )
 from lightning_mm5d.models.packing import packed_options
 from lightning_mm5d.models.placeholders import Items, Placeholders
-from lightning_mm5d.models.pretrained_parts import loaded_encoder, loaded_language_model
 
 
 class MultimodalModel(PreTrainedModel, GenerationMixin):
@@ -94,6 +96,11 @@ class MultimodalModel(PreTrainedModel, GenerationMixin):
         self.encoder_inputs = batch_keys(config)
         self._placeholders = Placeholders()
         self.post_init()
+
+    def class_for_export(self) -> str | None:
+        """Return the dotted name of this class, or None where a part of the model has a class outside transformers."""
+        known = without_own_code(self.config.to_dict()) is not None
+        return f"{MultimodalModel.__module__}.{MultimodalModel.__qualname__}" if known else None
 
     def init_weights(self) -> None:
         """Initialise a model that is built from its configuration; composed parts are as they were."""
@@ -371,3 +378,29 @@ def _built(name: str, entry: Mapping[str, Any]) -> ModalityEncoder:
 AutoConfig.register(MultimodalConfig.model_type, MultimodalConfig)
 AutoModel.register(MultimodalConfig, MultimodalModel)
 AutoModelForImageTextToText.register(MultimodalConfig, MultimodalModel)
+
+
+def loaded_encoder(name: str, source: Any, projector: Any, options: dict[str, Any]) -> ModalityEncoder:
+    """Return an encoder with its projector.
+
+    Args:
+        name: of the modality, for errors.
+        source: a folder or a name on the hub, a model, or an encoder with its projector already.
+        projector: what `ModalityEncoder` takes, or None.
+        options: of ``from_pretrained``.
+
+    Raises:
+        ConfigError: two projectors are given.
+    """
+    if isinstance(source, ModalityEncoder):
+        if projector is not None:
+            rule = "The encoder of that name has a projector already"
+            raise ConfigError(f"projectors.{name}", projector, rule, "Leave one of them out")
+        return source
+    model = AutoModel.from_pretrained(source, **options) if isinstance(source, str | Path) else source
+    return ModalityEncoder(model, "mlp" if projector is None else projector)
+
+
+def loaded_language_model(source: Any, options: dict[str, Any]) -> Any:
+    """Return a causal language model from a folder or a name on the hub; a model as it is."""
+    return AutoModelForCausalLM.from_pretrained(source, **options) if isinstance(source, str | Path) else source

@@ -58,7 +58,7 @@ class Board:
         self._wished: Entry | None = None
         self._written: tuple[Any, ...] = ()
         self._fetches = False
-        self._fetched = 0.0
+        self._fetched, self._asked = 0.0, 0.0
         self._closing = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._exchange_until_closed, name="mm5d-board", daemon=True)
@@ -79,7 +79,19 @@ class Board:
             self._entry = dict(entry)
             if fetches and not self._fetches:  # a silence counts from now on
                 self.heard.clear()
+                self._asked = time.monotonic()
             self._fetches = fetches
+
+    @property
+    def have_come(self) -> bool:
+        """Whether all ranks are known to have begun this run."""
+        entries = list(self.entries.values())
+        return len(entries) == self._world_size and all(entry["run"] >= self.run for entry in entries)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the entries of other ranks were fetched since they were asked for."""
+        return self._fetches and self._fetched >= self._asked
 
     def blame(self, cause: Entry) -> None:
         """Propose the first cause of a failure; the next exchange keeps the one that was first."""
@@ -137,8 +149,8 @@ class Board:
             self.cause = json.loads(store.get(key))
         now = time.monotonic()
         if fetches and now - self._fetched >= self._world_size / RANKS_PER_SECOND:
-            self._fetched = now
             self._fetch()
+            self._fetched = now
         self.synced = time.monotonic()
 
     def _check_host(self) -> None:

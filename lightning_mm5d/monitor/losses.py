@@ -46,15 +46,17 @@ class Losses:
             board: of this rank; None before it is connected.
             patient: False after a connection was lost, when a short silence is enough.
         """
+        now = time.monotonic()
+        if board is not None and board.error is None and not board.is_current:
+            return self._host(board, now, patient)  # the next look knows who has come, and where ranks were last
         for rank, child in self._children().items():
             code = child.poll()
-            has_met = board is not None and (self._rank not in board.entries or rank in board.entries)
+            has_met = board is not None and rank in board.entries
             if code or (code == 0 and not has_met):
                 when = "" if has_met else " before it met the other ranks"
                 return _cause(board, rank, ended_how(code) + when, patience=0.5 if board is None else 3.0)
         if board is None:
             return self._launcher_lost()
-        now = time.monotonic()
         for rank, entry in list(board.entries.items()):
             if rank == self._rank:
                 continue

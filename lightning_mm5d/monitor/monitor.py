@@ -48,7 +48,12 @@ STUCK_S = 3.0
 MOVES_S = 2.0
 """a thread that runs, and whose position has changed within that time, is not looked at"""
 
-ERRORS = {"lost": RankLostError, "mismatch": RankMismatchError, "watchdog": WatchdogTimeoutError}
+ERRORS: dict[str, type[BaseException]] = {
+    "lost": RankLostError,
+    "mismatch": RankMismatchError,
+    "watchdog": WatchdogTimeoutError,
+    "interrupt": KeyboardInterrupt,
+}
 
 
 class Monitor:
@@ -59,8 +64,8 @@ class Monitor:
         world_size: number of ranks.
         watchdog: seconds that one call may wait for other ranks.
         blocking: functions that wait for other ranks beside those of torch.distributed, by what to call them.
-        position: gives ``loop``, ``epoch``, ``batch``, ``action``, ``thread``, ``unsent`` and ``due`` of an entry; must
-            not block.
+        position: gives ``loop``, ``epoch``, ``batch``, ``stages``, ``action``, ``thread``, ``unsent`` and ``due`` of an
+            entry; must not block.
         wake: raises in a main thread that waits in Python.
         children: processes of the ranks that this process started, by rank.
         report: takes the first cause when this rank ends of it.
@@ -77,7 +82,7 @@ class Monitor:
         *,
         blocking: Mapping[CodeType, str],
         position: Callable[[], Entry],
-        wake: Callable[[Exception], None],
+        wake: Callable[[BaseException], None],
         children: Callable[[], Mapping[int, Popen[Any]]],
         report: Callable[[Entry], None],
     ) -> None:
@@ -92,6 +97,8 @@ class Monitor:
         self._own_cause: Entry | None = None
         self._told_at: float | None = None
         self._warned_at = 0.0
+        self._seeks = False  # whether a connection was lost, of which the cause is sought
+        self._met_at: float | None = None  # when all ranks were known to have come
         self._suspect: tuple[str, float] = ("", 0.0)
         self._interrupted = 0  # identifier of the thread
         self._left = False
@@ -137,9 +144,13 @@ class Monitor:
             self._report(self.cause)
 
     def first_cause(self, seconds: float) -> Entry | None:
-        """Return the first cause of a failure after a connection was lost; wait up to `seconds` for one."""
+        """Return the first cause of a failure after a connection was lost; wait up to `seconds` for one.
+
+        Nothing is sought after `close`: ranks tell nothing any more, and silence says nothing of them.
+        """
         end = time.monotonic() + seconds
-        while self.cause is None and time.monotonic() < end:
+        self._seeks = True
+        while self.cause is None and time.monotonic() < end and not self.is_closed:
             if self.board is not None and self.board.error is None:
                 self.board.post(self._entry(stack.Look(stack.Place("", ""), None), 0.0), fetches=True)
                 self.board.wait(lambda: self.cause, INTERVAL_S)
@@ -186,9 +197,14 @@ class Monitor:
         known = self.board.cause if self.board is not None else None
         return known or self._own_cause
 
-    def error(self) -> Exception | None:
+    def error(self) -> BaseException | None:
         """Return the first cause as an error; None where there is none."""
         return None if self.cause is None else ERRORS[self.cause["kind"]](self.cause["line"])
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the run has ended."""
+        return self._closing.is_set()
 
     def close(self) -> None:
         """End the threads."""
@@ -216,7 +232,8 @@ class Monitor:
         look = self._seen = self._look(now)
         waited = now - look.wait.since if look.wait is not None else 0.0
         if self.board is not None:
-            self.board.post(self._entry(look, waited), fetches=waited > READS_AFTER_S or self._told_at is not None)
+            fetches = waited > READS_AFTER_S or self._told_at is not None or self._seeks
+            self.board.post(self._entry(look, waited), fetches=fetches)
         if self.cause is None:
             self._judge(look, waited, now)
         if self.cause is not None:
@@ -250,6 +267,7 @@ class Monitor:
             "told": self._told_at is not None or self._left,
             "where": look.place.where,
             "phase": look.place.phase,
+            "call": look.place.call,
             "wait": wait,
             **self._position(),
         }
@@ -265,7 +283,7 @@ class Monitor:
                 self._suspect = (line, now)
             elif now - since >= 2 * INTERVAL_S:
                 found = {"kind": "mismatch", "rank": None, "line": line, "patience": 0.5}
-        if found is None and look.wait is not None and waited > min(30.0, self._watchdog / 2):
+        if found is None and look.wait is not None and waited > READS_AFTER_S:
             found = self._overdue(look.wait, waited, now)
         if found is not None:
             self._blame(found)
@@ -288,6 +306,13 @@ class Monitor:
     def _overdue(self, wait: stack.Wait, waited: float, now: float) -> Entry | None:
         """Warn of a long wait, once for each call; return a cause when the watchdog is over."""
         entries = self.board.entries if self.board is not None else {}
+        if self._met_at is None and self.board is not None and self.board.have_come:
+            self._met_at = now
+        if self._met_at is None:
+            return None  # ranks start, for which a machine under load may need minutes; `timeout` counts
+        waited = min(waited, now - self._met_at)
+        if waited <= min(30.0, self._watchdog / 2):
+            return None
         busy = [
             rank
             for rank, entry in sorted(entries.items())
@@ -349,7 +374,7 @@ class Monitor:
             if passed > 15.0:
                 self._exit(error)
 
-    def _interrupt(self, kind: type[Exception]) -> None:
+    def _interrupt(self, kind: type[BaseException]) -> None:
         """Raise an error in a thread that runs Python code: the main one, or the one that computes for it."""
         with self._lock:
             if not self._left:
@@ -365,7 +390,7 @@ class Monitor:
         assert self.board is not None
         return self.board.entries.get(rank, {"state": "running"})["state"] != "running"
 
-    def _exit(self, error: Exception) -> None:
+    def _exit(self, error: BaseException) -> None:
         if self._unprinted is not None:
             _print("".join(traceback.format_exception(self._unprinted)).rstrip())
         _print(f"{type(error).__name__}: {error}")

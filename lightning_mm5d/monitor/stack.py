@@ -1,6 +1,7 @@
 """Reads from the stack of a thread where it is, without any help of the code that runs there.
 
-A thread that waits for other ranks stands in a function of torch.distributed, or in one that the caller names. The
+A thread that waits for other ranks stands in a function of torch.distributed, or in one that the caller names, or it
+synchronizes with its device. A read of a value that waits (``item``) is no call of its own in Python, and not seen. The
 operation, its group and the ranks that must take part are read from that function's frame. The frame is marked, so that
 a later look tells the same call from a later call of the same function.
 
@@ -20,16 +21,23 @@ from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+_CUDA = str(Path(torch.cuda.__file__).parent)
 _DISTRIBUTED = str(Path(dist.__file__).parent)
 _PACKAGE = str(Path(__file__).parents[1])
 _STDLIB = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 _MARK = "mm5d seen"
 _GLANCE_S = 0.002
 _CALLS = frozenset(
-    ("save_checkpoint", "all_gather", "barrier", "broadcast", "reduce", "log", "log_dict", "new_group", "state_dict")
+    (
+        *("save_checkpoint", "all_gather", "barrier", "broadcast", "reduce", "log", "log_dict", "new_group"),
+        *("state_dict", "full_state_dict"),
+    )
 )
+_LOOPS = ("on_advance_start", "on_advance_end", "on_run_start", "on_run_end", "on_iteration_done")
+"""methods of Lightning's loops that are named as hooks are"""
 _HOOKS = frozenset(
     (
         "setup",
@@ -90,10 +98,12 @@ class Place:
     Attributes:
         where: the hook, the call that it made, and the user's line.
         phase: the part of Lightning's loop outside of steps; empty within one.
+        call: the operation between ranks that the user's line calls; empty where it calls none.
     """
 
     where: str
     phase: str
+    call: str = ""
 
 
 @dataclass(frozen=True)
@@ -151,23 +161,26 @@ def place_of(traceback: TracebackType | None) -> Place:
 def _place(frames: list[tuple[FrameType, int]]) -> Place:
     """Describe the place of frames with their lines, the innermost first."""
     hook = call = phase = user = ""
+    by_user = False  # whether the frame around this one is the user's
     for frame, line in reversed(frames):
         code = frame.f_code
         name = code.co_name
         if name == "run_guarded":  # what called the trainer may have functions of any name
             hook = call = phase = user = ""
-        is_hook = name in _HOOKS or (name.startswith("on_") and name not in ("on_advance_end", "on_run_end"))
+        is_hook = name in _HOOKS or (name.startswith("on_") and name not in _LOOPS)
+        direct = by_user and code.co_filename.startswith(_DISTRIBUTED)
         if is_hook and hook in ("", "optimizer_step"):  # whose closure runs the step
             hook, call, user = name, "", ""
-        elif not call and name in _CALLS:
+        elif not call and (name in _CALLS or (direct and name != "wrapper")):
             call = name
         elif not hook and name in ("_next_data", "__next__") and "data" in code.co_filename:
             hook = "the dataloader"
-        phase = PHASES.get(code.co_qualname, phase)
-        if hook and not _is_installed(code.co_filename):
+        phase = PHASES.get(code.co_qualname, phase) if phase not in AFTER_BATCHES else phase
+        by_user = not is_installed(code.co_filename) or (direct and name == "wrapper")
+        if hook and not is_installed(code.co_filename):
             user = f"{Path(code.co_filename).name}:{line}"
     named = f"{call} in {hook}" if call and hook else call or hook
-    return Place(f"{named} at {user}" if user else named, phase)
+    return Place(f"{named} at {user}" if user else named, phase, call if user else "")
 
 
 def _of(traceback: TracebackType | None) -> list[tuple[FrameType, int]]:
@@ -178,7 +191,8 @@ def _of(traceback: TracebackType | None) -> list[tuple[FrameType, int]]:
     return frames[::-1]
 
 
-def _is_installed(file: str) -> bool:
+def is_installed(file: str) -> bool:
+    """Return whether a file of Python code belongs to a package or to Python, and not to the user."""
     return "site-packages" in file or file.startswith((_PACKAGE, "<", *_STDLIB))
 
 
@@ -199,17 +213,25 @@ def _wait(frames: list[FrameType], blocking: Mapping[CodeType, str]) -> Wait | N
             return _marked(found, found.f_code.co_name, "", ())
         return _marked(found, found.f_code.co_name, group.group_name, tuple(dist.get_process_group_ranks(group)))
     top = frames[0] if frames else None
+    device = next((frame for frame in frames[:2] if _synchronizes(frame.f_code)), None)
+    if device is not None:  # which may wait for other ranks; a call of its own, so the mark is that of this wait
+        return _marked(device, "synchronize", "", ())
     if top is not None and ".wait()" in linecache.getline(top.f_code.co_filename, top.f_lineno):
         return _marked(top, "wait", "", ())
     return None
 
 
+def _synchronizes(code: CodeType) -> bool:
+    return code.co_name == "synchronize" and code.co_filename.startswith(_CUDA)
+
+
 def _group(names: Mapping[str, Any]) -> dist.ProcessGroup | None:
     """Return the group of a collective, from the local names of its function; None for other operations."""
     is_collective = "group" in names and "tag" not in names  # a tag belongs to a message between two ranks
-    if not dist.is_initialized() or not (is_collective or "use_local_synchronization" in names):
+    makes_groups = "use_local_synchronization" in names or "split_ranks" in names
+    if not dist.is_initialized() or not (is_collective or makes_groups):
         return None
-    group = names.get("group")
+    group = names.get("parent_pg" if makes_groups else "group")
     return group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD
 
 

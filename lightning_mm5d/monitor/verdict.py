@@ -5,9 +5,11 @@ Pure functions of entries, which are JSON objects:
 - ``run``: number of the run.
 - ``state``: ``"running"``, ``"raised"`` (an error has left the trainer), or ``"ended"``.
 - ``loop``, ``epoch``, ``batch``: ``"training"`` and its like, and the last batch that began; absent before loops.
+- ``stages``: keys of the stages of the rank; absent or empty before they are known.
 - ``action``: what the rank does with a microbatch, as ``"language.1, forward of microbatch 3"``, or empty.
 - ``thread``: identifier of the thread that computes in place of the main one, where another one does.
 - ``where``, ``phase``: the hook and the line of code; the part of Lightning's loop.
+- ``call``: the operation of all ranks that code of the user calls at that line; empty where it calls none.
 - ``wait``: None, or an object of ``operation``, ``group``, ``ranks`` and ``seconds`` in this very call. The operation
   ``"check"`` is a check of all ranks over the store.
 - ``unsent``, ``due``: payloads that are on their way out, and that are expected.
@@ -16,12 +18,14 @@ Pure functions of entries, which are JSON objects:
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import inf
 from typing import Any
 
 from lightning_mm5d.monitor.stack import AFTER_BATCHES, START_OF_BATCH
 
 Entry = Mapping[str, Any]
 Entries = Mapping[int, Entry]
+_STAGES = 4  # named in a message
 
 
 def deadlock(entries: Entries, seconds: float) -> str | None:
@@ -55,17 +59,28 @@ def deadlock(entries: Entries, seconds: float) -> str | None:
         f"{named(ranks)} {'is' if len(ranks) == 1 else 'are'} {place}"
         for place, ranks in sorted(places.items(), key=lambda item: item[1][0])
     )
-    return f"ranks wait for each other in different places: {told}. {_advice(entries)}"
+    if _are_apart(entries):
+        advice = (
+            "All ranks must run equal numbers of batches: give their dataloaders equal lengths, or limit_train_batches"
+        )
+    elif callers := _alone(running):
+        call = running[callers[0]]["call"]
+        told = f"{told}. Only {named(callers)} called {call}"
+        advice = f"All ranks must call it: take {call} out of `if trainer.is_global_zero` and the like"
+    else:
+        advice = "All ranks must make the same calls in the same order: call it on every rank"
+    return f"ranks wait for each other in different places: {told}. {advice}"
 
 
 def said(entry: Entry) -> str:
-    """Return where a rank is, for a message: its action, or its hook and batch."""
+    """Return where a rank is, for a message: its stages and its action, or its hook and batch."""
     if entry.get("action"):
         return str(entry["action"])
     parts = [entry.get("where") or entry.get("phase") or ""]
     if entry.get("loop"):
         parts.append(f"{entry['loop']} batch {entry['batch']}" if entry["batch"] >= 0 else f"{entry['loop']}")
-    return ", ".join(part for part in parts if part) or "start"
+    place = ", ".join(part for part in parts if part) or "start"
+    return f"{stages}: {place}" if (stages := _stages(entry)) else place
 
 
 def named(ranks: list[int]) -> str:
@@ -90,7 +105,8 @@ def _waiting_place(entry: Entry) -> str:
         return "at the end of its run"
     if loop == "training" and phase in AFTER_BATCHES:
         where = entry["where"] or phase
-        return f"after training epoch {entry['epoch']}, which ended with batch {batch}, in {where}"
+        epoch = entry["epoch"] - (phase == AFTER_BATCHES[1])  # which is counted by then
+        return f"after training epoch {epoch}, which ended with batch {batch}, in {where}"
     if loop == "training" and phase == START_OF_BATCH:
         return f"at the start of training batch {batch + 1} of epoch {entry['epoch']}"
     where = entry["where"] or phase
@@ -99,10 +115,27 @@ def _waiting_place(entry: Entry) -> str:
     return f"in {where or 'the trainer'}{within}{doing}, waiting in {entry['wait']['operation']}"
 
 
-def _advice(entries: Entries) -> str:
-    batches = {(entry.get("loop"), entry.get("epoch"), entry.get("batch")) for entry in entries.values()}
-    if len(batches) > 1 or any(entry["phase"] in AFTER_BATCHES for entry in entries.values()):
-        return (
-            "All ranks must run equal numbers of batches: give their dataloaders equal lengths, or limit_train_batches"
-        )
-    return "All ranks must make the same calls in the same order: call it on every rank"
+def _stages(entry: Entry) -> str:
+    """Return the stages of a rank: ``"vision.0, language.0"``."""
+    stages = list(entry.get("stages") or ())
+    return ", ".join(stages[:_STAGES]) + (f" and {len(stages) - _STAGES} more" if len(stages) > _STAGES else "")
+
+
+def _are_apart(entries: Entries) -> bool:
+    """Return whether some rank is through with the training batches of an epoch, and another one is not."""
+    ended = any(entry["state"] != "running" for entry in entries.values())
+    through = [entry.get("epoch", inf) for entry in entries.values() if entry["phase"] in AFTER_BATCHES]
+    latest = inf if ended else max(through, default=-1)
+    return any(
+        entry.get("loop") == "training" and entry["phase"] not in AFTER_BATCHES and entry["epoch"] <= latest
+        for entry in entries.values()
+        if entry["state"] == "running"
+    )
+
+
+def _alone(running: Entries) -> list[int]:
+    """Return the ranks that wait in a call of the user's own which others do not make; empty where all make one."""
+    calls = {rank: (entry["call"], entry["where"]) for rank, entry in running.items() if entry.get("call")}
+    if len(calls) == len(running):
+        return []
+    return [rank for rank, call in calls.items() if call == next(iter(calls.values()))]

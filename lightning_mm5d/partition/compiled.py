@@ -50,9 +50,9 @@ def check_compiled(
         is_split: whether there is more than one stage.
 
     Raises:
-        ConfigError: a compiled module holds more than layers, or layers that are sharded or computed again.
+        ConfigError: a compiled module holds more than layers, or layers that are sharded.
     """
-    for path, what in _compiled(root):
+    for path, what in compiled_parts(root):
         owners = [stages for full, stages in partition.owners.items() if is_in(full, path)]
         users = {stage.modality: None for stages in owners for stage in stages}
         for name in users:
@@ -61,16 +61,6 @@ def check_compiled(
                     rule = f"{size} replaces what layers compute while they run, and {path or 'the module'} is compiled"
                     fix = f"Leave out torch.compile, or set modalities.{name}.{size} to 1"
                     raise ConfigError(path or "model", what, rule, fix)
-        for name, chosen in partition.kept.items():
-            again = [part for part, kept in zip(partition.parts[name].paths, chosen, strict=True) if kept is not None]
-            inside = next((part for part in again if part != path and is_in(part, path)), None)
-            if inside is not None:
-                said, rule = (
-                    modalities[name].activation_checkpointing,
-                    f"{path or 'the module'} is compiled around layers",
-                )
-                fix = f"Compile the layers instead, for instance {inside!r}, or use 'none'"
-                raise ConfigError(f"modalities.{name}.activation_checkpointing", said, rule, fix)
         if is_split and users and not _may_stay(path, partition):
             paths = next((parts.paths for parts in partition.parts.values() if parts.paths), ("its layers",))
             some = paths[0].replace("._orig_mod", "")
@@ -109,7 +99,7 @@ def _may_stay(path: str, partition: Partition) -> bool:
     )
 
 
-def _compiled(root: nn.Module) -> Iterator[tuple[str, str]]:
+def compiled_parts(root: nn.Module) -> Iterator[tuple[str, str]]:
     """Yield the paths of compiled modules, and how they are compiled."""
     for path, module in root.named_modules():
         method = _decorated(module)

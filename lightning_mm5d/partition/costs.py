@@ -15,12 +15,14 @@ What is not known counts in full.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
 from torch import nn
 
+from lightning_mm5d.config.features import parts
+from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.partition.find import position
 from lightning_mm5d.partition.found import Boundary, Found
 from lightning_mm5d.partition.parts import is_in
@@ -28,6 +30,10 @@ from lightning_mm5d.partition.step_uses import StepUses
 from lightning_mm5d.source.trees import Source
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+Kept = tuple[str, ...] | None
+"""Of a layer: None where nothing is computed again; else the operations whose results are kept, maybe none."""
+_PRODUCTS = {"aten.linear", "aten.matmul", "aten.mm", "aten.addmm"}
+_BESIDE_PRODUCTS = 0.1  # of a forward: norms, activations and residuals
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")
 
 
@@ -54,6 +60,48 @@ class Unit:
         """The same in another unit of cost."""
         costs = {name: cost * factor for name, cost in self.costs.items()}
         return Unit(self.forward * factor, costs, self.recomputed)
+
+
+def kept_of(name: str, modality: Modality, sizes: Sequence[int]) -> tuple[Kept, ...]:
+    """Return what is kept of each layer of a modality until its backward; empty where all of it is.
+
+    Args:
+        name: of the modality.
+        modality: its configuration.
+        sizes: number of layers of each stage.
+
+    Raises:
+        ConfigError: it names layers or operations that are not there.
+    """
+    return next((kept for one in parts("costs") if (kept := one.kept_of(name, modality, sizes))), ())
+
+
+def depends_on_cut(modality: Modality) -> bool:
+    """Whether the layers that are computed again depend on where the modality is cut."""
+    return any(one.depends_on_cut(modality) for one in parts("costs"))
+
+
+def costed(row: Sequence[Unit], kept: Sequence[Kept]) -> tuple[Unit, ...]:
+    """Return the units of a modality with what its layers compute again in their backward.
+
+    Args:
+        row: what runs before its layers, each layer, and what runs after them.
+        kept: of `kept_of`.
+    """
+    if not kept:
+        return tuple(row)
+    before, *layers, after = row
+    again = (
+        replace(unit, recomputed=max(unit.recomputed, share_again(one))) for unit, one in zip(layers, kept, strict=True)
+    )
+    return before, *again, after
+
+
+def share_again(kept: Kept) -> float:
+    """Return the part of a layer's forward that runs again in its backward."""
+    if kept is None:
+        return 0.0
+    return _BESIDE_PRODUCTS if _PRODUCTS.intersection(kept) else 1.0
 
 
 def units(root: nn.Module, found: Found, source: Source | None = None) -> dict[str, tuple[Unit, ...]]:
@@ -134,10 +182,7 @@ def _backwards(units: Iterable[Unit], trainable: frozenset[str], passes_on: bool
 
 
 def _place(
-    full: str,
-    found: Found,
-    owned: Mapping[str, str],
-    around: Callable[[str, str], tuple[bool, bool]],
+    full: str, found: Found, owned: Mapping[str, str], around: Callable[[str, str], tuple[bool, bool]]
 ) -> list[tuple[str, list[int]]]:
     """The modalities that use a parameter or buffer, and the units in each that do; `around` is `position`.
 

@@ -21,6 +21,7 @@ from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.feeding import consumers_of
 from lightning_mm5d.config.modality import Modality, canonical_name, decoders_of, loss_modality_of, main_modality_of
 from lightning_mm5d.partition.found import Boundary, Encoder, Found
+from lightning_mm5d.partition.frameworks import is_metric
 from lightning_mm5d.partition.language_cut import cut_language, named_decoders
 from lightning_mm5d.partition.named_paths import has_no_forward, is_mentioned, resolve
 from lightning_mm5d.partition.parts import Parts, has_module, of_code, of_list
@@ -29,11 +30,7 @@ from lightning_mm5d.partition.step_uses import StepUses
 from lightning_mm5d.source.order import accesses
 from lightning_mm5d.source.trees import Source, method_of
 
-_GETTERS = {
-    "get_image_features": "vision",
-    "get_video_features": "vision",
-    "get_audio_features": "audio",
-}
+_GETTERS = {"get_image_features": "vision", "get_video_features": "vision", "get_audio_features": "audio"}
 # Towers of models that have no such method; the tower's own call is then the boundary.
 _TOWERS = {
     "vision": ("vision_tower", "vision_model", "vision_encoder", "image_encoder", "visual"),
@@ -62,10 +59,16 @@ def find(root: nn.Module, modalities: Mapping[str, Modality], source: Source | N
         if name == main:
             for path in _listed(modality.module):
                 resolve(root, path, f"modalities.{name}.module", or_parameter=True)
+                if has_module(root, path) and is_metric(root.get_submodule(path)):
+                    raise ConfigError(
+                        f"modalities.{name}.module", path, "It is a metric", "Name the model, or leave it unset"
+                    )
         elif modality.module is None and modality.boundary is None:
             encoders[name] = _by_name(root, name, named_decoders(root) if name in decoders else candidates)
         else:
             encoders[name] = _by_path(source, root, name, modality)
+            if modality.boundary is not None and name not in decoders:
+                _check_ends(source, root, name, encoders[name])
     owned = [path for encoder in encoders.values() for path in encoder.owns]
     others = [path for encoder in candidates.values() for path in encoder.owns]
     step, reused = None, list[str]()
@@ -102,6 +105,8 @@ def find(root: nn.Module, modalities: Mapping[str, Modality], source: Source | N
                 cut = encoder.boundaries[0]
                 by_code = of_code(source, root, (cut.path, cut.method), wanted, within=encoder.owns)
         layers[name] = lists[0] if lists and by_code is None else None
+        if wanted > 1 and layers[name] is not None:
+            _check_between(root, name, lists[0], wanted)
         parts[name] = by_code or (of_list(root, lists[0], wanted) if lists else Parts())
     encoders.pop(loss_modality, None)
     consumers = consumers_of(modalities)
@@ -259,8 +264,11 @@ def _by_path(source: Source, root: nn.Module, name: str, modality: Modality) -> 
             owner, _, method = path.rpartition(".")
             if not has_module(root, owner) or not callable(getattr(root.get_submodule(owner), method, None)):
                 resolve(root, path, field)
+        elif is_metric(root.get_submodule(path)):
+            rule = "It is a metric, which modules do not consume; each rank keeps its own"
+            raise ConfigError(field, path, rule, "Name the encoder whose result the model uses")
         elif has_no_forward(root.get_submodule(path)):
-            rule = "it is a container whose members are used one by one, so no call of it gives a result"
+            rule = "It is a container whose members are used one by one, so no call of it gives a result"
             members = [_join(path, name) for name, _ in root.get_submodule(path).named_children()]
             fix = f"Name the module that calls them, {path.rpartition('.')[0]!r}; pp_size splits the list"
             if "." not in path:
@@ -281,10 +289,27 @@ def _by_path(source: Source, root: nn.Module, name: str, modality: Modality) -> 
             raise ConfigError(
                 f"modalities.{name}.module",
                 cut.name,
-                "nothing in the model's code uses it, so no modality would consume its result",
+                "Nothing in the model's code uses it, so no modality would consume its result",
                 "Name the module that the model's `forward` calls",
             )
     return Encoder(tuple(owns), tuple(boundaries))
+
+
+def _check_ends(source: Source, root: nn.Module, name: str, encoder: Encoder) -> None:
+    """Refuse a boundary inside of a module that the step calls, where other weights of the module run after it."""
+    used = StepUses(source, root).paths
+    for cut in encoder.boundaries:
+        around = [path for path in encoder.owns if path in used and path != cut.path and _under(cut.path, (path,))]
+        if cut.method != "forward" or cut.path in used or not around:
+            continue
+        items = [_join(around[0], item) for item in accesses(source, root.get_submodule(around[0]), "forward")]
+        at = next((index for index, item in enumerate(items) if _under(cut.path, (item,))), len(items))
+        after = [item for item in items[at + 1 :] if has_module(root, item) and not _under(cut.path, (item,))]
+        after = [item for item in after if next(root.get_submodule(item).parameters(), None) is not None]
+        if after:
+            rule = f"{around[0]!r} computes with its result in {', '.join(map(repr, dict.fromkeys(after)))}, and other "
+            rule += "modalities get the result of a boundary"
+            raise ConfigError(f"modalities.{name}.boundary", cut.path, rule, f"Use {around[0]!r}, or leave it unset")
 
 
 def _placed(
@@ -366,6 +391,23 @@ def _longest_lists(root: nn.Module, within: tuple[str, ...], without: tuple[str,
         if lists:
             return sorted(lists, key=lambda path: lists[path], reverse=True)
     return []
+
+
+def _check_between(root: nn.Module, name: str, path: str, wanted: int) -> None:
+    """Refuse a list of lists of layers between which the modules of another list run: SegFormer's, PoolFormer's."""
+    layers, holder = root.get_submodule(path), root.get_submodule(path.rpartition(".")[0])
+    if not all(isinstance(one, nn.ModuleList) for one in layers.children()):
+        return
+    for key, other in holder.named_children():
+        same = isinstance(other, nn.ModuleList) and other is not layers and len(other) == len(layers)  # type: ignore[arg-type]
+        if same and next(other.parameters(), None) is not None:
+            raise ConfigError(
+                f"modalities.{name}.pp_size",
+                wanted,
+                f"'{path}' holds lists of layers, between which modules of {key!r} run, and stages are cut between "
+                "layers that follow each other",
+                "Use pp_size=1 for it, and tp_size to shard its layers",
+            )
 
 
 def _submodules(module: nn.Module, touched: list[str]) -> list[str]:

@@ -12,7 +12,13 @@ from lightning_mm5d.source.names import mentions
 from lightning_mm5d.source.trees import Source
 
 # what holds any submodules, and so mentions them all; torch.nn.Transformer and its like do use theirs by name
-_UNREAD = ("torch.nn.modules.module", "torch.nn.modules.container", "lightning.", "pytorch_lightning.")
+_UNREAD = (
+    "torch.nn.modules.module",
+    "torch.nn.modules.container",
+    "lightning.",
+    "pytorch_lightning.",
+    "lightning_fabric.",
+)
 
 
 def resolve(root: nn.Module, path: str, field: str, *, or_parameter: bool = False) -> None:
@@ -41,7 +47,7 @@ def resolve(root: nn.Module, path: str, field: str, *, or_parameter: bool = Fals
     names = [name for name, _ in root.named_modules() if name]
     near = difflib.get_close_matches(path, names, n=1, cutoff=0.3) or names[:1]
     fix = f"The nearest is {near[0]!r}" if near else "Build the model in configure_model or __init__"
-    raise ConfigError(field, path, "there is no such module in the model", fix)
+    raise ConfigError(field, path, "There is no such module in the model", fix)
 
 
 def is_mentioned(source: Source, root: nn.Module, path: str, method: str) -> bool:

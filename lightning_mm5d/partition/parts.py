@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from torch import nn
-from torchmetrics import Metric
 
+from lightning_mm5d.partition.frameworks import is_metric
 from lightning_mm5d.source.order import accesses, is_followed
 from lightning_mm5d.source.trees import Source, method_of
 
@@ -180,7 +180,7 @@ class _Line:
 
     def _may_be_part(self, path: str) -> bool:
         module = self._module_at.get(path)
-        if module is None or isinstance(module, Metric) or not any(is_in(path, one) for one in self._within):
+        if module is None or is_metric(module) or not any(is_in(path, one) for one in self._within):
             return False
         return (path in self._listed or _has_state(module)) and not any(is_in(path, one) for one in self._without)
 

@@ -24,14 +24,12 @@ from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.feeding import consumers_of
 from lightning_mm5d.config.modality import Modality, PipelineTemplate
 from lightning_mm5d.config.pipelines import each_pipeline
-from lightning_mm5d.config.recomputation import Kept
 from lightning_mm5d.layout.even_split import even_lengths
 from lightning_mm5d.partition.balance import balance
-from lightning_mm5d.partition.costs import Unit, step_costs, units
+from lightning_mm5d.partition.costs import Kept, Unit, costed, depends_on_cut, kept_of, step_costs, units
 from lightning_mm5d.partition.find import find, position
 from lightning_mm5d.partition.found import Boundary, Encoder, Found
 from lightning_mm5d.partition.parts import Parts
-from lightning_mm5d.partition.recomputed_layers import costed, depends_on_cut, kept_of
 from lightning_mm5d.partition.unlike import common_stages
 from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.source.trees import Source
@@ -213,7 +211,7 @@ def _from_sizes(field: str, name: str, template: PipelineTemplate, num_layers: i
         raise ConfigError(
             field,
             template.stages,
-            f"the stages must hold each of the {num_layers} layers of {name} once, and hold {sum(sizes)}",
+            f"The stages must hold each of the {num_layers} layers of {name} once, and hold {sum(sizes)}",
             f"Use {fixed if fixed[-1] > 0 else even_lengths(num_layers, min(len(sizes), max(num_layers, 1)))}",
         )
     return sizes
@@ -221,7 +219,7 @@ def _from_sizes(field: str, name: str, template: PipelineTemplate, num_layers: i
 
 def _from_offsets(field: str, name: str, offsets: Sequence[int], num_layers: int) -> list[int]:
     if 1 < len(offsets) > num_layers:
-        rule = f"a stage needs at least one layer, and {name} has {num_layers or 'no list of'} layers"
+        rule = f"A stage needs at least one layer, and {name} has {num_layers or 'no list of'} layers"
         raise ConfigError(field, offsets, rule, f"Use at most {max(num_layers, 1)} stages")
     even = even_lengths(num_layers, len(offsets))
     sizes = [size + offset for size, offset in zip(even, offsets, strict=True)]
@@ -230,7 +228,7 @@ def _from_offsets(field: str, name: str, offsets: Sequence[int], num_layers: int
         while sum(fixed) > num_layers:
             fixed[fixed.index(max(fixed))] -= 1
         fix = f"Use {[size - usual for size, usual in zip(fixed, even, strict=True)]}, which gives {fixed}"
-        raise ConfigError(field, offsets, f"a stage needs at least one layer, and they would get {sizes}", fix)
+        raise ConfigError(field, offsets, f"A stage needs at least one layer, and they would get {sizes}", fix)
     return sizes
 
 
@@ -250,27 +248,27 @@ def _from_names(root: nn.Module, name: str, stages: Sequence[Any], parts: Parts)
                 raise ConfigError(
                     f"{field}[{stage}]",
                     module,
-                    f"it must name one module of the model, and names {len(matches)}",
+                    f"It must name one module of the model, and names {len(matches)}",
                     f"Use the full path, for instance {near!r}",
                 )
             if matches[0] not in layer_of:
                 extra[matches[0]] = stage
             elif layer_of[matches[0]] in stage_of:
-                raise ConfigError(field, module, "a layer may be in one stage only", "Name it once")
+                raise ConfigError(field, module, "A layer may be in one stage only", "Name it once")
             else:
                 stage_of[layer_of[matches[0]]] = stage
     missing = [full for full, index in layer_of.items() if index not in stage_of]
     if missing:
-        raise ConfigError(field, stages, f"the stages leave out {missing}", "Add them to a stage")
+        raise ConfigError(field, stages, f"The stages leave out {missing}", "Add them to a stage")
     order = [stage_of[index] for index in range(len(parts.paths))]
     if order != sorted(order):
-        raise ConfigError(field, stages, "the layers of a stage must be consecutive", "Keep the layers in order")
+        raise ConfigError(field, stages, "The layers of a stage must be consecutive", "Keep the layers in order")
     sizes = [order.count(stage) for stage in range(len(stages))]
     if 0 in sizes:
         raise ConfigError(
             f"{field}[{sizes.index(0)}]",
             stages[sizes.index(0)],
-            "a stage needs at least one layer",
+            "A stage needs at least one layer",
             "Move a layer to it",
         )
     return sizes, extra

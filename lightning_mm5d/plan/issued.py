@@ -3,24 +3,60 @@
 A message of the schedule becomes one message for each pair of ranks whose shares of a payload overlap. What stays on
 one rank is not issued. Where several ranks of a target share one payload, they gather it before the action. Ranks that
 share the layers of a stage meet in its actions. Gradients are summed over ranks that hold the same parameter: in the
-last action of their stage, between what it receives and what it sends, or where `sum_timing` says so after the last
+last action of their stage, between what it receives and what it sends, or where `ordered_timing` says so after the last
 message of a rank, because earlier sums could wait for ranks whose messages wait in the same device.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_mm5d.plan.data_shards import DataShards
-from lightning_mm5d.plan.pairs import pairs_of
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.plan.sum_timing import ordered_timing
 from lightning_mm5d.plan.sums import sums_of
+from lightning_mm5d.plan.topology import pairs_of
 from lightning_mm5d.schedule import Action, AnySchedule, IssueOrder, Kind, Message, Schedule
 from lightning_mm5d.schedule.meeting import gathers
 from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.schedule.streams import Operation, Step, check_streams
+
+
+class SumTiming(NamedTuple):
+    """When sums of gradients may leave while a schedule runs, where devices have one order for all messages.
+
+    With gloo they may leave at any time. Such devices must not wait in a circle, whatever the batches of replicas are:
+    so a sum has the same place among the messages of the schedule on all of its ranks.
+
+    Attributes:
+        early: whether a sum leaves in the last action of its stage; else after all actions.
+        inside: whether it leaves within that action; else at its end, after messages of layers.
+        late: names of the parameters that wait for the end of all actions, because several stages use them.
+    """
+
+    early: bool = True
+    inside: bool = True
+    late: frozenset[str] = frozenset()
+
+
+def ordered_timing(plan: Plan) -> SumTiming:
+    """Return when sums may leave where devices have one order for all messages; the same on all ranks.
+
+    Replicas that share ranks end their stages at different places among the messages of these ranks, and so do several
+    encoders of one replica. Layers that are
+    gathered for an action are gathered at places that depend on the batch. Context parallel ranks have other tokens,
+    and so may have other gradients at a time; and a rank without tokens for some experts comes to its next gradients
+    before it serves those of other ranks.
+    """
+    topology, owners, layout = plan.topology, plan.partition.owners, plan.layout
+    alone = all(len(topology.connected_replicas(rank)) == 1 for rank in range(layout.size))
+    alone &= all(layout.sizes(name).dp == layout.num_replicas for name in layout.modalities)
+    gathers = any(one.shared_stage == 3 and one.reshard_after_forward for one in plan.modalities.values())
+    return SumTiming(
+        early=not gathers and (alone or not topology.edges),
+        inside=not plan.experts and all(layout.sizes(name).cp == 1 for name in layout.modalities),
+        late=frozenset(name for name in plan.sizes if len({topology.stage_of[key] for key in owners[name]}) > 1),
+    )
 
 
 def check_messages(
@@ -111,7 +147,7 @@ class Issued:
         if message not in self._known:
             sources, targets = (self._ranks_at(stage, message.microbatch) for stage in (message.source, message.target))
             self._known[message] = [
-                Operation((message, f"from rank {pair[0]} to rank {pair[1]}"), pair, ("messages", min(pair), max(pair)))
+                Operation((message, f"from rank {pair[0]} to rank {pair[1]}"), pair, ("messages", pair[0] < pair[1]))
                 for pair in [(sources[i], targets[j]) for i, j in pairs_of(sources, targets)]
                 if pair[0] != pair[1]
             ]

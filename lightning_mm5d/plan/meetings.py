@@ -18,12 +18,7 @@ _ALL_FORWARDS_FIRST = "gpipe"
 
 
 def why_apart(
-    plan: Plan,
-    schedule: AnySchedule,
-    count: int,
-    trainable: frozenset[str],
-    *,
-    is_ordered: bool = False,
+    plan: Plan, schedule: AnySchedule, count: int, trainable: frozenset[str], *, is_ordered: bool = False
 ) -> str | None:
     """Return why replicas cannot meet in the actions of a step; None where they can. The same on all ranks.
 
@@ -44,13 +39,7 @@ def why_apart(
     return f"replicas would wait for each other in the schedule {name}{fix}"
 
 
-def _ends(
-    plan: Plan,
-    schedule: AnySchedule,
-    count: int,
-    trainable: frozenset[str],
-    is_ordered: bool,
-) -> bool:
+def _ends(plan: Plan, schedule: AnySchedule, count: int, trainable: frozenset[str], is_ordered: bool) -> bool:
     topology, shards = plan.topology, DataShards(plan)
     actions: dict[int, list[Action]] = {}
     graphs: dict[int, Graph] = {}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.config.modality import Modality
+from lightning_mm5d.config.modality import Modality, most_beside
 from lightning_mm5d.context_parallel.hooks.support import check_layers
 from lightning_mm5d.expert_parallel.expert_layer import ExpertLayer, find_experts
 from lightning_mm5d.layout import Layout
@@ -38,6 +38,7 @@ class Plan:
         division: which parameters tensor parallelism shards, and how.
         shapes: of every full parameter by name.
         experts: those that ranks share, by path of the module that holds them.
+        tied: names whose parameter has another name before.
         main_params: dtype of main parameters; None where optimizers step on what layers compute with.
     """
 
@@ -50,6 +51,7 @@ class Plan:
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     main_params: str | None = None
     experts: Mapping[str, ExpertLayer] = field(default_factory=dict)
+    tied: frozenset[str] = frozenset()
 
     @classmethod
     def of(
@@ -72,10 +74,11 @@ class Plan:
             fix = "Give the module its sizes, or call it in __init__"
             raise ConfigError(lazy, type(parameters[lazy]).__name__, rule, fix)
         sizes = {name: p.numel() for name, p in parameters.items()}
+        tied = frozenset(parameters) - {name for name, _ in module.named_parameters()}
         cut = partition(module, modalities)
         check_layers(modalities, module, cut.layers)
         shapes = {name: tuple(p.shape) for name, p in parameters.items()}
-        plan = cls(layout, cut, modalities, sizes, v_shaped=v_shaped, shapes=shapes, main_params=main_params)
+        plan = cls(layout, cut, modalities, sizes, v_shaped=v_shaped, shapes=shapes, main_params=main_params, tied=tied)
         check_compiled(module, cut, modalities, is_split=bool(plan.topology.edges))
         check_backends(modalities)
         check_heads(module, modalities)
@@ -90,8 +93,9 @@ class Plan:
         """
         if self.topology.edges:
             return True
-        beside = any(modality.interleaved_microbatches > 1 for modality in self.modalities.values())
-        return beside or any(len(self.layout.replica_ranks(number)) > 1 for number in replicas)
+        return most_beside(self.modalities) > 1 or any(
+            len(self.layout.replica_ranks(number)) > 1 for number in replicas
+        )
 
     def held_dtype(self, parameter: Tensor) -> torch.dtype:
         """Return the dtype of a parameter between steps, and of its gradient, given it as layers compute with it."""

@@ -12,6 +12,7 @@ from functools import cached_property
 
 from torch import nn
 
+from lightning_mm5d.config.modality import most_beside
 from lightning_mm5d.layout import Share
 from lightning_mm5d.partition import Unit, stage_costs
 from lightning_mm5d.plan.ownership import Ownership
@@ -102,7 +103,7 @@ class StageGraphs:
         Args:
             count: microbatches per replica, M.
         """
-        size = max(modality.interleaved_microbatches for modality in self.topology.modalities.values())
+        size = most_beside(self.topology.modalities)
         return Grouping(size, count) if size > 1 else None
 
     def schedule(
@@ -156,11 +157,7 @@ class StageGraphs:
         return placed.graph(range(topology.layout.num_replicas), max(counts), trainable, counts)
 
     def graph(
-        self,
-        replicas: Sequence[int],
-        count: int,
-        trainable: frozenset[str],
-        counts: Sequence[int] | None = None,
+        self, replicas: Sequence[int], count: int, trainable: frozenset[str], counts: Sequence[int] | None = None
     ) -> Graph:
         """Return the graph of stages for one step.
 

@@ -24,11 +24,11 @@ from transformers import (
     PreTrainedModel,
 )
 
+import lightning_mm5d
 from lightning_mm5d.config.errors import CheckpointUntrustedError, ConfigError
 from lightning_mm5d.models.multimodal_model import MultimodalModel
 from lightning_mm5d.models.processing import MultimodalProcessor
 from lightning_mm5d.models.saved_processor import NAME as PROCESSOR_FILE
-from lightning_mm5d.weights.pretrained import from_pretrained
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,11 +73,6 @@ class ModelSource:
             given = {key: value for key, value in vars(self).items() if value}
             raise ConfigError("model.model", sorted(given), rule, "Name one of the two")
 
-    @property
-    def is_composed(self) -> bool:
-        """Whether the model is composed of parts."""
-        return self.pretrained is None
-
     def load(self) -> PreTrainedModel:
         """Return the model. In `configure_model` under this package's strategy its weights are read later.
 
@@ -92,7 +87,7 @@ class ModelSource:
         said = {"dtype": self.dtype, "attn_implementation": self.attn_implementation}
         options: dict[str, Any] = {key: value for key, value in said.items() if value is not None}
         if self.pretrained is not None:
-            return from_pretrained(_class_of(self.pretrained), self.pretrained, **options)
+            return lightning_mm5d.from_pretrained(_class_of(self.pretrained), self.pretrained, **options)
         assert self.language_model is not None
         encoders = {name: one.model for name, one in self.encoders.items()}
         projectors = {name: one.projector for name, one in self.encoders.items()}

@@ -3,11 +3,20 @@
 It trains a `MultimodalModel`, or any model that ``AutoModelForImageTextToText`` or another class of transformers loads,
 on batches of a `MultimodalCollator` or of a processor: dicts whose keys the model takes, with ``labels``. It knows
 nothing of the strategy: a LightningModule of your own can do all of this, and stays the main road.
+
+A recipe says by the names of a model's parts (each encoder, its projector, the language model) what trains and at which
+learning rate. The parts of a `MultimodalModel` are its own; those of a Hugging Face model are found as the strategy
+finds modalities.
+
+The prompt of a sample is everything before the last stretch of labelled tokens: the last answer of a conversation.
+
+Shapes: B batch, S sequence, P longest prompt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,11 +27,10 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 from transformers import get_scheduler
 
-from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.errors import ConfigError, did_you_mean
 from lightning_mm5d.models.processing import IGNORED
-from lightning_mm5d.recipes.model_parts import check_names, part_names
+from lightning_mm5d.partition.find import discover
 from lightning_mm5d.recipes.model_source import ModelSource, load_processor
-from lightning_mm5d.recipes.samples import exact, prompts, targets, write_samples
 
 
 class MultimodalModule(L.LightningModule):
@@ -245,3 +253,122 @@ def _check(module: MultimodalModule) -> None:
     if module.samples and module._processor is None and module._source is None:
         fix = "Give the processor's folder, or set samples to 0"
         raise ConfigError("processor", None, "Generated answers are decoded by a processor", fix)
+
+
+LANGUAGE = "language"
+PROJECTOR = "_projector"
+
+
+def part_names(model: nn.Module) -> dict[str, str]:
+    """Return for each parameter of `model` the name of its part.
+
+    ``{"encoders.vision.model.conv.weight": "vision", "encoders.vision.projector.fc1.weight": "vision_projector",
+    "language_model.lm_head.weight": "language"}``. Adapters of PEFT belong to the part that they adapt.
+    """
+    owners: dict[str, str] = {}
+    for name, encoder in discover(model).items():
+        for path in encoder.owns:
+            owners |= _halves(model, path, name)
+    found = {}
+    for parameter, _ in model.named_parameters():
+        under = [path for path in owners if parameter == path or parameter.startswith(f"{path}.")]
+        found[parameter] = owners[max(under, key=len)] if under else LANGUAGE
+    return found
+
+
+def _halves(model: nn.Module, path: str, name: str) -> dict[str, str]:
+    """The paths of an encoder's tower and projector below `path`, which may be one of the two or hold both."""
+    held = path.rpartition(".")[2]
+    if "projector" in held or "connector" in held or held.startswith("embed_"):
+        return {path: name + PROJECTOR}
+    module = _module(model, path)
+    inner = () if module is None else module.named_children()
+    projectors = {
+        f"{path}.{child}": name + PROJECTOR for child, _ in inner if "projector" in child or child == "merger"
+    }
+    return {path: name, **projectors}
+
+
+def _module(model: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(path)
+    except AttributeError:  # a parameter
+        return None
+
+
+def check_names(field: str, given: Mapping[str, object], names: Mapping[str, str]) -> None:
+    """Refuse a name in `given` that is no part of the model.
+
+    Args:
+        field: path of the field, for the error.
+        given: by name of the part.
+        names: as `part_names` returns them.
+
+    Raises:
+        ConfigError: a part does not exist.
+    """
+    known = sorted(set(names.values()))
+    for name in given:
+        if name not in known:
+            rule = f"The model has the parts {', '.join(known)}"
+            raise ConfigError(f"{field}.{name}", given[name], rule, did_you_mean(name, known))
+
+
+_TEXT = ("labels", "position_ids", "loss_mask")
+
+
+def prompts(batch: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """Return the batch as ``generate`` takes it: prompts ``(B, P)``, padded on the left, and what encoders take.
+
+    Args:
+        batch: ``input_ids``, ``labels`` and ``attention_mask`` ``(B, S)``, and inputs of encoders.
+        tokenizer: names the token that pads.
+    """
+    ids, mask = batch["input_ids"], batch.get("attention_mask")
+    mask = ids.new_ones(ids.shape) if mask is None else mask
+    starts = [_last_answer(row)[0] for row in batch["labels"]]
+    kept = [row[:start][seen[:start].bool()] for row, seen, start in zip(ids, mask, starts, strict=True)]
+    width = max(len(row) for row in kept)
+    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    prompt = ids.new_full((len(kept), width), 0 if padding is None else padding)
+    seen = mask.new_zeros(len(kept), width)
+    for at, row in enumerate(kept):
+        prompt[at, width - len(row) :] = row
+        seen[at, width - len(row) :] = 1
+    rest = {key: value for key, value in batch.items() if key not in ("input_ids", "attention_mask", *_TEXT)}
+    return {"input_ids": prompt, "attention_mask": seen, **rest}
+
+
+def targets(batch: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tokens of each sample's last answer."""
+    found = []
+    for row, labels in zip(batch["input_ids"], batch["labels"], strict=True):
+        start, stop = _last_answer(labels)
+        found.append(row[start:stop])
+    return found
+
+
+def _last_answer(labels: Tensor) -> tuple[int, int]:
+    """Where the last stretch of labelled tokens starts and stops; at the end where there is none."""
+    counted = (labels != IGNORED).tolist()
+    stop = len(counted)
+    while stop and not counted[stop - 1]:
+        stop -= 1
+    start = stop
+    while start and counted[start - 1]:
+        start -= 1
+    return (start, stop) if stop else (len(counted), len(counted))
+
+
+def exact(tokenizer: Any, answer: Tensor, target: Tensor) -> dict[str, Any]:
+    """Return what was generated and what was right, as text, and whether they are equal but for blanks around."""
+    got, wanted = (tokenizer.decode(one, skip_special_tokens=True).strip() for one in (answer, target))
+    return {"answer": got, "target": wanted, "right": got == wanted}
+
+
+def write_samples(path: Path, step: int, shown: Sequence[Mapping[str, Any]]) -> None:
+    """Append samples to a JSONL file, each with the optimizer step at which it was generated."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        for one in shown:
+            file.write(json.dumps({"step": step, **one}, ensure_ascii=False) + "\n")

@@ -20,11 +20,10 @@ from lightning_mm5d.schedule.builders import (
 from lightning_mm5d.schedule.custom import from_csv, to_csv
 from lightning_mm5d.schedule.fields import check_fields
 from lightning_mm5d.schedule.graph import Graph, Node
-from lightning_mm5d.schedule.grouping import Grouping
+from lightning_mm5d.schedule.grouping import Grouping, side_by_side
 from lightning_mm5d.schedule.issue_order import IssueOrder, Message, Turn
 from lightning_mm5d.schedule.plain import in_flight_limits
 from lightning_mm5d.schedule.report import Outcome, compare, name_of
-from lightning_mm5d.schedule.side_by_side import side_by_side
 from lightning_mm5d.schedule.simulate import Simulation, Span, measured, simulate
 from lightning_mm5d.schedule.validate import ScheduleError, execution_order, validate
 from lightning_mm5d.schedule.zero_bubble import held_limits

@@ -20,11 +20,7 @@ class ScheduleError(ValueError):
 
 
 def validate(
-    schedule: Schedule,
-    graph: Graph,
-    *,
-    forward_only: bool = False,
-    max_in_flight: Mapping[str, int] | None = None,
+    schedule: Schedule, graph: Graph, *, forward_only: bool = False, max_in_flight: Mapping[str, int] | None = None
 ) -> None:
     """Checks a schedule for execution with sends that never block and receives that do.
 

@@ -1,6 +1,8 @@
-"""Which backend carries the tensors of a device between the ranks of a group, and where its messages live."""
+"""Which backend carries tensors between ranks, where its messages live, and which rank warns for all."""
 
 from __future__ import annotations
+
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -38,3 +40,9 @@ def waits_on_device(device: torch.device, group: dist.ProcessGroup | None = None
         group: as for `backend_of`.
     """
     return backend_of(device, group) not in (None, "gloo")
+
+
+def warn_on_first_rank(message: str) -> None:
+    """Warn on rank 0, or in a process without other ranks."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        warnings.warn(message, stacklevel=3)

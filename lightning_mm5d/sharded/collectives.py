@@ -6,8 +6,8 @@ collectives have other backwards.
 
 Shards may be of unequal lengths: shorter ones travel padded.
 
-Where traffic is compressed, all ranks get the same replicated values to the bit. Maxima, and what must be exact, never
-are.
+A feature may have numbers travel in another way (`Encoding`). All ranks get the same replicated values to the bit then,
+too.
 """
 
 from __future__ import annotations
@@ -16,20 +16,47 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_mm5d.sharded.compressed_collectives import CompressedGather, CompressedScatter, CompressedSum
-from lightning_mm5d.sharded.compression import Compression
 from lightning_mm5d.sharded.remote_value import same_origin
+from lightning_mm5d.sharded.renamed import all_gather_single, reduce_scatter_single
 from lightning_mm5d.sharded.torch_internals import is_held_once, is_observed, is_view
 
 OfTensor = Callable[[Tensor], Tensor]
 Wait = Callable[[], Tensor]  # waits for a collective, once, and returns its result
+
+
+class Encoding(Protocol):
+    """How a feature has numbers travel between ranks in another way than as they are.
+
+    Those that are equal, and as text too, have numbers travel in one way. What a collective returns has started.
+    """
+
+    def changes(self, dtype: torch.dtype) -> bool:
+        """Return whether tensors of `dtype` travel in another way."""
+
+    def group(self, group: dist.ProcessGroup) -> TensorGroup:
+        """Return the ranks of `group`, whose sums, gathers and exchanges are encoded."""
+
+    def summed(self, flat: Tensor, group: dist.ProcessGroup, seed: int) -> Any:
+        """Sum a flat tensor in place; return a `gradients.buckets.Sum`. The seed is the same on all ranks."""
+
+    def scattered(self, chunks: Sequence[Tensor], group: dist.ProcessGroup, seed: int) -> Any:
+        """Sum chunks to the rank of each, as `data_parallel.scatter_gather.ScatteredSum`, which returns a flat one."""
+
+    def gathered(self, own: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Any:
+        """Gather flat tensors, as `data_parallel.scatter_gather.Gathered`; all ranks get equal ones, the owner too."""
+
+    def encoded(self, meta: Any, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
+        """Return a payload as it travels."""
+
+    def decoded(self, meta: Any, tensors: list[Tensor]) -> tuple[Any, list[Tensor]]:
+        """Return the payload that has been encoded."""
 
 
 class TensorGroup:
@@ -37,7 +64,6 @@ class TensorGroup:
 
     Args:
         group: their process group.
-        compression: of what they sum, gather and exchange; None sends tensors as they are.
 
     Attributes:
         group: the process group.
@@ -52,9 +78,8 @@ class TensorGroup:
             meanwhile; the same on all ranks of the group. None just waits.
     """
 
-    def __init__(self, group: dist.ProcessGroup, compression: Compression | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
-        self._compression = compression
         self.factor = 1
         self.size = dist.get_world_size(group)
         self.index = dist.get_rank(group)
@@ -80,20 +105,8 @@ class TensorGroup:
 
     def start_sum(self, tensor: Tensor, *, in_place: bool = False) -> Wait:
         """Start `sum`; return what waits for it. All ranks wait in the order in which they start."""
-        if (compression := self._compresses(tensor)) is not None:
-            summed = CompressedSum(tensor.detach().reshape(-1), self.group, compression)
-
-            def total() -> Tensor:
-                self.wait()
-                summed.gather()
-                self.wait()
-                found = _owned(summed.wait().view(tensor.shape))
-                self.moved += summed.moved
-                return found
-
-            return total
         if in_place and tensor.is_contiguous():
-            result = _owned(tensor.detach())
+            result = owned(tensor.detach())
         else:
             result = tensor.detach().clone(memory_format=torch.contiguous_format)
         if self.is_silent:
@@ -110,11 +123,6 @@ class TensorGroup:
             self.moved += 2 * result.nbytes * (self.size - 1) / self.size
         return result
 
-    def _compresses(self, tensor: Tensor) -> Compression | None:
-        """How `tensor` is compressed, if it is: decided by its dtype, which all ranks share."""
-        compression = self._compression
-        return None if self.is_silent or compression is None or not compression.narrows(tensor.dtype) else compression
-
     def gather(self, local: Tensor, dim: int, lengths: Sequence[int], *, exact: bool = False) -> Tensor:
         """Return the full tensor: the shards of all ranks in a row along `dim`, where they are `lengths` long.
 
@@ -122,7 +130,7 @@ class TensorGroup:
             local: this rank's shard.
             dim: along which it is one.
             lengths: of the shards.
-            exact: never compresses.
+            exact: whether numbers travel as they are, whatever the group does otherwise.
         """
         return self.start_gather(local, dim, lengths, exact=exact)()
 
@@ -130,17 +138,6 @@ class TensorGroup:
         """Start `gather`; return what waits for it. All ranks wait in the order in which they start."""
         longest, dim = max(lengths), dim % local.dim()
         own = local.detach()
-        if not exact and (compression := self._compresses(local)) is not None:
-            unit = math.prod(size for place, size in enumerate(own.shape) if place != dim)
-            found = CompressedGather(own, [unit * length for length in lengths], self.group, compression)
-            self.moved += found.moved
-
-            def joined() -> Tensor:
-                self.wait()
-                rows = zip(found.wait(), lengths, strict=True)
-                return torch.cat([flat.view(_with(own.shape, dim, length)) for flat, length in rows], dim)
-
-            return joined
         if lengths[self.index] < longest:
             shape = [*own.shape]
             shape[dim] = longest - lengths[self.index]
@@ -149,13 +146,13 @@ class TensorGroup:
         work = None
         if not self.is_silent:
             own = own.contiguous()
-            work = dist.all_gather_single(shards.flatten(0, 1), own, group=self.group, async_op=True)
+            work = all_gather_single(shards.flatten(0, 1), own, group=self.group, async_op=True)
             self.moved += shards.nbytes * (self.size - 1) / self.size
 
         def full() -> Tensor:
             if any(length != longest for length in lengths):
                 return torch.cat([one.narrow(dim, 0, length) for one, length in zip(shards, lengths, strict=True)], dim)
-            return _owned(shards.movedim(0, dim).flatten(dim, dim + 1))
+            return owned(shards.movedim(0, dim).flatten(dim, dim + 1))
 
         return self._after(work, full, own)
 
@@ -167,16 +164,6 @@ class TensorGroup:
         """Start `sum_scattered`; return what waits for it. All ranks wait in the order in which they start."""
         longest, dim = max(lengths), dim % full.dim()
         full = full.detach()
-        if (compression := self._compresses(full)) is not None:
-            pieces = full.split(list(lengths), dim)
-            scattered = CompressedScatter([piece.reshape(-1) for piece in pieces], self.group, compression)
-            self.moved += scattered.moved
-
-            def shard() -> Tensor:
-                self.wait()
-                return _owned(scattered.wait().view(pieces[self.index].shape))
-
-            return shard
         if any(length != longest for length in lengths):
             shape = [self.size, *full.shape]
             shape[dim + 1] = longest
@@ -188,9 +175,9 @@ class TensorGroup:
         local = shards.new_empty(shards.shape[1:])
         work, sent = None, shards.flatten(0, 1)
         if not self.is_silent:
-            work = dist.reduce_scatter_single(local, sent, group=self.group, async_op=True)
+            work = reduce_scatter_single(local, sent, group=self.group, async_op=True)
             self.moved += shards.nbytes * (self.size - 1) / self.size
-        return self._after(work, lambda: _owned(local.narrow(dim, 0, lengths[self.index]).contiguous()), sent)
+        return self._after(work, lambda: owned(local.narrow(dim, 0, lengths[self.index]).contiguous()), sent)
 
     def local_of(self, full: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
         """Return this rank's shard of a replicated tensor, a view."""
@@ -203,13 +190,6 @@ class TensorGroup:
         shape[target] = after[self.index]
         unit = math.prod(size for dim, size in enumerate(shape) if dim != source % local.dim())
         counts = [unit * length for length in before]
-        if (compression := self._compresses(local)) is not None:
-            parts = [piece.reshape(-1) for piece in pieces]
-            exchanged = CompressedScatter(parts, self.group, compression, arriving=counts)
-            self.moved += exchanged.moved
-            self.wait()
-            came = zip(exchanged.parts(), before, strict=True)
-            return torch.cat([row.to(local.dtype).view(_with(shape, source, n)) for row, n in came], source)
         sent = torch.cat([piece.reshape(-1) for piece in pieces])
         found = sent.new_empty(sum(counts))
         if not self.is_silent:
@@ -217,7 +197,7 @@ class TensorGroup:
             self.wait(dist.all_to_all_single(found, sent, counts, lengths, group=self.group, async_op=True))
             self.moved += (sent.numel() - pieces[self.index].numel()) * sent.element_size()
         rows = zip(found.split(counts), before, strict=True)
-        return torch.cat([row.view(_with(shape, source, length)) for row, length in rows], source)
+        return torch.cat([row.view(with_length(shape, source, length)) for row, length in rows], source)
 
     # --- what a `Sharded` asks of its group, in autograd's graph ---
 
@@ -248,14 +228,14 @@ class TensorGroup:
         """What a peer needs to know to find its own group of this kind: nothing."""
 
 
-def _with(shape: Sequence[int], dim: int, length: int) -> list[int]:
+def with_length(shape: Sequence[int], dim: int, length: int) -> list[int]:
     """`shape` with another length of one dim."""
     found = [*shape]
     found[dim] = length
     return found
 
 
-def _owned(x: Tensor) -> Tensor:
+def owned(x: Tensor) -> Tensor:
     """`x`, but no view: autograd forbids writes to views that a function returns, and models write to hidden states."""
     return x.new_empty(0).set_(x) if is_view(x) else x  # type: ignore[call-overload]
 

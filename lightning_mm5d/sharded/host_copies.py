@@ -1,8 +1,9 @@
 """What small tensors of a device hold, known in host memory without a wait for the device.
 
 `HostCopies` is entered where a batch moves to the device, where it is split, and around a user's step. It sees which
-tensors are made of integers and bools whose values the host knows, and can compute them a second time on the host when
-somebody asks. So masks are digested without a wait, and so are a model's own questions (``.tolist()``, ``bool(x)``).
+tensors are made of integers and bools whose values the host knows, or of plain numbers. It can compute them a second
+time on the host when somebody asks. So masks are digested without a wait, and so are a model's own questions
+(``.tolist()``, ``bool(x)``, a number in an f-string).
 
 Only functions without random numbers are followed (`_FOLLOWED`). A tensor that was written to in place is not known any
 more, neither is what was made of it before it is asked for.
@@ -19,6 +20,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
+
+_FEW = 4096  # numbers of a tensor that is made a second time on the host
 
 
 class _Known(NamedTuple):
@@ -53,10 +56,14 @@ class HostCopies(TorchFunctionMode):
 
     def find(self, x: Tensor) -> Tensor | None:
         """Return what `x` holds, on the host, if that is known."""
-        if x.device.type == "cpu":
+        if self.is_here(x):
             return x
         known: _Known | None = self._known.get(x)
         return known.value() if known is not None and known.version == _version(x) else None
+
+    def is_here(self, x: Tensor) -> bool:
+        """Whether `x` is in host memory."""
+        return x.device.type == "cpu"
 
     def note(self, x: Tensor, copy: Tensor) -> None:
         """Let the values of `x` be those of `copy`, which is on the host."""
@@ -68,15 +75,23 @@ class HostCopies(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in _QUESTIONS and len(args) == 1 and isinstance(args[0], Tensor) and args[0].device.type != "cpu":
+        if name in _QUESTIONS and args and isinstance(args[0], Tensor) and not self.is_here(args[0]):
             known = self.find(args[0])
-            return func(args[0] if known is None else known)
+            return func(args[0] if known is None else known, *args[1:], **kwargs)
         result = func(*args, **kwargs)
         if name in _FOLLOWED:
             results = result if isinstance(result, tuple) else (result,)
-            if any(isinstance(one, Tensor) and one.device.type != "cpu" and _is_small(one) for one in results):
+            if any(isinstance(one, Tensor) and not self.is_here(one) and _is_small(one) for one in results):
                 self._follow(name, func, args, kwargs, results)
+        elif name in _MADE and isinstance(result, Tensor) and not self.is_here(result):
+            self._follow_made(func, args, kwargs, result)
         return result
+
+    def _follow_made(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> None:
+        """Note a tensor that was made of plain numbers, which callers may change later on."""
+        if result.is_floating_point() or result.numel() > _FEW or any(isinstance(x, Tensor) for x in tree_leaves(args)):
+            return
+        self.note(result, func(*args, **{key: value for key, value in kwargs.items() if key != "device"}))
 
     def _follow(
         self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: tuple[Any, ...]
@@ -113,7 +128,7 @@ class HostCopies(TorchFunctionMode):
     def _source(self, x: Tensor) -> Callable[[], Tensor | None] | None:
         """What computes `x` on the host, now or later; None where nothing does."""
         version = _version(x)
-        if x.device.type == "cpu":
+        if self.is_here(x):
             return lambda: x if _version(x) == version else None
         known: _Known | None = self._known.get(x)
         return known.value if known is not None and known.version == version else None
@@ -143,16 +158,17 @@ def _version(x: Tensor) -> int:
 
 
 _NAMES = {  # of functions and methods: questions about values, moves to another dtype or device, and the rest
-    "asked": "__bool__ __index__ __int__ item tolist",
+    "asked": "__bool__ __float__ __format__ __index__ __int__ item tolist",
     "moved": "bfloat16 bool byte cuda double float half int long short to type type_as",
     "followed": """
-__add__ __and__ __eq__ __floordiv__ __ge__ __getitem__ __gt__ __invert__ __le__ __lt__ __mod__ __mul__ __ne__
-__neg__ __or__ __radd__ __rand__ __rmul__ __ror__ __rsub__ __sub__ __xor__ abs add all amax amin any argmax
-argmin bitwise_and bitwise_not bitwise_or bitwise_xor bucketize cat chunk clamp clone contiguous cumsum detach
-diff eq expand expand_as flatten flip floor_divide full_like gather ge gt index_select isin le logical_and
-logical_not logical_or logical_xor lt masked_fill max maximum min minimum movedim mul narrow ne neg new_full
-new_ones new_zeros ones_like pad permute prod remainder repeat_interleave reshape roll searchsorted select split
-squeeze stack sub sum t tensor_split transpose tril triu unbind unflatten unsqueeze view where zeros_like""",
+__add__ __and__ __eq__ __floordiv__ __ge__ __getitem__ __gt__ __invert__ __le__ __lt__ __mod__ __mul__ __ne__ __neg__
+__or__ __radd__ __rand__ __rmul__ __ror__ __rsub__ __sub__ __xor__ _is_all_true _is_any_true abs add all amax amin
+any argmax argmin bitwise_and bitwise_not bitwise_or bitwise_xor bucketize cat chunk clamp clone contiguous cumsum
+detach diff eq expand expand_as flatten flip floor_divide full_like gather ge gt index_select isin le logical_and
+logical_not logical_or logical_xor lt masked_fill max maximum min minimum movedim mul narrow ne neg new_full new_ones
+new_zeros ones_like pad permute prod remainder repeat_interleave reshape roll searchsorted select split squeeze stack
+sub sum t tensor_split transpose tril triu unbind unflatten unsqueeze view where zeros_like""",
 }
+_MADE = frozenset(("arange", "full", "ones", "tensor", "zeros"))
 _QUESTIONS, _MOVES, _OTHERS = (frozenset(names.split()) for names in _NAMES.values())
 _FOLLOWED = _MOVES | _OTHERS

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -17,7 +18,12 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_mm5d.config.errors import private
 
-_detached = private(checkpoint, "_detach_helper")
+# before torch 2.13 under another name, with an argument that says whether views are detached as well
+_detached = (
+    private(checkpoint, "_detach_helper")
+    if hasattr(checkpoint, "_detach_helper")
+    else partial(private(checkpoint, "_maybe_detach"), any_ret_has_alias_info=True)
+)
 _disabled = private(_python_dispatch, "_disable_current_modes")
 _modes = private(_python_dispatch, "_get_current_dispatch_mode_stack")
 _IGNORED = private(checkpoint, "SAC_IGNORED_OPS")  # of which checkpointing itself calls some

@@ -37,12 +37,7 @@ from lightning_mm5d.sharded.sequence_operations import (
     narrowed_sequence,
     reshaped_sequences,
 )
-from lightning_mm5d.sharded.tensor import (
-    WRITING,
-    Sharded,
-    as_sharded,
-    without_graph,
-)
+from lightning_mm5d.sharded.tensor import WRITING, Sharded, as_sharded, without_graph
 
 
 def _pointwise(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

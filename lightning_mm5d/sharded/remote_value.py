@@ -6,14 +6,18 @@ tensor full of NaN that marks every result of every torch function that takes it
 Whatever would turn it into something unmarked raises `RemoteParameterError`: a Python number or bool, a NumPy array, a
 pickled or saved tensor, a backward, and a write into a tensor that is kept. `settled` is for what leaves a step.
 
+Logits of a large vocabulary would take gigabytes of NaN. A large result of a linear layer of other ranks has zero
+strides in place of memory, and what a step that is thrown away computes of it is found on torch's "meta" device.
+
 A result is `exact` while NaN stands exactly where a value is remote. Parts without NaN that are cut out of such a
 tensor, after a ``torch.stack`` of states of which some are remote, say, are plain tensors again.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -21,7 +25,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mm5d.config.errors import RemoteParameterError, private
-from lightning_mm5d.sharded.nested_tensors import replaced, tensors_of
 from lightning_mm5d.sharded.tensor import WRITING
 from lightning_mm5d.sharded.value_functions import AS, CASTING, CUTTING, JOINING, LEAVING, LIKE, MOVING, TELLING
 
@@ -37,6 +40,8 @@ class Guard:
         ends_here: whether the step that is under way runs to its end on this rank; None outside of steps.
         is_dry: whether nothing but shapes is kept of what runs.
         received: parameters of other ranks that the step under way has received, by name.
+        shows_full: whether a hook runs in which every rank sees full parameters.
+        suspended: entered, with a place in words, around what works on local tensors within such a hook.
     """
 
     def __init__(self, where: Callable[[str], str], parameters: Callable[[], Iterable[Tensor]] = tuple) -> None:
@@ -44,6 +49,8 @@ class Guard:
         self.ends_here: bool | None = None
         self.is_dry = False
         self.received: Mapping[str, Tensor] = {}
+        self.shows_full = False
+        self.suspended: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
 
     @contextmanager
     def dry_run(self) -> Iterator[None]:
@@ -65,14 +72,15 @@ class Guard:
         wanted = f"{use} needs a value that depends on `{name}`, which is on {self._where(name)}. "
         if self.ends_here is None:
             return RemoteParameterError(
-                f"{wanted}To save weights, call trainer.save_checkpoint(...) on all ranks. To read them, call "
-                "trainer.strategy.full_state_dict() on all ranks: rank 0 gets full tensors, for instance "
-                "for model.save_pretrained(folder, state_dict=...). After fit, rank 0 holds all weights"
+                f"{wanted}Hooks of modules and callbacks see all weights. Elsewhere, read them within `with "
+                "trainer.strategy.full_parameters():` on all ranks, or call trainer.strategy.full_state_dict() on all "
+                "ranks: rank 0 gets full tensors. To save them, call trainer.save_checkpoint(...) on all ranks"
             )
         return RemoteParameterError(
             f"{wanted}Call the module that computes with it where its result passes through a boundary. Set "
             "`boundary`, or `feeds` to the stages that use the result, or pp_size to 1 where states from between "
-            "layers are used. In place of a penalty on weights, use the optimizer's weight_decay"
+            "layers are used. In place of a penalty on weights, use the optimizer's weight_decay, or add the penalty's "
+            "gradient in on_after_backward, which sees all weights"
         )
 
 
@@ -174,12 +182,12 @@ def make_parameter(parameter: Placeholder, value: Tensor) -> None:
 
 
 @contextmanager
-def in_memory(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Give placeholders NaN in memory of their own meanwhile: kernels may read weights without regard to strides."""
+def in_memory(parameters: Iterable[Tensor], fill: float = math.nan) -> Iterator[None]:
+    """Give placeholders NaN, or `fill`, in memory meanwhile: kernels may read weights without regard to strides."""
     with plain():
         before = [(one, one.data) for one in parameters if isinstance(one, Placeholder)]
         for one, data in before:
-            one.data = data.contiguous()
+            one.data = data.contiguous() if math.isnan(fill) else torch.full_like(data, fill).contiguous()
     try:
         yield
     finally:
@@ -215,6 +223,16 @@ def remote_value(
     return marked(torch.full(size, filler, dtype=dtype, device=device), origin)
 
 
+def without_memory(
+    shape: Iterable[int], dtype: torch.dtype, device: torch.device, origin: Origin, *, requires_grad: bool
+) -> RemoteValue:
+    """Return what `remote_value` returns; without memory, where it is large. Writes to it are then dropped."""
+    size = torch.Size(shape)
+    if size.numel() < _LARGE:
+        return remote_value(size, dtype, device, origin, requires_grad=requires_grad)
+    return marked(_nan(size, dtype, device, requires_grad=requires_grad), origin)
+
+
 def same_origin(result: Tensor, source: Tensor) -> Tensor:
     """Return `result`, computed from `source` where torch functions do not see it, as remote if `source` is."""
     if not isinstance(source, (RemoteValue, Placeholder)) or is_remote(result):
@@ -236,8 +254,9 @@ def settled(value: Any, use: str) -> Any:
     raise value.origin.guard.error(value.origin.name, use)
 
 
-def _nan(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.full((), _filler(dtype), dtype=dtype, device=device).expand(shape)
+def _nan(shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, requires_grad: bool = False) -> Tensor:
+    filler = _filler(dtype)
+    return torch.full((), filler, dtype=dtype, device=device, requires_grad=requires_grad and filler != 0).expand(shape)
 
 
 def _without_memory(tensor: Tensor) -> Tensor:
@@ -259,6 +278,9 @@ def _marked(tensor: Any, origin: Origin, *, exact: bool, mixed: bool) -> Any:
 
 
 # --- torch functions of remote values ---
+
+_LARGE = 2**24
+"""elements of a remote value from which on it has no memory"""
 
 plain = private(torch._C, "DisableTorchFunctionSubclass")
 """Enter to read attributes of many placeholders as fast as those of other parameters."""
@@ -286,12 +308,38 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     if name in CASTING and isinstance(args[0], Placeholder):
         return _cast(func, args, kwargs)
     with plain():
-        result = func(*args, **kwargs)
+        is_large = guard.ends_here is False and not guard.is_dry and any(map(_is_large, remote))
+        shaped = _shaped(func, args, kwargs, used, remote[0].device) if is_large else None
+        result = func(*args, **kwargs) if shaped is None else shaped
     exact = all(one.exact for one in remote) and (name in MOVING or name in CUTTING or name in JOINING)
     if name == "__get__":
         exact = all(one.exact for one in remote)  # of attributes, `data` and transposed views are left
     mixed = any(one.mixed for one in remote) or (name in JOINING and len(remote) < len(used))
     return _result(result, name, used, origin, exact=exact, mixed=mixed)
+
+
+def _is_large(tensor: Tensor) -> bool:
+    return tensor.numel() >= _LARGE and _has_no_memory(tensor)
+
+
+def _shaped(func: Any, args: Any, kwargs: Any, used: Sequence[Tensor], device: torch.device) -> Any:
+    """Return values without memory in the shapes that a function returns; None where shapes depend on values."""
+
+    def on_meta(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.detach().as_subclass(Tensor).to("meta")
+        return torch.device("meta") if isinstance(value, torch.device) else value
+
+    try:
+        found = func(*replaced(args, on_meta), **replaced(kwargs, on_meta))
+    except (RuntimeError, NotImplementedError, TypeError, ValueError):
+        return None
+    carries = torch.is_grad_enabled() and any(one.requires_grad for one in used)
+    if isinstance(found, Tensor):
+        return _nan(found.shape, found.dtype, device, requires_grad=carries)
+    if type(found) in (tuple, list) and all(isinstance(one, Tensor) for one in found):
+        return type(found)(_nan(one.shape, one.dtype, device, requires_grad=carries) for one in found)
+    return None
 
 
 def _arrived(value: Any) -> Tensor | None:
@@ -323,7 +371,7 @@ def _result(result: Any, name: str, used: Sequence[Tensor], origin: Origin, *, e
 
 def _write(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], origin: Origin) -> Any:
     """Write in place; writes to placeholders are dropped, because callbacks copy averages into modules."""
-    targets = kwargs["out"] if kwargs.get("out") is not None else args[0]
+    targets = kwargs["out"] if kwargs.get("out") is not None else args[0] if args else kwargs["tensor"]  # of nn.init
     if isinstance(targets, (tuple, list)):
         return _write_each(func, name, args, kwargs, targets)
     value = args[-1] if len(args) > 1 else None
@@ -397,3 +445,25 @@ def _cast(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 def _has_no_memory(tensor: Tensor) -> bool:
     return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """Return the tensors in `tree`, in their order."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, (tuple, list)):
+        return []
+    return [tensor for value in tree for tensor in tensors_of(value)]
+
+
+def replaced(tree: Any, found: Callable[[Any], Any]) -> Any:
+    """Return `tree` with what `found` gives for a leaf in its place; None leaves it."""
+    if isinstance(tree, dict):
+        return {key: replaced(value, found) for key, value in tree.items()}
+    if isinstance(tree, (tuple, list)):
+        values = [replaced(value, found) for value in tree]
+        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
+    value = found(tree)
+    return tree if value is None else value

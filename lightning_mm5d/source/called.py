@@ -27,7 +27,15 @@ PRODUCT = "@"
 _PYTHONS = object()  # stands for a function of Python's own
 _OF_NUMBERS = {"math", "numpy", "functools", "_functools"}  # whose functions compute with sizes, not with tensors
 _ROOM = re.compile("^(?:fft|linalg|special)_")  # torch.linalg.norm says that it is linalg_norm
-_LIBRARIES = {*sys.stdlib_module_names, "torch", "torchvision", "lightning", "pytorch_lightning", "einops"}
+_LIBRARIES = {
+    *sys.stdlib_module_names,
+    "torch",
+    "torchvision",
+    "lightning",
+    "pytorch_lightning",
+    "lightning_fabric",
+    "einops",
+}
 
 
 def called(source: Source, module: nn.Module) -> frozenset[str] | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable, Mapping
+from numbers import Integral, Real
 from typing import Any
 
 from torch import nn
@@ -59,7 +60,7 @@ def _calls(loop: ast.For, module: nn.Module, own: str) -> list[str]:
     assert isinstance(loop.iter, ast.Call)
     values: dict[str, Any] = {own: module}
     bounds = [_value(argument, values) for argument in loop.iter.args]
-    if not all(isinstance(bound, int) for bound in bounds):
+    if not all(isinstance(bound, Integral) for bound in bounds):
         raise _UnknownError
     turns, found = range(*bounds), list[str]()
     if len(turns) > _MOST:
@@ -86,9 +87,9 @@ def _called(node: ast.AST, module: nn.Module, own: str, values: Mapping[str, Any
         if not isinstance(holder, nn.ModuleList):
             return None
         index = _value(node.slice, values)
-        if not isinstance(index, int) or not -len(holder) <= index < len(holder):
+        if not isinstance(index, Integral) or not -len(holder) <= int(index) < len(holder):
             raise _UnknownError
-        return f"{inner}.{index % len(holder)}"
+        return f"{inner}.{int(index) % len(holder)}"
     if not isinstance(node, ast.Attribute):
         return None
     if isinstance(node.value, ast.Name) and node.value.id == own:
@@ -116,11 +117,11 @@ def _value(node: ast.AST, values: Mapping[str, Any]) -> Any:
             return held.get(node.attr, modules.get(node.attr))
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
         left, right = _value(node.left, values), _value(node.right, values)
-        if all(isinstance(one, int | float) for one in (left, right)) and (right or not _divides(node.op)):
+        if all(isinstance(one, Real) for one in (left, right)) and (right or not _divides(node.op)):
             return _OPERATORS[type(node.op)](left, right)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS:
         arguments = [_value(argument, values) for argument in node.args]
-        if all(isinstance(one, int | float | list | tuple | nn.ModuleList) for one in arguments) and not node.keywords:
+        if all(isinstance(one, Real | list | tuple | nn.ModuleList) for one in arguments) and not node.keywords:
             return _FUNCTIONS[node.func.id](*arguments)
     raise _UnknownError
 

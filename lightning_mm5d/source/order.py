@@ -24,6 +24,7 @@ _NOT_FOLLOWED = (
     "torch.",
     "lightning.",
     "pytorch_lightning.",
+    "lightning_fabric.",
     "transformers.modeling_utils",
     "transformers.generation",
 )
@@ -67,6 +68,7 @@ class _Reader:
     def __init__(self, source: Source, module: nn.Module, trail: tuple[FunctionType, ...]) -> None:
         self._source, self._module, self._trail = source, module, trail
         self._found: list[str] = []
+        self._local: dict[str, list[str]] = {}  # names after ``self`` of what a local name stands for
         self.called: set[str] = set()
 
     def read(self) -> list[str]:
@@ -88,8 +90,10 @@ class _Reader:
             else:
                 self._touch(chain)
         elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr)):
-            if node.value is not None:
-                self._visit(node.value)
+            self._visit_assignment(node)
+        elif isinstance(node, ast.Name):
+            if node.id in self._local:
+                self._touch(self._local[node.id])
         elif isinstance(node, (ast.For, ast.comprehension)):
             self._visit(node.iter)
             for child in _rest(node, "iter"):
@@ -101,6 +105,27 @@ class _Reader:
         else:
             for child in ast.iter_child_nodes(node):
                 self._visit(child)
+
+    def _visit_assignment(self, node: ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr) -> None:
+        """Visit what is assigned; a module that gets a local name is touched where that is used."""
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        target, value = targets[0], node.value
+        chain = self._chain(value) if isinstance(value, ast.Attribute) and isinstance(target, ast.Name) else None
+        is_named = chain and len(targets) == 1 and not isinstance(node, ast.AugAssign) and self._holds(chain)
+        if value is not None and not is_named:
+            self._visit(value)
+        for one in targets:
+            if isinstance(one, ast.Name):
+                self._local.pop(one.id, None)
+        if chain and is_named and isinstance(target, ast.Name):
+            self._local[target.id] = chain
+
+    def _holds(self, chain: list[str]) -> bool:
+        """Whether the names after ``self`` lead to a module."""
+        here: nn.Module | None = self._module
+        for name in chain:
+            here = None if here is None else here._modules.get(name)
+        return here is not None
 
     def _visit_call(self, node: ast.Call) -> None:
         chain = self._chain(node.func)
@@ -125,7 +150,9 @@ class _Reader:
             elif not isinstance(node, ast.Subscript):
                 return None
             node = node.value
-        return names[::-1] if node.id == self._self else None
+        if node.id == self._self:
+            return names[::-1]
+        return [*self._local[node.id], *names[::-1]] if node.id in self._local else None
 
     def _touch(self, chain: list[str], called: bool = False) -> None:
         here: nn.Module = self._module

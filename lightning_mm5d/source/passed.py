@@ -18,6 +18,9 @@ from torch import nn
 from lightning_mm5d.source.order import is_followed
 from lightning_mm5d.source.trees import Source, method_of
 
+TARGET = "target"
+"""What a step passes to `torch.nn.functional.cross_entropy` as the classes."""
+
 Path = tuple[Hashable, ...]
 """The steps from a batch to a part of it: indices of tuples and lists, keys of dicts, names of fields."""
 
@@ -47,6 +50,7 @@ def passed(source: Source, module: nn.Module, method: str, name: str) -> frozens
         module: the LightningModule.
         method: its step, whose first argument is the batch.
         name: of the argument, for instance ``"labels"``; of positional arguments the model's ``forward`` tells it.
+            `TARGET` is that of cross entropies that the step computes itself, as means in which -100 does not count.
 
     Returns:
         Paths of parts; a batch may lack some, which are then not passed (of ``**batch`` it is ``("labels",)``). None
@@ -146,12 +150,14 @@ class _Reader:
 
     def _of_call(self, call: ast.Call, name: str) -> set[Path | None]:
         callee = self._callee(call.func)
+        if name == TARGET and (arguments := _of_cross_entropy(call, callee)) is not None:
+            return {self._path(arguments[-1]) if arguments else None}
         given = dict(self._given(call, callee, name))
         if isinstance(callee, FunctionType):
             found = self._followed(callee, {key: path for key, path in given.items() if path is not None}, name)
             if found:
                 return found
-        if name not in given or (callee is None and given[name] is None):
+        if name not in given or name == TARGET or (callee is None and given[name] is None):
             return set()
         return {given[name]}
 
@@ -202,6 +208,26 @@ class _Reader:
         if self._source.tree(function) is None:
             return set()
         return _Reader(self._source, self._module, (*self._trail, function), given).parts(name)
+
+
+def _of_cross_entropy(call: ast.Call, callee: nn.Module | FunctionType | None) -> list[ast.expr] | None:
+    """The targets of a cross entropy; none where it is no mean of all but -100; None for another call."""
+    if isinstance(callee, nn.Module):
+        if type(callee).__module__ != nn.CrossEntropyLoss.__module__:
+            return None
+        if not isinstance(callee, nn.CrossEntropyLoss):
+            return []  # another loss is added
+        is_mean = callee.reduction == "mean" and callee.ignore_index == -100 and callee.weight is None
+    else:
+        name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", None)
+        if callee is not None or name != "cross_entropy":
+            return None
+        usual = {"reduction": "'mean'", "ignore_index": "-100"}
+        said = {one.arg: ast.unparse(one.value) for one in call.keywords}
+        is_usual = all(said.get(name, value) == value for name, value in usual.items())
+        is_mean = is_usual and "weight" not in said and len(call.args) <= 2
+    targets = [*call.args[1:], *(one.value for one in call.keywords if one.arg == TARGET)]
+    return targets if is_mean and len(targets) == 1 else []
 
 
 def _is_none(node: ast.expr) -> bool:

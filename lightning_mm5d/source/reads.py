@@ -112,9 +112,14 @@ def weights_read(source: Source, cls: type[nn.Module]) -> frozenset[str]:
     """
     found: set[str] = set()
     for name, function in _functions(cls, lambda function: _taken(source, function).names):
-        if not any(word in name for word in _HANDLES):
+        if not is_handling(name):
             found |= _taken(source, function).parts
     return frozenset(found)
+
+
+def is_handling(name: str) -> bool:
+    """Whether a method of this name handles parameters: ties, initializes or saves them, or builds an optimizer."""
+    return any(word in name for word in _HANDLES)
 
 
 class _Taken(NamedTuple):

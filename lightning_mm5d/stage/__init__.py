@@ -1,35 +1,31 @@
 """One stage on one rank: local and remote modules, placeholders, what is received and where the step stops."""
 
-from lightning_mm5d.stage.cached_features import CachedFeatures
-from lightning_mm5d.stage.chosen_kernels import ChosenKernels
 from lightning_mm5d.stage.compiled_layers import CompiledLayers
 from lightning_mm5d.stage.deferred import Deferred
 from lightning_mm5d.stage.deferred_products import DeferredProducts
 from lightning_mm5d.stage.fused_heads import FusedHeads
 from lightning_mm5d.stage.patches import Patches
 from lightning_mm5d.stage.payload import Payload
-from lightning_mm5d.stage.recompute import Recompute
 from lightning_mm5d.stage.remote import drop_parameters, give_memory, is_placeholder
 from lightning_mm5d.stage.run import Run
 from lightning_mm5d.stage.runtime import Runtime
 from lightning_mm5d.stage.shared_buffers import SharedBuffers
+from lightning_mm5d.stage.torch_encoders import TorchEncoders
 from lightning_mm5d.stage.view import StageError, StageView, views
 
 __all__ = [
-    "CachedFeatures",
-    "ChosenKernels",
     "CompiledLayers",
     "Deferred",
     "DeferredProducts",
     "FusedHeads",
     "Patches",
     "Payload",
-    "Recompute",
     "Run",
     "Runtime",
     "SharedBuffers",
     "StageError",
     "StageView",
+    "TorchEncoders",
     "drop_parameters",
     "give_memory",
     "is_placeholder",

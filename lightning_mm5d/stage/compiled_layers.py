@@ -15,7 +15,7 @@ each structure over stages (`taint`), and in evaluations that all ranks run in l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -43,6 +43,7 @@ class CompiledLayers:
         root: the LightningModule.
         layers: the paths of this rank's layers, by modality.
         modalities: the configuration.
+        again: modalities with layers that run again in their backward.
         is_eager: whether compiled layers run uncompiled at the moment.
     """
 
@@ -51,6 +52,7 @@ class CompiledLayers:
         root: nn.Module,
         layers: Mapping[str, list[str]],
         modalities: Mapping[str, Modality],
+        again: Collection[str],
         is_eager: Callable[[], bool],
     ) -> None:
         self._is_eager = is_eager
@@ -61,7 +63,7 @@ class CompiledLayers:
                 layer = root.get_submodule(path)
                 if modality.compile and not any(map(is_compiled, layer.modules())):
                     self._keep_outside(layer)
-                    self._patch(layer, functions, modality)
+                    self._patch(layer, functions, modality, recomputes=name in again)
 
     def remove(self) -> None:
         """Leave the layers as they were."""
@@ -77,12 +79,14 @@ class CompiledLayers:
                 self._put(module, _OUTSIDE, own)
                 self._put(module, "forward", MethodType(_outside, module))
 
-    def _patch(self, layer: nn.Module, functions: dict[Any, Callable[..., Any]], modality: Modality) -> None:
+    def _patch(
+        self, layer: nn.Module, functions: dict[Any, Callable[..., Any]], modality: Modality, *, recomputes: bool
+    ) -> None:
         own, cls = vars(layer).get("forward"), type(layer)
         if own is not None:  # the layer itself is what tensor parallelism has replaced
             return
         if cls not in functions:
-            functions[cls] = _compiled(cls.forward, modality)
+            functions[cls] = _compiled(cls.forward, modality, recomputes=recomputes)
         compiled = functions[cls]
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -99,9 +103,8 @@ class CompiledLayers:
         self._undo.append(partial(_restore, module, name, own))
 
 
-def _compiled(function: Callable[..., Any], modality: Modality) -> Callable[..., Any]:
+def _compiled(function: Callable[..., Any], modality: Modality, *, recomputes: bool) -> Callable[..., Any]:
     backend = modality.compile if isinstance(modality.compile, str) else "inductor"
-    recomputes = modality.activation_checkpointing != "none"
     return torch.compile(  # type: ignore[call-overload]
         function,
         backend=backend,

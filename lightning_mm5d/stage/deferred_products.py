@@ -122,13 +122,7 @@ class _Multiply(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        rows: Tensor,
-        view: Tensor,
-        bias: Tensor | None,
-        parameter: nn.Parameter,
-        place: Place,
-        due: Deferred,
+        ctx: Any, rows: Tensor, view: Tensor, bias: Tensor | None, parameter: nn.Parameter, place: Place, due: Deferred
     ) -> Tensor:
         ctx.save_for_backward(rows, view)
         # beside what is saved, which checkpointing replaces by a copy that is no parameter

@@ -76,8 +76,11 @@ class LayerResults:
         try:
             with self._quiet():
                 result = self._shapes.computed(layer, original, args, kwargs)
-        except RuntimeError:  # it writes to its parameters, and placeholders have no memory; a tensor is the rule
-            return "tensor"
+        except Exception as error:  # it needs what stand-ins left out (an earlier layer's bias), or real memory
+            kinds = [kind for kind in self._by_structure.values() if kind != "other"]
+            if not kinds and not isinstance(error, RuntimeError):
+                raise
+            return kinds[-1] if kinds else "tensor"
         several = isinstance(result, list | tuple)
         first = result[0] if several and result else result
         if not isinstance(hidden, Tensor) or not isinstance(first, Tensor):

@@ -20,13 +20,16 @@ class Pass:
     Args:
         partition: what is cut where.
         modality: name of the modality.
+
+    Attributes:
+        number: of the pass that is under way, from 0.
     """
 
     def __init__(self, partition: Partition, modality: str) -> None:
         self._modality, self._paths = modality, partition.parts[modality].paths
         self._firsts = [cut.first for cut in partition.stages[modality]]
         self._stage = self._last = len(self._firsts) - 1
-        self._layer = -1
+        self._layer, self.number = -1, 0
 
     def following(self, layers: Sequence[int]) -> int:
         """Return which of `layers`, the calls of one module, is the next one."""
@@ -44,6 +47,7 @@ class Pass:
             if not follows or (stage and layer != self._firsts[stage]):
                 before = self._paths[self._layer] if self._layer >= 0 else "no other"
                 self._refuse(f"enters {self._paths[layer]} after {before}")
+            self.number += self._layer >= 0 and stage == 0
         elif stage and layer == self._firsts[stage]:
             self._refuse(f"enters {self._paths[layer]} twice")
         self._stage, self._layer = stage, layer

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from lightning_mm5d.config.errors import ConfigError, private
 from lightning_mm5d.expert_parallel.expert_lookup import holds_experts
+from lightning_mm5d.expert_parallel.expert_plan import LISTS
 from lightning_mm5d.partition.compiled import IN_PLACE, is_compiled, is_compiled_in_place
 from lightning_mm5d.partition.parts import is_in
 from lightning_mm5d.sharded.collectives import dry_run
@@ -142,11 +143,15 @@ class Patches:
         patched = {module for layers in runtime.lists.values() for layer in layers for module in layer.modules()}
         patched |= {root.get_submodule(cut.path) for e in runtime.partition.encoders.values() for cut in e.boundaries}
         for path, module in root.named_modules():
-            own = [f"{path}.{name}" if path else name for name in module._parameters]
-            leaf = own and not any(True for child in module.children() for _ in child.parameters())
+            own = [name for name, _ in module.named_parameters(path)]
+            # a list with code of its own, of experts say, calls its members by what it computes
+            picks = isinstance(module, LISTS) and type(module).forward is not nn.Module.forward
+            picks = picks and patched.isdisjoint(module.children())
+            leaf = picks or len(own) == sum(1 for _ in module.parameters(recurse=False))
             remote = frozenset(stage.name for stage, held in runtime.stages.items() if not held.intersection(own))
-            if leaf and remote and module not in patched and module is not root:
-                self._patch_leaf(module, path, remote)
+            if own and leaf and remote and module not in patched and module is not root:
+                patched.update(module.modules() if picks else ())
+                self._patch_leaf(module, path, remote, own)
 
     def _replace(self, module: nn.Module, method: str, replacement: Callable) -> None:
         had = module.__dict__.get(method)
@@ -185,9 +190,8 @@ class Patches:
 
         self._replace(module, method, apart)
 
-    def _patch_leaf(self, module: nn.Module, path: str, remote: frozenset[str]) -> None:
+    def _patch_leaf(self, module: nn.Module, path: str, remote: frozenset[str], names: list[str]) -> None:
         original, origin = module.forward, Origin(path, self._runtime.guard)
-        names = [f"{path}.{name}" for name in module._parameters]
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             run = self._runtime.active

@@ -313,3 +313,11 @@ def _find_class(name: str) -> type:
     if not (isinstance(found, type) and (is_dataclass(found) or issubclass(found, tuple))):
         raise ValueError(f"{name} is no class that may cross from one stage to another")
     return found
+
+
+def detached(tree: Any) -> Any:
+    """Return `tree` with its tensors detached; a tree with objects of the user's own stays as it is."""
+    try:
+        return map_tensors(tree, Tensor.detach)
+    except ValueError:
+        return tree

@@ -5,6 +5,7 @@ Both give remote values, which are NaN and mark all that is computed from them (
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -21,13 +22,15 @@ from lightning_mm5d.sharded.remote_value import (
     Origin,
     Placeholder,
     in_memory,
+    is_remote,
     make_parameter,
     make_placeholder,
     placeholder,
     plain,
     remote_value,
+    without_memory,
 )
-from lightning_mm5d.stage.payload import Packer, rebuild, tensors_in
+from lightning_mm5d.stage.payload import Packer, map_tensors, rebuild, tensors_in
 from lightning_mm5d.stage.taint import mark_dependent
 
 
@@ -113,7 +116,10 @@ class ShapeMemory:
             device = args[0].device
             enabled = torch.is_autocast_enabled(device.type)
             dtype = torch.get_autocast_dtype(device.type) if enabled else module.weight.dtype
-            return _filled((*args[0].shape[:-1], module.out_features), dtype, device, grad, origin)
+            shape = (*args[0].shape[:-1], module.out_features)  # which may be a large vocabulary
+            tensor = without_memory(shape, dtype, device, origin, requires_grad=grad)
+            mark_dependent(tensor)
+            return tensor
         if isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward and args:
             shape = (*args[0].shape, module.embedding_dim)
             return _filled(shape, module.weight.dtype, args[0].device, grad, origin)
@@ -129,12 +135,30 @@ class ShapeMemory:
         return rebuild(description, [_filled(*spec, grad, origin) for spec in specs])
 
     def computed(self, module: nn.Module, original: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Return ``original(*args, **kwargs)``, computed of NaN; buffers and random state stay as they are."""
+        """Return ``original(*args, **kwargs)``, computed of NaN; buffers and random state stay as they are.
+
+        Code that looks at values (a router, a check for NaN) may fail on NaN; then it is computed of ones.
+        """
+        try:
+            return self._computed(module, original, args, kwargs)
+        except Exception:
+            args, kwargs = map_tensors((args, kwargs), _of_ones)
+            try:
+                with plain():
+                    return self._computed(module, original, args, kwargs, fill=1)
+            except Exception:
+                pass  # the first error says more
+            raise
+
+    def _computed(
+        self, module: nn.Module, original: Callable, args: tuple, kwargs: dict[str, Any], fill: float = math.nan
+    ) -> Any:
         device = next((one.device for one in module.parameters()), CPU)
         eager = torch.compiler.set_stance("force_eager")
         quiet = unhooked(module)
         copied = _copied_buffers(module)
-        with torch.no_grad(), in_memory(module.parameters()), kept_random_state(device), copied, eager, quiet:
+        memory = in_memory(module.parameters(), fill)
+        with torch.no_grad(), memory, kept_random_state(device), copied, eager, quiet:
             return original(*args, **kwargs)
 
 
@@ -153,6 +177,13 @@ def _copied_buffers(module: nn.Module) -> Iterator[None]:
     finally:
         for buffers, before in kept:
             buffers.update(before)
+
+
+def _of_ones(tensor: Tensor) -> Tensor:
+    if not is_remote(tensor):
+        return tensor
+    make = torch.ones if tensor.is_floating_point() else torch.zeros  # integers are indices
+    return make(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def _filled(shape: Iterable[int], dtype: torch.dtype, device: torch.device, grad: bool, origin: Origin) -> Tensor:

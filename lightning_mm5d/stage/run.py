@@ -9,11 +9,17 @@ While a `Run` is active, patched callables ask it what to do:
 - Layers after this stage return stand-ins too and note their skip inputs. After the last of these the step ends, by an
   exception that only `Run.execute` sees.
 
-It refuses a second pass through layers that are split over stages, and layers that run in another order than stages do.
+A step may pass several times through the model. The first run of each structure of batches goes on to the step's end,
+and notes how often boundaries were called and layers were passed. Later runs end after as many. Where a stage has made
+all that it was seen to make, an error ends its step too: it may throw away what follows, and remote values steer it.
+
+It refuses a pass with an input that depends on the results of later stages, and layers that run in another order than
+stages do.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -29,9 +35,8 @@ from lightning_mm5d.stage.layer_call import LayerCall, hidden_of, hidden_path, p
 from lightning_mm5d.stage.passes import Pass
 from lightning_mm5d.stage.payload import Packer, Path, Payload, arguments, copies, put, rebuild, tensors_in, unsharded
 from lightning_mm5d.stage.runtime import Runtime
-from lightning_mm5d.stage.step_writes import StepWrites
-from lightning_mm5d.stage.tail import Tail
-from lightning_mm5d.stage.taint import mark_dependent, mark_stand_in, must_travel, traced
+from lightning_mm5d.stage.step_writes import StepWrites, Tail
+from lightning_mm5d.stage.taint import Call, mark_dependent, mark_stand_in, must_travel, traced
 from lightning_mm5d.stage.taps import Taps
 from lightning_mm5d.stage.unused import check_used
 from lightning_mm5d.stage.view import StageError, StageView, StandIn, Stop
@@ -85,6 +90,8 @@ class Run:
             cut.last < runtime.num_layers(modality) for modality, cut in stage.cuts.items()
         )
         self._trace = runtime.trace(stage) if self.is_traced else None
+        self._counts = runtime.passes.get(self._structure)  # None in the run that finds them
+        self._fails_inside = False
         self._taps = Taps(runtime.taps.get(self._structure, frozenset()), self._trace)
         self._tail: Tail | None = None
         for payload in received:
@@ -121,12 +128,14 @@ class Run:
                 self._run(step)
             except Stop:
                 self.result = None
-            except Exception:
-                if self._tail is None:  # what comes after the layers is only looked at
+            except Exception as error:
+                if self._tail is None and not self._may_end_by(error):
                     raise
             finally:
                 if self._tail is not None:
                     self._tail.undo()
+        if self._counts is None and not self.stage.is_last:
+            self._runtime.passes[self._structure] = self._made()
         check_used(self.stage, self._runtime, self._boundaries_in, self._consumed, self._calls_in, self._entered)
         if self._trace is not None and self._calls_out:
             self._runtime.skip_inputs[self._structure] = frozenset(self._found)
@@ -145,6 +154,37 @@ class Run:
             for one in self._passes.values():
                 one.end()
 
+    def _made(self) -> Counter[str]:
+        """How often boundaries of each modality were called here to the end, and its layers were passed."""
+        made = Counter(self._runtime.modality_of(name) for name, *_ in self._boundaries_out)
+        for modality, calls in self._calls_out.items():
+            made[modality] = max(made[modality], len(calls))
+        return made
+
+    def _is_made(self) -> bool:
+        """Whether nothing is left to compute here, as far as is known; False while that is being found."""
+        return self._counts is not None and self._made() >= self._counts
+
+    def _may_end_by(self, error: Exception) -> bool:
+        """Whether this stage, which has made something of each of its modalities, may throw away what raised `error`.
+
+        What is an error by itself is raised in the last stage, too, which runs the same code.
+        """
+        if self.stage.is_last or self._fails_inside or isinstance(error, StageError):
+            return False
+        cuts = self.stage.cuts.items()
+        return self._made().keys() >= {name for name, cut in cuts if cut.index == self._runtime.last_stage(name)}
+
+    def _look_on(self) -> None:
+        """Only look at what the step does from here on, until it computes something here again."""
+        self._tail = self._tail or Tail(self._runtime.root)
+
+    def _resume(self) -> None:
+        """Compute again, in a further pass."""
+        if self._tail is not None:
+            self._tail.undo_buffers()
+            self._tail = None
+
     def __enter__(self) -> Run:
         assert self._runtime.active is None, "stages do not nest"
         self._runtime.active = self
@@ -159,9 +199,13 @@ class Run:
         self._runtime.guard.received = {}
 
     def backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """Backpropagate, inside of `deferred`; a layer that runs again meanwhile sees what it saw before."""
+        """Backpropagate, inside of `deferred`; a layer that runs again meanwhile sees what it saw before.
+
+        It runs in this thread, on a GPU as on a CPU: hooks and layers that run again find its context, and the monitor
+        sees where they wait.
+        """
         self._replays = True
-        with self, self._runtime.replaying():
+        with self, self._runtime.replaying(), torch.autograd.set_multithreading_enabled(False):
             torch.autograd.backward(outputs, gradients)
 
     @property
@@ -182,7 +226,7 @@ class Run:
         if modality in self._inside:
             return original(*args, **kwargs)
         call = self._taps.next_call("boundary", name)
-        if self.trains and modality not in self.stage.cuts:
+        if self._runtime.handed is not None and self.trains and modality not in self.stage.cuts:
             self._runtime.handed |= {id(tensor) for _, tensor in tensors_in((args, kwargs))}
         if modality in self.stage.consumes:
             index = self._consumed.get(name, 0)
@@ -196,6 +240,8 @@ class Run:
             self.writes.skipped(name)
             return self._taps.result(call, copies(results[index]), own=modality in self.stage.must_use)
         cut = self.stage.cuts.get(modality)
+        if cut is not None:
+            self._resume()
         outside = frozenset(self._inside)
         self._inside.append(modality)
         try:
@@ -203,6 +249,9 @@ class Run:
             eager = nullcontext() if cut is not None else torch.compiler.set_stance("force_eager")
             with eager, self.writes.noted(name, self._runtime.path_of(name)):
                 result = original(*args, **kwargs)
+        except Exception:
+            self._fails_inside = cut is not None
+            raise
         finally:
             self._inside.pop()
         if cut is not None and self._runtime.partition.encoders[modality].runs_after:
@@ -227,8 +276,14 @@ class Run:
         """Return the arguments of a local or later layer, with received tensors in their places."""
         cut = self.stage.cuts[modality]
         if not self._replays and layer < cut.last:
-            self._check_tail(modality)
+            self._resume()
             self._pass(modality).enter(layer)
+            if self._tells_of_later(modality, args, kwargs):
+                raise StageError(
+                    f"the step passes again through the layers of {modality}, with an input that depends on what the "
+                    "pass before gave, which a later stage computes: a training step with pp_size > 1 may call the "
+                    "model several times, with inputs from the batch. Use pp_size=1, or generate in validation_step"
+                )
         if layer == cut.first and not self._replays:
             if self.draws is not None:
                 self.draws.layers()
@@ -248,8 +303,9 @@ class Run:
         if index >= len(calls):
             raise StageError(
                 f"the layers of {modality} ran {index + 1} times in one step in stage {self.stage.name}, where "
-                f"{len(calls)} passes arrived: with pp_size > 1 a training step passes once through them. Call the "
-                "model once in training_step, generate in validation_step or in a hook, or use pp_size=1"
+                f"{len(calls)} passes arrived: how often a training step passes through them must not depend on "
+                "values of the batch, on results of the model or on the stage. Generate in validation_step or in a "
+                "hook, or use pp_size=1"
             )
         return calls[index]
 
@@ -259,7 +315,15 @@ class Run:
             return result
         if layer == self.stage.cuts[modality].last - 1:
             self._results[modality] = result
-        return self._taps.result(("layer", modality, layer, 0), result, own=True)
+        return self._taps.result(self._layer_call(modality, layer), result, own=True)
+
+    def _layer_call(self, modality: str, layer: int) -> Call:
+        return "layer", modality, layer, self._passes[modality].number if modality in self._passes else 0
+
+    def _tells_of_later(self, modality: str, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Whether a first stage is entered again with results of later ones."""
+        again = self.stage.cuts[modality].index == 0 and self._pass(modality).number > 0
+        return again and any(is_remote(tensor) for _, tensor in tensors_in(hidden_of(args, kwargs)))
 
     @contextmanager
     def inside(self, layer: nn.Module, modality: str, index: int, hidden: Any) -> Iterator[None]:
@@ -279,13 +343,15 @@ class Run:
         self.writes.skipped(path)
         self._taps.call_hooks(self._runtime.root, path, layer, hidden, self._runtime.guard)
         own = {"result": (None,), "first": (0,), None: ()}[known.received]
-        return self._taps.result(("layer", modality, layer, 0), result, own=own)
+        return self._taps.result(self._layer_call(modality, layer), result, own=own)
 
     def computed(self, path: str, result: Any) -> Any:
         """Return the result of a module beside layers, or what was received of it."""
         if not self.stage.cuts.keys() >= {*self._inside}:
             return result
         if self._replays:
+            if self._taps.has_arrived(("module", path, -1, 1)):
+                raise StageError(f"{path} runs again in a backward, for one of several passes: do not checkpoint it")
             return self._taps.again(("module", path, -1, 0), result)
         own = path in self._runtime.points[self.stage].modules
         return self._taps.result(self._taps.next_call("module", path), result, own=own)
@@ -297,19 +363,16 @@ class Run:
             for _, tensor in tensors_in(result):
                 mark_stand_in(tensor)
 
-    def _check_tail(self, modality: str) -> None:
-        if self._tail is not None and modality == self._runtime.loss_modality:
-            raise Stop
-
     def skip(self, modality: str, layer: int, args: tuple, kwargs: dict[str, Any]) -> StandIn:
         """Stand in for a remote layer."""
         cut, origin = self.stage.cuts.get(modality), self._runtime.partition.parts[modality].paths[layer]
         if cut is None:
             if modality in self.stage.stops_at:
-                raise Stop
+                if self._is_made():
+                    raise Stop
+                self._look_on()
             return StandIn(hidden_of(args, kwargs), origin)
         if not self._replays:
-            self._check_tail(modality)
             self._pass(modality).enter(layer)
         if layer < cut.first:
             calls, index = self._calls_in.get(modality, []), self._entered.get(modality, 0)
@@ -325,9 +388,9 @@ class Run:
             self._calls_out.setdefault(modality, []).append(LayerCall(hidden, {}, returned))
         self._collect(modality, layer, args, kwargs)
         if modality == self._runtime.loss_modality and self._is_over(modality, layer):
-            if self._trace is None:
+            if self._trace is None and self._is_made():
                 raise Stop
-            self._tail = Tail(self._runtime.root)
+            self._look_on()
         return StandIn(hidden, origin, is_later=True)
 
     def _pass(self, modality: str) -> Pass:
@@ -382,7 +445,7 @@ class Run:
             ]
             for call in (self._calls_out.get(calls_of, []) if calls_of else [])
         ]
-        taps = [[calls_of, self._taps.described(packer, self._runtime.parameters)]] if calls_of else []
+        taps = [[calls_of, self._taps.described(packer, self._runtime.root)]] if calls_of else []
         writes = self.writes.described([name for name, _ in boundaries], calls_of)
         grads = [tensor.requires_grad and not is_remote(tensor) for tensor in packer.tensors]
         remote = [[index, x.origin.name, x.exact] for index, x in enumerate(packer.tensors) if is_remote(x)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
@@ -86,6 +87,7 @@ class Runtime:
         ends: called at the end of each step that a run executes.
         in_lock_step: whether all ranks of a replica run the same code at the moment, with remote modules answered.
         skip_inputs: the inputs of later layers that travel beside the hidden state, by structure of the batch.
+        passes: how often a step calls the boundaries of this rank, and passes its layers, by structure of the batch.
         taps: results of this stage and earlier ones that code of later stages uses again, by structure of the batch.
         watched: the modules beside layers whose results may be among these, by path.
         points: for each stage, which modules and parameters it has and later ones have not.
@@ -93,7 +95,8 @@ class Runtime:
         groups: all groups of ranks that share layers or sequences with this one.
         lists: the layers of each modality, or the parts that stand for them.
         wanted: for each boundary, the fields of its result that callers read; None for all.
-        handed: ids of the tensors that this rank gave to boundaries which other ranks compute, in a training step.
+        handed: gets ids of the tensors that a training step gives to boundaries which other ranks compute; None unless
+            somebody asks.
     """
 
     def __init__(
@@ -113,6 +116,7 @@ class Runtime:
         self.in_lock_step = False
         self.guard = guard
         self.skip_inputs: dict[Any, frozenset[SkipInput]] = {}
+        self.passes: dict[Any, Counter[str]] = {}
         self.taps: dict[Any, frozenset[Tap]] = {}
         self.watched = watched_modules(root, partition)
         self.points = {
@@ -131,7 +135,7 @@ class Runtime:
         }
         self._path_of = {cut.name: cut.path for one in partition.encoders.values() for cut in one.boundaries}
         self.wanted: dict[str, frozenset[str] | None] = {}
-        self.handed: set[int] = set()
+        self.handed: set[int] | None = None
         self.lists: dict[str, list[nn.Module]] = {
             name: [root.get_submodule(path) for path in parts.paths] for name, parts in partition.parts.items()
         }
@@ -155,14 +159,9 @@ class Runtime:
         if self.active is not None:
             self.active.writes.take_up()
 
-    @property
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """All parameters by name, tied ones under each of their names."""
-        return dict(self.root.named_parameters(remove_duplicate=False))
-
     def trace(self, stage: StageView) -> Trace:
         """Return what finds the values that travel from `stage` to later ones."""
-        points, parameters = self.points[stage], self.parameters
+        points, parameters = self.points[stage], dict(self.root.named_parameters(remove_duplicate=False))
         own: dict[int, Tap] = {}
         for name, parameter in parameters.items():
             if name in points.parameters:

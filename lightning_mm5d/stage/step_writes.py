@@ -6,6 +6,9 @@ batches; that travels with its results, and where a later stage stands in for th
 gives a remote value.
 
 Not seen are writes that a structure's first call does not make, and objects that modules share (a list in a closure).
+
+In a stage that is not the last, the first step of each structure goes on after its layers only to look for what later
+stages need: what it writes there is put back (`Tail`).
 """
 
 from __future__ import annotations
@@ -14,6 +17,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch import nn
+
+from lightning_mm5d.sharded.remote_value import RemoteValue, make_plain
 from lightning_mm5d.stage.runtime import Runtime
 from lightning_mm5d.stage.written import StaleAttributes, Written, attributes, written
 
@@ -88,3 +94,31 @@ class StepWrites:
     def _paths(self, modality: str | None) -> Iterable[str]:
         parts = self._runtime.partition.parts.get(modality) if modality else None
         return () if parts is None else parts.paths
+
+
+class Tail:
+    """Remembers, where it is made, the attributes and buffers that the rest of a step may write.
+
+    Lists and other objects that the step changes in place stay changed.
+
+    Args:
+        root: the LightningModule.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root, self._attributes = root, dict(vars(root))
+        self._buffers = [(buffer, buffer._version, buffer.clone()) for buffer in root.buffers()]
+
+    def undo(self) -> None:
+        """Put all back."""
+        vars(self._root).clear()
+        vars(self._root).update(self._attributes)
+        self.undo_buffers()
+
+    def undo_buffers(self) -> None:
+        """Put the buffers back; a further pass may read the attributes."""
+        for buffer, version, before in self._buffers:
+            if isinstance(buffer, RemoteValue):
+                make_plain(buffer)
+            if buffer._version != version:
+                buffer.data.copy_(before)

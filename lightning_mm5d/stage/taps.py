@@ -197,12 +197,12 @@ class Taps:
                 with suppress(RemoteParameterError):  # of a hook that reads a number for itself
                     hook(module, args, {}, value) if key in named else hook(module, args, value)
 
-    def described(self, packer: Packer, parameters: Mapping[str, Tensor]) -> list[Any]:
+    def described(self, packer: Packer, root: nn.Module) -> list[Any]:
         """Return what later stages need of this run, and of earlier ones.
 
         Args:
             packer: takes the tensors.
-            parameters: by name, those of the module.
+            root: the LightningModule, whose parameters are taps, too.
         """
         received = self.received_parameters()
         rows = []
@@ -211,7 +211,9 @@ class Taps:
             if entry == _NAMED:
                 rows.append([[*tap], None])
                 continue
-            value = received.get(path, parameters.get(path)) if kind == "parameter" else self._noted.get(tap)
+            value: Any = self._noted.get(tap)
+            if kind == "parameter":
+                value = received[path] if path in received else root.get_parameter(path)
             if value is None:
                 continue
             description = packer.describe(value)

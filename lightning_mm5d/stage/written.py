@@ -12,15 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
-from torchmetrics import Metric, MetricCollection
 
+from lightning_mm5d.partition.frameworks import holds_metrics, is_lightnings
 from lightning_mm5d.sharded.remote_value import Guard, Origin, marked
 
 _OWN = frozenset(vars(nn.Module())) | {"forward"}
-_OF_LIGHTNING = frozenset(vars(pl.LightningModule()))
 _PLAIN = (bool, int, float, str, tuple)
 _MISSING = object()
 Written = tuple[str, str, bool]  # path of the module, name of the attribute, and whether it is a list
@@ -35,15 +33,10 @@ def attributes(module: nn.Module, path: str) -> Attributes:
     return {
         (where, name): _state(value)
         for where, part in module.named_modules(prefix=path)
-        if not isinstance(part, (Metric, MetricCollection))
+        if not holds_metrics(part)
         for name, value in vars(part).items()
         if name not in _OWN and not is_lightnings(part, name)
     }
-
-
-def is_lightnings(module: nn.Module, name: str) -> bool:
-    """Whether Lightning keeps an attribute of `module` for itself, such as its trainer."""
-    return isinstance(module, pl.LightningModule) and name in _OF_LIGHTNING
 
 
 def written(before: Attributes, after: Attributes) -> list[Written]:

@@ -27,9 +27,7 @@ from lightning_mm5d.sharded.sequence_operations import is_tokens
 from lightning_mm5d.sharded.tensor import Sharded, from_local
 from lightning_mm5d.sharded.torch_internals import is_held_once
 from lightning_mm5d.tensor_parallel.entrance import Entrance, PutsOff, fits
-from lightning_mm5d.tensor_parallel.grid.grid_layers import GridLayers
-from lightning_mm5d.tensor_parallel.grid.grid_products import Line
-from lightning_mm5d.tensor_parallel.grid.grid_shape import Axis
+from lightning_mm5d.tensor_parallel.multihead_attention import attention
 from lightning_mm5d.tensor_parallel.region import Linear, Region, drops, linear
 from lightning_mm5d.tensor_parallel.resolve import Division, Heads, Kind
 
@@ -41,14 +39,14 @@ class TensorParallel:
         root: the LightningModule, with parameters that are equal on all ranks, in full or cut to this rank's shards.
         division: what is sharded, and how.
         groups: this rank's tensor parallel groups by name; modules of other groups stay as they are.
-        lines: of those that form a grid, this rank's line along each axis.
+        lines: by the name of a group whose layers are in blocks, the groups within it that this rank is in.
         rings: names of those whose shards of sequences travel around a ring beside products.
         holds: whether this rank holds the parameter of a name; modules whose parameters it does not hold stay too.
         device: where this rank computes.
 
     Attributes:
         groups: as they were given.
-        lines: those of all grids.
+        lines: groups within the others.
         linear: computes ``(module, x, bias)``, a linear layer on plain tensors; may be replaced.
         puts_off: of a linear layer and its input, what takes its weight gradient if that is put off; may be replaced.
         fused: given ``(module, hidden, columns)``, returns the logits of a sharded head where these are not computed at
@@ -61,7 +59,7 @@ class TensorParallel:
         division: Division,
         groups: Mapping[str, TensorGroup],
         *,
-        lines: Mapping[str, Mapping[Axis, Line]] | None = None,
+        lines: Mapping[str, Mapping[str, TensorGroup]] | None = None,
         rings: Collection[str] = (),
         holds: Callable[[str], bool] = lambda name: True,
         device: torch.device = torch.device("cpu"),  # noqa: B008
@@ -75,9 +73,9 @@ class TensorParallel:
             name: Region(group, drops=may_drop, device=device, rings=name in rings) for name, group in groups.items()
         }
         self._undo: list[Callable[[], object]] = []
-        in_grids = {name: grid for name, grid in division.grids.items() if name in groups}
+        in_blocks = {name: layers for name, layers in division.in_blocks.items() if name in groups}
         modules = {*division.roles, *division.heads}
-        modules -= {path for path in modules for grid in in_grids.values() if grid.holds(path)}
+        modules -= {path for path in modules for layers in in_blocks.values() if layers.holds(path)}
         self._here = {path: self._is_here(path, holds) for path in modules}
         self._cut(holds)
         for (path, name), values in division.local.items():
@@ -90,12 +88,10 @@ class TensorParallel:
             if self._here.get(path) and division.groups[path] in groups:
                 self._hook(root.get_submodule(path), heads, groups[division.groups[path]])
         self.lines = [line for one in (lines or {}).values() for line in one.values()]
-        for name, grid in in_grids.items():
+        for name, layers in in_blocks.items():
             assert lines is not None
-            blocks = GridLayers(name, grid.shape, groups[name], lines[name], self._regions[name])
-            held = [path for path in grid.layers if self._is_here(path, holds)]
-            blocks.attach(root, division, held)
-            self._undo.append(blocks.remove)
+            is_here = partial(self._is_here, holds=holds)
+            self._undo.append(layers.attach(root, division, is_here, self._regions[name], lines[name]))
 
     @property
     def scopes(self) -> list[Region]:
@@ -185,6 +181,8 @@ class TensorParallel:
             self._replace(module, self._row(region))
         elif kind == "experts":
             self._replace(module, _experts(region))
+        elif kind == "attention":
+            self._replace(module, attention(region, self._division.heads[path].lengths))
         elif kind in ("dropout", "own_dropout"):
             self._replace(module, _dropout(region.outside if kind == "dropout" else region.inside))
         else:

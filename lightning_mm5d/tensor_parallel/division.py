@@ -8,19 +8,28 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from typing import Protocol
 
 from torch import nn
 
 from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.features import parts
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.partition import Partition
-from lightning_mm5d.partition.parts import is_in
-from lightning_mm5d.tensor_parallel.grid.grid_division import on_grids
-from lightning_mm5d.tensor_parallel.grid.grid_shape import GridShape
 from lightning_mm5d.tensor_parallel.plan_lookup import Plans, plans_of, unplanned
 from lightning_mm5d.tensor_parallel.resolve import Division, resolve
 
 _log = logging.getLogger(__name__)
+
+
+class OtherDivision(Protocol):
+    """Layers that a feature divides: what ``begin(root, partition, modalities)`` of its `layers_in_blocks` returns."""
+
+    def pieces(self, path: str) -> int | None:
+        """Return in how many pieces the units of the module at `path` are cut; None for the number of its ranks."""
+
+    def divided(self, division: Division, shared: Collection[str]) -> Division:
+        """Return `division` with these layers in blocks; `shared` are parameters that several modalities use."""
 
 
 def divide(
@@ -41,12 +50,10 @@ def divide(
         ConfigError: a plan does not fit.
     """
     _check_shared(partition, modalities)
-    grids = {name: shape for name, modality in modalities.items() if (shape := GridShape.of(modality)) is not None}
-    on_grid = {name: _layers_of(root, partition, name, shape) for name, shape in grids.items()}
-    side_of = {path: grids[name].side for name, paths in on_grid.items() for path in paths}
+    others: list[OtherDivision] = [module.begin(root, partition, modalities) for module in parts("layers_in_blocks")]
 
-    def parts(path: str, degree: int) -> int:
-        return next((side for layer, side in side_of.items() if is_in(path, layer)), degree)
+    def pieces(path: str, degree: int) -> int:
+        return next((count for one in others if (count := one.pieces(path)) is not None), degree)
 
     degrees = {name: modality.tp_size for name, modality in modalities.items()}
     if set(degrees.values()) == {1}:
@@ -73,7 +80,7 @@ def divide(
         for name, modality in modalities.items()
         if modality.make_vocab_size_divisible_by is not None
     }
-    division = resolve(root, plans, place, full_embeddings, parts, multiples)
+    division = resolve(root, plans, place, full_embeddings, pieces, multiples)
     _check_vocabularies(division, multiples)
     _check_divided(division, modalities, experts or {}, place)
     # each rank sends some of the tokens to whole experts, and so has a part of their gradients
@@ -83,28 +90,14 @@ def divide(
         groups={**division.groups, **{name: modality for name, (_, modality) in whole.items()}},
         whole={**division.whole, **full},
     )
-    if grids:
-        for layer in side_of:
-            several = next((n for n in partition.owners if is_in(n, layer) and place(n) is None), None)
-            if several is not None:
-                name = next(name for name, paths in on_grid.items() if layer in paths)
-                rule = f"{several!r} is shared with another modality, so it cannot be in blocks over the grid of one"
-                raise ConfigError(f"modalities.{name}.tp_mode", grids[name].mode, rule, "Use tp_mode='1d'")
-        division = on_grids(root, division, grids, on_grid)
+    several = [name for name in partition.owners if place(name) is None]
+    for one in others:
+        division = one.divided(division, several)
     for why in dict.fromkeys(division.whole.values()):
         paths = [path for path, said in division.whole.items() if said == why]
-        others = f" (and {len(paths) - 1} more)" if len(paths) > 1 else ""
-        _log.warning("%s%s is computed in full on every tensor parallel rank: %s", paths[0], others, why)
+        more = f" (and {len(paths) - 1} more)" if len(paths) > 1 else ""
+        _log.warning("%s%s is computed in full on every tensor parallel rank: %s", paths[0], more, why)
     return division
-
-
-def _layers_of(root: nn.Module, partition: Partition, modality: str, shape: GridShape) -> list[str]:
-    """The paths of the layers of a modality on a grid."""
-    path = partition.layers[modality]
-    if path is None:
-        rule = f"The layers on a grid are those of a list of layers, and {modality!r} has none"
-        raise ConfigError(f"modalities.{modality}.tp_mode", shape.mode, rule, "Use tp_mode='1d' for this modality")
-    return [f"{path}.{name}" for name, _ in root.get_submodule(path).named_children()]
 
 
 def _without(plans: Mapping[str, Plans], paths: Collection[str]) -> dict[str, Plans]:

@@ -15,12 +15,30 @@ from typing import Any
 
 from torch import nn
 
+from lightning_mm5d.config.errors import private
 from lightning_mm5d.tensor_parallel.layer_plan import Part, TensorParallelPlan
 
 # linear layers with a forward of their own, which computes what that of nn.Linear does
 PLAIN_LINEARS = frozenset({"FalconLinear"})
 
-_HOMES = ("transformers.", "transformers_modules.")
+_HOMES = ("transformers.", "transformers_modules.", "torch.nn.modules.")
+_ENTRYWISE = frozenset(
+    (
+        "relu",
+        "relu6",
+        "gelu",
+        "silu",
+        "elu",
+        "celu",
+        "selu",
+        "leakyrelu",
+        "mish",
+        "hardswish",
+        "tanh",
+        "sigmoid",
+        "softplus",
+    )
+)
 _ALL_HEADS: tuple[Part, ...] = ("heads", "heads", "heads")
 
 _SEPARATE = TensorParallelPlan(
@@ -41,10 +59,7 @@ _BLIP = TensorParallelPlan(
     whole_width=True,
 )
 _SAM_VISION = TensorParallelPlan(
-    column={"qkv": _ALL_HEADS},
-    row={"proj": ("heads",)},
-    heads="num_attention_heads",
-    shared=("rel_pos_h", "rel_pos_w"),
+    column={"qkv": _ALL_HEADS}, row={"proj": ("heads",)}, heads="num_attention_heads", shared=("rel_pos_h", "rel_pos_w")
 )
 _T5 = TensorParallelPlan(
     column={"q": ("heads",), "k": ("heads",), "v": ("heads",)},
@@ -73,10 +88,7 @@ def _bloom_attention(module: Any) -> TensorParallelPlan | None:
     if module.pretraining_tp > 1 and module.slow_but_exact:  # reads slices of the weight itself
         return None
     return TensorParallelPlan(
-        column={"query_key_value": ("groups",)},
-        row={"dense": ("heads",)},
-        heads="num_heads",
-        arguments={"alibi": -1},
+        column={"query_key_value": ("groups",)}, row={"dense": ("heads",)}, heads="num_heads", arguments={"alibi": -1}
     )
 
 
@@ -165,6 +177,29 @@ def _chatglm_mlp(module: Any) -> TensorParallelPlan | None:
     return TensorParallelPlan(column={"dense_h_to_4h": ("width", "width")}, row={"dense_4h_to_h": ("width",)})
 
 
+def _torch_attention(module: Any) -> TensorParallelPlan:
+    of_one: tuple[int | str, ...] = (0, "heads")
+    return TensorParallelPlan(
+        row={"out_proj": ("heads",)},
+        heads="num_heads",
+        parameters={
+            **dict.fromkeys(("in_proj_weight", "in_proj_bias"), (0, *_ALL_HEADS)),
+            **dict.fromkeys(("q_proj_weight", "k_proj_weight", "v_proj_weight"), of_one),
+            **dict.fromkeys(("bias_k", "bias_v"), (2, "heads")),
+        },
+    )
+
+
+def _torch_layer(module: Any) -> TensorParallelPlan | None:
+    activation = module.activation
+    of_torch = f"{getattr(activation, '__module__', '')}.".startswith(("torch.", "builtins."))
+    name = getattr(activation, "__name__", type(activation).__name__).lower().replace("_", "")
+    written = {private(cls, "_ff_block") for cls in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)}
+    if not of_torch or name not in _ENTRYWISE or private(type(module), "_ff_block") not in written:
+        return None
+    return TensorParallelPlan(column={"linear1": ("width",)}, row={"linear2": ("width",)})
+
+
 Entry = TensorParallelPlan | Callable[[Any], TensorParallelPlan | None]
 
 FAMILIES: Mapping[str, Entry] = {
@@ -183,6 +218,7 @@ FAMILIES: Mapping[str, Entry] = {
     "InternVLVisionAttention": _internvl,
     "MLP": _chatglm_mlp,
     "MT5Attention": _T5,
+    "MultiheadAttention": _torch_attention,
     "Phi3Attention": _phi3,
     "Phi4MultimodalAudioAttention": _phi4_audio,
     "SamAttention": _SEPARATE_OUT,
@@ -193,6 +229,8 @@ FAMILIES: Mapping[str, Entry] = {
     ),
     "Swinv2Attention": _SWIN_V2,
     "T5Attention": _T5,
+    "TransformerDecoderLayer": _torch_layer,
+    "TransformerEncoderLayer": _torch_layer,
 }
 
 

@@ -16,12 +16,17 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.source.trees import Source
+from lightning_mm5d.source.names import names
+from lightning_mm5d.source.reads import is_handling
+from lightning_mm5d.source.trees import Source, own_functions
 from lightning_mm5d.tensor_parallel.family_plans import family_plan
 from lightning_mm5d.tensor_parallel.layer_plan import TensorParallelPlan
 from lightning_mm5d.tensor_parallel.plan_rules import metadata, rules, sizes
 
 Plans = tuple[TensorParallelPlan, ...]
+
+_OF_ATTENTION = {"in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "multi_head_attention_forward"}
+_NOT_READ = ("torch.", "lightning.", "pytorch_lightning.", "transformers.modeling_utils.")
 
 _REGISTERED: dict[type[nn.Module] | str, Plans] = {}
 
@@ -51,10 +56,7 @@ def register_tensor_parallel_plan(cls: type[nn.Module] | str, *plans: TensorPara
     _REGISTERED[cls] = plans
 
 
-def plans_of(
-    root: nn.Module,
-    wanted: Callable[[str], bool] = lambda path: True,
-) -> dict[str, Plans]:
+def plans_of(root: nn.Module, wanted: Callable[[str], bool] = lambda path: True) -> dict[str, Plans]:
     """Return the plans for the modules of `root`, by path of the module that they are relative to.
 
     Args:
@@ -75,7 +77,7 @@ def plans_of(
             if wanted(path):
                 found[path] = plans
     for path, module in root.named_modules():
-        if isinstance(module, nn.MultiheadAttention):
+        if isinstance(module, nn.MultiheadAttention) and _is_read(source, root, path):
             skipped.append(path)
         if not wanted(path) or _is_in(path, (*registered, *skipped)):
             continue
@@ -113,6 +115,21 @@ def origins(root: nn.Module, paths: Iterable[str]) -> dict[str, int]:
             origin = "rules by names"
         counts[origin] = counts.get(origin, 0) + 1
     return counts
+
+
+def _is_read(source: Source, root: nn.Module, path: str) -> bool:
+    """Whether code around an attention of torch computes with its weights, past its own forward."""
+    around = [path.rsplit(".", cut)[0] for cut in range(1, path.count(".") + 1)]
+    classes = {owner for one in ("", *around) for owner in type(root.get_submodule(one)).__mro__}
+    functions = [
+        function
+        for owner in classes
+        if owner is not object and not f"{owner.__module__}.".startswith(_NOT_READ)
+        for name, function in own_functions(owner)
+        if not is_handling(name)
+    ]
+    found = [names(source, function) for function in functions]
+    return any(one is None or one & _OF_ATTENTION for one in found)
 
 
 def _names(plan: TensorParallelPlan, inside: str) -> bool:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from numbers import Integral, Number
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D  # the projections of GPT-2 and its kin
 
 from lightning_mm5d.source.order import accesses
@@ -62,6 +64,7 @@ _SIBLING_PERCEPTRONS = (("intermediate", "output"), ("intermediate_query", "outp
 _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads", "n_local_kv_heads")
 _GROUP_SIZES = ("num_key_value_groups", "n_rep", "num_queries_per_kv")
 _WIDTHS = ("all_head_size", "inner_dim", "q_dim", "qkv_dim", "attn_dim")  # of all heads, never of anything else
+_COUNTS = (*HEADS, *_KEY_VALUE_HEADS, *_GROUP_SIZES, *_WIDTHS)
 _OTHER_NUMBERS = frozenset(
     [
         *(*HEAD_WIDTHS, "layer_idx", "layer_id", "layer_index", "layer_number", "sliding_window", "window_size"),
@@ -70,6 +73,10 @@ _OTHER_NUMBERS = frozenset(
     ]
 )
 _OTHER_CONFIG = frozenset(("sliding_window", "max_position_embeddings", "num_hidden_layers", "head_dim"))
+# names of real numbers, which may be written as integers (a rate of 0) and never count heads or widths
+_REAL = re.compile(
+    r"drop|softcap|soft_cap|logit_cap|clip|multiplier|theta|(^|_)(p|eps|epsilon|prob|scale|scaling|alpha|temperature)$"
+)
 _HEAD_NORM = re.compile(r"(q|k|query|key)_?(layer)?_?norm|(norm|ln|layernorm)_?(q|k|query|key)")
 _HEAD_ARGUMENT = re.compile(r"bias|alibi|slope|rel_pos")
 _ELEMENTWISE = re.compile(r"elu|silu|swish|mish|tanh|sigmoid|activation|dropout|identity", re.IGNORECASE)
@@ -175,12 +182,14 @@ def _attention(
         columns = {prefix + names[0]: ("heads", "heads", "heads") if code.fused == "heads" else ("groups",)}
     named = {prefix + key: part for key, part in local.items()}
     head_path = next((key for key, part in named.items() if part == "heads" and key.split(".")[-1] in HEADS), heads)
-    key_value_path = next((key for key, part in named.items() if part == "key_value_heads"), key_value_heads)
+    key_value_path: str | int | None = None  # as many as query heads
+    if key_value_heads != heads:
+        key_value_path = next((key for key, part in named.items() if part == "key_value_heads"), key_value_heads)
     return TensorParallelPlan(
         column=columns,
         row={output: ("heads",)},
         heads=head_path,
-        key_value_heads=key_value_path if key_value_heads != heads else None,
+        key_value_heads=key_value_path,
         local={key: part for key, part in named.items() if key not in (head_path, key_value_path)},
         shared=tuple(prefix + key for key in shared),
     )
@@ -222,16 +231,23 @@ def _local(holder: nn.Module, code: Reads, heads: int, key_value_heads: int) -> 
                 if number is not None and value != number:
                     return None
                 local[name] = part
+            elif isinstance(value, (Number, Tensor)) and name in code.attributes:
+                return None  # a float or a tensor that counts heads
             if name in code.config:
                 local[f"config.{name}"] = part
     for name in code.attributes:
         value = getattr(holder, name, None)
         numbers = value if isinstance(value, (tuple, list)) else [value]
-        if any(map(_is_number, numbers)) and name not in local and name not in _OTHER_NUMBERS:
+        if (
+            any(map(_may_count, numbers))
+            and name not in local
+            and name not in _OTHER_NUMBERS
+            and not _REAL.search(name)
+        ):
             return None
     config = getattr(holder, "config", None)
     for name in code.config - _OTHER_CONFIG:
-        if _is_number(getattr(config, name, None)) and f"config.{name}" not in local:
+        if _may_count(getattr(config, name, None)) and f"config.{name}" not in local and not _REAL.search(name):
             return None
     return local
 
@@ -249,8 +265,11 @@ def _head_norms(source: Source, holder: nn.Module, names: set[str], width: int, 
         shapes = {tuple(parameter.shape) for parameter in child.parameters()}
         is_norm = "norm" in type(child).__name__.lower()
         if not shapes and not is_norm:
+            if any(_is_number(vars(part).get(one)) for part in child.modules() for one in _COUNTS):
+                return None  # it computes with the number of all heads
             continue
-        if shapes == {(width,)} and heads > 1 and is_norm and _HEAD_NORM.fullmatch(name):
+        is_one = next(child.children(), None) is None  # not one norm for each head
+        if shapes == {(width,)} and heads > 1 and is_norm and is_one and _HEAD_NORM.fullmatch(name):
             found.append(name)
         elif not (is_norm and order[-1:] == [name] and order.count(name) == 1 and order[-2] in names):
             return None  # but for a norm of the full output, after the last layer
@@ -267,14 +286,18 @@ def mlp_rule(source: Source, module: nn.Module, columns: tuple[str, ...], row: s
     code = between(source, type(module), columns, row)
     if code is None or code.slices:
         return None
+    others = [linear for name in module._modules if name not in (*columns, row) and (linear := _linear(module, name))]
+    if any(sizes(linear)[1] == sizes(_linear(module, row))[0] for linear in others):
+        return None  # what it gives may be multiplied with theirs
     packed = "chunk" in code.calls
     own = code.attributes - {*columns, row, "training"}
     for name in own:
         value = getattr(module, name, None)
         if isinstance(value, nn.Module) and not _is_elementwise(value):
             return None
-        # a number below zero is a dim
-        if name in module._parameters or name in module._buffers or (_is_number(value) and value != -1):
+        if name in module._parameters or name in module._buffers:
+            return None
+        if _may_count(value) and value != -1 and not _REAL.search(name):  # a number below zero is a dim
             return None
     allowed = _ELEMENTWISE_CALLS | own | {*columns, row} | ({"chunk"} if packed else frozenset())
     if code.calls - allowed or any(callable(getattr(type(module), name, None)) for name in own):
@@ -387,4 +410,10 @@ def _number(holder: Any, names: Sequence[str]) -> int | None:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _may_count(value: Any) -> bool:
+    """Whether a value may be a number of heads or a width: a whole number, of Python, numpy or a tensor."""
+    is_tensor = isinstance(value, Tensor) and value.dim() == 0 and not value.is_floating_point()
+    return _is_number(value) or (is_tensor and value.dtype is not torch.bool)

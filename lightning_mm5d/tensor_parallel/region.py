@@ -12,20 +12,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from lightning_mm5d.data.random_state import drawn_seed, seed_torch, set_torch_states, torch_states
 from lightning_mm5d.sharded.collectives import TensorGroup, reduce, reduce_scatter
+from lightning_mm5d.sharded.remote_value import same_origin
 from lightning_mm5d.sharded.sequence_operations import is_tokens
+from lightning_mm5d.sharded.sequence_ring import ring_gather, ring_sum_scattered
 from lightning_mm5d.sharded.tensor import Sharded, from_local
 from lightning_mm5d.source.names import names
 from lightning_mm5d.source.trees import Source, method_of
-from lightning_mm5d.tensor_parallel.entrance import Entrance, PutsOff, Sharding, fits
-from lightning_mm5d.tensor_parallel.ring_row import ring_row
+from lightning_mm5d.tensor_parallel.entrance import Due, Entrance, PutsOff, Sharding, autocast, fits, weight_gradient
 
 Linear = Callable[[nn.Module, Tensor, "Tensor | None"], Tensor]
 _OF_MODULES = ("summary_", "classifier_")  # of heads that a model may not have, and that have modules for it
@@ -101,7 +104,7 @@ class Region:
         sharding = self.sharding_of(x) if self.rings and fits(module) and not isinstance(x, Sharded) else None
         if sharding is None or sharding[0] == -1:
             return None
-        return from_local(ring_row(module, x, sharding, self.group, puts_off(module, x)), *sharding, self.group)
+        return from_local(_ring_row(module, x, sharding, self.group, puts_off(module, x)), *sharding, self.group)
 
     def sharding_of(self, x: Tensor) -> Sharding | None:
         """How the sequence of a full `x` in this stretch is sharded outside of it; None where nothing came in so."""
@@ -201,9 +204,80 @@ def _rates(holder: Any) -> Iterator[float]:
     is_dropout = "drop" in type(holder).__name__.lower()  # then its rate may have any name, such as `p`
     for name, value in getattr(holder, "__dict__", {}).items():
         is_rate = "drop" in name and not name.startswith(_OF_MODULES)
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and (is_rate or (is_dropout and value <= 1)):
-            yield value
+        if isinstance(value, Tensor) and value.dim() == 0:
+            value = 1.0 if value.is_meta else value.item()
+        if isinstance(value, Real) and not isinstance(value, bool) and (is_rate or (is_dropout and value <= 1)):
+            yield float(value)
 
 
 def _version(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
+
+
+def _ring_row(module: nn.Module, x: Tensor, sharding: Sharding, group: TensorGroup, due: Due | None) -> Tensor:
+    """Return this rank's shard of what a row layer computes of `x`, without its bias: summed and scattered.
+
+    The sum of one shard travels around the ring while the product for the next one is computed. The backward is the
+    mirror image: gradients of the shards travel while the rows at hand are multiplied for the gradient of the input.
+    The gathered rows give the weight gradient afterwards, or later where a split backward puts it off.
+
+    Shapes: inputs ``[..., S, in]``, results ``[..., S of this rank, out]``; weights ``[out, in]``, or ``[in, out]`` of
+    a Conv1D.
+
+    Args:
+        module: the layer, whose weight is this rank's.
+        x: the columns of its input that this rank has.
+        sharding: of the sequence of results.
+        group: the tensor parallel ranks.
+        due: takes the weight gradient while it is open; None where it is never put off.
+    """
+    layer = sharding, group, not isinstance(module, nn.Linear), due
+    return same_origin(_RingRow.apply(autocast(x), module.weight, *layer), x)
+
+
+class _RingRow(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: nn.Parameter,
+        sharding: Sharding,
+        group: TensorGroup,
+        is_conv: bool,
+        due: Due | None,
+    ) -> Tensor:
+        ctx.save_for_backward(x if weight.requires_grad else None, weight if x.requires_grad else None)
+        # beside what is saved, which checkpointing replaces by a copy that is no parameter
+        ctx.weight, ctx.due = weight, due
+        ctx.sharding, ctx.group, ctx.is_conv, ctx.columns = sharding, group, is_conv, x.shape[-1]
+        (dim, lengths), cast = sharding, autocast(weight)
+        rows = cast.t() if is_conv else cast
+
+        def part(start: int, length: int) -> Tensor:
+            return F.linear(x.narrow(dim, start, length).contiguous(), rows)
+
+        return ring_sum_scattered(part, dim, lengths, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        wants_input, wants_weight, *_ = ctx.needs_input_grad
+        dim, lengths = ctx.sharding
+        below: Tensor | None = None
+        if wants_input:
+            weight = weight.to(gradient.dtype)  # autocast ran the forward in the gradient's dtype
+            weight = weight.t() if ctx.is_conv else weight
+            shape = [*gradient.shape[:-1], ctx.columns]
+            shape[dim] = sum(lengths)
+            below = gradient.new_empty(shape)
+
+        def multiply(rows: Tensor, start: int) -> None:
+            if below is not None:
+                below.narrow(dim, start, rows.shape[dim]).copy_(rows @ weight)
+
+        full, own = ring_gather(gradient, dim, lengths, ctx.group, multiply), None
+        if wants_weight:
+            rows = full.reshape(-1, full.shape[-1])
+            own = weight_gradient(ctx.weight, rows, x, is_conv=ctx.is_conv, due=ctx.due, is_own=True)
+        return below, own, None, None, None, None

@@ -11,22 +11,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
+import torch.distributed as dist
 from torch import nn
 from transformers.pytorch_utils import Conv1D  # the projections of GPT-2 and its kin
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.layout.even_split import even_blocks, even_ranges
+from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.sharded.shards import Range, Shard, joined
 from lightning_mm5d.source.reads import weights_read
 from lightning_mm5d.source.trees import Source
-from lightning_mm5d.tensor_parallel.grid.grid_plan import GridPlan
 from lightning_mm5d.tensor_parallel.layer_plan import TensorParallelPlan
 from lightning_mm5d.tensor_parallel.plan_rules import linear_of
+from lightning_mm5d.tensor_parallel.region import Region
 from lightning_mm5d.tensor_parallel.units import Units
 
-Kind = Literal["column", "row", "experts", "embedding", "head", "dropout", "own_dropout"]
+Kind = Literal["column", "row", "experts", "attention", "embedding", "head", "dropout", "own_dropout"]
 _GETTERS = ("get_input_embeddings", "get_output_embeddings")
 _ADAPTER_PARTS = ("base_layer", "lora_A", "lora_B")
 
@@ -46,6 +48,37 @@ class Heads:
     results: Mapping[int, int]
 
 
+class LayersInBlocks(Protocol):
+    """Layers of one tensor parallel group whose tensors a feature shares out, in another way than along one dim."""
+
+    def holds(self, path: str) -> bool:
+        """Whether `path` is in one of the layers."""
+
+    def lines(
+        self, ranks: Sequence[int], get: Callable[[Sequence[int], str], dist.ProcessGroup | None]
+    ) -> Mapping[str, TensorGroup]:
+        """Make all groups among the `ranks` that share the layers; return those that this rank is in.
+
+        Args:
+            ranks: global ranks.
+            get: makes the group of some of them, with a name; None where this rank is in another one.
+        """
+
+    def attach(
+        self,
+        root: nn.Module,
+        division: Division,
+        is_here: Callable[[str], bool],
+        region: Region,
+        lines: Mapping[str, TensorGroup],
+    ) -> Callable[[], None]:
+        """Let the layers of `root` that are here compute on this rank's blocks; return what undoes it."""
+
+    @property
+    def costs(self) -> Any:
+        """What the layers send and keep, as `tools.planner` asks (`copies`, `sent`, `gathered`, `trace`)."""
+
+
 @dataclass(frozen=True)
 class Division:
     """What tensor parallelism makes of a module.
@@ -54,14 +87,14 @@ class Division:
         degrees: ranks of each tensor parallel group by name.
         shards: of every sharded parameter and buffer, tied ones under each of their names.
         shared: names of parameters that are full on every rank and whose gradients are summed over ranks.
-        roles: what modules do, by path: ``column`` and ``row`` linear layers, ``experts``, the vocabulary's
-            ``embedding`` and ``head``, and the dropouts of adapters: ``dropout`` of full values at a column layer,
-            ``own_dropout`` of each rank's part at a row layer.
+        roles: what modules do, by path: ``column`` and ``row`` linear layers, ``experts``, an ``attention`` that torch
+            has written, the vocabulary's ``embedding`` and ``head``, and the dropouts of adapters: ``dropout`` of full
+            values at a column layer, ``own_dropout`` of each rank's part at a row layer.
         heads: of attention modules whose arguments or results count heads, by path.
         local: values of attributes on each rank, by path of the module and name.
         groups: name of the tensor parallel group of every path and name in the other fields.
         whole: modules that a plan would shard and that stay full, by path, with the reason.
-        grids: groups whose layers are in blocks on a grid, by name of the group.
+        in_blocks: groups whose layers are shared out in another way, by name of the group.
         multiples: of which the number of rows in the products of a head is one, by its path; 1 where it is not said.
     """
 
@@ -73,7 +106,7 @@ class Division:
     local: Mapping[tuple[str, str], tuple[int, ...]] = field(default_factory=dict)
     groups: Mapping[str, str] = field(default_factory=dict)
     whole: Mapping[str, str] = field(default_factory=dict)
-    grids: Mapping[str, GridPlan] = field(default_factory=dict)
+    in_blocks: Mapping[str, LayersInBlocks] = field(default_factory=dict)
     multiples: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -179,8 +212,11 @@ class _Resolver:
             self._local[_join(path, owner), last] = values
             self._groups[_join(path, owner)] = name
         if plan.heads is not None:
+            is_torch = isinstance(module, nn.MultiheadAttention)
+            if is_torch:
+                self._set_role(path, "attention", name)
             # Hugging Face's attentions return the weights of their heads after the attended values
-            results = plan.results or {1: 1}
+            results = {} if is_torch else plan.results or {1: 1}
             self._heads[path] = Heads(units.lengths("heads"), plan.arguments, results)
             self._groups[path] = name
             for inner in {key.rpartition(".")[0] for key in plan.column} - {""}:

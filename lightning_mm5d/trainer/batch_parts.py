@@ -1,8 +1,8 @@
 """How a batch becomes microbatches, and what each of them weighs, as the user has said it.
 
-The strategy's arguments say it first, then the module's methods ``split_batch`` and ``loss_weight``, then the names
-and lengths in the batch. Refuses label tokens that it would have to guess: the labels are what `training_step` passes
-as ``labels=``, or the one tensor of that name in the batch.
+The strategy's arguments say it first, then the module's methods ``split_batch`` and ``loss_weight``, then the code of
+the model's loss (`source.token_means`), and the names and lengths in the batch. Refuses label tokens that it would have
+to guess: the labels are what `training_step` passes as ``labels=``, or the one tensor of that name in the batch.
 """
 
 from __future__ import annotations
@@ -15,20 +15,24 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.data.batches import LoaderBatches
+from lightning_mm5d.data.batches import LoaderBatches, VaryingCollator
 from lightning_mm5d.data.microbatch import (
     Microbatch,
     batch_samples,
     counted,
+    first_samples,
     leaves,
     part_samples,
     split,
+    split_each,
     with_tensors,
 )
 from lightning_mm5d.data.packed_images import describe
 from lightning_mm5d.layout import Layout
 from lightning_mm5d.partition.compiled import is_compiled, is_compiled_in_place
-from lightning_mm5d.source.passed import Path, passed
+from lightning_mm5d.source.passed import TARGET, Path, passed
+from lightning_mm5d.source.reached import reached
+from lightning_mm5d.source.token_means import Counting, counting
 from lightning_mm5d.source.trees import Source
 
 if TYPE_CHECKING:
@@ -36,7 +40,7 @@ if TYPE_CHECKING:
 
 Splitting = Literal["split", "loader"] | Callable[[Any, int], Any]
 """``microbatching`` of the strategy."""
-Weighing = Literal["samples", "tokens"] | Callable[[Any], Any]
+Weighing = Literal["auto", "samples", "tokens"] | Callable[[Any], Any]
 """``loss_weight`` of the strategy."""
 _WEIGH = (
     "Give a function of a microbatch that returns its number of tokens: loss_weight=function, in YAML its import path, "
@@ -77,8 +81,10 @@ class BatchParts:
     Attributes:
         count: microbatches of a training step of this rank's replica; None where `microbatch_size` decides.
         deals: whether replicas may train with unlike numbers of samples.
-        counts_samples: whether every microbatch weighs as many samples as it holds.
+        is_auto: whether batches tell if label tokens count, or samples; see `has_labels`.
+        counts_samples: whether every microbatch weighs as many samples as it holds, or may.
         counts_equally: whether all replicas then weigh the same.
+        is_compiled: whether any part of the module is.
     """
 
     def __init__(
@@ -94,12 +100,16 @@ class BatchParts:
         self._splitter = given if callable(given) else own["split_batch"] if callable(own["split_batch"]) else None
         weigh = options.loss_weight
         self._weigh = weigh if callable(weigh) else own["loss_weight"] if callable(own["loss_weight"]) else None
-        self.counts_samples = self._weigh is None and weigh == "samples"
-        self.counts_equally = self.counts_samples and not self.deals
-        self._is_compiled = any(is_compiled(one) or is_compiled_in_place(one) for one in module.modules())
+        self.is_auto = self._weigh is None and weigh == "auto"
+        self._counting = self._labels_that_count() if self._weigh is None and weigh != "samples" else None
+        self.is_auto &= self._counting is not None
+        self.counts_samples = self._weigh is None and weigh != "tokens"
+        # steps of replicas that optimize by hand are not steps of the engine
+        is_mean = self.is_auto and None not in self._passed and bool(self._passed) and module.automatic_optimization
+        self.counts_equally = self.counts_samples and not self.deals and not is_mean
+        self.is_compiled = any(is_compiled(one) or is_compiled_in_place(one) for one in module.modules())
         self._splits = given == "split" and self._splitter is None
         self._watched: set[Any] = set()
-        self._passed: frozenset[Path | None] | None = None
 
     def split(self, batch: Any, *, is_first: bool = False) -> list[Microbatch]:
         """Return the microbatches of one replica's batch.
@@ -116,6 +126,8 @@ class BatchParts:
         elif self._splitter is not None:
             cut = self._split_by(self._splitter, batch)
             found = [counted(part, size) for part, size in zip(cut, part_samples(cut, batch), strict=True)]
+        elif sizes := self._sizes_of_loaders(batch):
+            found = split_each(batch, self.count or 1, sizes, image_tokens=self._packed)
         else:
             found = split(batch, self.count, size=self._size or 1, image_tokens=self._packed)
         if is_first and self.count is not None and 0 < len(found) < self.count and not self._varies():
@@ -123,19 +135,52 @@ class BatchParts:
             raise ConfigError(
                 "num_microbatches",
                 self.count,
-                f"a batch of {samples} samples gives at most {len(found)} microbatches",
+                f"A batch of {samples} samples gives at most {len(found)} microbatches",
                 f"Use {len(found)} or fewer, or larger batches, or microbatch_size, where the number follows from each "
                 "batch",
             )
         return found
 
+    def joined(self, batch: Any, parts: Sequence[Microbatch]) -> Microbatch | None:
+        """Return the first two microbatches of one replica's batch as one; None where that is not known to be one.
+
+        Args:
+            batch: of the dataloader, or several of them.
+            parts: what `split` made of it.
+        """
+        samples = sum(part.samples for part in parts[:2])
+        if len(parts) < 2 or isinstance(batch, LoaderBatches):
+            return None
+        if self._splitter is not None or self._sizes_of_loaders(batch):
+            return Microbatch(batch, samples) if len(parts) == 2 else None
+        return first_samples(batch, samples, self._packed)
+
+    def is_equal_everywhere(self) -> bool:
+        """Whether the first batches of all replicas are known to have equal numbers of microbatches."""
+        return self.count is not None and not self.deals and not self._varies()
+
+    def _sizes_of_loaders(self, batch: Any) -> list[int]:
+        """The samples in the batch of each dataloader, of several with unlike numbers; else nothing."""
+        try:
+            trainer = self._module.trainer
+        except RuntimeError:  # a batch is split for a measurement, without a trainer
+            return []
+        loaders = trainer.train_dataloader if trainer.training else None
+        if (self.count or 1) == 1 or not isinstance(loaders, (dict, list, tuple)) or type(loaders) is not type(batch):
+            return []
+        if len(loaders) != len(batch) or (isinstance(loaders, dict) and [*loaders] != [*batch]):
+            return []
+        batches = batch.values() if isinstance(batch, dict) else batch
+        sizes = [batch_samples(one) for one in batches if one is not None]
+        if batch_samples(batch) is not None or len(sizes) < 2:
+            return []
+        return [] if None in sizes else [size for size in sizes if size is not None]
+
     def _varies(self) -> bool:
         """Whether a collator packs or drops samples, so that batches have fewer rows than the `batch_size`."""
-        from lightning_mm5d.models.collating import MultimodalCollator
-
         loaders = CombinedLoader(self._module.trainer.train_dataloader).flattened
         collators = [getattr(loader, "collate_fn", None) for loader in loaders]
-        return any(isinstance(one, MultimodalCollator) and one.varies for one in collators)
+        return any(isinstance(one, VaryingCollator) and one.varies for one in collators)
 
     def watches(self, name: str, replicas: Iterable[Sequence[Microbatch]]) -> bool:
         """Return whether a step is watched for positions of samples: the first of each structure of split batches.
@@ -144,7 +189,7 @@ class BatchParts:
             name: of the step.
             replicas: the microbatches of each.
         """
-        if not self._splits or self._is_compiled:
+        if not self._splits or self.is_compiled:
             return False
         split = [part.batch for parts in replicas if len(parts) > 1 for part in parts]
         found = {(name, *((path, type(value)) for path, value in leaves(batch))) for batch in split}
@@ -152,39 +197,62 @@ class BatchParts:
         self._watched |= found
         return is_new
 
-    def check(self, parts: Sequence[Microbatch], *, deals: bool = False) -> None:
+    def has_labels(self, parts: Sequence[Microbatch]) -> bool:
+        """Return whether it is certain which tensors hold the label tokens that the loss is a mean over."""
+        try:
+            found = [self._labels(part.batch) for part in parts]
+        except ConfigError:
+            return False
+        return bool(found) and not any(labels.is_floating_point() for labels in found)
+
+    def check(self, parts: Sequence[Microbatch], *, tokens: bool, deals: bool = False) -> None:
         """Refuse microbatches whose samples or label tokens are not known, on every rank that loads them.
 
         Args:
             parts: of one replica's batch.
+            tokens: whether label tokens count where nothing else is said.
             deals: whether replicas weigh by their samples too, so that a single part needs their number.
 
         Raises:
             ConfigError: there are no labels, or several tensors may be them; or parts of unknown numbers of samples.
         """
-        if self.counts_samples and (len(parts) > 1 or deals) and not all(part.is_counted for part in parts):
+        if self._weigh is not None:
+            return
+        if not tokens and (len(parts) > 1 or deals) and not all(part.is_counted for part in parts):
             rule = (
                 "The loss of each microbatch weighs as many samples as it holds, and tensors of the batch do not agree "
                 "on their number"
             )
             raise ConfigError("microbatching", f"{len(parts)} parts of unknown numbers of samples", rule, _COUNT)
-        if not self.counts_samples and self._weigh is None:
+        if tokens:
             for part in parts:
                 self._labels(part.batch)
 
-    def weights(self, parts: Sequence[Microbatch]) -> tuple[float, ...]:
-        """Return what each microbatch weighs."""
+    def weights(self, parts: Sequence[Microbatch], *, tokens: bool) -> tuple[float, ...]:
+        """Return what each microbatch weighs: its label tokens or its samples, where nothing else is said."""
         if self._weigh is not None:
             return tuple(float(self._weigh(part.batch)) for part in parts)
-        if self.counts_samples or not parts:
+        if not tokens or not parts:
             return tuple(float(part.samples) for part in parts)
-        configs = (getattr(module, "config", None) for module in self._module.modules())
-        shifts = not any(getattr(config, "is_encoder_decoder", False) for config in configs)
         counts = []
         for part in parts:
             labels = self._labels(part.batch)
-            counts.append((labels[..., 1:] if shifts and labels.dim() > 1 else labels).ne(-100).sum())
+            is_cut = self._counting == "shifted" and labels.dim() > 1
+            counts.append((labels[..., 1:] if is_cut else labels).ne(-100).sum())
         return tuple(map(float, torch.stack(counts).tolist()))  # one read of the device
+
+    def _labels_that_count(self) -> Counting | None:
+        """Which labels the loss is a mean over; None where it is none."""
+        source = Source()
+        self._passed = passed(source, self._module, "training_step", "labels")
+        steps = {one for name in ("training_step", "forward") for one in reached(source, type(self._module), name)}
+        found = counting(source, self._module, frozenset(steps))
+        if not self._passed and found is not None:
+            self._passed = passed(source, self._module, "training_step", TARGET)
+        if found is not None or self.is_auto:
+            return found
+        configs = (getattr(module, "config", None) for module in self._module.modules())
+        return "all" if any(getattr(config, "is_encoder_decoder", False) for config in configs) else "shifted"
 
     def _split_by(self, splitter: Callable[[Any, int], Any], batch: Any) -> Sequence[Any]:
         count = self.count or self._count_by_size(batch)
@@ -206,8 +274,6 @@ class BatchParts:
 
     def _labels(self, batch: Any) -> Tensor:
         """The labels of a microbatch."""
-        if self._passed is None:
-            self._passed = passed(Source(), self._module, "training_step", "labels")
         said = {path: _at(batch, path) for path in self._passed if path is not None}
         found = {path: value for path, value in said.items() if isinstance(value, Tensor)}
         if not found and None not in self._passed:

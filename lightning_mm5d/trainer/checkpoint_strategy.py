@@ -5,8 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from typing import Any, Literal
+from functools import partial, wraps
+from typing import Any, Literal, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -18,13 +18,19 @@ from typing_extensions import override
 
 from lightning_mm5d.checkpoint.fingerprint import fingerprint
 from lightning_mm5d.checkpoint.huggingface_record import describe, with_record
-from lightning_mm5d.checkpoint.module_state import collect_module, is_partial, load_module
+from lightning_mm5d.checkpoint.module_state import (
+    check_weights,
+    collect_module,
+    is_partial,
+    load_module,
+    load_weights,
+    void_weights,
+)
 from lightning_mm5d.checkpoint.optimizer_state import collect_optimizer, load_optimizers
 from lightning_mm5d.checkpoint.rank_reports import RankReports
 from lightning_mm5d.checkpoint.saved_state import SavedWeights
-from lightning_mm5d.checkpoint.saved_weights import check_weights, load_weights, void_weights
 from lightning_mm5d.checkpoint.sharded_save import OptimizerPart
-from lightning_mm5d.config.errors import CheckpointCorruptError
+from lightning_mm5d.config.errors import CheckpointCorruptError, private
 from lightning_mm5d.plan.data_shards import DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.backends import message_device
@@ -38,6 +44,22 @@ from lightning_mm5d.trainer.session import Session
 from lightning_mm5d.trainer.sharded_checkpoints import ShardedCheckpoints, reads_weights_early
 from lightning_mm5d.trainer.validation import lost_weights, required
 from lightning_mm5d.trainer.weights_strategy import WeightsStrategy
+
+T = TypeVar("T")
+
+
+def _on_parts(method: Callable[..., T]) -> Callable[..., T]:
+    """Have a method of a strategy see what this rank holds, also when a hook calls it that sees full tensors."""
+
+    @wraps(method)
+    def called(self: CheckpointStrategy, *args: Any, **kwargs: Any) -> T:
+        session = self._session
+        if session is None:
+            return method(self, *args, **kwargs)
+        with session.views.suspended(f"strategy.{method.__name__}()"):
+            return method(self, *args, **kwargs)
+
+    return called
 
 
 class CheckpointStrategy(WeightsStrategy, ABC):
@@ -119,6 +141,7 @@ class CheckpointStrategy(WeightsStrategy, ABC):
             )
 
     @override
+    @_on_parts
     def lightning_module_state_dict(self) -> dict[str, Any]:
         module = self._module("lightning_module_state_dict")
         if self._session is None and self._failed and is_partial(module):
@@ -129,6 +152,7 @@ class CheckpointStrategy(WeightsStrategy, ABC):
             return self._checkpoints.state_dict(module, self._shards_plan(), self._wire)
         return self.full_state_dict()
 
+    @_on_parts
     def full_state_dict(self) -> dict[str, Any]:
         """Return the module's state dict, on rank 0 with full tensors; collective, so that all ranks call it.
 
@@ -157,6 +181,7 @@ class CheckpointStrategy(WeightsStrategy, ABC):
         return self._last_plan if shares else None
 
     @override
+    @_on_parts
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         module, plan = self._module("optimizer_state"), self._fitted("optimizer_state")
         inner = getattr(optimizer, "optimizer", optimizer)
@@ -165,6 +190,7 @@ class CheckpointStrategy(WeightsStrategy, ABC):
         return collect_optimizer(inner, module, plan, self.global_rank, self._wire)
 
     @override
+    @_on_parts
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         self._note_position(checkpoint)
         if self.is_global_zero:
@@ -224,8 +250,10 @@ class CheckpointStrategy(WeightsStrategy, ABC):
             if is_checkpoint_directory(checkpoint_path)
             else self._load_file(checkpoint_path, weights_only)
         )
-        module = self._module("load_checkpoint")
-        if module.trainer.state.fn == TrainerFn.FITTING and (seed := self._resume.load(checkpoint)) is not None:
+        # a process that only waited for ranks has a module without a trainer
+        trainer = private(self._module("load_checkpoint"), "_trainer")
+        fits = trainer is not None and trainer.state.fn == TrainerFn.FITTING
+        if fits and (seed := self._resume.load(checkpoint)) is not None:
             self._seed = seed
         return checkpoint
 
@@ -252,6 +280,7 @@ class CheckpointStrategy(WeightsStrategy, ABC):
         return checkpoint
 
     @override
+    @_on_parts
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True, **kwargs: Any) -> None:
         module, state = self._module("load_model_state_dict"), checkpoint["state_dict"]
         if self._session is None and self.main_params is not None:
@@ -288,6 +317,7 @@ class CheckpointStrategy(WeightsStrategy, ABC):
             raise
 
     @override
+    @_on_parts
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any], **kwargs: Any) -> None:
         module, plan = self._module("load_optimizer_state_dict"), self._fitted("load_optimizer_state_dict")
         states = checkpoint["optimizer_states"]
@@ -316,6 +346,7 @@ class CheckpointStrategy(WeightsStrategy, ABC):
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
+        self._resume.end()
         self._checkpoints.saves.finish()
 
     @override

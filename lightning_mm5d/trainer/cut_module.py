@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -18,30 +18,29 @@ from lightning_mm5d.partition.compiled import is_compiled, is_compiled_in_place
 from lightning_mm5d.plan.data_shards import DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.sharded.host_copies import HostCopies
 from lightning_mm5d.sharded.remote_value import Guard
 from lightning_mm5d.stage import (
-    CachedFeatures,
-    ChosenKernels,
     CompiledLayers,
     FusedHeads,
     Patches,
-    Recompute,
     Runtime,
     StageView,
+    TorchEncoders,
     drop_parameters,
     views,
 )
 from lightning_mm5d.tensor_parallel.apply import TensorParallel
-from lightning_mm5d.trainer.attention_kernels import choose_attention
+from lightning_mm5d.trainer.feature import Feature
 
 
 class CutModule:
     """Cuts a module down to the stages of one rank, until `remove`.
 
     Phases: (1) parameters that this rank does not hold become placeholders; (2) layers are sharded over tensor parallel
-    ranks; (3) layers are compiled, and compute with chosen kernels; (4) sequences are sharded over context parallel
-    ranks; (5) layers that are computed again in the backward, encoders whose features are kept, and other callables are
-    patched; (6) the hidden states between layers are sharded, with ``sequence_parallel``.
+    ranks; (3) layers are compiled; (4) sequences are sharded over context parallel
+    ranks; (5) what features stand before is patched, then other
+    callables; (6) the hidden states between layers are sharded, with ``sequence_parallel``.
 
     Args:
         module: full or as this rank holds it, and equal on all ranks.
@@ -50,6 +49,7 @@ class CutModule:
         rank: global rank.
         device: where this rank computes.
         splits_backward: whether the schedule may split backwards.
+        features: of the strategy.
 
     Attributes:
         views: this rank's stages.
@@ -66,9 +66,9 @@ class CutModule:
         rank: int,
         device: torch.device,
         splits_backward: bool,
+        features: Sequence[Feature],
     ) -> None:
         self._module, self._plan, self._groups, self._rank, self._device = module, plan, groups, rank, device
-        choose_attention(module, plan)
         stages = {key: plan.ownership.parameters[key] for key in plan.topology.stages_of(rank)}
         held = frozenset[str]().union(*stages.values())
         names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
@@ -88,13 +88,17 @@ class CutModule:
                 holds=held.__contains__,
                 device=device,
             )
+        self._encoders = TorchEncoders(module, () if self._tensor is None else plan.division.roles)
         every = views(plan.partition, plan.topology.members, plan.topology.consumes, plan.topology.consumers)
         self.views: dict[StageKey, StageView] = {key: every[key] for key in stages}
-        self._compiled = CompiledLayers(module, self._own_layers(), plan.modalities, lambda: self.runtime.in_lock_step)
+        self._compiled = CompiledLayers(
+            module, self._own_layers(), plan.modalities, plan.partition.kept, lambda: self.runtime.in_lock_step
+        )
         # compiled code would be compiled again for what watches functions around it
         compiles = any(modality.compile for modality in plan.modalities.values())
         self._is_compiled = compiles or any(is_compiled(one) or is_compiled_in_place(one) for one in module.modules())
         self._interface = Interface() if groups.context else None
+        self._host = HostCopies() if self._interface is None else self._interface.caches.host
         self._context = {name: self._share_sequences(name, held) for name in groups.context}
         self.runtime = Runtime(
             module,
@@ -108,7 +112,6 @@ class CutModule:
         self._heads: FusedHeads | None = None
         if any(modality.fused_linear_cross_entropy for modality in plan.modalities.values()):
             self._heads = FusedHeads(self.runtime)
-        self._recompute = Recompute(self.runtime)
         self.experts: SharedExperts | None = None
         if groups.experts:
             shards = DataShards(plan)
@@ -121,18 +124,19 @@ class CutModule:
                 is_compiled=self._is_compiled,
             )
             self.runtime.experts = self.experts
-        self._kernels = ChosenKernels(module, plan.partition, plan.modalities)
-        self._features = CachedFeatures(self.runtime, plan.modalities, device)
+        cuts = [feature.cut(self.runtime, plan, device) for feature in features]
+        self._removals = [remove for remove in cuts if remove is not None]
         self._patches: Patches | None = None
         if plan.topology.edges or groups.sharing:
             self._patches = Patches(self.runtime, defers=splits_backward)
         self._shard_hidden_states()
 
     def host_copies(self) -> AbstractContextManager[Any]:
-        """Enter where a batch moves to the device and steps compute masks of it, so that the host knows them."""
-        if self._interface is None or self._device.type == "cpu" or self._is_compiled:
-            return nullcontext()
-        return self._interface.caches.host
+        """Enter where a batch moves to the device and steps compute masks of it, so that the host knows them.
+
+        Models of transformers ask on the host whether a batch is padded, once for each microbatch and stage.
+        """
+        return nullcontext() if self._device.type == "cpu" or self._is_compiled else self._host
 
     def remove(self) -> None:
         """Undo phases 2 to 6; placeholders stay."""
@@ -140,8 +144,8 @@ class CutModule:
             unguard()
         if self._patches is not None:
             self._patches.remove()
-        self._features.remove()
-        self._recompute.remove()
+        for remove in reversed(self._removals):
+            remove()
         if self.experts is not None:
             self.experts.remove()
         if self._heads is not None:
@@ -150,8 +154,8 @@ class CutModule:
             shared.remove()
         if self._interface is not None:
             self._interface.remove()
-        self._kernels.remove()
         self._compiled.remove()
+        self._encoders.remove()
         if self._tensor is not None:
             self._tensor.remove()
 
@@ -168,7 +172,8 @@ class CutModule:
         for name in names:
 
             def refuse(_: torch.nn.Module, prefix: str, keep_vars: bool, name: str = name) -> None:
-                if not keep_vars:  # checkpoints are collected of the parameters themselves
+                # checkpoints are collected of the parameters themselves
+                if not keep_vars and not guard.shows_full:
                     raise guard.error(name, "state_dict()")
 
             owner = self._module.get_submodule(name.rpartition(".")[0])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Generator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -34,7 +34,8 @@ class GradientStrategy(CheckpointStrategy, ABC):
         """As Lightning's own, but with gradients summed over ranks before `on_after_backward` shows them to users."""
         module, run = self._module("backward"), self._run("backward")
         self.pre_backward(closure_loss)
-        run.optimization.note_loss(closure_loss)
+        if not (run.is_plain or module.automatic_optimization):
+            closure_loss = closure_loss / run.plan.layout.num_replicas  # ranks sum gradients
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         with run.optimization.synced():
             self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
@@ -49,6 +50,7 @@ class GradientStrategy(CheckpointStrategy, ABC):
         run.optimization.syncs = False
         try:
             yield
+            run.optimization.show_shares(shown=False)
         finally:
             run.optimization.syncs = True
             run.rest()
@@ -56,14 +58,55 @@ class GradientStrategy(CheckpointStrategy, ABC):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        result = None
-        with self._run("optimizer_step").optimization.stepping(optimizer, closure, self.precision_plugin) as agreed:
+        result, run = None, self._run("optimizer_step")
+        with (
+            run.views.suspended("the step of an optimizer"),
+            run.optimization.stepping(optimizer, closure, self.precision_plugin) as agreed,
+        ):
             result = super().optimizer_step(optimizer, agreed, model, **kwargs)
+        run.stepped()
         return result
 
+    def grad_norm(self, norm_type: float = 2.0, names: Collection[str] | None = None) -> Tensor:
+        """Return the norm of all gradients of the module, each element counted once, on every rank; collective.
+
+        Args:
+            norm_type: the p of the p-norm; ``inf`` for the largest.
+            names: of the parameters whose gradients are counted; None for all.
+
+        Returns:
+            A tensor of one element, equal on all ranks; 0 where there are no gradients.
+
+        Raises:
+            ConfigError: a name is not in the module; nothing runs.
+        """
+        return self._run("grad_norm").optimization.norm(norm_type, names)
+
     def gradient_norm(self, norm_type: float = 2.0) -> Tensor:
-        """Return the norm of all gradients of the module, each element counted once, on every rank; collective."""
-        return self._run("gradient_norm").optimization.norm(norm_type)
+        """Return `grad_norm` of all gradients: its older name."""
+        return self.grad_norm(norm_type)
+
+    def full_parameters(self) -> AbstractContextManager[None]:
+        """Return what is entered to see full parameters on every rank, outside of steps; collective.
+
+        What is written to them is taken over by the ranks that hold them. All ranks must write the same. Hooks of
+        modules and callbacks need no such context: the first use of a parameter gathers all of them.
+
+        Raises:
+            ConfigError: nothing runs.
+        """
+        return self._run("full_parameters").views.entered("the end of full_parameters()", "values")
+
+    def full_gradients(self) -> AbstractContextManager[None]:
+        """Return what is entered to see full gradients on every rank, outside of steps; collective.
+
+        Within it ``parameter.grad`` is the full gradient, or None where no rank has one. What is written or assigned is
+        taken over by the ranks that hold the parameter. All ranks must write the same.
+
+        Raises:
+            ConfigError: nothing runs.
+        """
+        return self._run("full_gradients").views.entered("the end of full_gradients()", "gradients")
 
     # --- communication of Lightning's own ---
 

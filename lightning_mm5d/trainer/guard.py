@@ -10,28 +10,30 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import signal
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
-from subprocess import Popen
+from subprocess import Popen, TimeoutExpired
 from types import TracebackType
 from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import RunningStage
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitException
 
 from lightning_mm5d.checkpoint import rank_reports
-from lightning_mm5d.config.errors import RankLostError, RankMismatchError, WatchdogTimeoutError, private
+from lightning_mm5d.config.errors import FAILED_FIRST, RankLostError, RankMismatchError, WatchdogTimeoutError, private
 from lightning_mm5d.engine.agreement import Agreement
 from lightning_mm5d.engine.ordered_transport import OrderedTransport
 from lightning_mm5d.engine.transport import Transport, TransportError
 from lightning_mm5d.monitor.monitor import Monitor, one_line
-from lightning_mm5d.monitor.stack import failed_in_communication, place_of
+from lightning_mm5d.monitor.stack import failed_in_communication, is_installed, place_of
 from lightning_mm5d.monitor.verdict import said
 from lightning_mm5d.trainer import saves
 
@@ -46,12 +48,11 @@ _BLOCKING = {
     rank_reports.WAITING: "check",
     saves.WAITING: "check",
 }
-_FIRST = "failed first:"
 _WORDS = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe", "Timed out waiting")
 TERMINATED = "terminated"
 """kind of a report that SIGTERM ended the run"""
-CAUSE_S = 4.0
-"""how long a rank that lost a connection looks for the first cause"""
+CAUSE_S = 12.0
+"""how long a rank that lost a connection looks for the first cause, which a machine under load tells late"""
 
 
 class Guard:
@@ -62,7 +63,7 @@ class Guard:
         rank: global rank.
         world_size: number of ranks.
         watchdog: seconds that one call may wait for other ranks.
-        traffic: what the session does: ``action``, ``thread``, ``unsent`` and ``due``.
+        traffic: what the session does: ``stages``, ``action``, ``thread``, ``unsent`` and ``due``.
         wake: ends waits of the session with an error of this text.
         children: processes that this one started, by rank.
         reports: where the first cause goes, for a process that only waits for the ranks; None where there is none.
@@ -85,6 +86,7 @@ class Guard:
     ) -> None:
         self._trainer, self._rank, self._traffic = trainer, rank, traffic
         self._children, self._reports = children, reports
+        self._is_own = False  # whether the run ends by an error of this rank
         self.monitor = Monitor(
             rank,
             world_size,
@@ -106,13 +108,16 @@ class Guard:
         if error is None:
             self.monitor.close()
             return
+        if isinstance(error, _TunerExitException):  # no failure; the teardown that follows ends the monitor
+            return
         cause = self._judged(error)
-        is_own = cause is None and not isinstance(error, SIGTERMException)
-        self.monitor.leave(error if is_own and self._reports is None else None)
+        self.monitor.leave(error if self._is_own and self._reports is None else None)
         if self._rank == 0 or self._children():
             self.monitor.wait_until_told()
         if not isinstance(sys.excepthook, partial):
-            sys.excepthook = partial(_end, sys.excepthook, not self._children())
+            sys.excepthook = partial(_end, sys.excepthook, self._rank, not self._children())
+        if isinstance(cause or error, KeyboardInterrupt):  # Lightning exits, and no `excepthook` is called
+            atexit.register(_end_interrupted, self._children)
         if cause is not None:
             raise cause from None
 
@@ -120,23 +125,37 @@ class Guard:
         """End the monitor; after a failure once Lightning's own handlers are done."""
         self.monitor.close()
 
-    def _judged(self, error: BaseException) -> Exception | None:
-        """Return the first cause in place of an error that came of it; None for an error of this rank's own."""
-        monitor = self.monitor
-        if _came_of_another(error) and monitor.first_cause(CAUSE_S) is not None:
-            return monitor.error()
+    def _judged(self, error: BaseException) -> BaseException | None:
+        """Return the first cause in place of an error that came of it; None for one that is to leave as it is."""
+        monitor, told = self.monitor, _repeated(error)
+        if (told is not None or _came_of_another(error)) and monitor.first_cause(CAUSE_S) is not None:
+            return monitor.error() if told is None or isinstance(error, RankLostError) else None
         if isinstance(error, RankMismatchError):  # all ranks have found it
             monitor.blame("mismatch", str(error))
+            return None
+        if isinstance(error, KeyboardInterrupt):  # all ranks raise it, and Lightning ends them
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            monitor.blame("interrupt", f"rank {self._rank} was interrupted by SIGINT")
             return None
         if isinstance(error, SIGTERMException):
             self._end_by_sigterm(error)
         place = place_of(error.__traceback__)
         where = said({**position(self._trainer), **self._traffic(), "where": place.where, "phase": place.phase})
-        line = f"rank {self._rank} ({where}) {_FIRST} {one_line(error)}"
-        if monitor.blame("lost", line) and not isinstance(error, SIGTERMException):
+        is_cut_off = _came_of_another(error)  # and nobody knows by which rank
+        met = "called a rank that had ended or" if monitor.is_closed else "lost its connection to a rank that"
+        what = f"{met} {FAILED_FIRST}" if is_cut_off else FAILED_FIRST
+        line = told or f"rank {self._rank} ({where}) {what} {one_line(error)}"
+        is_first = monitor.blame("lost", line)
+        if isinstance(error, SIGTERMException) or told is not None:
+            return None
+        self._is_own = is_first
+        if is_first:
             error.add_note(line)
             if self._reports is not None:
                 traceback.print_exception(error)
+        elif monitor.cause is not None:  # several ranks fail at the same time: one of them says how
+            first = monitor.cause["line"]
+            error.add_note(first if FAILED_FIRST in first else f"what {FAILED_FIRST} {first}")
         return None
 
     def _end_by_sigterm(self, error: SIGTERMException) -> None:
@@ -199,14 +218,37 @@ def first_cause(error: BaseException) -> str | None:
     for one in _chain(error):
         if isinstance(one, _REPEATED):
             return one_line(one)
-        for note in getattr(one, "__notes__", ()):
-            if _FIRST in note:
-                return str(note)
+        if (note := _note(one)) is not None:
+            return note
     return None
+
+
+def _note(error: BaseException) -> str | None:
+    return next((note for note in getattr(error, "__notes__", ()) if FAILED_FIRST in note), None)
+
+
+def _repeated(error: BaseException) -> str | None:
+    """Return the line that blames another rank, where an error repeats that of one; else None."""
+    for one in _chain(error):
+        if (note := _note(one)) is not None:
+            return note
+        if isinstance(one, RankLostError) and one.args:
+            return str(one)
+    return None
+
+
+def _end_interrupted(children: Callable[[], Mapping[int, Popen[Any]]]) -> None:
+    """End an interrupted process, for `atexit`; threads that wait in torch.distributed would abort it later."""
+    atexit.unregister(_end_interrupted)
+    for child in children().values():  # Lightning has killed them
+        with suppress(TimeoutExpired):
+            child.wait(5.0)
+    _leave()
 
 
 def _end(
     usual: Callable[..., Any],
+    rank: int,
     is_short: bool,
     kind: type[BaseException],
     error: BaseException,
@@ -218,21 +260,32 @@ def _end(
 
     Args:
         usual: prints other errors.
-        is_short: whether one line is enough for an error that repeats another rank's.
+        rank: of this process.
+        is_short: whether an error that came of another rank's needs no place in the script that ran the trainer.
         kind: of the error.
         error: that nobody caught.
         trace: of the error.
     """
-    if isinstance(error, _REPEATED) and is_short:
-        print(one_line(error), file=sys.stderr)
-    else:
+    line = first_cause(error)
+    if line is None or line.startswith(f"rank {rank} "):
         usual(kind, error, trace)
-        line = first_cause(error)
-        if line is not None and line not in (one_line(error), *getattr(error, "__notes__", ())):
+        if line is not None and line not in getattr(error, "__notes__", ()):
             print(line, file=sys.stderr)  # a handler of the error has failed in turn
+    else:
+        if not is_short:
+            frames = [frame for frame in traceback.extract_tb(trace) if not is_installed(frame.filename)]
+            print("Traceback (most recent call last):", file=sys.stderr)
+            print(*traceback.format_list(frames), sep="", end="", file=sys.stderr)
+        if line != one_line(error):
+            print(f"rank {rank}: {one_line(error)}", file=sys.stderr)
+        print(line, file=sys.stderr)
     for thread in threading.enumerate():
         if not thread.daemon and thread is not threading.current_thread():
             thread.join()
+    _leave()
+
+
+def _leave() -> None:
     private(atexit, "_run_exitfuncs")()
     sys.stdout.flush()
     sys.stderr.flush()

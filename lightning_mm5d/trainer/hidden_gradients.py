@@ -7,6 +7,8 @@ stand-in in its place can be dropped and zeroed, as `zero_grad` does; other uses
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +26,9 @@ class _StandIn(Tensor):
     """A gradient that this rank has in part, full of NaN and without memory."""
 
     path: str
-    shared: SharedParameter
+    zeroes: Callable[[], None]
+    rule: str
+    instead: str
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -35,19 +39,46 @@ class _StandIn(Tensor):
         given: list[Any] = list(first) if isinstance(first, (list, tuple)) else [first]
         if func in _ZEROS:
             for one in given:
-                if not isinstance(one, _StandIn):
+                if isinstance(one, _StandIn):
+                    one.zeroes()
+                else:
                     one.zero_()
-                elif one.shared.gradient is not None:
-                    one.shared.gradient.zero_()
             return first
         every = [*given, *args[1:], *(kwargs or {}).values()]
-        raise ConfigError(
-            f"{next((one.path for one in every if isinstance(one, _StandIn)), 'parameter')}.grad",
-            "a use between batches",
-            "Ranks that share a parameter (zero_stage) have gradients of their rows alone, and between batches it "
-            "shows its full tensor",
-            "Use it from on_after_backward to on_before_optimizer_step, where it shows rows, or use zero_stage=0",
-        )
+        found = next(one for one in every if isinstance(one, _StandIn))
+        raise ConfigError(f"{found.path}.grad", "a use between batches", found.rule, found.instead)
+
+
+def stand_in(
+    path: str,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    zeroes: Callable[[], None],
+    rule: str,
+    fix: str,
+) -> Tensor:
+    """Return a gradient that can be dropped and zeroed, by `zeroes`, and whose other uses raise ConfigError.
+
+    Args:
+        path: of the parameter.
+        shape: of the gradient.
+        dtype: of the gradient.
+        device: of the gradient.
+        zeroes: sets what it stands for to zero.
+        rule: why it cannot be used.
+        fix: what can be.
+    """
+    with torch.inference_mode(False):
+        empty = torch.full((), float("nan"), dtype=dtype, device=device)
+        shown = torch.Tensor._make_subclass(_StandIn, empty.expand(*shape))
+    shown.path, shown.zeroes, shown.rule, shown.instead = path, zeroes, rule, fix
+    return shown
+
+
+def is_stand_in(gradient: Any) -> bool:
+    """Whether a gradient is one of `stand_in`."""
+    return isinstance(gradient, _StandIn)
 
 
 class HiddenGradients:
@@ -60,7 +91,7 @@ class HiddenGradients:
 
     def __init__(self, shared: SharedParameters, names: dict[int, str]) -> None:
         self._shared, self._names = shared, names
-        self._shown: list[tuple[SharedParameter, _StandIn]] = []
+        self._shown: list[tuple[SharedParameter, Tensor]] = []
 
     def show(self) -> None:
         """Show a stand-in for each gradient that is kept beside a parameter."""
@@ -68,10 +99,16 @@ class HiddenGradients:
         for one in self._shared.all:
             if one.is_whole and not one.rests_own and one.gradient is not None:
                 parameter = one.parameter
-                with torch.inference_mode(False):
-                    empty = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
-                    shown = torch.Tensor._make_subclass(_StandIn, empty.expand(parameter.shape))
-                shown.path, shown.shared = self._names.get(id(parameter), "parameter"), one
+                shown = stand_in(
+                    self._names.get(id(parameter), "parameter"),
+                    parameter.shape,
+                    parameter.dtype,
+                    parameter.device,
+                    partial(_zero, one),
+                    "Ranks that share a parameter (zero_stage) have gradients of their rows alone, and between batches "
+                    "it shows its full tensor",
+                    "Use it in a hook of the module or of a callback, or in `with trainer.strategy.full_gradients():`",
+                )
                 parameter.grad = shown
                 self._shown.append((one, shown))
 
@@ -84,3 +121,8 @@ class HiddenGradients:
             if one.is_whole:
                 one.parameter.grad = None
         self._shown.clear()
+
+
+def _zero(shared: SharedParameter) -> None:
+    if shared.gradient is not None:
+        shared.gradient.zero_()

@@ -15,6 +15,7 @@ from torch import nn
 
 from lightning_mm5d.checkpoint.module_state import tensors_of
 from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.features import FEATURES
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.layout import Layout
 from lightning_mm5d.plan.data_shards import DataShards
@@ -164,16 +165,9 @@ def kept_plan(
 
 
 def _named(modalities: Mapping[str, Modality]) -> dict[str, Any]:
-    sizes = [
-        "dp_size",
-        "tp_size",
-        "tp_mode",
-        "tp_depth",
-        "pp_size",
-        "cp_size",
-        "zero_stage",
-        "dp_shard_size",
-        "ep_size",
-        "expert_tp_size",
-    ]
-    return {name: {size: getattr(one, size) for size in sizes} for name, one in modalities.items()}
+    sizes = ["dp_size", "tp_size", "pp_size", "cp_size", "zero_stage", "dp_shard_size", "ep_size", "expert_tp_size"]
+    return {
+        name: {size: getattr(one, size) for size in sizes}
+        | {field: got for feature in FEATURES for field, got in feature.said(one).items()}
+        for name, one in modalities.items()
+    }

@@ -24,7 +24,8 @@ import multiprocessing
 import os
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Literal, Protocol, cast
@@ -34,7 +35,7 @@ import lightning.fabric.utilities.distributed as fabric_distributed
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitException
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 from typing_extensions import override
 
@@ -45,6 +46,7 @@ from lightning_mm5d.monitor.processes import ended_how, state_of
 from lightning_mm5d.trainer.kept_shards import has_kept_shards, left_elsewhere
 from lightning_mm5d.trainer.other_package import check_package
 from lightning_mm5d.trainer.process_group import free_port
+from lightning_mm5d.trainer.tuning import check_tuners, end_tuning, found_by_tuner, take_found
 
 
 def _moved(what: str) -> ImportError:
@@ -59,7 +61,9 @@ try:
 except ImportError as error:
     raise _moved("_MultiProcessingLauncher and _SubprocessScriptLauncher") from error
 
-_KEPT = "mm5d_kept_shards"
+INTERRUPTED_S = 20.0
+"""how long ranks may take to end by an interrupt"""
+_KEPT, _FOUND = "mm5d_kept_shards", "mm5d_found_by_tuner"
 _RELIED_ON: tuple[tuple[type, str, tuple[str, ...]], ...] = (
     (_SubprocessScriptLauncher, "__init__", ("self", "cluster_environment", "num_processes", "num_nodes")),
     (_SubprocessScriptLauncher, "launch", ("self", "function", "args", "trainer", "kwargs")),
@@ -88,7 +92,7 @@ class LaunchedStrategy(Protocol):
     @property
     def lightning_module(self) -> LightningModule | None: ...
 
-    def validate_before_launch(self, module: LightningModule, *data: Any) -> Any:
+    def validate_before_launch(self, module: LightningModule, *data: Any, callbacks: Sequence[Any] = ()) -> Any:
         """Raises `ConfigError` when the module cannot run under this configuration."""
         ...
 
@@ -148,10 +152,13 @@ class ProcessLauncher(_MultiProcessingLauncher):
         assert strategy.cluster_environment is not None
         _choose_port(strategy.cluster_environment)
         with Reports(self) as reports:
-            guarded = partial(strategy.run_guarded, function, trainer, reports.writer)
+            guarded = partial(_run, strategy, function, trainer, reports.writer)
             reports.listen()
             try:
                 return super().launch(guarded, *args, trainer=trainer, **kwargs)
+            except KeyboardInterrupt:
+                reports.end_ranks()
+                raise
             except ProcessExitedException as error:
                 first = strategy.node_rank * strategy.num_processes
                 how = f"rank {first + error.error_index} failed first: {ended_how(error.exit_code)}"
@@ -181,12 +188,16 @@ class ProcessLauncher(_MultiProcessingLauncher):
 
     @override
     def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:
-        return {**super().get_extra_results(trainer), _KEPT: has_kept_shards(trainer.lightning_module)}
+        own = {_KEPT: has_kept_shards(trainer.lightning_module), _FOUND: found_by_tuner(trainer)}
+        return {**super().get_extra_results(trainer), **own}
 
     @override
     def update_main_process_results(self, trainer: Trainer, extra: dict[str, Any]) -> None:
         if extra.pop(_KEPT):
             left_elsewhere(trainer.lightning_module)
+        if (found := extra.pop(_FOUND)) is not None:
+            take_found(trainer, found)
+            self._already_fit &= False  # a tuner leaves everything as it was
         super().update_main_process_results(trainer, extra)
 
 
@@ -223,6 +234,14 @@ class Reports:
     def listen(self) -> None:
         """Begin to end stopped ranks after a report."""
         self._thread.start()
+
+    def end_ranks(self) -> None:
+        """Wait for ranks that end by an interrupt as this process does; kill those that it has not come to."""
+        end = time.monotonic() + INTERRUPTED_S
+        for process in self._launcher.procs:
+            process.join(max(0.0, end - time.monotonic()))
+            process.kill()
+            process.join()
 
     def cause(self) -> BaseException | None:
         """Return the first cause that a rank has reported, as an error; print it where the error has no text."""
@@ -294,11 +313,29 @@ def check_lightning() -> None:
             raise _moved(f"{cls.__name__}.{method}({', '.join(parameters[1:])})")
 
 
+def _run(
+    strategy: LaunchedStrategy,
+    function: Callable[..., Any],
+    trainer: Trainer | None,
+    reports: Connection,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """What a spawned or forked rank runs."""
+    try:
+        return strategy.run_guarded(function, trainer, reports, *args, **kwargs)
+    except _TunerExitException:
+        assert trainer is not None
+        end_tuning(trainer)
+
+
 def _validate(strategy: LaunchedStrategy, trainer: Trainer | None, data: tuple[Any, ...]) -> None:
     module = strategy.lightning_module
     assert module is not None, "Lightning connects the module before it launches"
-    check_package("callbacks", () if trainer is None else vars(trainer)["callbacks"])
-    strategy.validate_before_launch(module, *data)
+    if trainer is not None:
+        check_package("callbacks", vars(trainer)["callbacks"])
+        check_tuners(vars(trainer)["callbacks"], trainer.world_size)
+    strategy.validate_before_launch(module, *data, callbacks=() if trainer is None else vars(trainer)["callbacks"])
 
 
 def _choose_port(environment: ClusterEnvironment) -> None:

@@ -19,6 +19,8 @@ over those. A torchmetrics object is replayed as the object at the same path; it
 mean of its microbatch values, exact for means over samples (accuracy) and an approximation for others (an
 area under a curve); its epoch value is exact (see `lightning_mm5d.trainer.metrics`).
 
+`log_metrics` of the trainer's loggers is captured, merged as means and replayed likewise, on rank 0 as Lightning does.
+
 `enable_graph` is ignored: a merged value has no graph. A reference to ``log`` taken before the capture is
 not seen.
 
@@ -29,9 +31,10 @@ metric object that is no attribute of the module.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from numbers import Number
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +44,7 @@ from torchmetrics import Metric
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.sharded.remote_value import settled
+from lightning_mm5d.trainer.joined_metrics import JoinedMetrics, Key
 from lightning_mm5d.trainer.metric_state import check_torchmetrics, set_step_value, step_value
 
 if TYPE_CHECKING:
@@ -69,6 +73,10 @@ class LogOptions:
     metric_attribute: str | None = None
     """path of the metric object in the module, if that is what was logged"""
     rank_zero_only: bool = False
+    logger_index: int | None = None
+    """of the trainer's logger whose `log_metrics` was called, with the numbers of the call and of the step"""
+    logger_call: int = 0
+    logger_step: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +92,8 @@ class LogCall:
     """samples that the value stands for"""
     is_computed: bool = False
     """whether it was logged as a tensor, and so is equal on ranks that share the last layers"""
+    key: Key | None = None
+    """of the metric's call whose value it is"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,17 +139,27 @@ class LogCapture:
         self._paths: dict[int, str] = {}
         self._microbatch: int | None = None
         self._samples: float = 0
+        self._direct = 0
+        self.joined = JoinedMetrics(lambda: self._microbatch)
 
     @contextmanager
     def capture(self) -> Iterator[None]:
         """Forget earlier records and record inside the block; then ``module.log`` is what it was."""
         self._calls, self._paths, self._microbatch = {}, {}, None
+        self.joined = JoinedMetrics(lambda: self._microbatch)
         attributes = self._module.__dict__
         before = {"log": attributes["log"]} if "log" in attributes else {}
         attributes["log"] = self._record
+        loggers = [] if self._module._trainer is None else self._module._trainer.loggers
+        written = [vars(one).get("log_metrics") for one in loggers]
+        for index, one in enumerate(loggers):
+            vars(one)["log_metrics"] = partial(self._record_direct, index)
         try:
             yield
         finally:
+            for one, method in zip(loggers, written, strict=True):
+                del vars(one)["log_metrics"]
+                vars(one).update({} if method is None else {"log_metrics": method})
             del attributes["log"]
             attributes.update(before)
 
@@ -151,6 +171,7 @@ class LogCapture:
         """
         self._microbatch, self._samples = index, samples
         self._calls[index] = []
+        self._direct = 0
 
     def take(self) -> Any:
         """Return what belongs to the microbatch that is computed."""
@@ -180,7 +201,13 @@ class LogCapture:
             for call in self._calls[index]:
                 groups[call.options, seen[call.options]].append(call)
                 seen[call.options] += 1
-        return [_merge_calls(options, calls) for (options, _), calls in groups.items()]
+        merged = []
+        for (options, _), calls in groups.items():
+            log, whole = _merge_calls(options, calls), self.joined.values.get(calls[0].key)
+            if log.value is not None and whole is not None and whole.numel() == 1:
+                log = replace(log, value=whole.detach().reshape(()).to(log.value))
+            merged.append(log)
+        return merged
 
     def _record(
         self,
@@ -205,17 +232,14 @@ class LogCapture:
         reduction = reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx
         if reduction not in _REDUCTIONS:
             raise ConfigError(
-                f"{call}.reduce_fx",
-                reduce_fx,
-                "reductions are mean, sum, max and min",
-                "log a torchmetrics.Metric",
+                f"{call}.reduce_fx", reduce_fx, "Reductions are mean, sum, max and min", "Log a torchmetrics.Metric"
             )
         if sync_dist_group is not None:
             raise ConfigError(
                 f"{call}.sync_dist_group",
                 sync_dist_group,
-                "which ranks a value is averaged over follows from the layout",
-                "leave sync_dist_group unset and keep sync_dist=True",
+                "Which ranks a value is averaged over follows from the layout",
+                "Leave sync_dist_group unset and keep sync_dist=True",
             )
         value = settled(value, call)
         path = self._path_of(value, call) if isinstance(value, Metric) else None
@@ -234,8 +258,23 @@ class LogCapture:
         )
         weight = self._samples if batch_size is None else int(batch_size)
         is_computed = isinstance(value, Tensor)
-        recorded = LogCall(options=options, value=stored, dtype=dtype, weight=weight, is_computed=is_computed)
+        key = self.joined.key(value)
+        recorded = LogCall(options=options, value=stored, dtype=dtype, weight=weight, is_computed=is_computed, key=key)
         self._calls[self._microbatch].append(recorded)
+
+    def _record_direct(self, logger: int, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Stands in for `log_metrics` of one of the trainer's loggers."""
+        assert self._microbatch is not None, "a call of a logger before begin_microbatch"
+        for name, value in metrics.items():
+            call = f"self.logger.log_metrics({name!r})"
+            stored, _ = _as_tensor(settled(value, call), call)
+            options = LogOptions(name=name, logger_index=logger, logger_call=self._direct, logger_step=step)
+            is_computed = isinstance(value, Tensor)
+            recorded = LogCall(
+                options=options, value=stored, dtype=torch.float64, weight=self._samples, is_computed=is_computed
+            )
+            self._calls[self._microbatch].append(recorded)
+        self._direct += 1
 
     def _path_of(self, metric: Metric, call: str) -> str:
         if id(metric) not in self._paths:
@@ -245,8 +284,8 @@ class LogCapture:
             raise ConfigError(
                 call,
                 metric,
-                "a metric object is found by its place in the module, so that all ranks can log theirs",
-                "make it an attribute of the LightningModule (a list of metrics: torch.nn.ModuleList)",
+                "A metric object is found by its place in the module, so that all ranks can log theirs",
+                "Make it an attribute of the LightningModule (a list of metrics: torch.nn.ModuleList)",
             )
         return path
 
@@ -256,14 +295,24 @@ def replay(module: LightningModule, merged: Sequence[MergedLog]) -> None:
 
     A metric object is the local one at the recorded path, given the merged value as that of its last batch.
     """
+    direct: dict[tuple[int, int], dict[str, float]] = defaultdict(dict)
+    steps: dict[tuple[int, int], int | None] = {}
     for log in merged:
+        if log.options.logger_index is not None:
+            assert log.value is not None
+            key = log.options.logger_index, log.options.logger_call
+            direct[key][log.options.name], steps[key] = float(log.value), log.options.logger_step
+            continue
         value: Any = None if log.value is None else log.value.to(module.device)
         if log.options.metric_attribute is not None:
             metric: Any = module.get_submodule(log.options.metric_attribute)
             if value is not None:
                 set_step_value(metric, value)
             value = metric
-        module.log(**asdict(log.options), value=value, batch_size=round(log.batch_size))
+        given = {name: one for name, one in asdict(log.options).items() if not name.startswith("logger_")}
+        module.log(**given, value=value, batch_size=round(log.batch_size))
+    for (index, call), metrics in direct.items():
+        module.trainer.loggers[index].log_metrics(metrics, steps[index, call])
 
 
 def _as_tensor(value: Any, call: str) -> tuple[Tensor | None, torch.dtype]:
@@ -277,11 +326,11 @@ def _as_tensor(value: Any, call: str) -> tuple[Tensor | None, torch.dtype]:
         value = cached
     if isinstance(value, Tensor):
         if value.numel() != 1:
-            raise ConfigError(call, tuple(value.shape), "a logged tensor has one element", "log its mean()")
+            raise ConfigError(call, tuple(value.shape), "A logged tensor has one element", "Log its mean()")
         return value.detach().clone().reshape(()), _stored_dtype(value.dtype)
     if isinstance(value, Number):
         return torch.tensor(value, dtype=torch.float64), _stored_dtype(torch.get_default_dtype())
-    raise ConfigError(call, value, "logged are numbers, tensors of one element and torchmetrics", "use self.log_dict")
+    raise ConfigError(call, value, "Logged are numbers, tensors of one element and torchmetrics", "Use self.log_dict")
 
 
 def _stored_dtype(dtype: torch.dtype) -> torch.dtype:

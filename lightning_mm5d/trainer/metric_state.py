@@ -14,15 +14,7 @@ from torchmetrics import Metric
 
 _COUNTERS = ("_update_count", "_forward_cache", "_computed")
 _CHANGED_BY_FORWARD = ("_to_sync", "_should_unsync", "_enable_grad", "compute_on_cpu")
-_RELIED_ON = (
-    "_cache",
-    "_copy_state_dict",
-    "_defaults",
-    "_is_synced",
-    "_sync_dist",
-    *_COUNTERS,
-    *_CHANGED_BY_FORWARD,
-)
+_RELIED_ON = ("_cache", "_copy_state_dict", "_defaults", "_is_synced", "_sync_dist", *_COUNTERS, *_CHANGED_BY_FORWARD)
 
 
 def check_torchmetrics(metric: Metric) -> None:
@@ -58,6 +50,11 @@ def drop_result(metric: Metric) -> None:
 def count_as_updated(metric: Metric) -> None:
     """Let a metric that was never updated here compute without a warning."""
     metric._update_count = max(metric._update_count, 1)
+
+
+def update_count(metric: Metric) -> int:
+    """Return how often the metric was updated since its last reset."""
+    return metric._update_count
 
 
 class Kept(NamedTuple):

@@ -11,9 +11,12 @@ of its own on each metric object:
 `Metric.compute` then returns the same number everywhere; `unsync` restores each rank's own state as ever.
 All ranks must call `compute`, as under any distributed strategy.
 
+A stage before the last throws away what it makes of a metric. So it skips updates there, and a forward changes nothing:
+where it cannot compute with values of other ranks it gives one of these.
+
 While a schedule runs (`MetricSync.local`) a sync does nothing: a `compute()` inside a step covers what this
-replica has seen, and so does the batch value of a metric with ``dist_sync_on_step=True``. A metric that
-counts its updates (`torchmetrics.wrappers.Running`) counts microbatches.
+replica has seen, and so does the batch value of a metric with ``dist_sync_on_step=True``. After it, metrics count the
+batch as one (`trainer.joined_metrics`). A metric that counts updates by a number counts microbatches.
 
 Refuses a metric with a `process_group` of its own: which ranks hold states is the layout's business.
 """
@@ -37,6 +40,8 @@ from torchmetrics.utilities.exceptions import TorchMetricsUserError
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.engine.codec import broadcast_tree
 from lightning_mm5d.sharded.backends import message_device
+from lightning_mm5d.sharded.remote_value import Guard, Origin, remote_value
+from lightning_mm5d.trainer.joined_metrics import JoinedMetrics
 from lightning_mm5d.trainer.metric_state import (
     Kept,
     begin_sync,
@@ -59,6 +64,7 @@ class MetricSync:
         is_last: whether this rank is one of them.
         world_src: global rank of a rank of the last stage, the same on all ranks.
         world_group: every rank on which metrics are computed; ``None`` for the default group.
+        guard: of the values that other ranks have, which knows the stage that runs.
     """
 
     def __init__(
@@ -68,6 +74,7 @@ class MetricSync:
         is_last: bool,
         world_src: int,
         world_group: dist.ProcessGroup | None = None,
+        guard: Guard | None = None,
     ) -> None:
         self._group = loss_group if is_last else None
         self._is_last = is_last
@@ -76,7 +83,10 @@ class MetricSync:
         terminal_size = dist.get_world_size(self._group) if self._group is not None else 1
         self._has_others = terminal_size < dist.get_world_size(world_group)
         self._metrics: list[Metric] = []
+        self._undo: list[tuple[Metric, dict[str, Any]]] = []
+        self._guard, self._thrown_away = guard, set[int]()  # ids of the metrics in a forward that changes nothing
         self._is_local = False
+        self._joined: JoinedMetrics | None = None
 
     def attach(self, metrics: Iterable[Metric]) -> None:
         """Replace the sync of each metric, in place and on all ranks; copies made by `deepcopy` keep it.
@@ -94,8 +104,8 @@ class MetricSync:
                 raise ConfigError(
                     f"{name}.process_group",
                     metric.process_group,
-                    "which ranks hold the states of a metric follows from the layout",
-                    "leave process_group unset",
+                    "Which ranks hold the states of a metric follows from the layout",
+                    "Leave process_group unset",
                 )
             if not metric.sync_on_compute:
                 warnings.warn(
@@ -110,27 +120,71 @@ class MetricSync:
                     " step value covers this replica only.",
                     stacklevel=2,
                 )
-            metric.__dict__["sync"] = partial(self._sync, metric)
+            own = {"sync": partial(self._sync, metric)}
+            if self._guard is not None:
+                own |= {
+                    "forward": partial(self._forward, metric),
+                    "update": partial(self._update, metric, metric.update),
+                }
+            self._undo.append((metric, {name: vars(metric)[name] for name in own if name in vars(metric)}))
+            vars(metric).update(own)
             self._metrics.append(metric)
 
     def detach(self) -> None:
         """Give the attached metrics their stock sync back (a process group cannot be pickled)."""
-        for metric in self._metrics:
-            metric.__dict__.pop("sync", None)
+        for metric, own in self._undo:
+            for name in ("sync", "forward", "update"):
+                vars(metric).pop(name, None)
+            vars(metric).update(own)
+        self._undo.clear()
         self._metrics.clear()
 
+    def _update(self, metric: Metric, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        counts = self._guard is None or self._guard.ends_here is not False
+        if id(metric) in self._thrown_away:
+            original(*args, **kwargs)
+        elif counts:
+            self._call(metric, original, args, kwargs)
+
+    def _call(self, metric: Metric, original: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        if self._joined is None or not self._is_last:
+            return original(*args, **kwargs)
+        return self._joined.call(metric, original, args, kwargs)
+
+    def _forward(self, metric: Metric, *args: Any, **kwargs: Any) -> Any:
+        guard = self._guard
+        original = partial(type(metric).forward, metric)
+        if id(metric) in self._thrown_away:
+            return original(*args, **kwargs)
+        if guard is None or guard.ends_here is not False:
+            return self._call(metric, original, args, kwargs)
+        kept = [Kept.take(part) for part in metric.modules() if isinstance(part, Metric)]
+        own = {id(one.metric) for one in kept}
+        self._thrown_away |= own
+        try:
+            return original(*args, **kwargs)
+        except Exception:  # the stage that keeps the value raises what is an error there
+            origin = Origin(type(metric).__name__, guard)
+            return remote_value((), torch.get_default_dtype(), metric.device, origin, requires_grad=False)
+        finally:
+            self._thrown_away -= own
+            for one in reversed(kept):  # a wrapper's states may be those of the metric inside
+                one.put_back()
+
     @contextmanager
-    def local(self) -> Iterator[None]:
-        """Around a schedule, on every rank: nothing in it communicates.
+    def local(self, joined: JoinedMetrics | None = None) -> Iterator[None]:
+        """Around a schedule, on every rank: nothing in it communicates, and `joined` joins the calls in it.
 
         Afterwards cached results are dropped on all ranks: only ranks of the last stage have updated, and they would
         be alone in the next sync. The other ranks count as updated, or `compute` would warn there.
         """
-        self._is_local = True
+        self._is_local, self._joined = True, joined
         try:
             yield
+            if joined is not None:
+                joined.join()
         finally:
-            self._is_local = False
+            self._is_local, self._joined = False, None
             for metric in self._metrics:
                 drop_result(metric)
                 if not self._is_last:
@@ -146,7 +200,7 @@ class MetricSync:
         try:
             yield
         finally:
-            for one in kept:
+            for one in reversed(kept):  # a wrapper's states may be those of the metric inside
                 one.put_back()
 
     def kept(self) -> list[Kept]:

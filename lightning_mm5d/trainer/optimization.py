@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Collection, Generator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mm5d.checkpoint.optimizer_state import drop_remote_state, names_of
@@ -20,10 +21,10 @@ from lightning_mm5d.gradients.gradients import Gradients
 from lightning_mm5d.gradients.parameter_hooks import ParameterHooks, called, has_hooks
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.backends import message_device
+from lightning_mm5d.trainer.around_updates import AroundUpdates, SkippedUpdate
 from lightning_mm5d.trainer.hidden_gradients import HiddenGradients
-from lightning_mm5d.trainer.nonfinite import NonFinite, SkippedStep
-from lightning_mm5d.trainer.offloaded_states import OffloadedStates
 from lightning_mm5d.trainer.optimizer_probe import dependence
+from lightning_mm5d.trainer.part_exchange import SUMMED_LATE, is_summed_late
 from lightning_mm5d.trainer.sharing_guards import hooked
 
 # by name, where one cannot be tried
@@ -72,12 +73,12 @@ class Optimization:
         hooks: of the module's parameters.
         is_plain: whether every rank is a replica of the full model, with a loss of its own.
         device: where this rank computes.
-        on_nonfinite: what happens to a step whose losses or gradients are not finite.
-        states: of optimizers, of which some are in host memory between steps.
 
     Attributes:
         syncs: whether the next backward sums gradients over ranks, as outside of Lightning's accumulation.
         hidden: gradients of shared parameters between batches.
+        around: is called at each step of an optimizer.
+        suspended: entered, with a place in words, around what works on local tensors within a hook.
     """
 
     def __init__(
@@ -89,21 +90,19 @@ class Optimization:
         *,
         is_plain: bool,
         device: torch.device,
-        on_nonfinite: Literal["propagate", "raise", "skip"],
-        states: OffloadedStates,
     ) -> None:
-        self._hooks, self._states = hooks, states
+        self._hooks = hooks
         self._module, self._plan, self._gradients = module, plan, gradients
         self._is_plain, self._device = is_plain, device
         self.syncs = True
-        self._unsynced = self._summed = False
+        self.suspended: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
+        self._unsynced = self._summed = self._is_share_shown = False
         self._kept: list[Tensor | None] = []  # sums of earlier steps that were not zeroed, within an accumulation
         self._has_own_factor: bool | None = None
         self._clipper: Precision | None = None
-        self._names = names = names_of(module)
-        self.hidden = HiddenGradients(gradients.shared, names)
-        stages = plan.topology.stage_names()
-        self._nonfinite = NonFinite(on_nonfinite, names, stages, message_device(device))
+        self._names = names_of(module)
+        self.hidden = HiddenGradients(gradients.shared, self._names)
+        self.around: list[AroundUpdates] = []
 
     def adopt(self, optimizers: Sequence[Optimizer]) -> None:
         """Free the state that `optimizers` keep for parameters of other ranks.
@@ -169,7 +168,8 @@ class Optimization:
 
     def drop_old_gradients(self, optimizers: Sequence[Optimizer]) -> None:
         """Free gradients that Lightning is about to zero, or two sets of them would be held."""
-        self._states.leave(optimizers)  # those that a checkpoint has brought
+        for one in self.around:
+            one.begin(optimizers)
         module, trainer = self._module, self._module.trainer
         is_stock = type(module).optimizer_zero_grad is pl.LightningModule.optimizer_zero_grad
         # hooks before it may look at them
@@ -237,6 +237,8 @@ class Optimization:
             self._unsynced = True
             with self._laid():
                 yield
+            if not self._is_plain:
+                self.show_shares(shown=True)
             return
         summed, self._summed = self._summed, False
         older = self._kept if self._unsynced else self._gradients.take()
@@ -258,6 +260,37 @@ class Optimization:
             if older:
                 self._gradients.add(older)
 
+    def show_shares(self, *, shown: bool) -> None:
+        """Show hooks the share that this rank has of a sum as its own mean, as replicas have; False: as a share again.
+
+        What a hook adds to gradients before the last batch of an accumulation then counts once, and not once a rank.
+        """
+        if shown and not self._has_hooks_after_backward():
+            return
+        if shown or self._is_share_shown:
+            for count, parameters in self._late.items():
+                gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+                if gradients:
+                    torch._foreach_mul_(gradients, float(count) if shown else 1.0 / count)
+        self._is_share_shown = shown
+
+    def _has_hooks_after_backward(self) -> bool:
+        trainer: Any = self._module.trainer
+        hooks = [one.on_after_backward for one in (self._module, *trainer.callbacks)]
+        unset = (pl.LightningModule.on_after_backward, pl.Callback.on_after_backward)
+        return any(getattr(hook, "__func__", hook) not in unset for hook in hooks)
+
+    @cached_property
+    def _late(self) -> dict[int, list[nn.Parameter]]:
+        """This rank's parameters whose gradients an accumulation sums at its last batch, by the number of ranks."""
+        found: dict[int, list[nn.Parameter]] = {}
+        for parameter in self._gradients.parameters:
+            name, rank = self._names[id(parameter)], dist.get_rank()
+            if name in self._plan.shapes and is_summed_late(self._plan, name):
+                shards = self._plan.ownership.ranks_by_shard(name)
+                found.setdefault(max(len(ranks) for ranks in shards if rank in ranks), []).append(parameter)
+        return found
+
     @contextmanager
     def _laid(self) -> Generator[None, None, None]:
         """Enter around a backward of plain replicas; a schedule has backwards of its own."""
@@ -267,24 +300,19 @@ class Optimization:
         if self._is_plain:
             self._gradients.leave()
 
-    def note_loss(self, loss: Tensor) -> None:
-        """Keep the loss of a backward, as it is before a scaler, for the next step of an optimizer."""
-        self._nonfinite.note_loss(loss)
-
     @contextmanager
     def stepping(
         self, optimizer: Optimizer, closure: Callable[[], Any], precision: Precision
     ) -> Generator[Callable[[], Any], None, None]:
         """Enter around an optimizer's step, which may end early; give the closure to step with.
 
-        After that closure all ranks agree on whether losses and gradients are finite.
-
         Raises:
             ConfigError: from the closure, when the optimizer calls it again and ranks hold parts of the parameters.
-            NonFiniteError: from the closure, where the user asked for it.
         """
         calls, has_scaler = 0, getattr(precision, "scaler", None) is not None
-        with ExitStack() as stack, self._states.stepping(optimizer) as arrive:
+        with ExitStack() as stack:
+            for one in self.around:
+                stack.enter_context(one.stepping(optimizer))
 
             def agreed() -> Any:
                 nonlocal calls
@@ -292,15 +320,14 @@ class Optimization:
                 if calls > 1:
                     self._check_repeats(optimizer)
                 result = closure()
-                if calls == 1:
-                    self._nonfinite.check(optimizer, self._module.global_step, is_scaled=has_scaler)
+                for one in self.around if calls == 1 else ():
+                    one.ready(optimizer, is_scaled=has_scaler)
                 if has_scaler:
                     stack.enter_context(self._with_gradient(optimizer))
                     self._agree_on_overflow(optimizer)
-                arrive()
                 return self._common(result) if _follows_loss(optimizer) else result
 
-            with suppress(SkippedStep):
+            with suppress(SkippedUpdate):
                 yield agreed
         shared = self._gradients.shared
         shared.stepped(parameter for group in optimizer.param_groups for parameter in group["params"])
@@ -354,22 +381,45 @@ class Optimization:
             torch._foreach_zero_(grads)
             torch._foreach_add_(grads, float("inf"))
 
-    def norm(self, norm_type: float) -> Tensor:
-        """Return the norm of all gradients over all ranks; collective."""
-        return self._gradients.norm(self._gradients.parameters, None, norm_type)
+    @property
+    def is_unsummed(self) -> bool:
+        """Whether there are gradients of an accumulation that its last batch will sum over ranks."""
+        return self._unsynced
+
+    def norm(self, norm_type: float, names: Collection[str] | None = None) -> Tensor:
+        """Return the norm of the gradients of `names`, or of all, over all ranks; collective."""
+        parameters = self._gradients.parameters
+        if names is not None:
+            own = dict(self._module.named_parameters(remove_duplicate=False))
+            if unknown := [name for name in names if name not in own]:
+                rule = "Names are those of module.named_parameters()"
+                raise ConfigError("grad_norm.names", unknown[0], rule, f"Use one such as {next(iter(own), '')!r}")
+            chosen = {id(own[name]) for name in names}
+            parameters = tuple(one for one in parameters if id(one) in chosen)
+        if self.is_unsummed:
+            held = dict(self._module.named_parameters()) if names is None else names
+            if late := next((n for n in held if n in self._plan.shapes and is_summed_late(self._plan, n)), None):
+                fix = "Call it in on_before_optimizer_step"
+                raise ConfigError("strategy.grad_norm", f"a call before, for {late}", SUMMED_LATE, fix)
+        with self.suspended("strategy.grad_norm()"):
+            is_double = any(p.dtype == torch.float64 for p in self._module.parameters())
+            dtype = torch.float64 if is_double else torch.float32
+            return self._gradients.norm(parameters, None, norm_type, dtype)
 
     def clip_over_all_ranks(self, plugin: Precision) -> None:
         """Let a precision plugin clip by the norm over all ranks, or by value on any, until `remove`."""
 
         def clip_grad_by_norm(optimizer: Optimizer, clip_val: float) -> None:
-            parameters = list(plugin.main_params(optimizer))
-            total = self._gradients.norm(parameters, None)
-            torch.nn.utils.clip_grads_with_norm_(parameters, float(clip_val), total)
+            with self.suspended("clipping by norm"):
+                parameters = list(plugin.main_params(optimizer))
+                total = self._gradients.norm(parameters, None)
+                torch.nn.utils.clip_grads_with_norm_(parameters, float(clip_val), total)
 
         def clip_grad_by_value(optimizer: Optimizer, clip_val: float) -> None:
-            parameters = [p for p in plugin.main_params(optimizer) if p.grad is not None]
-            if parameters:  # a rank may hold none of the optimizer's
-                torch.nn.utils.clip_grad_value_(parameters, clip_value=clip_val)
+            with self.suspended("clipping by value"):
+                parameters = [p for p in plugin.main_params(optimizer) if p.grad is not None]
+                if parameters:  # a rank may hold none of the optimizer's
+                    torch.nn.utils.clip_grad_value_(parameters, clip_value=clip_val)
 
         vars(plugin).update(clip_grad_by_norm=clip_grad_by_norm, clip_grad_by_value=clip_grad_by_value)
         self._clipper = plugin

@@ -1,7 +1,7 @@
-"""Refuses objects of `pytorch_lightning`, whose classes are not those of `lightning.pytorch`, by what to change.
+"""Refuses objects of the Lightning that is not the strategy's, where a process has two, by what to change.
 
-Both packages hold the same code under two names. A callback or sampler of the one is not known to the other, which then
-does without it in silence. So a run keeps to `lightning.pytorch`.
+`config.one_lightning` says when it has. A callback or sampler of the one is not known to the other, which then does
+without it in silence.
 """
 
 from __future__ import annotations
@@ -10,17 +10,20 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import lightning.pytorch as pl
 import lightning.pytorch.trainer.trainer as trainer_module
 
-from lightning_mm5d.config.errors import OTHER_PACKAGE, other_package, private
+from lightning_mm5d.config.errors import other_package, private
 
+_PACKAGES = {"lightning", "pytorch_lightning"}
 _UNWRAP = "_maybe_unwrap_optimized"
 
 
 def is_of_other_package(thing: object) -> bool:
-    """Whether a class, or the class of an object, derives from one of `pytorch_lightning`."""
+    """Whether a class, or the class of an object, derives from one of the Lightning that is not the strategy's."""
     cls = thing if isinstance(thing, type) else type(thing)
-    return any(one.__module__.partition(".")[0] == OTHER_PACKAGE for one in cls.__mro__)
+    others = _PACKAGES - {pl.Trainer.__module__.partition(".")[0]}
+    return any(one.__module__.partition(".")[0] in others for one in cls.__mro__)
 
 
 def check_package(field: str, things: Iterable[object]) -> None:
@@ -39,12 +42,12 @@ def check_package(field: str, things: Iterable[object]) -> None:
 
 
 def explain_other_modules() -> None:
-    """Have Lightning's trainer refuse modules of the other package, where that is imported, by what to change.
+    """Have Lightning's trainer refuse modules of another package, where both are imported, by what to change.
 
     The trainer looks at a module before its strategy does, and says only that it is no `LightningModule`.
     """
     original = private(trainer_module, _UNWRAP)
-    if OTHER_PACKAGE in sys.modules and not isinstance(original, _Explained):
+    if sys.modules.keys() >= _PACKAGES and not isinstance(original, _Explained):
         setattr(trainer_module, _UNWRAP, _Explained(original))
 
 

@@ -1,14 +1,14 @@
-"""Refuses hooks that take the norm of gradients by themselves where ranks hold parts of the module.
+"""Refuses a `backward` that takes the norm of gradients where ranks hold parts of the module.
 
-Each rank would take the norm of its own gradients, clip by another factor than the rest, and log another number: the
-weights drift from those of one process without an error. What a hook does is read from its source and from that of the
-methods that it calls; a hook without source is refused where parameters are sharded.
+Hooks see the gradients of all ranks. An overridden `LightningModule.backward` sees those of its rank, before ranks sum
+them: with another norm on each rank weights drift from those of one process. What the method does is read from its
+source and from that of the methods that it calls.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
 
@@ -23,56 +23,36 @@ from lightning_mm5d.source.trees import Source, decorated, method_of
 
 _CLIPS = {"clip_grad_norm_", "clip_grads_with_norm_", "get_total_norm"}
 _NORMS = {"norm", "vector_norm", "_foreach_norm"}
-_HOOKS = (
-    "configure_gradient_clipping",
-    "on_before_optimizer_step",
-    "on_after_backward",
-    "on_before_zero_grad",
-    "on_train_batch_end",
-    "optimizer_step",
-    "backward",
-)
 
 
-def check_norms(owners: Iterable[pl.LightningModule | pl.Callback], plan: Plan) -> None:
-    """Refuse modules and callbacks with a hook that takes a norm of gradients of one rank alone.
+def check_norms(module: pl.LightningModule, plan: Plan) -> None:
+    """Refuse a module whose `backward` takes a norm of gradients of one rank alone.
 
     Raises:
-        ConfigError: such a hook, where ranks hold several stages, shards or rows.
+        ConfigError: where ranks hold several stages, shards or rows.
     """
     parts = plan.division.shards or DataShards(plan).exist
     if plan.topology.is_replicated and not parts:
         return
-    source = Source()
-    for owner in owners:
-        for hook in _HOOKS:
-            found = _norm_in(source, type(owner), hook)
-            if found is None and not (parts and hook == "configure_gradient_clipping"):
-                continue
-            if found == "":
-                continue
-            raise ConfigError(
-                f"{type(owner).__name__}.{hook}",
-                found or "code without source",
-                "It takes the norm of the gradients of one rank, and other ranks hold the rest of the module",
-                "Clip by Trainer(gradient_clip_val=...), or call self.clip_gradients(optimizer, "
-                "gradient_clip_val=..., gradient_clip_algorithm='norm') in configure_gradient_clipping; log "
-                "self.trainer.strategy.gradient_norm()",
-            )
+    if found := _norm_in(Source(), type(module), "backward"):
+        raise ConfigError(
+            f"{type(module).__name__}.backward",
+            found,
+            "It takes the norm of the gradients of one rank, before they are summed over ranks",
+            "Do it in on_after_backward or on_before_optimizer_step, which see full gradients",
+        )
 
 
-def _norm_in(source: Source, cls: type, hook: str) -> str | None:
-    """Return the name of what takes a norm in a hook, "" where nothing does, None where its source is unknown."""
-    unknown = False
+def _norm_in(source: Source, cls: type, hook: str) -> str:
+    """Return the name of what takes a norm in a hook, "" where nothing does or where its source is unknown."""
     for function in _called(source, cls, hook):
-        named = names(source, function, variables=False)
-        unknown |= named is None
-        for name in sorted(named or ()):
-            if name in _CLIPS or (name == "grad_norm" and _is_lightnings(function)):
+        named = names(source, function, variables=False) or frozenset()
+        for name in sorted(named):
+            if name in _CLIPS or (name == "grad_norm" and "strategy" not in named and _is_lightnings(function)):
                 return name
-        if named and "grad" in named and _calls_norm(source, function):
+        if "grad" in named and _calls_norm(source, function):
             return "the norm of .grad"
-    return None if unknown else ""
+    return ""
 
 
 def _called(source: Source, cls: type, hook: str) -> Iterator[FunctionType]:

@@ -6,16 +6,20 @@ collective goes through it as well.
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import socket
 from contextlib import suppress
 from datetime import timedelta
+from functools import cache
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 
+from lightning_mm5d.data.order_stream import packed_state
+from lightning_mm5d.data.random_state import seed_of
 from lightning_mm5d.sharded.backends import message_device
 from lightning_mm5d.trainer.torchrun_round import has_agent_store
 
@@ -55,6 +59,16 @@ def rendezvous_store(environment: ClusterEnvironment, timeout: timedelta) -> dis
     return dist.PrefixStore("lightning_mm5d", store)
 
 
+@cache
+def _keep_garbage_in_forks() -> None:
+    """Let processes forked from now on, as workers of dataloaders, never collect what they inherit.
+
+    Stores and groups of earlier runs lie in cycles. Their destructors wait for threads, which do not live on in a fork.
+    """
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=gc.freeze)
+
+
 def connect(
     environment: ClusterEnvironment, store: dist.Store, backend: str | None, timeout: timedelta, device: torch.device
 ) -> None:
@@ -67,12 +81,16 @@ def connect(
         timeout: of every operation between ranks.
         device: where this rank computes.
     """
+    _keep_garbage_in_forks()
     if dist.is_initialized():
         return
     rank = environment.global_rank()
     chosen = backend or ("nccl" if device.type == "cuda" else "gloo")
     # a store that outlives a group still has the addresses of that one
     number = store.add(f"groups of {rank}", 1)
+    # torch warns of what the order of messages counts on: those of one communicator run one after the other
+    if device.type == "cuda":
+        os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     dist.init_process_group(
         chosen,
         rank=rank,
@@ -89,6 +107,14 @@ def agreed_seed(device: torch.device) -> int:
     seed = torch.tensor([own], device=message_device(device))
     dist.broadcast(seed, 0)
     return int(seed)
+
+
+def draw_alike(device: torch.device) -> bool:
+    """Return whether random generators have the same state on all ranks; collective."""
+    own = seed_of(packed_state().numpy().tobytes().hex())
+    ends = torch.tensor([own, -own], device=message_device(device))
+    dist.all_reduce(ends, dist.ReduceOp.MAX)
+    return bool(ends.sum() == 0)
 
 
 def decided(decision: bool, all_ranks: bool, device: torch.device) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from subprocess import Popen
@@ -19,20 +20,23 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins import AsyncCheckpointIO, Precision
 from lightning.pytorch.strategies import ParallelStrategy
+from torch import Tensor
 from typing_extensions import override
 from wrapt import register_post_import_hook
 
 from lightning_mm5d.checkpoint.full_file import FullFileIO
+from lightning_mm5d.config.converters import converted
 from lightning_mm5d.config.environment import check_environment
-from lightning_mm5d.config.errors import OTHER_PACKAGE, ConfigError, other_package, private
-from lightning_mm5d.config.foreign.conversion import arguments_of
+from lightning_mm5d.config.errors import ConfigError, other_package, private
+from lightning_mm5d.data.random_state import CPU, unpack_states
+from lightning_mm5d.data.replica_view import is_shown, seen_replica
 from lightning_mm5d.engine.agreement import Agreement
 from lightning_mm5d.engine.codec import broadcast_tree
 from lightning_mm5d.sharded.backends import message_device
 from lightning_mm5d.trainer.guard import Guard
-from lightning_mm5d.trainer.launch import ScriptLauncher, cpu_threads, make_launcher
+from lightning_mm5d.trainer.launch import ProcessLauncher, ScriptLauncher, cpu_threads, make_launcher
 from lightning_mm5d.trainer.other_package import is_of_other_package
-from lightning_mm5d.trainer.process_group import agreed_seed, connect, decided, rendezvous_store
+from lightning_mm5d.trainer.process_group import agreed_seed, connect, decided, draw_alike, rendezvous_store
 from lightning_mm5d.trainer.session import Session
 from lightning_mm5d.trainer.statements import configuration
 from lightning_mm5d.trainer.torchrun_round import has_agent_store, round_name
@@ -70,7 +74,7 @@ class ProcessStrategy(ParallelStrategy, ABC):
         Raises:
             ConfigError: a knob does not exist, cannot work, or has no equal and results depend on it.
         """
-        return cls(**arguments_of(config, arguments))
+        return cls(**converted(config, arguments))
 
     def __init__(
         self,
@@ -91,12 +95,17 @@ class ProcessStrategy(ParallelStrategy, ABC):
         self._start_method, self._process_group_backend, self._timeout = start_method, backend, timeout
         self._watchdog = watchdog
         self._guard: Guard | None = None
+        self._refused: ConfigError | None = None
+        self._own_ranks: tuple[int, int] | None = None
         self._session: Session | None = None
         self._seed = 0
+        self._stages: tuple[str, ...] = ()  # that this rank runs
         self._agreement: Agreement | None = None
 
     @abstractmethod
-    def validate_before_launch(self, module: pl.LightningModule, *data: Any) -> Any:
+    def validate_before_launch(
+        self, module: pl.LightningModule, *data: Any, callbacks: Sequence[pl.Callback] = ()
+    ) -> Any:
         """Raise `ConfigError` when the module cannot run under this configuration."""
 
     @abstractmethod
@@ -105,13 +114,48 @@ class ProcessStrategy(ParallelStrategy, ABC):
 
     @property
     def is_distributed(self) -> bool:
-        """Lightning asks for samplers and synced logs only where this is true."""
-        return True
+        """Whether Lightning puts in samplers and syncs logs; it searches batch sizes only where this is false.
+
+        One process is searched, which Lightning asks before a session. Within one it gets a sampler like any number of
+        replicas: the order of an epoch is the same for all of them, so that each can go on with what another has left.
+        """
+        return self.world_size > 1 or self._session is not None
 
     @property
     def num_processes(self) -> int:
         """Ranks on one node."""
         return len(self.parallel_devices) if self.parallel_devices else 1
+
+    @property
+    def own_rank(self) -> int:
+        """The rank of this process, whatever data is read for."""
+        return self._own_ranks[0] if self._own_ranks is not None and is_shown() else super().global_rank
+
+    @property
+    def own_world_size(self) -> int:
+        """How many processes there are, whatever data is read for."""
+        return self._own_ranks[1] if self._own_ranks is not None and is_shown() else super().world_size
+
+    @property
+    @override
+    def global_rank(self) -> int:
+        """`own_rank`; while dataloaders are made and read, the replica that this is for."""
+        seen = seen_replica()
+        return self.own_rank if seen is None else seen[0]
+
+    @property
+    @override
+    def world_size(self) -> int:
+        """`own_world_size`; while dataloaders are made and read, how many replicas there are."""
+        seen = seen_replica()
+        return self.own_world_size if seen is None else seen[1]
+
+    @property
+    @override
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0; in a step, whether that of the first replica ends here."""
+        writes = None if self._session is None else self._session.writes()
+        return self.own_rank == 0 if writes is None else writes
 
     @property
     @override
@@ -135,13 +179,32 @@ class ProcessStrategy(ParallelStrategy, ABC):
 
     @override
     def _configure_launcher(self) -> None:
+        self.raise_refused()
         if is_of_other_package(self.accelerator):  # in the constructor of the trainer, which made the accelerator
-            raise other_package("trainer", f"{OTHER_PACKAGE}.Trainer")
+            raise other_package("trainer", f"the one that has made {type(self.accelerator).__module__}")
         if private(self, "_layer_sync") is not None:
             rule = "Batch norms are not converted: their statistics are those of a microbatch of one replica"
             fix = "Leave it unset; where every rank is a replica, nn.SyncBatchNorm.convert_sync_batchnorm converts them"
             raise ConfigError("Trainer(sync_batchnorm=...)", True, rule, fix)
         self._launcher = make_launcher(self, start_method=self._start_method)
+
+    def refuse(self, error: ConfigError) -> None:
+        """Raise what the constructor has found, or keep it for the trainer's where jsonargparse builds the strategy.
+
+        A parser tells an error in the midst of all types that it has tried, and the values of all fields.
+        """
+        frame = inspect.currentframe()
+        while frame is not None:
+            if frame.f_globals.get("__name__", "").partition(".")[0] == "jsonargparse":
+                self._refused = error
+                return
+            frame = frame.f_back
+        raise error
+
+    def raise_refused(self) -> None:
+        """Raise the error that `refuse` has kept, if any."""
+        if self._refused is not None:
+            raise self._refused
 
     def run_guarded(
         self,
@@ -177,7 +240,8 @@ class ProcessStrategy(ParallelStrategy, ABC):
             return function(*args, **kwargs)
 
     def _traffic(self) -> dict[str, Any]:
-        return self._session.traffic() if self._session is not None else {"action": "", "unsent": 0, "due": 0}
+        traffic = self._session.traffic() if self._session is not None else {"action": "", "unsent": 0, "due": 0}
+        return {**traffic, "stages": self._stages}
 
     def _stop_waiting(self, why: str) -> None:
         if self._session is not None:
@@ -199,15 +263,17 @@ class ProcessStrategy(ParallelStrategy, ABC):
         self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
         self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+        self._own_ranks = self.global_rank, self.world_size
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
         assert self.cluster_environment is not None
-        reset_seed()
         self.set_world_ranks()
         if self.root_device.type == "cpu":
-            torch.set_num_threads(cpu_threads(self.num_processes))
+            # threads of OpenMP do not live on in a fork, which would wait for them forever
+            is_forked = isinstance(self._launcher, ProcessLauncher) and self._launcher.is_interactive_compatible
+            torch.set_num_threads(1 if is_forked else cpu_threads(self.num_processes))
         environment, timeout = self.cluster_environment, self._timeout
         store = self.new_store()
         if self._guard is not None:
@@ -215,7 +281,19 @@ class ProcessStrategy(ParallelStrategy, ABC):
         self._agreement = Agreement(store, rank=self.global_rank, world_size=self.world_size, timeout=timeout)
         self._agreement.check("configuration", self._configuration())
         connect(environment, store, self._process_group_backend, timeout, self.root_device)
+        if not draw_alike(self.root_device):  # else a second run goes on, as on one process
+            reset_seed()
         self._seed = agreed_seed(self.root_device)
+
+    def take_random_state(self, state: Tensor) -> None:
+        """Give all ranks the random state that rank 0 gives; collective.
+
+        Args:
+            state: as `packed_state` returns it.
+        """
+        state = state.to(message_device(self.root_device))
+        dist.broadcast(state, 0)
+        unpack_states(state, CPU)
 
     def new_store(self) -> dist.Store:
         """Return a connection of its own to the store that the ranks of this job meet at.
@@ -277,5 +355,5 @@ class ProcessStrategy(ParallelStrategy, ABC):
             raise ConfigError("broadcast", type(obj).__name__, str(error), fix) from None
 
 
-# its trainer then asks the strategy, which says what to change, and does not call it an invalid name
-register_post_import_hook(_known_to_other_package, f"{OTHER_PACKAGE}.strategies")
+# where it is another package, its trainer asks the strategy, which says what to change
+register_post_import_hook(_known_to_other_package, "pytorch_lightning.strategies")

@@ -100,6 +100,14 @@ class Resume:
             self._watch = Watch(trainer, trainer.strategy.root_device)
         return self._watch
 
+    def end(self) -> None:
+        """Leave the random state as the orders of a run on one process leave it: a second run draws other ones.
+
+        A state that code of the run has changed stays as it is.
+        """
+        if self._watch is not None and self._watch.stream is not None:
+            self._watch.stream.leave()
+
     def on_validation(self, trainer: pl.Trainer) -> None:
         """Draw what a validation in the midst of training draws on one process."""
         if self._watch is not None and self._watch.stream is not None and not trainer.sanity_checking:
@@ -130,6 +138,9 @@ class Resume:
             wire: where messages live.
         """
         loaders = list(training_loaders(trainer))
+        if not loaders and self.saved is not None:  # nothing was read since the checkpoint that this run goes on from
+            checkpoint[KEY] = {**checkpoint.get(KEY, {}), RESUME: self.saved}
+            return
         loops = checkpoint["loops"]["fit_loop"]
         steps = _wound_back(trainer, loaders, loops)
         positions = [_gathered(loader.position(steps), wire) for loader in loaders]
@@ -187,6 +198,8 @@ class Resume:
             return
         if saved is None:
             self._begin_foreign(trainer, loaders)
+            return
+        if not saved["loaders"]:  # saved before training began, as tuners do
             return
         same_layout = saved["layout"] == layout
         positions = [Position.load(one) for one in saved["loaders"]]

@@ -11,12 +11,11 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import DeviceStatsMonitor
 from lightning.pytorch.plugins import Precision
 from torch import Tensor
 from torch.optim import Optimizer
@@ -24,40 +23,35 @@ from torchmetrics import Metric
 
 from lightning_mm5d.checkpoint.buffer_state import BufferState
 from lightning_mm5d.checkpoint.module_state import restore_full, share_buffers
+from lightning_mm5d.config.errors import private
 from lightning_mm5d.data.batches import per_replica
 from lightning_mm5d.data_parallel.main_parameters import MainParameters, computing_dtypes
 from lightning_mm5d.engine.engine import Engine
-from lightning_mm5d.engine.groups import Groups
-from lightning_mm5d.engine.host_memory import HostMemory
-from lightning_mm5d.engine.lock_step import LockStep
-from lightning_mm5d.engine.offload import Offload, offloads_parameters
-from lightning_mm5d.engine.recorder import Recorder
+from lightning_mm5d.engine.groups import Groups, Wish
 from lightning_mm5d.engine.run_groups import RunGroups, make_groups
 from lightning_mm5d.engine.step_gathers import StepGathers, make_gathering
 from lightning_mm5d.gradients.gradients import SumGroups, make_gradients
 from lightning_mm5d.gradients.parameter_hooks import ParameterHooks
 from lightning_mm5d.plan.data_shards import DataShards
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.plan.sums import sum_groups
 from lightning_mm5d.schedule import UNSPLIT_SCHEDULES, Graph, Schedule
 from lightning_mm5d.sharded.backends import backend_of, message_device
 from lightning_mm5d.stage import is_placeholder
 from lightning_mm5d.trainer.batch_parts import BatchParts, Splitting, Weighing
 from lightning_mm5d.trainer.cut_module import CutModule
-from lightning_mm5d.trainer.device import DeviceFigures
+from lightning_mm5d.trainer.feature import BEFORE_TRANSFER, Attached, Feature, Running
+from lightning_mm5d.trainer.full_views import FullViews, partial_names
 from lightning_mm5d.trainer.kept_shards import has_rows, keep_shards, lose_rows
 from lightning_mm5d.trainer.main_precision import main_dtype
-from lightning_mm5d.trainer.measured_timeline import write_timeline
 from lightning_mm5d.trainer.metrics import MetricSync
-from lightning_mm5d.trainer.offloaded_states import OffloadedStates
 from lightning_mm5d.trainer.optimization import Optimization
 from lightning_mm5d.trainer.replica_collectives import ReplicaCollectives
+from lightning_mm5d.trainer.sample_proof import SampleProof
 from lightning_mm5d.trainer.saves import Saves
 from lightning_mm5d.trainer.sharing_guards import SharingGuards
 from lightning_mm5d.trainer.step_result import ResultChannel
 from lightning_mm5d.trainer.steps import Replica, Steps
 from lightning_mm5d.trainer.turns import Turns
-from lightning_mm5d.trainer.unread import UnreadTensors
 from lightning_mm5d.trainer.user_step import Context
 
 
@@ -74,8 +68,7 @@ class RunOptions:
         device: where this rank computes.
         timeout: of operations between ranks.
         seed: for random state, the same on all ranks.
-        timeline: file for the timeline of the last training step; None records none.
-        on_nonfinite: what happens to a step whose losses or gradients are not finite.
+        features: of the strategy.
         saves: that may be under way.
         bucket_bytes: how much of gradients and parameters is summed or exchanged at once.
     """
@@ -89,8 +82,7 @@ class RunOptions:
     device: torch.device
     timeout: timedelta
     seed: int
-    timeline: str | None = None
-    on_nonfinite: Literal["propagate", "raise", "skip"] = "propagate"
+    features: Sequence[Feature] = ()
     saves: Saves | None = None
     bucket_bytes: int = 25 * 2**20
 
@@ -111,7 +103,7 @@ class Session:
         collectives: over the replicas of the loss modality.
         turns: what ranks agree on at the start of a batch.
         buffers: which ranks have the values of buffers; None until `attach`.
-        unread: tensors of batches that this rank does not read.
+        views: of full parameters and gradients, in hooks of users.
     """
 
     def __init__(self, module: pl.LightningModule, plan: Plan, options: RunOptions) -> None:
@@ -119,34 +111,30 @@ class Session:
         shards = DataShards(plan)
         self.is_plain = plan.topology.is_replicated and options.num_microbatches == 1 and not shards.exist
         self.is_plain &= self._batch_parts.counts_equally or plan.layout.num_replicas == 1
-        self.is_plain &= not offloads_parameters(plan.modalities) and plan.main_params is None
+        self.is_plain &= plan.main_params is None and not any(one.needs_schedule(plan) for one in options.features)
         self.is_plain &= not any(modality.fused_linear_cross_entropy for modality in plan.modalities.values())
         self.plan = plan
         self._module, self._options = module, options
         self._groups = Groups(options.timeout, device=message_device(options.device))
         self.buffers: BufferState | None = None
-        self._hooked: list[Any] = []
         self._guards: SharingGuards | None = None
         # whole from its begin to its end, because replicas may have unequal numbers of batches
         self._predicts = module.trainer.predicting
         self._hooks = ParameterHooks(module)
-        groups = make_groups(
+        groups = self._run_groups = make_groups(
             self._groups,
             plan,
             options.rank,
-            gradients=dict.fromkeys((*sum_groups(plan), *shards.groups())),
-            across=shards.across(),
-            gathers=shards.groups(),
             trained=[name for name, parameter in module.named_parameters() if parameter.requires_grad],
-            is_plain=self.is_plain,
             is_ordered=backend_of(options.device) != "gloo",
         )
         splits_backward = options.schedule not in UNSPLIT_SCHEDULES
         rank, device = options.rank, options.device
-        self._cut = CutModule(module, plan, groups, rank=rank, device=device, splits_backward=splits_backward)
+        self._cut = CutModule(
+            module, plan, groups, rank=rank, device=device, splits_backward=splits_backward, features=options.features
+        )
         self.host_copies = self._cut.host_copies
         self._transport = None if groups.payloads is None else groups.payloads.transport(device, rank)
-        memory = HostMemory(device, min(plan.layout.ranks_per_node, plan.layout.size))
         self._engine = Engine(
             plan,
             self._cut.runtime,
@@ -158,23 +146,30 @@ class Session:
             device=device,
             instances=groups.instances,
             hosts=groups.hosts,
-            offload=Offload(plan, self._cut.runtime, memory),
         )
-        if options.timeline is not None:
-            self._engine.recorder = Recorder(device)
-        self.unread = UnreadTensors(self._cut.runtime.handed, device)
+        self._attached: list[Attached] = []
         self._connect(groups)
         world = range(plan.layout.size)
         together = self._groups.get(world, "turns", backend="gloo") if len(world) > 1 else None
         # on ranks without such layers too, which are asked for their numbers of microbatches
         meets = any(modality.reshard_after_forward for modality in plan.modalities.values()) or plan.experts
         self._meets = self._groups.get(world, "gathers of a step", backend="gloo") if meets else None
+        predicts_apart = self._predicts and not self.is_plain and plan.layout.num_replicas > 1
+        samples = {
+            number: Wish(ranks, f"samples of replica {number}", "gloo")
+            for number in range(plan.layout.num_replicas)
+            if predicts_apart and len(ranks := plan.layout.replica_ranks(number)) > 1
+        }
+        if samples:
+            self._groups.make(samples.values())  # in one agreement of all ranks
+        apart = {number: self._groups.get(wish.ranks, wish.tag) for number, wish in samples.items()}
         self.turns = Turns(
             module.trainer,
             together,
             torch.device("cpu"),
             steps_together=not self.is_plain,
             predicts_together=not self.is_plain and plan.layout.num_replicas == 1,
+            proof=SampleProof(module.trainer, plan.layout, rank, apart),
             saves=options.saves,
         )
 
@@ -198,7 +193,8 @@ class Session:
         last = plan.topology.instances(plan.topology.last_stage)
         is_last = any(rank in ranks for ranks in last)
         loss_group = groups.loss if is_last else None
-        self._metrics = MetricSync(loss_group=loss_group, is_last=is_last, world_src=last[0][0])
+        guard = self._cut.runtime.guard
+        self._metrics = MetricSync(loss_group=loss_group, is_last=is_last, world_src=last[0][0], guard=guard)
         if not self.is_plain:
             self._metrics.attach(part for part in module.modules() if isinstance(part, Metric))
         replicas = {
@@ -207,7 +203,7 @@ class Session:
                 ends_here=rank in last[number],
                 results=ResultChannel(
                     src=last[number][0],
-                    group=groups.replicas[number],
+                    group=groups.replicas.get(number),
                     device=message_device(device),
                     host=groups.hosts.get(number),
                 ),
@@ -215,19 +211,7 @@ class Session:
             for number in plan.layout.replicas_of_rank(rank)
             if not self.is_plain
         }
-        self._lock_step: LockStep | None = None
-        if plan.topology.edges:
-            self._lock_step = LockStep(
-                plan,
-                self._cut.runtime,
-                {number: groups.replicas[number] for number in replicas},
-                groups.hosts,
-                own=next((number for number, replica in replicas.items() if replica.ends_here), None),
-                rank=rank,
-                device=device,
-                wire=message_device(device),
-            )
-        runs = self._engine, self._lock_step, gradients, replicas, self._metrics
+        runs = self._engine, gradients, replicas, self._metrics
         self.steps = Steps(
             module,
             plan,
@@ -237,18 +221,8 @@ class Session:
             loss_group=loss_group,
             batch_parts=self._batch_parts,
             seed=self._options.seed if plan.draws_by_microbatch(replicas) else None,
-            unread=self.unread,
         )
-        self.optimization = Optimization(
-            module,
-            plan,
-            gradients,
-            self._hooks,
-            is_plain=self.is_plain,
-            device=device,
-            on_nonfinite=self._options.on_nonfinite,
-            states=OffloadedStates(module, plan, self._engine.offload.memory, self._options.bucket_bytes),
-        )
+        self.optimization = Optimization(module, plan, gradients, self._hooks, is_plain=self.is_plain, device=device)
         self.collectives = ReplicaCollectives(
             self._cut.runtime,
             tuple(ranks[0] for ranks in last),
@@ -257,7 +231,19 @@ class Session:
             loss_group=groups.loss,
             shares_ranks=any(len(plan.layout.replicas_of_rank(other)) > 1 for other in range(plan.layout.size)),
         )
-        self._figures = DeviceFigures(self._engine, self._transport, plan, device, self._cut.experts)
+        world = range(plan.layout.size)
+        self.views = FullViews(
+            module,
+            plan,
+            rank,
+            self._shared,
+            self._cut.runtime.guard,
+            self._groups.get(world, "hooks", backend="gloo") if partial_names(plan) else None,
+            device=device,
+            wire=message_device(device),
+            is_unsummed=lambda: self.optimization.is_unsummed,
+        )
+        self.optimization.suspended = self.views.suspended
 
     def share(self, optimizers: Sequence[Optimizer]) -> None:
         """Leave this rank the rows that it owns, and free what `optimizers` keep for other ranks."""
@@ -273,19 +259,43 @@ class Session:
             self._shared.show_whole()
             self._mains.show_computing()
         self.optimization.adopt(optimizers)
-        self._engine.offload.rest()
 
     def attach(self, trainer: pl.Trainer) -> None:
-        """Extend the trainer until `close`: clipping, figures, SIGTERM, hooks for batches of several replicas."""
+        """Extend the trainer until `close`: clipping, SIGTERM, hooks for batches, and features."""
         self.turns.attach()
         self.buffers = BufferState(self._module, self.plan)  # after the module has moved to its device
         self.optimization.clip_over_all_ranks(trainer.strategy.precision_plugin)
-        if any(isinstance(callback, DeviceStatsMonitor) for callback in vars(trainer)["callbacks"]):
-            self._figures.attach(trainer.strategy.accelerator)
         # Lightning calls the hook with whatever the loader yields, also where that is several batches
-        self._hooked = [self._module, *filter(None, [getattr(trainer, "datamodule", None)])]
-        for owner in self._hooked:
-            vars(owner)["on_before_batch_transfer"] = per_replica(owner.on_before_batch_transfer)
+        owners = [self._module, *vars(trainer)["callbacks"]]
+        self.views.attach(owners, self.buffers, predicts_apart=self.plan.layout.num_replicas > 1)
+        # not the user's hook itself, which would then count as overridden
+        before_transfer = per_replica(private(self._module, BEFORE_TRANSFER))
+
+        def prepared(batch: Any, dataloader_idx: int = 0) -> Any:
+            self.turns.proof.note(batch)
+            return before_transfer(batch, dataloader_idx)
+
+        vars(self._module)[BEFORE_TRANSFER] = prepared
+        running = Running(
+            trainer=trainer,
+            module=self._module,
+            plan=self.plan,
+            rank=self._options.rank,
+            device=self._options.device,
+            schedule=self._options.schedule,
+            num_microbatches=self._batch_parts.count,
+            runtime=self._cut.runtime,
+            engine=self._engine,
+            transport=self._transport,
+            experts=self._cut.experts,
+            optimization=self.optimization,
+            steps=self.steps,
+            groups=self._run_groups,
+            is_plain=self.is_plain,
+        )
+        for feature in self._options.features:
+            if (attached := feature.attach(running)) is not None:
+                self._attached.append(attached)
 
     def train(self, optimizers: Sequence[Optimizer], precision: Precision, arguments: Sequence[Any]) -> Any:
         """Run `training_step`; return its output with a loss whose backward publishes gradients.
@@ -295,6 +305,7 @@ class Session:
             precision: of the trainer.
             arguments: of the step: the batch, and what Lightning passes after it.
         """
+        self.turns.begin_training_step()
         self.optimization.hidden.take()
         self._shared.settle()
         if self._mains.adopt():  # what was unfrozen since the last step
@@ -308,18 +319,38 @@ class Session:
         with self.host_copies(), self._mains.computing():
             output = self.steps.train(arguments, precision.train_step_context, scale, summing)
         self._shared.show_own()
-        self._figures.update()
         return output
+
+    def optimize(self, arguments: Sequence[Any], context: Context) -> Any:
+        """Run a `training_step` that optimizes manually; return what it returned.
+
+        Args:
+            arguments: of the step: the batch, and what Lightning passes after it.
+            context: entered around its forward.
+        """
+        self.turns.begin_training_step()
+        with self.host_copies():
+            return self.steps.optimize(arguments, context)
+
+    def stepped(self) -> None:
+        """Take note that an optimizer has stepped."""
+        for one in self.optimization.around:
+            one.stepped()
+
+    def writes(self) -> bool | None:
+        """Return whether the step that is under way writes files for all ranks here; None outside of steps."""
+        ends_here = self._cut.runtime.guard.ends_here
+        return None if ends_here is None else ends_here and self.steps.writes
 
     def evaluate(self, name: str, arguments: Sequence[Any], context: Context) -> Any:
         """Run one of the other steps; return what it would have returned for the full batch, on every rank.
 
         Args:
             name: of the LightningModule's method.
-            arguments: of the step: the batch, its index, and what Lightning passes after it.
+            arguments: of the step: the batch, and what Lightning passes after it.
             context: entered around each microbatch's forward.
         """
-        self.turns.begin_evaluation_batch(arguments[1])
+        self.turns.begin_evaluation_batch()
         if not self._predicts:
             self._shared.settle()
             self._shared.show_whole()
@@ -359,16 +390,14 @@ class Session:
             targets: ranks that get the full weights; without any, all ranks keep their shards.
             failed: whether the run has failed, after which nothing can be gathered.
         """
-        if self._lock_step is not None:
-            self._lock_step.remove()
-        self._engine.remove()
+        for one in reversed(self._attached):
+            one.remove()
         self._cut.remove()
         self._metrics.detach()
+        self.views.detach()
         self.optimization.remove()
-        self._figures.detach()
         self.turns.detach()
-        for owner in self._hooked:
-            vars(owner).pop("on_before_batch_transfer", None)
+        vars(self._module).pop(BEFORE_TRANSFER, None)
         self._gathering.detach()
         self._mains.show_main()
         if self._guards is not None:
@@ -389,9 +418,8 @@ class Session:
                 keep_shards(self._module, self.plan)
                 share_buffers(self._module, self.plan, wire=wire, buffers=self.buffers)
         dist.barrier()
-        options, recorder = self._options, self._engine.recorder
-        if options.timeline is not None and recorder is not None:
-            write_timeline(options.timeline, recorder, self.plan, options.schedule, rank=rank, wire=wire)
+        for one in self._attached:
+            one.finish()
         if self._transport is not None:
             self._transport.close()
         dist.barrier()

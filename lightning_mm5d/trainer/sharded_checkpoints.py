@@ -23,7 +23,13 @@ from lightning_mm5d.checkpoint.rank_reports import RankReports
 from lightning_mm5d.checkpoint.sharded_load import ShardedCheckpoint
 from lightning_mm5d.checkpoint.sharded_save import Save, decide
 from lightning_mm5d.checkpoint.siblings import earlier_checkpoints, link
-from lightning_mm5d.config.errors import CheckpointCorruptError, CheckpointUntrustedError, private
+from lightning_mm5d.config.errors import (
+    CheckpointCorruptError,
+    CheckpointUntrustedError,
+    RankLostError,
+    private,
+    repeated,
+)
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.storage.directory import CheckpointDirectory
 from lightning_mm5d.storage.replacement import remove_checkpoint
@@ -182,6 +188,7 @@ class ShardedCheckpoints:
         Raises:
             CheckpointCorruptError: on all ranks, when any rank finds a checkpoint damaged.
             CheckpointUntrustedError: on all ranks, when it would run code.
+            RankLostError: on the other ranks, when one fails by another error.
         """
         self.saves.finish()
         reports, failed = self._open_reports(topic), None
@@ -195,10 +202,11 @@ class ShardedCheckpoints:
             raise failed
         for rank, other in enumerate(others):
             if other is not None:
+                said = f"{other[0]}: {other[1]}"
                 kind = _SHARED_ERRORS.get(other[0])
                 if kind is not None:
-                    raise kind(f"rank {rank}: {other[1]}")
-                raise RuntimeError(f"rank {rank}: {other[0]}: {other[1]}")
+                    raise repeated(kind(f"rank {rank}: {other[1]}"), rank, said)
+                raise repeated(RankLostError(f"rank {rank}: {said}"), rank, said)
         return found
 
 

@@ -88,12 +88,13 @@ class SharingGuards:
     def _watch(self, part: nn.Module, held: Sequence[tuple[str, SharedParameter]]) -> None:
         def refuse_call(_: nn.Module, args: Any) -> None:
             for name, one in held:
-                if not one.is_whole:
+                if not one.is_whole and not self._guard.shows_full:
                     raise self._guard.error(name, "A call outside of a step")
 
         def refuse_state(_: nn.Module, prefix: str, keep_vars: bool) -> None:
             for name, one in held:
-                if not keep_vars and (not one.is_whole or isinstance(one.parameter, Closed)):
+                is_cut = not one.is_whole or isinstance(one.parameter, Closed)
+                if not keep_vars and is_cut and not self._guard.shows_full:
                     raise self._guard.error(name, "state_dict()")
 
         self._undo.append(part.register_forward_pre_hook(refuse_call).remove)

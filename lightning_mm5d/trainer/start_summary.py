@@ -12,8 +12,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelSummary, RichModelSummary
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_mm5d.config.tables import Table, spans
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.planner.tables import Table, spans
 
 _ROWS = 10
 _RANKS = 4  # runs of ranks in a cell
@@ -65,6 +65,8 @@ def summary(plan: Plan) -> Table:
     sizes = [0] * len(parts)
     at = {name: index for index, names in enumerate(parts) for name in names}
     for parameter, size in plan.sizes.items():  # buffers have owners too
+        if parameter in plan.tied:
+            continue
         for index in {at[owner] for owner in plan.partition.owners[parameter]}:
             sizes[index] += size
     rows = []

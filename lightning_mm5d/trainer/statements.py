@@ -37,6 +37,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler
 
+from lightning_mm5d.config.features import FEATURES
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.layout import Layout
 from lightning_mm5d.plan.holdings import Holdings
@@ -217,7 +218,7 @@ def _flat(name: str, value: Any) -> dict[str, Any]:
     if name == "schedule" and is_table(value):
         digest = hashlib.blake2b(table_text(value).encode(), digest_size=4).hexdigest()
         return {name: f"a table with digest {digest}"}
-    if name == "timeline":  # only rank 0 writes it
+    if any(name in feature.by_rank for feature in FEATURES):
         return {name: "unset" if value is None else "set"}
     return {name: _plain(value)}
 

@@ -53,6 +53,7 @@ class StepResult:
         logs: merged calls of ``self.log``.
         has_graph: whether the loss of any microbatch of any replica has a gradient.
         fails: whether a pipeline could not run it, so that it has nothing else.
+        kept: what the step changed in attributes of the module, see `KeptValues.changes`.
     """
 
     loss: Tensor | None = None
@@ -60,6 +61,7 @@ class StepResult:
     logs: list[MergedLog] = field(default_factory=list)
     has_graph: bool = True
     fails: bool = False
+    kept: list[Any] = field(default_factory=list)
 
     def check_equal(self, shared: StepResult) -> None:
         """Refuse a loss or log that differs from the one of another rank with the same last layers.
@@ -98,12 +100,7 @@ class ResultChannel:
     """
 
     def __init__(
-        self,
-        *,
-        src: int,
-        group: dist.ProcessGroup | None,
-        device: torch.device,
-        host: dist.ProcessGroup | None = None,
+        self, *, src: int, group: dist.ProcessGroup | None, device: torch.device, host: dist.ProcessGroup | None = None
     ) -> None:
         self._is_alone = group is None or dist.get_world_size(group) == 1
         self._channel = None if self._is_alone else TreeChannel.within(group, src, device, host)
@@ -128,14 +125,22 @@ def _to_tree(result: StepResult) -> Any:
     # numbers are a tensor, because a header is sent again when plain values in it change
     numbers = torch.tensor([result.has_graph, *(log.batch_size for log in result.logs)], dtype=torch.float64)
     options = [asdict(log.options) for log in result.logs]
-    return [result.loss, numbers, result.outputs, options, [log.value for log in result.logs], result.fails]
+    return [
+        result.loss,
+        numbers,
+        result.outputs,
+        options,
+        [log.value for log in result.logs],
+        result.fails,
+        result.kept,
+    ]
 
 
 def _from_tree(tree: Any) -> StepResult:
-    loss, numbers, outputs, options, values, fails = tree
+    loss, numbers, outputs, options, values, fails, kept = tree
     has_graph, *sizes = numbers.tolist()
     logs = [
         MergedLog(options=LogOptions(**one), value=value, batch_size=size)
         for one, value, size in zip(options, values, sizes, strict=True)
     ]
-    return StepResult(loss, outputs, logs, bool(has_graph), fails)
+    return StepResult(loss, outputs, logs, bool(has_graph), fails, kept)

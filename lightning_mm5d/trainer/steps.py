@@ -17,31 +17,36 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.errors import ConfigError, RemoteParameterError
 from lightning_mm5d.data.batches import split_replicas
-from lightning_mm5d.data.microbatch import Microbatch, merge
+from lightning_mm5d.data.microbatch import Microbatch, batch_samples, counted, merge
 from lightning_mm5d.engine.engine import Ending, Engine
 from lightning_mm5d.engine.kept_casts import CastingOnce
-from lightning_mm5d.engine.lock_step import LockStep
 from lightning_mm5d.gradients.gradients import Gradients
 from lightning_mm5d.gradients.parameter_hooks import set_aside
-from lightning_mm5d.gradients.publish import published
+from lightning_mm5d.gradients.publish import published, skipped
 from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.sharded.backends import message_device
 from lightning_mm5d.sharded.data_accesses import refused_writes
-from lightning_mm5d.sharded.remote_value import plain
+from lightning_mm5d.sharded.remote_value import is_remote, plain
+from lightning_mm5d.source.appends import appended_by_data
+from lightning_mm5d.source.trees import Source
+from lightning_mm5d.stage import StageError
 from lightning_mm5d.trainer.batch_parts import BatchParts
+from lightning_mm5d.trainer.guard import position
+from lightning_mm5d.trainer.kept_values import KeptValues
 from lightning_mm5d.trainer.logs import LogCapture, replay
+from lightning_mm5d.trainer.lost_writes import tell_of_lost_writes
+from lightning_mm5d.trainer.mean_check import JoinedStep, compare, put_back
 from lightning_mm5d.trainer.metrics import MetricSync
 from lightning_mm5d.trainer.optimization import Summing
-from lightning_mm5d.trainer.several_passes import Attempt, passes_several_times
 from lightning_mm5d.trainer.step_result import ResultChannel, StepResult, Weights
-from lightning_mm5d.trainer.unread import UnreadTensors
 from lightning_mm5d.trainer.user_step import Context, TrainingStep, UserStep
 
 if TYPE_CHECKING:
@@ -66,6 +71,19 @@ class Replica:
     results: ResultChannel
 
 
+class Unscheduled(Protocol):
+    """Runs steps that no schedule can run, of all ranks of a replica at once."""
+
+    def walks(self, name: str) -> bool:
+        """Whether no schedule can run the evaluation `name`, as far as it is known before it is tried."""
+
+    def attempt(self, metrics: MetricSync, values: KeptValues) -> Callable[[], None]:
+        """Return what undoes an evaluation that a schedule has tried."""
+
+    def execute(self, step: UserStep, *, optimizes: bool = False) -> None:
+        """Run all microbatches of a step, which may run backwards and optimizers itself."""
+
+
 class Steps:
     """Runs the steps of a LightningModule.
 
@@ -73,7 +91,6 @@ class Steps:
         module: the user's module.
         plan: all stages.
         engine: executes schedules on this rank.
-        lock_step: runs evaluations that pass several times through the model; None with one stage.
         gradients: of the parameters that this rank holds.
         replicas: those that this rank serves, by number.
         metrics: the module's metrics, which must not communicate inside a schedule.
@@ -82,7 +99,10 @@ class Steps:
         loss_group: the ranks where steps end; None where there is one.
         batch_parts: splits batches, and weighs their parts.
         seed: for random state, the same on all ranks and in all stages; None leaves it alone.
-        unread: learns which tensors of batches this rank does not read.
+
+    Attributes:
+        writes: whether steps that end here write files for all ranks.
+        unscheduled: runs steps that no schedule can run; None where nothing does.
     """
 
     def __init__(
@@ -90,7 +110,6 @@ class Steps:
         module: LightningModule,
         plan: Plan,
         engine: Engine,
-        lock_step: LockStep | None,
         gradients: Gradients,
         replicas: Mapping[int, Replica],
         metrics: MetricSync,
@@ -100,16 +119,24 @@ class Steps:
         loss_group: dist.ProcessGroup | None,
         batch_parts: BatchParts,
         seed: int | None,
-        unread: UnreadTensors,
     ) -> None:
         self._module, self._plan, self._engine, self._gradients = module, plan, engine, gradients
         self._replicas, self._metrics, self._rank, self._device = replicas, metrics, rank, device
-        self._loss_group, self._batch_parts, self._seed, self._unread = loss_group, batch_parts, seed, unread
-        self._lock_step, self._several = lock_step, dict[str, set[int]]()
+        self._loss_group, self._batch_parts, self._seed = loss_group, batch_parts, seed
+        self.unscheduled: Unscheduled | None = None
+        self._several = dict[str, set[int]]()
+        last = plan.topology.instances(plan.topology.last_stage)
+        self._is_shared = any(len(ranks) > 1 for ranks in last)
         self._capture = LogCapture(module)
         self._casting_once = CastingOnce(module, device)
+        self._tokens: dict[str, bool] = {}  # whether they count, by step
+        self._writing: dict[str, bool] = {}  # whether it writes to its batch in place, by step
+        self._has_trained = False
         self._own = next((number for number, replica in replicas.items() if replica.ends_here), None)
+        self.writes = self._own == 0 and replicas[0].src == rank
+        self._told = set[str]()  # steps whose lost writes were warned of
         self._named = list(module.named_parameters(remove_duplicate=False))
+        self._apart = appended_by_data(Source(), type(module))
         self._trainable: tuple[tuple[bool, ...], frozenset[str]] = ((), frozenset())
 
     def trainable(self) -> frozenset[str]:
@@ -133,36 +160,35 @@ class Steps:
             summing: when gradients are summed over ranks.
         """
         # parameters that are gathered in a step may be NaN where only shapes are asked for
-        is_gathered = any(one.rests_own for one in self._gradients.shared.all)
+        is_gathered, plain_context = any(one.rests_own for one in self._gradients.shared.all), context
         if not is_gathered:
             context = partial(self._casting_once.entered, context, self._engine.stage)
         batch, *arguments = arguments
-        parts = self._split(batch, arguments)
+        # a resumed run may begin with the last batch of an epoch
+        is_first = not self._has_trained and self._module.global_step == 0
+        parts = self._split(batch, is_first=is_first)
+        frozen = self._frozen() if is_first and not is_gathered else {}
+        self._has_trained = True
         share = summing.share or 1.0
 
         def scaled(loss: Tensor) -> Tensor:
             return scale(loss) if share == 1.0 else scale(loss) * share
 
-        step = TrainingStep(
-            self._module,
-            "training_step",
-            arguments,
-            parts,
-            self._weights(parts, "training_step"),
-            scale=scaled,
-            **self._options(context, arguments, "training_step", parts),
-        )
+        weights, options = self._weights(parts, "training_step"), self._options(context, "training_step", parts)
+        step = TrainingStep(self._module, "training_step", arguments, parts, weights, scale=scaled, **options)
         older = None if summing.continues else self._gradients.take()
         self._gradients.lay()
         reduction = self._gradients.reduction(whole=summing.is_early, rows=True)
         rows: dict[int, Tensor] = {}
+        step.kept = values = KeptValues(self._module, self._apart)
         try:
             shows_copies = is_gathered or self._plan.main_params is not None
             watched = refused_writes(self._named) if shows_copies else self._casting_once.step()
             with set_aside(self._gradients.parameters), watched:
                 self._run(step, self.trainable(), reduction.ending)
             rows = self._gradients.finish(reduction)
-            self._unread.learn(part for found in parts.values() for part in found)
+            if is_first:
+                _check_frozen(frozen, self._frozen() if frozen else {}, step.runs, self._device)
         finally:
             self._gradients.leave()
             fresh = [
@@ -174,9 +200,8 @@ class Steps:
         merged = None
         if self._own is not None:
             loss, has_graph = self._mean_loss(step)
-            merged = dataclasses.replace(self._merged(step, loss), has_graph=has_graph)
-        result = self._shown(self._share(parts, merged))
-        assert result.loss is not None
+            merged = dataclasses.replace(self._merged(step, loss, values), has_graph=has_graph)
+        result = self._shown(self._share(parts, merged), values)
         if not result.has_graph:
             raise ConfigError(
                 "training_step",
@@ -184,6 +209,10 @@ class Steps:
                 "No microbatch's loss has a gradient, so that nothing would be trained",
                 "Return a loss that depends on a trainable parameter; frozen ones, `detach` and `no_grad` cut it off",
             )
+        if is_first:
+            can_compare = not is_gathered and result.loss is not None
+            options |= {"watches": False, "context": plain_context}
+            self._check_mean(self._joined(batch, parts) if can_compare else {}, parts, arguments, weights, options)
         factor = 1.0 / scaled(torch.ones((), device=self._device))
 
         def publish(gradient: Tensor) -> None:
@@ -192,6 +221,8 @@ class Steps:
             self._gradients.add(fresh, _factor(value, summing))
             fresh[:] = [None] * len(fresh)
 
+        if result.loss is None:  # a skipped batch; what others of its accumulation gave is published
+            return skipped(self._device, publish)
         loss = published(result.loss.to(self._device), publish)
         outputs = _by_name(result.outputs)
         return loss if outputs is None else {**outputs, "loss": loss}
@@ -205,36 +236,94 @@ class Steps:
             context: entered around each microbatch's forward.
         """
         batch, *arguments = arguments
-        parts = {number: part for number, part in self._split(batch, arguments).items() if part}
-        weights, options = self._weights(parts, name), self._options(context, arguments, name, parts)
+        parts = {number: part for number, part in self._split(batch).items() if part}
+        weights, options = self._weights(parts, name), self._options(context, name, parts)
         results: dict[int, StepResult] = {}
-        walking = self._walking(name)
+        walking, values = self._walking(name), KeptValues(self._module, self._apart)
         piped = {number: part for number, part in parts.items() if number not in walking}
         if piped:
-            before = None if self._lock_step is None else Attempt(self._module, self._metrics)
+            undo = None if self.unscheduled is None else self.unscheduled.attempt(self._metrics, values)
             step = UserStep(self._module, name, arguments, piped, weights, **options)
+            step.kept = values
+            step.forgives = (StageError, RemoteParameterError) if undo is not None and self._plan.topology.edges else ()
             self._run(step, frozenset())
-            results = self._share(piped, self._merged(step, None) if self._own in piped else None)
+            results = self._share(piped, self._merged(step, None, values) if self._own in piped else None)
             failed = {number for number in piped if results[number].fails}
             walking |= failed
-            if before is not None and failed and self._own in (None, *failed):
-                before.undo()
+            if undo is not None and failed and self._own in (None, *failed):
+                undo()
         walked = {number: part for number, part in parts.items() if number in walking}
         if walked:
-            assert self._lock_step is not None
+            assert self.unscheduled is not None
             step = UserStep(self._module, name, arguments, walked, weights, **options)
-            with self._capture.capture(), self._metrics.local(), self._engine.offload.present():
-                self._lock_step.execute(step)
-            results |= self._share(walked, self._merged(step, None) if self._own in walked else None)
-        return self._shown(results).outputs
+            step.kept = values
+            with self._capture.capture(), self._metrics.local(), self._engine.unscheduled():
+                self.unscheduled.execute(step)
+            results |= self._share(walked, self._merged(step, None, values) if self._own in walked else None)
+        return self._shown(results, values).outputs
+
+    def _frozen(self) -> dict[str, Tensor]:
+        """Return the norms of the frozen parameters that this rank has."""
+        with plain():
+            found = {name: p for name, p in self._named if not (p.requires_grad or is_remote(p))}
+            found = {name: p for name, p in found.items() if p.dtype in _NORMED and p.layout == torch.strided}
+            norms = torch._foreach_norm([p.detach() for p in found.values()]) if found else ()
+        return dict(zip(found, norms, strict=True))
+
+    def optimize(self, arguments: Sequence[Any], context: Context) -> Any:
+        """Run a `training_step` with backwards and optimizers of its own, for the full batch; return its result.
+
+        Args:
+            arguments: of the step, as for `train`.
+            context: entered around its forward.
+        """
+        if self.unscheduled is None:
+            rule = "The step runs backwards of its own, and this installation comes without what runs them over ranks"
+            raise ConfigError("automatic_optimization", False, rule, "Use automatic optimization, or the whole package")
+        batch, *arguments = arguments
+        parts = {number: [counted(batch, batch_samples(batch))] for number in self._replicas}
+        weights = Weights() if self._own is None else Weights((1.0,), float(self._plan.layout.num_replicas))
+        values = KeptValues(self._module, self._apart)
+        options = self._options(context, "training_step", parts)
+        step = UserStep(self._module, "training_step", arguments, parts, weights, **options)
+        with self._capture.capture(), self._metrics.local(), self._engine.unscheduled():
+            self.unscheduled.execute(step, optimizes=True)
+        merged = None if self._own is None else self._merged(step, None, values)
+        return self._shown(self._share(parts, merged), values).outputs
+
+    def _joined(self, batch: Any, parts: Parts) -> Parts:
+        """Return the first two microbatches, both as one and the first again, of replicas where these are known."""
+        if self._batch_parts.is_compiled or not (
+            self._plan.layout.num_replicas == 1 or self._batch_parts.is_equal_everywhere()
+        ):
+            return {}
+        batches = zip(parts.items(), split_replicas(batch, len(self._replicas)), strict=True)
+        joined = {number: (found, self._batch_parts.joined(one, found)) for (number, found), one in batches}
+        return {number: [*found[:2], both, found[0]] for number, (found, both) in joined.items() if both is not None}
+
+    def _check_mean(
+        self, given: Parts, parts: Parts, arguments: Sequence[Any], weights: Weights, options: dict[str, Any]
+    ) -> None:
+        """Compare, if all ranks can, the loss of the first two microbatches with that of both as one: `mean_check`."""
+        lacking = torch.tensor(len(parts) - len(given), device=message_device(self._device))
+        dist.all_reduce(lacking, dist.ReduceOp.MAX)
+        if lacking:
+            return
+        writes, self.writes = self.writes, False
+        try:
+            with put_back(self._module, self._device) as state:
+                step = JoinedStep(self._module, "training_step", arguments, given, weights, state=state, **options)
+                with step.uncounted():
+                    self._run(step, frozenset())
+        finally:
+            self.writes = writes
+        if writes:
+            compare(self._module, step)
 
     # --- phase 1 ---
 
-    def _split(self, batch: Any, arguments: Sequence[Any]) -> dict[int, list[Microbatch]]:
+    def _split(self, batch: Any, *, is_first: bool = False) -> dict[int, list[Microbatch]]:
         batches = split_replicas(batch, len(self._replicas))
-        module = self._module
-        started = module.current_epoch, module.global_step, *arguments[:1]
-        is_first = module.training and started == (0, 0, 0)
         return {
             number: [] if one is None else self._batch_parts.split(one, is_first=is_first)
             for number, one in zip(self._replicas, batches, strict=True)
@@ -248,12 +337,13 @@ class Steps:
         if name == "predict_step":
             return Weights()
         deals = name == "training_step" and self._batch_parts.deals
+        tokens = self._counts_tokens(parts, name)
         for found in parts.values():
-            self._batch_parts.check(found, deals=deals)
+            self._batch_parts.check(found, tokens=tokens, deals=deals)
         if self._own is None or self._own not in parts:
             return Weights()
-        own = self._batch_parts.weights(parts[self._own])
-        if self._batch_parts.counts_samples and not deals:
+        own = self._batch_parts.weights(parts[self._own], tokens=tokens)
+        if self._batch_parts.counts_samples and not tokens and not deals:
             return Weights(own, sum(own) * self._plan.layout.num_replicas)
         samples = sum(part.samples for part in parts[self._own])
         totals = torch.tensor([sum(own), samples], dtype=torch.float64, device=self._device)
@@ -262,43 +352,75 @@ class Steps:
         total, everywhere = totals.tolist()
         return Weights(own, total, everywhere if deals else None)
 
+    def _counts_tokens(self, parts: Parts, name: str) -> bool:
+        """Whether label tokens weigh microbatches of a step, which its first batches tell all ranks where steps end."""
+        if not self._batch_parts.is_auto:
+            return not self._batch_parts.counts_samples
+        if name not in self._tokens:
+            found = torch.tensor([all(map(self._batch_parts.has_labels, parts.values()))], device=self._device).int()
+            if self._own in parts and self._loss_group is not None:
+                dist.all_reduce(found, dist.ReduceOp.MIN, group=self._loss_group)
+            self._tokens[name] = bool(found)
+        return self._tokens[name]
+
     # --- phase 2 ---
 
-    def _options(self, context: Context, arguments: Sequence[Any], name: str, parts: Parts) -> dict[str, Any]:
-        module = self._module
-        index = arguments[0] if arguments and isinstance(arguments[0], int) else module.global_step
-        key = None if self._seed is None else (self._seed, module.current_epoch, index)
+    def _options(self, context: Context, name: str, parts: Parts) -> dict[str, Any]:
+        module, ends_on = self._module, self._plan.topology.instances(self._plan.topology.last_stage)[0][0]
+        if ends_on and name not in self._told:
+            self._told.add(name)
+            tell_of_lost_writes(module, name, ends_on)
+        # counted by the loop, and so after a resume too: a step need not take the index, and accumulates at one
+        # `global_step`
+        index = position(module.trainer).get("batch", 0)
+        apart = () if name == "training_step" else (name,)
+        key = None if self._seed is None else (self._seed, module.current_epoch, index, *apart)
         options = {"context": context, "capture": self._capture, "metrics": self._metrics, "random_key": key}
-        return {**options, "watches": self._batch_parts.watches(name, parts.values())}
+        options |= {"watches": self._batch_parts.watches(name, parts.values())}
+        return {**options, "copies": self._writing.get(name, True)}
 
     def _run(self, step: UserStep, trainable: frozenset[str], ending: Ending | None = None) -> None:
-        with self._capture.capture(), self._metrics.local():
+        with self._capture.capture(), self._metrics.local(self._capture.joined if step.is_split else None):
             self._engine.execute(step, trainable, ending)
+        self._writing[step.name] = self._writing.get(step.name, False) or step.writes
 
     def _walking(self, name: str) -> set[int]:
         """The replicas for which all ranks run an evaluation in lock step."""
         if name not in self._several:
-            several = self._lock_step is not None and passes_several_times(self._module, name)
+            several = self.unscheduled is not None and self.unscheduled.walks(name)
             self._several[name] = set(self._replicas) if several else set()
         return self._several[name]
 
     # --- phases 3 to 5 ---
 
-    def _mean_loss(self, step: TrainingStep) -> tuple[Tensor, bool]:
+    def _mean_loss(self, step: TrainingStep) -> tuple[Tensor | None, bool]:
         """Return the mean loss of this rank's replica, and whether any replica's loss has a gradient.
 
-        A replica of weight 0 has no mean of its own, and gets that of all replicas.
+        A replica of weight 0 has no mean of its own, and gets that of all replicas. None where all skip the batch.
+
+        Raises:
+            ConfigError: the step skipped some microbatches only.
         """
         losses, weights = [step.losses[index] for index in sorted(step.losses)], step.weights
         own, weight = weights.weighted_sum(losses), sum(weights.own)
-        everywhere = torch.stack([own, own.new_full((), float(step.has_graph))])
+        counts = len(losses) - len(step.skipped), len(step.skipped)
+        everywhere = torch.stack([own, *(own.new_full((), float(one)) for one in (step.has_graph, *counts))])
         if self._loss_group is not None:
             dist.all_reduce(everywhere, group=self._loss_group)
-        total, with_graph = everywhere
+        total, with_graph, with_loss, without = everywhere
+        if step.skipped:  # another rank with losses alone goes on, until this one ends the run
+            if bool(with_loss):
+                raise ConfigError(
+                    "training_step",
+                    f"None for {int(without)} microbatches and a loss for {int(with_loss)} in one step of all replicas",
+                    "A batch is skipped as a whole, on all ranks",
+                    "Return None by what all microbatches and replicas know (batch_idx), or zero times a loss",
+                )
+            return None, True
         has_graph = step.has_graph or bool(with_graph)  # a device is asked only where the answer is not known
         return (own / weight if weight else total / weights.total).to(losses[0].dtype), has_graph
 
-    def _merged(self, step: UserStep, loss: Tensor | None) -> StepResult:
+    def _merged(self, step: UserStep, loss: Tensor | None, values: KeptValues) -> StepResult:
         """Merge this replica's results and logs over its microbatches."""
         assert self._own is not None
         if step.fails:
@@ -318,7 +440,9 @@ class Steps:
             log.weighted(sum(samples), factor, step.weights.samples) if log.batch_size == weight else log
             for log in self._capture.merge()
         ]
-        return StepResult(loss, outputs, logs)
+        if len(samples) > 1 and step.ended == [*range(len(samples))]:
+            values.join(samples)
+        return StepResult(loss, outputs, logs, kept=values.changes())
 
     def _share(self, numbers: Iterable[int], merged: StepResult | None) -> dict[int, StepResult]:
         """Share results within each of some replicas; `merged` is that of this rank's own."""
@@ -330,14 +454,36 @@ class Steps:
                 merged.check_equal(found[number])
         return found
 
-    def _shown(self, found: Mapping[int, StepResult]) -> StepResult:
+    def _shown(self, found: Mapping[int, StepResult], values: KeptValues) -> StepResult:
         """Log and return the result of the replica that this rank shows."""
         shown = self._own if self._own is not None else next(iter(found))
         if shown not in found:  # in prediction, where other replicas have one batch more
+            values.restore()
             return StepResult()
+        # where the step ended, too, where values were sharded over several ranks: only all of these could read them
+        if self._own is None or (found[shown].kept and self._is_shared):
+            values.adopt(found[shown].kept)
         # only now: with sync_dist a log is collective over all ranks, and others wait for the next replica's result
         replay(self._module, found[shown].logs)
         return found[shown]
+
+
+_NORMED = frozenset((torch.float64, torch.float32, torch.float16, torch.bfloat16))
+
+
+def _check_frozen(before: Mapping[str, Tensor], after: Mapping[str, Tensor], runs: int, device: torch.device) -> None:
+    """Refuse, on all ranks, a step that writes to frozen weights, a momentum encoder's, where it runs several times."""
+    names = [name for name in before if name in after] if runs > 1 else []
+    changed = [name for name in names if bool(before[name] != after[name])]
+    most = torch.tensor(runs if changed else 0, device=message_device(device))
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    if most:
+        raise ConfigError(
+            "training_step",
+            f"a write to {changed[0]!r}" if changed else "a write to a frozen parameter of another rank",
+            f"The step runs {int(most)} times a batch, for each microbatch and stage, and would write as often",
+            "Write in on_train_batch_start or on_train_batch_end, which run once and see all weights",
+        )
 
 
 def _by_name(outputs: Any) -> dict[str, Any] | None:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.data.microbatch import Microbatch, copied
-from lightning_mm5d.engine.copies import Scope
+from lightning_mm5d.data.microbatch import Microbatch, copied, with_tensors
+from lightning_mm5d.engine.step import Scope
 from lightning_mm5d.sharded.remote_value import is_remote, settled
-from lightning_mm5d.stage.payload import Packer, map_tensors, unsharded
+from lightning_mm5d.stage.payload import Packer, detached, map_tensors, unsharded
+from lightning_mm5d.trainer.kept_values import KeptValues
 from lightning_mm5d.trainer.logs import LogCapture
 from lightning_mm5d.trainer.metrics import MetricSync
 from lightning_mm5d.trainer.row_indices import RowIndices
@@ -39,15 +42,23 @@ class UserStep:
         metrics: the module's metrics.
         random_key: what random state depends on; None leaves generators alone.
         watches: whether it refuses fields that hold positions of samples, see `RowIndices`.
+        copies: whether each run gets tensors of its own, because a step that writes to its batch in place would do so
+            in each stage of this rank, and under backwards of other microbatches.
 
     Attributes:
+        name: of the method.
+        writes: whether it has written to such copies.
         epoch: of the run.
         results: of the last stage, by index of the microbatch.
         scopes: what belongs to one microbatch at a time.
+        runs: how often the method was called.
+        kept: what the step keeps in attributes of the module, which is marked where a microbatch ends.
+        ended: indices of the microbatches that have ended, in their order.
     """
 
     trains = False
     fails = False
+    forgives: tuple[type[Exception], ...] = ()
 
     def __init__(
         self,
@@ -60,19 +71,24 @@ class UserStep:
         context: Context,
         capture: LogCapture,
         metrics: MetricSync,
-        random_key: tuple[int, ...] | None,
+        random_key: tuple[int | str, ...] | None,
         watches: bool = False,
+        copies: bool = False,
     ) -> None:
         self.microbatches, self.random_key, self.context = microbatches, random_key, context
         self.weights, self.results, self.epoch = weights, dict[int, Any](), module.current_epoch
-        self._module, self._name, self._arguments = module, name, arguments
+        self._module, self.name, self._arguments = module, name, arguments
         self._capture, self._metrics, self._watches = capture, metrics, watches
         self._unchanged: dict[int, Any] = {}
+        self._copies, self.writes = copies, False
+        self.runs = 0
         self.scopes: Sequence[Scope] = [capture]
+        self.kept: KeptValues | None = None
+        self.ended: list[int] = []
 
     def structure(self, batch: Any) -> Hashable:
         """Return a key that is equal for batches of equal nesting, dtypes and numbers of dims, whatever their sizes."""
-        key: Hashable = (self._name, self._module.training, _structure(batch))
+        key: Hashable = (self.name, self._module.training, _structure(batch))
         return key
 
     @contextmanager
@@ -91,6 +107,11 @@ class UserStep:
         finally:
             Trainer.global_step = original  # type: ignore[method-assign]
 
+    @property
+    def is_split(self) -> bool:
+        """Whether a replica that this rank serves has several microbatches."""
+        return any(len(parts) > 1 for parts in self.microbatches.values())
+
     def run(self, microbatch: Microbatch, index: int) -> Any:
         """Call the user's method; return its result, with full tensors in place of sharded ones.
 
@@ -100,12 +121,18 @@ class UserStep:
         own = self.weights.own
         weight = own[index] if index < len(own) else microbatch.samples  # of another replica
         self._capture.begin_microbatch(index, weight)
+        self.runs += 1
+        batch, copies = self._batch(microbatch), list[tuple[Tensor, int]]()
+        if self._copies:
+            batch = with_tensors(batch, lambda _, tensor: _copied(tensor, copies))
         try:
-            with RowIndices(self._module, microbatch) if self._watches else nullcontext():
-                result = unsharded(getattr(self._module, self._name)(self._batch(microbatch), *self._arguments))
+            with RowIndices(self._module, replace(microbatch, batch=batch)) if self._watches else nullcontext():
+                result = unsharded(getattr(self._module, self.name)(batch, *self._arguments))
         except StopIteration as error:  # Lightning would take it for the end of the data, on this rank only
-            raise RuntimeError(f"{self._name} raised StopIteration") from error
-        return _settled(result, f"what {self._name} returns")
+            raise RuntimeError(f"{self.name} raised StopIteration") from error
+        finally:
+            self.writes |= any(copy._version != version for copy, version in copies)
+        return _settled(result, f"what {self.name} returns")
 
     def _batch(self, microbatch: Microbatch) -> Any:
         """The batch of a microbatch as it was before an earlier stage of this rank took something out of it."""
@@ -117,12 +144,18 @@ class UserStep:
     def finish(self, result: Any, index: int) -> Tensor | None:
         """Keep `result`."""
         self.results[index] = detached(result)
+        self._mark(index)
         return None
+
+    def _mark(self, index: int) -> None:
+        self.ended.append(index)
+        if self.kept is not None and self.is_split:
+            self.kept.mark()
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
         """Enter around a run whose metric updates and logs are dropped."""
-        with self._metrics.discarded(), self._capture.discarded():
+        with self._metrics.discarded(), self._capture.discarded(), KeptValues(self._module).undone():
             yield
 
 
@@ -137,6 +170,7 @@ class TrainingStep(UserStep):
     Attributes:
         losses: of the last stage, by index of the microbatch, without a graph.
         has_graph: whether any of them had one.
+        skipped: the microbatches for which the step returned None.
     """
 
     trains = True
@@ -145,6 +179,7 @@ class TrainingStep(UserStep):
         super().__init__(*args, **kwargs)
         self.losses: dict[int, Tensor] = {}
         self.has_graph = False
+        self.skipped: set[int] = set()
         self._scale = scale
 
     def finish(self, result: Any, index: int) -> Tensor:
@@ -153,13 +188,19 @@ class TrainingStep(UserStep):
         Raises:
             ConfigError: `result` holds no loss.
         """
+        self._mark(index)
+        if result is None:
+            self.skipped.add(index)
+            self.results[index] = None
+            self.losses[index] = torch.zeros((), device=self._module.device)
+            return self.losses[index]
         loss = result.get("loss") if isinstance(result, Mapping) else result
         if not isinstance(loss, Tensor):
             raise ConfigError(
                 "training_step",
                 type(loss).__name__,
-                "every rank needs a loss to run the same number of steps",
-                "Return a tensor, or a dict with a tensor under 'loss'; multiply the loss by zero to skip a batch",
+                "A training step returns its loss",
+                "Return a tensor, or a dict with a tensor under 'loss', or None to skip the batch on all ranks",
             )
         self.losses[index] = loss.detach()
         kept = {k: detached(v) for k, v in result.items() if k != "loss"} if isinstance(result, Mapping) else None
@@ -168,6 +209,12 @@ class TrainingStep(UserStep):
         share = self.weights.share(index)
         # a mean over no tokens is NaN, and so would be its gradients, which no weight of 0 takes away
         return self._scale(loss * share) if share else loss.new_zeros(loss.shape)
+
+
+def _copied(tensor: Tensor, copies: list[tuple[Tensor, int]]) -> Tensor:
+    copy = tensor.clone()
+    copies.append((copy, copy._version))
+    return copy
 
 
 def _settled(tree: Any, use: str) -> Any:
@@ -179,14 +226,6 @@ def _settled(tree: Any, use: str) -> Any:
     if not any(is_remote(tensor) for tensor in packer.tensors):
         return tree
     return map_tensors(tree, lambda tensor: settled(tensor, use))
-
-
-def detached(tree: Any) -> Any:
-    """Return `tree` with its tensors detached; a tree with objects of the user's own stays as it is."""
-    try:
-        return map_tensors(tree, Tensor.detach)
-    except ValueError:
-        return tree
 
 
 def _structure(batch: Any) -> Any:

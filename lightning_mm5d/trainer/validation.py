@@ -12,12 +12,13 @@ from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelPruning
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.config.interleaved_field import check_beside
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.plan.data_shards import DataShards
 from lightning_mm5d.plan.issued import check_messages
@@ -58,18 +59,12 @@ def check_module(
         build(schedule, plan.graphs.full_graph(schedule, num_microbatches, module))
         named = module.named_parameters(remove_duplicate=False)
         check_messages(plan, schedule, num_microbatches, frozenset(name for name, p in named if p.requires_grad))
-    _check_interleaving(plan, schedule)
-    deals = plan.layout.deals and plan.layout.num_replicas > 1
-    if not module.automatic_optimization and (not plan.topology.is_replicated or num_microbatches != 1 or deals):
-        raise ConfigError(
-            "automatic_optimization",
-            False,
-            "Manual optimization runs its own backward, and a schedule leaves no place for that",
-            "Use automatic optimization, or one stage (colocate all modalities, tp_size=1, pp_size=1), no microbatches"
-            + (", and neither pipelines nor speeds" if deals else ""),
-        )
+    if not module.automatic_optimization:
+        _check_manual(plan)
+    if not plan.topology.is_replicated or num_microbatches != 1:
+        check_steps(module)
     _check_synced_norms(module, plan)
-    check_norms([module], plan)
+    check_norms(module, plan)
     check_shared(module, plan)
     configs = [getattr(part, "config", None) for part in module.modules()]
     if any(getattr(config, "output_router_logits", False) is True for config in configs):
@@ -85,33 +80,31 @@ def check_module(
     _check_prefix_tuning(module, plan)
 
 
-def _check_interleaving(plan: Plan, schedule: str | Callable[[Graph], Schedule]) -> None:
-    """Refuse microbatches that are interleaved where a schedule of one's own, or several replicas, order them.
-
-    It also refuses stages that hold what they cannot wait for in turns.
-    """
+def _check_manual(plan: Plan) -> None:
+    """Refuse manual optimization where ranks of a replica cannot run one step together."""
+    layout, said = plan.layout, "automatic_optimization"
+    rule = "The ranks of a replica run a step of manual optimization together, and "
     for name, modality in plan.modalities.items():
-        field, count = f"modalities.{name}.interleaved_microbatches", modality.interleaved_microbatches
-        if count == 1:
-            continue
-        if callable(schedule) or is_table(schedule):
-            rule = "A schedule of your own orders single microbatches"
-            raise ConfigError(field, count, rule, "Use a named schedule, or leave it unset")
-        for other, axes in plan.layout.axes.items():
-            if axes.dp > plan.layout.num_replicas:
-                rule = f"{other!r} has {axes.dp} replicas that take turns with the microbatches of one"
-                raise ConfigError(field, count, rule, f"Use dp_size={plan.layout.num_replicas} for {other!r}")
-        beside = set[str]()  # what runs in its stages
-        for members in plan.topology.members.values():
-            held = {one.modality for one in members}
-            beside |= held if name in held else set()
-        for other in sorted(beside):
-            check_beside(name, other, plan.modalities)
-        for layer in plan.experts.values():
-            paths = plan.partition.parts[layer.modality].paths
-            if layer.modality in beside and not any(layer.path.startswith(f"{path}.") for path in paths):
-                rule = f"Microbatches take turns inside of layers, and the experts {layer.path!r} are in none"
-                raise ConfigError(field, count, rule, "Leave it unset here, or use ep_size=1")
+        splits = modality.cp_size > 1 or modality.sequence_parallel
+        if splits and layout.axes[name].cp * layout.axes[name].tp > 1:
+            fix = f"Use automatic optimization, or tp_size alone for {name!r}"
+            raise ConfigError(said, False, f"{rule}those of {name!r} have parts of its sequences", fix)
+    shared = next((rank for rank in range(layout.size) if len(layout.replicas_of_rank(rank)) > 1), None)
+    if shared is not None:
+        rule += f"rank {shared} works for the replicas {list(layout.replicas_of_rank(shared))}"
+        fix = f"Use automatic optimization, or dp_size={layout.num_replicas} for every modality"
+        raise ConfigError(said, False, rule, fix)
+    if layout.deals and layout.num_replicas > 1:
+        fix = "Use automatic optimization, or neither pipelines nor speeds"
+        raise ConfigError(said, False, f"{rule}replicas have unlike numbers of samples", fix)
+
+
+def check_steps(module: pl.LightningModule) -> None:
+    """Refuse steps that take batches from the dataloader by themselves, which a schedule must split first."""
+    for name in ("training_step", "validation_step", "test_step", "predict_step"):
+        if is_param_in_hook_signature(getattr(module, name), "dataloader_iter", explicit=True):
+            rule = "Batches are split into microbatches before a step is called, and it would take them unsplit"
+            raise ConfigError(name, "dataloader_iter", rule, f"Use {name}(self, batch, batch_idx)")
 
 
 def _check_synced_norms(module: nn.Module, plan: Plan) -> None:
@@ -142,26 +135,31 @@ def _check_prefix_tuning(module: pl.LightningModule, plan: Plan) -> None:
             )
 
 
+_BUILT_IN: dict[str, Callable[[], bool]] = {
+    "mpi": dist.is_mpi_available,
+    "ucc": dist.is_ucc_available,
+    "xccl": dist.is_xccl_available,
+    "nccl": dist.is_nccl_available,
+    "undefined": lambda: False,
+}
+"""Backends that torch knows by name, and whether it has them."""
+
+
 def check_backend(backend: str | None, device: torch.device) -> None:
-    """Refuse backends of torch.distributed that do not carry tensors of the device that ranks compute on.
+    """Refuse backends that this torch was built without, or that do not carry tensors of the device of ranks.
 
     Raises:
-        ConfigError: NCCL, and ranks compute on CPUs.
+        ConfigError: the installed torch has no such backend, or it is NCCL and ranks compute on CPUs.
     """
+    for part in (backend or "").lower().split(","):
+        name = part.rpartition(":")[2]
+        if name in _BUILT_IN and not _BUILT_IN[name]():
+            rule = f"The installed torch {torch.__version__} was built without {name.upper()}"
+            fix = "'nccl'" if device.type == "cuda" and dist.is_nccl_available() else "'gloo'"
+            raise ConfigError("process_group_backend", backend, rule, f"Use {fix}, or leave it unset")
     if backend is not None and backend.lower() == "nccl" and device.type == "cpu":
         rule = "NCCL carries tensors of NVIDIA GPUs, and the trainer has CPUs"
         raise ConfigError("process_group_backend", backend, rule, "Use 'gloo', or leave it unset")
-
-
-def check_drawn(timeline: str | None) -> None:
-    """Refuse a timeline where all ranks run the whole model in one piece.
-
-    Raises:
-        ConfigError: there is no schedule to draw.
-    """
-    if timeline is not None:
-        rule = "Every rank runs the whole model in one piece, so there is no schedule to draw"
-        raise ConfigError("timeline", timeline, rule, "Leave it unset, or set num_microbatches or a layout with stages")
 
 
 def check_callbacks(callbacks: Sequence[pl.Callback], plan: Plan) -> None:
@@ -169,9 +167,8 @@ def check_callbacks(callbacks: Sequence[pl.Callback], plan: Plan) -> None:
 
     Raises:
         ConfigError: `ModelPruning` with several stages, tensor parallelism or `zero_stage`; averages of weights that
-            are not computed element by element, and callbacks that take norms of gradients by themselves.
+            are not computed element by element.
     """
-    check_norms(callbacks, plan)
     check_averages(callbacks, plan)
     for callback in callbacks:
         if isinstance(callback, ModelPruning) and (plan.division.shards or DataShards(plan).exist):

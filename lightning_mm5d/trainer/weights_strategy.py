@@ -1,5 +1,10 @@
-"""Where the weights of a strategy's module come from: contexts that record how it is built, and what `setup` makes of
-the record."""
+"""How a rank comes to its own weights.
+
+The module is built in contexts of `trainer.construction`, without memory where a feature can make its weights later. In
+`setup`, on all ranks: (1) tensors with memory get the values of rank 0; (2) those without are made, cut to this rank's
+shards; (3) weights in files and state dicts take their place. A module that kept its shards after a run has phase 3
+alone.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +17,21 @@ from typing import Any
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from lightning_mm5d.checkpoint.module_state import is_partial
+from lightning_mm5d.checkpoint.module_state import equalize, is_partial, load_local
 from lightning_mm5d.data.random_state import kept_random_state
 from lightning_mm5d.data_parallel.main_parameters import convert, give_main
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.backends import message_device
 from lightning_mm5d.storage.source import TensorSource
-from lightning_mm5d.trainer.configured import is_configured
+from lightning_mm5d.trainer.construction import has_memory, is_configured, made_construction
 from lightning_mm5d.trainer.kept_shards import has_kept_shards, release_shards
 from lightning_mm5d.trainer.main_precision import main_dtype
-from lightning_mm5d.trainer.module_weights import ModuleWeights, has_memory, make_in_full, with_unrecorded
 from lightning_mm5d.trainer.process_strategy import ProcessStrategy
 from lightning_mm5d.trainer.validation import lost_weights
-from lightning_mm5d.weights import DeferredInit, DeferredWeights
-from lightning_mm5d.weights.later_writes import LaterWrites
 
 
 class WeightsStrategy(ProcessStrategy, ABC):
-    """Builds modules without memory, and gives each rank its own weights in `setup`.
+    """Builds modules, and gives each rank its own weights in `setup`.
 
     Args:
         processes: arguments of `ProcessStrategy`, in its order.
@@ -38,10 +40,8 @@ class WeightsStrategy(ProcessStrategy, ABC):
 
     def __init__(self, *processes: Any, **options: Any) -> None:
         super().__init__(*processes, **options)
-        self._recorder: DeferredInit | None = None
-        self._recorded: list[DeferredWeights] = []  # what other processes have recorded
-        self._written: LaterWrites | None = None
-        self._is_recording = False
+        self._construction = made_construction()
+        self._is_building = False
         self._builds = False  # between `setup_environment` and `setup`
         self._loads: list[tuple[TensorSource, bool]] = []
         self.main_params: str | None = None
@@ -54,19 +54,17 @@ class WeightsStrategy(ProcessStrategy, ABC):
     @override
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Record how a module is built, in `configure_model` and with `empty_init`; elsewhere build it as usual."""
-        if not (empty_init or self._builds) or self._is_recording:
-            with super().tensor_init_context(empty_init=False if self._is_recording else empty_init):
+        """Say how a module is built, in `configure_model` and with `empty_init`; elsewhere build it as usual."""
+        if not (empty_init or self._builds) or self._is_building:
+            with super().tensor_init_context(empty_init=False if self._is_building else empty_init):
                 yield
             return
-        self._recorder = self._recorder or DeferredInit()
-        self._written = self._written or LaterWrites(self._recorder)
-        self._is_recording = True
+        self._is_building = True
         try:
-            with self._written, self._recorder, super().tensor_init_context(empty_init=False):
+            with self._construction.building(), super().tensor_init_context(empty_init=False):
                 yield
         finally:
-            self._is_recording = False
+            self._is_building = False
 
     def load_in_setup(self, source: TensorSource, *, strict: bool) -> None:
         """Load a source of full tensors once each rank knows what it holds."""
@@ -77,7 +75,7 @@ class WeightsStrategy(ProcessStrategy, ABC):
         return not has_memory(module) or is_partial(module) or has_kept_shards(module)
 
     def build_in_full(self, module: pl.LightningModule) -> None:
-        """Build what `configure_model` and recorded contexts describe, with memory for all; values will be replaced.
+        """Build what `configure_model` and such contexts describe, with memory for all; values will be replaced.
 
         A process that only waits for ranks calls it, before it gets their weights.
         """
@@ -85,44 +83,38 @@ class WeightsStrategy(ProcessStrategy, ABC):
             if not is_configured(module):
                 with self.precision_plugin.module_init_context():
                     module.configure_model()
-            make_in_full(module, self._deferred(module))
+            self._construction.make_in_full(module)
 
     def _converted(self, module: pl.LightningModule) -> pl.LightningModule:
         """Convert `module` to the trainer's precision, and what is trained beside it to that of main parameters."""
         convert(module, partial(self.precision_plugin.convert_module, module), main_dtype(self.main_params))
         return module
 
-    def _end_recording(self) -> None:
-        """Note what was recorded of the module, before anything converts it."""
-        module = self.lightning_module
-        assert module is not None
-        if self._written is not None:
-            self._written.end()
-        self._recorded, self._recorder, self._written, self._builds = self._deferred(module), None, None, False
+    def _end_construction(self) -> None:
+        """The module is built; called before anything converts it."""
+        assert self.lightning_module is not None
+        self._construction.end(self.lightning_module)
+        self._builds = False
 
     def _take_weights(self, module: pl.LightningModule, plan: Plan) -> None:
         """Give `module` the weights that this rank holds; collective."""
         wire = message_device(self.root_device)
-        weights = ModuleWeights(module, plan, self.global_rank, device=self.root_device, wire=wire)
         if not release_shards(module):
             if self.reduce_boolean_decision(self.is_global_zero and is_partial(module), all=False):
                 raise lost_weights()
-            weights.share()
-            recorded = with_unrecorded(module, self._recorded)  # all, so that ranks draw the same numbers
-            weights.drop_remote()
-            for record in recorded:
-                weights.make(record)
+            equalize(module, wire)
+            self._construction.make(module, plan, self.global_rank, device=self.root_device, wire=wire)
             if (dtype := main_dtype(self.main_params)) is not None:
                 give_main(module, dtype)
         for source, strict in self._loads:
-            weights.load(source, strict=strict)
+            loaded = load_local(module, source, plan, self.global_rank)
+            if strict:
+                loaded.check(module)
         self._forget()
 
-    def _deferred(self, module: pl.LightningModule) -> list[DeferredWeights]:
-        return [*self._recorded, *([] if self._recorder is None else [self._recorder.weights(module)])]
-
     def _forget(self) -> None:
-        self._recorder, self._written, self._recorded, self._loads, self._builds = None, None, [], [], False
+        self._construction.forget()
+        self._loads, self._builds = [], False
 
     @override
     def teardown(self) -> None:
@@ -137,5 +129,5 @@ class WeightsStrategy(ProcessStrategy, ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         if self.lightning_module is not None:  # spawned ranks get what this process keeps alive meanwhile
-            self._end_recording()
-        return {**super().__getstate__(), "_recorder": None, "_written": None}
+            self._end_construction()
+        return super().__getstate__()

@@ -25,7 +25,8 @@ class Dropping(TinyModule):
     def __init__(self, *, recomputes: bool) -> None:
         super().__init__(CASES["bert"].build().model)
         bert: Any = self.model.bert  # type: ignore[union-attr]
-        self.dropped: dict[str, list[Tensor]] = {"embeddings": [], "layer": [], "next layer": []}
+        # ranks share what the module itself keeps
+        self.model.dropped = {"embeddings": [], "layer": [], "next layer": []}
         for part in bert.modules():
             if isinstance(part, nn.Dropout) and "attention.self" not in str(part):
                 part.p = 0.1
@@ -35,12 +36,12 @@ class Dropping(TinyModule):
             self.model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
         layers = bert.encoder.layer
         watched = (bert.embeddings.dropout, layers[0].output.dropout, layers[1].output.dropout)
-        for name, part in zip(self.dropped, watched, strict=True):
+        for name, part in zip(self.model.dropped, watched, strict=True):
             part.register_forward_hook(partial(self._keep, name))
 
     def _keep(self, name: str, part: nn.Module, args: Any, out: Tensor) -> None:
         if part.training:
-            self.dropped[name].append(out.detach() == 0)
+            self.model.dropped[name].append(out.detach() == 0)
 
 
 def dropped(run: Run) -> Any:
@@ -49,7 +50,7 @@ def dropped(run: Run) -> Any:
         seed_everything(3, verbose=False)
         module = Dropping(recomputes=recomputes)
         result = steps(run, module, [CASES["bert"].batch(4, seed=0)] * 2)
-        found.append({**result, "dropped": module.dropped, "after": torch.rand(3)})
+        found.append({**result, "dropped": module.model.dropped, "after": torch.rand(3)})
     return found
 
 
@@ -105,14 +106,14 @@ class DroppingSamples(Dropping):
 
     def _keep_samples(self, how: str, part: nn.Module, args: Any, out: Tensor) -> None:
         if part.training:
-            self.dropped.setdefault(how, []).append(out.detach().abs().amax(dim=(1, 2)) < 1e-4)
-            self.dropped.setdefault("noise", []).append(out.detach()[:, :2, 0])
+            self.model.dropped.setdefault(how, []).append(out.detach().abs().amax(dim=(1, 2)) < 1e-4)
+            self.model.dropped.setdefault("noise", []).append(out.detach()[:, :2, 0])
 
 
 def dropped_samples(run: Run) -> Any:
     seed_everything(3, verbose=False)
     module = DroppingSamples()
-    return {**steps(run, module, [CASES["bert"].batch(4, seed=0)] * 2), "dropped": module.dropped}
+    return {**steps(run, module, [CASES["bert"].batch(4, seed=0)] * 2), "dropped": module.model.dropped}
 
 
 @pytest.mark.usefixtures("float64")

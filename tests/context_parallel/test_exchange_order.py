@@ -19,7 +19,7 @@ from lightning_mm5d.context_parallel.exchange.attention import context_attention
 from lightning_mm5d.context_parallel.exchange.local import Local
 from lightning_mm5d.context_parallel.exchange.transfers import Gather
 from lightning_mm5d.sharded.collectives import TensorGroup
-from lightning_mm5d.sharded.hop import Hop
+from lightning_mm5d.sharded.sequence_ring import Hop
 from ranks import run_ranks
 
 

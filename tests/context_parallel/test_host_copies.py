@@ -6,6 +6,7 @@ The device is torch's "meta", on which every read of a value fails.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from lightning_mm5d.context_parallel.hooks.step_masks import StepMasks
 from lightning_mm5d.context_parallel.masks.mask import Mask
 from lightning_mm5d.sharded.host_copies import HostCopies
 from lightning_mm5d.sharded.token_split import TokenSplit
+from lightning_mm5d.trainer.cut_module import CutModule
 
 META, TOKENS = torch.device("meta"), 300
 LENGTHS = ((300, 0), (200, 100), (120, 180), (299, 1))  # tokens and padding, or two documents, of four samples
@@ -95,6 +97,28 @@ def test_questions_are_answered_by_the_host() -> None:
         assert (areas == 6).any()
         assert int(areas.sum()) == 26
         assert host.waits == 0
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "flash_attention_2"])
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_a_model_that_asks_whether_a_batch_is_padded_does_not_wait(attention: str, is_padded: bool) -> None:
+    """Without context parallelism too: the device would be asked for each microbatch, on each stage."""
+    config, mask = LlamaConfig(), padding() if is_padded else torch.ones(4, TOKENS, dtype=torch.long)
+    name_attention(config, attention)
+    for device in (torch.device("cpu"), META):
+        with HostCopies() as host:
+            moved = mask.to(device).chunk(2)[1]
+            embeds = torch.empty(2, TOKENS, 8, device=device)
+            made: Any = create_causal_mask(config, inputs_embeds=embeds, attention_mask=moved, past_key_values=None)
+        assert host.waits == 0
+        assert attention == "eager" or (made is None) == (not is_padded)
+
+
+def test_the_host_answers_for_every_device_unless_code_is_compiled() -> None:
+    known = HostCopies()
+    for device, is_compiled, answers in (("cuda", False, True), ("cuda", True, False), ("cpu", False, False)):
+        cut: Any = SimpleNamespace(_host=known, _device=torch.device(device), _is_compiled=is_compiled)
+        assert (CutModule.host_copies(cut) is known) == answers
 
 
 def test_what_was_written_to_or_drawn_is_not_known() -> None:

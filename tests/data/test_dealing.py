@@ -10,7 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.data.loader import shard_loader
-from lightning_mm5d.data.remaining import rest_of_shards
+from lightning_mm5d.data.remaining import Epoch, rest_of_shards
 
 
 def batches(count: int, shares: tuple[int, ...], *, drop_last: bool = False, shuffle: bool = True) -> list[Any]:
@@ -59,7 +59,8 @@ def test_the_rest_of_an_epoch_is_dealt_out_to_other_replicas() -> None:
     loader = DataLoader(torch.arange(40), batch_sampler=indices)
     first = [BatchSampler(DistributedSampler(range(40), 3, shard, seed=3), 4, False) for shard in range(3)]
     consumed = [sample for one in first for batch in list(one)[:2] for sample in batch]
-    rest = rest_of_shards(loader, indices, [(3, 4, 2)], (0, 1), 2, seed=0, epoch=0, shares=(5, 3))
+    epoch = Epoch(number=0, seed=0, begun={"seed": 0}, before={})
+    rest = rest_of_shards(loader, indices, [(3, 4, 2)], (0, 1), 2, epoch=epoch, shares=(5, 3))
     found = [list(one) for one in rest]
     assert [[len(batch) for batch in one] for one in found] == [[5, 5], [3, 3]]
     assert sorted([*consumed, *(sample for one in found for batch in one for sample in batch)]) == list(range(40))

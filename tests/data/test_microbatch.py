@@ -271,12 +271,12 @@ class TestPackedFields:
 
 class TestMerge:
     def test_merging_what_was_split_gives_the_batch_back(self) -> None:
-        batch = {"x": torch.randn(7, 2), "pair": (torch.arange(7), list("abcdefg")), "none": None, "k": 3}
+        batch = {"x": torch.randn(7, 2), "pair": (torch.arange(7), list("abcdefg")), "none": None, "k": "v"}
         parts = split(batch, 3)
         merged = merge([m.batch for m in parts], [m.samples for m in parts])
         assert torch.equal(merged["x"], batch["x"])
         assert torch.equal(merged["pair"][0], torch.arange(7))
-        assert (merged["pair"][1], merged["none"], merged["k"]) == (list("abcdefg"), None, 3)
+        assert (merged["pair"][1], merged["none"], merged["k"]) == (list("abcdefg"), None, "v")
 
     def test_means_are_weighted_by_samples(self) -> None:
         loss = merge([torch.tensor(1.0), torch.tensor(4.0)], [2, 1])
@@ -297,7 +297,7 @@ class TestMerge:
         assert logits.shape == (4, 3)
 
     def test_values_that_differ_become_a_list(self) -> None:
-        assert merge([{"n": 1, "s": "a"}, {"n": 2, "s": "a"}], [1, 1]) == {"n": [1, 2], "s": "a"}
+        assert merge([{"n": "1", "s": "a"}, {"n": "2", "s": "a"}], [1, 1]) == {"n": ["1", "2"], "s": "a"}
         assert merge([{"a": 1}, {"b": 1}], [1, 1]) == [{"a": 1}, {"b": 1}]
         assert merge([None, None], [1, 1]) is None
 
@@ -334,3 +334,46 @@ def test_batches_without_samples_are_refused(batch: object, words: str, count: i
         return
     with pytest.raises(ConfigError, match=f"batch: got .*{words}"):
         split(batch, count)
+
+
+def test_counts_of_microbatches_sum_and_numbers_average() -> None:
+    """A callback's ``float(outputs["correct"])`` is that of the batch."""
+    outputs = [
+        {"correct": torch.tensor(3), "seen": 3, "is_late": True, "loss": torch.tensor(2.0), "rate": 0.5},
+        {"correct": torch.tensor(0), "seen": 1, "is_late": True, "loss": torch.tensor(6.0), "rate": 0.5},
+    ]
+    merged = merge(outputs, [3, 1])
+    assert {name: float(value) for name, value in merged.items()} == {
+        "correct": 3.0,
+        "seen": 4.0,
+        "is_late": 2.0,
+        "loss": 3.0,
+        "rate": 0.5,
+    }
+
+
+def test_a_list_of_tensors_of_unequal_lengths_holds_a_sample_in_each() -> None:
+    images = [torch.zeros(size, 4) for size in (3, 5, 2, 6, 4)]
+    parts = split(images, 2)
+    assert [[len(image) for image in part.batch] for part in parts] == [[3, 5, 2], [6, 4]]
+    assert [part.samples for part in parts] == [3, 2]
+    parts = split({"waves": [torch.zeros(size) for size in (3, 5, 2)], "label": torch.arange(3)}, 3)
+    assert [(len(part.batch["waves"]), part.batch["label"].tolist()) for part in parts] == [
+        (1, [0]),
+        (1, [1]),
+        (1, [2]),
+    ]
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        [torch.zeros(8, dtype=torch.int64), torch.zeros(30, dtype=torch.int64), torch.zeros(8, dtype=torch.int64)],
+        {"levels": [torch.zeros(5, 2), torch.zeros(9, 2)], "label": torch.zeros(4)},
+        (torch.zeros(8, 3), torch.zeros(9, 3)),
+    ],
+    ids=["labels, tokens and offsets", "no list of samples", "a tuple of fields"],
+)
+def test_lists_whose_samples_would_be_guessed_are_refused(batch: Any) -> None:
+    with pytest.raises(ConfigError, match=r"agree on dim 0|neither that many rows"):
+        split(batch, 2)

@@ -20,6 +20,13 @@ class Stream(IterableDataset[int]):
         return iter(range(6))
 
 
+class Stateful(DataLoader[Any]):
+    """Has a state, as torchdata's `StatefulDataLoader`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
 class FixedBatches(BatchSampler):
     """Fixes its batches when it is made."""
 
@@ -35,11 +42,11 @@ class OwnSampler(DistributedSampler[Any]):
     """A distributed sampler of the user's own class."""
 
 
-def test_an_iterable_data_set_is_read_whole_by_one_replica_and_refused_for_two() -> None:
-    loader = DataLoader(Stream(), batch_size=3)
+def test_an_iterable_data_set_whose_loader_has_a_state_is_refused_for_two_replicas() -> None:
+    loader = Stateful(Stream(), batch_size=3)
     alone = shard_loader(loader, shards=[1], num_shards=2, seed=0)
     assert [batch.tolist() for batch in alone] == [[0, 1, 2], [3, 4, 5]]
-    with pytest.raises(ConfigError, match="IterableDataset cannot be sharded"):
+    with pytest.raises(ConfigError, match="a state of its own cannot be read for each"):
         shard_loader(loader, shards=[0, 1], num_shards=2, seed=0)
 
 

@@ -37,18 +37,12 @@ class Sparse(Trained):
         self.decoder.embedding.sparse = True
 
 
-class Normed(Trained):
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.log("norm", torch.stack([p.grad.norm() for p in self.parameters() if p.grad is not None]).norm())
-
-
 @pytest.mark.parametrize(
     ("module", "field"),
     [
         (Manual, "automatic_optimization"),
         (Hooked, "decoder.head.weight.register_hook"),
         (Sparse, "decoder.embedding.weight.sparse"),
-        (Normed, "Normed.on_before_optimizer_step"),
     ],
 )
 @pytest.mark.parametrize("stage", [1, 3])
@@ -58,7 +52,7 @@ def test_modules_that_need_full_gradients_are_refused_before_processes_start(
     with pytest.raises(ConfigError) as error:
         check_module(module(), plan_of(shared(stage)), 1, "1f1b")
     assert error.value.field == field
-    assert "zero_stage=0" in str(error.value) or "gradient_norm()" in str(error.value)
+    assert "zero_stage=0" in str(error.value)
 
 
 def test_pruning_is_refused() -> None:
@@ -84,18 +78,6 @@ class Optimized(Trained):
         return self.make(self.parameters())
 
 
-class Calls(Trained):
-    """Calls itself in a hook between batches."""
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.decoder.embedding(torch.zeros(1, 1, dtype=torch.long))
-
-
-class Reads(Trained):
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.decoder.state_dict()
-
-
 class LateHook(Trained):
     def on_train_start(self) -> None:
         self.decoder.head.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
@@ -105,8 +87,6 @@ def refusals(run: Run) -> dict[str, str]:
     found = {
         "LBFGS": Optimized(torch.optim.LBFGS),
         "Adafactor": Optimized(torch.optim.Adafactor),
-        "call": Calls(),
-        "state_dict": Reads(),
         "hook": LateHook(),
     }
     return {name: refused(run, module) for name, module in found.items()}
@@ -116,8 +96,6 @@ def test_optimizers_and_hooks_that_need_full_parameters_are_refused() -> None:
     for found in together(shared(3), refusals):
         assert "full matrix" in found["LBFGS"]
         assert "full matrix" in found["Adafactor"]
-        assert "A call outside of a step" in found["call"]
-        assert "state_dict()" in found["state_dict"]
         assert "decoder.head.weight.register_hook" in found["hook"]
 
 

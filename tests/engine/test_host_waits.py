@@ -11,13 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.utils._pytree import tree_map
 
-from host_reads import HostReads
-from lightning_mm5d import Modality
+from host_reads import HostReads, PretendedDevice
+from lightning_mm5d import Modality, MultimodalStrategy
 from lightning_mm5d.engine.engine import Engine
+from lightning_mm5d.trainer.cut_module import CutModule
 from parity.harness import fit, strategy
 from ranks import run_ranks
 from zoo import CASES
+from zoo.case import pad_right
 
 SPLIT = {"vision": Modality(), "language": Modality()}
 RECOMPUTED = {"vision": Modality(), "language": Modality(activation_checkpointing="full")}
@@ -68,6 +72,54 @@ def test_no_action_waits_for_the_device(layout: str, reads: list[Mapping[str, Ma
     for rank, found in enumerate(reads):
         waits = {where: count for where, count in found[layout].items() if where.split(":")[0] not in ON_A_CPU_ALONE}
         assert not waits, f"rank {rank}"
+
+
+PADDED = {"llava": SPLIT, "qwen2_vl": SPLIT, "llama": {"language": Modality(pp_size=2)}}
+
+
+def asked(rank: int) -> dict[str, tuple[dict[str, int], int]]:
+    """What models ask of a padded batch in steps of known structure: waits, and questions that the host answers."""
+    found: dict[str, tuple[dict[str, int], int]] = {}
+    execute = Engine.execute
+    for name, modalities in PADDED.items():
+        device, steps = PretendedDevice(), list[bool]()
+
+        def moved(self: Any, batch: Any, *args: Any, device: PretendedDevice = device, **kw: Any) -> Any:
+            with device:
+                return tree_map(lambda x: device.moved(x) if isinstance(x, torch.Tensor) else x, batch)
+
+        def watched(
+            self: Engine, step: Any, *args: Any, device: PretendedDevice = device, steps: list[bool] = steps, **kw: Any
+        ) -> None:
+            steps.append(step.trains)
+            if steps == [True, False, True]:  # what the first step and its comparison learn of a structure waits
+                device.found.clear()
+                device.answered = 0
+            execute(self, step, *args, **kw)
+
+        MultimodalStrategy.batch_to_device = moved  # type: ignore[method-assign]
+        Engine.execute = watched  # type: ignore[method-assign]
+        CutModule.host_copies = lambda self, device=device: device  # type: ignore[method-assign,misc]
+        case = CASES[name]
+        batches = [_padded(case.batch(4, seed=step)) for step in range(3)]
+        options = {"num_microbatches": 2, "loss_weight": "samples"}
+        fit(case.build(), batches, strategy(modalities, **options), 2)
+        assert steps == [True, False, True, True]
+        found[name] = dict(device.found), device.answered
+    return found
+
+
+def _padded(batch: dict[str, Any]) -> dict[str, Any]:
+    """`pad_right`, and rows of other fields that have one number for each token."""
+    rows = batch["input_ids"].shape
+    return {key: F.pad(x, (0, 2)) if x.shape == rows else x for key, x in batch.items()} | pad_right(batch, 0)
+
+
+def test_questions_of_models_about_padded_batches_are_answered_by_the_host() -> None:
+    for rank, found in enumerate(run_ranks(2, asked)):
+        for name, (waits, answered) in found.items():
+            assert not waits, f"rank {rank}, {name}"
+            assert answered or (rank, name) == (0, "llava"), "whose encoder asks nothing"
 
 
 def test_a_wait_is_found_and_named() -> None:

@@ -127,7 +127,7 @@ class Twice(Precise):
     """Uses its encoder twice for a sample, so that gradients of its weights have two terms."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        other = {**batch, "images": batch["images"].flip(0)}
+        other = {**batch, "images": batch["images"].flip(1)}
         return super().training_step(batch, batch_idx) + super().training_step(other, batch_idx)
 
 

@@ -6,13 +6,16 @@ A device of CUDA is doubled by a clock that runs behind the host's: its events g
 from __future__ import annotations
 
 import time
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
-from lightning_mm5d.engine.ranges import named
+from lightning_mm5d.engine.around import Course
+from lightning_mm5d.engine.engine import named
 from lightning_mm5d.engine.recorder import Recorder
+from lightning_mm5d.engine.step import Step
 from lightning_mm5d.schedule import Action, Kind
 from lightning_mm5d.schedule.stage_key import StageKey
 
@@ -61,12 +64,26 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return double
 
 
+def course(actions: list[Action], count: int = 1, *, trains: bool = True) -> Course:
+    return Course(cast(Step, SimpleNamespace(trains=trains)), actions, frozenset(), count)
+
+
 def record(recorder: Recorder) -> None:
-    recorder.begin(frozenset(), 1)
-    for action in (FORWARD, BACKWARD):
-        recorder.start()
-        recorder.end([action])
-    recorder.finish()
+    assert recorder.step(course([FORWARD, BACKWARD])) is recorder
+    for number in range(2):
+        recorder.starts()
+        recorder.after(range(number, number + 1))
+    recorder.end()
+
+
+def test_evaluations_are_not_recorded_and_shorter_steps_only_counted() -> None:
+    recorder = Recorder(torch.device("cpu"), 2)
+    assert recorder.step(course([FORWARD], 2, trains=False)) is None
+    assert recorder.step(course([FORWARD], 1)) is None
+    assert recorder.trainable is None
+    assert recorder.step(course([FORWARD], 2)) is recorder
+    assert recorder.step(course([FORWARD], 1)) is None
+    assert (recorder.count, recorder.number) == (2, 2)
 
 
 def test_a_step_on_a_gpu_records_events_and_waits_for_none(device: Device) -> None:
@@ -92,12 +109,12 @@ def test_shares_without_a_recorded_step_are_those_of_a_rank_that_never_idles() -
 
 def test_shares_on_a_cpu_are_those_of_its_clock() -> None:
     recorder = Recorder(torch.device("cpu"))
-    recorder.begin(frozenset(), 1)
+    recorder.step(course([FORWARD]))
     time.sleep(0.02)
-    recorder.start()
+    recorder.starts()
     time.sleep(0.02)
-    recorder.end([FORWARD])
-    recorder.finish()
+    recorder.after(range(1))
+    recorder.end()
     busy, idle = recorder.shares()
     assert 0.0 < busy < 1.0
     assert busy + idle == 1.0
@@ -116,12 +133,12 @@ def test_a_profile_names_actions_as_a_timeline_does() -> None:
 def test_actions_of_a_group_share_the_time_since_the_first_of_them_started(device: Device) -> None:
     device.takes = [0.0, 5.0, 40.0, 0.0, 10.0]  # begin, first, end of both, end of the step, and the event that reads
     recorder = Recorder(torch.device("cuda"))
-    recorder.begin(frozenset(), 2)
     later = Action(Kind.F, StageKey.parse("language.1"), 4)
+    recorder.step(course([FORWARD, later], 2))
     for _ in (FORWARD, later):
-        recorder.start()
-    recorder.end([FORWARD, later])
-    recorder.finish()
+        recorder.starts()
+    recorder.after(range(2))
+    recorder.end()
     spans = recorder.times()
     assert [end - start for start, end in spans.values()] == pytest.approx([0.02, 0.02], abs=1e-5)
     assert spans[later][0] == pytest.approx(spans[FORWARD][1], abs=1e-5)

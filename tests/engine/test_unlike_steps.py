@@ -5,7 +5,6 @@ vision: rank 0; language: ranks 1-2 as stages; on a device that runs one operati
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -47,7 +46,7 @@ def trained(run: Run, way: Callable[[Changed, Batch], Tensor], kind: type = Enco
     for step in range(4):
         samples = Samples(8, seed=step)
         batches.append({"images": samples.images, "tokens": samples.tokens, "label": samples.labels})
-        batches[-1]["worker"] = (step * int(os.environ.get("RANK", 0))) % 2
+        batches[-1]["step"] = step % 2
     trainer = run.trainer(callbacks=[recorder], use_distributed_sampler=False, **options)
     module = Changed(way)
     module.encoder.__class__ = kind
@@ -55,8 +54,8 @@ def trained(run: Run, way: Callable[[Changed, Batch], Tensor], kind: type = Enco
     return {"losses": recorder.losses, "weights": weights(module)}
 
 
-def numbers_that_differ_over_ranks(run: Run) -> Any:
-    """`worker` in the batch; no rank may wait for a header that another does not send."""
+def numbers_that_differ_over_steps(run: Run) -> Any:
+    """`step` in the batch; no rank may wait for a header that another does not send."""
     return trained(run, lambda module, batch: module.decoder(batch["tokens"], module.encoder(batch["images"])))
 
 
@@ -108,7 +107,7 @@ def test_payloads_that_shapes_do_not_tell_equal_one_process(monkeypatch: pytest.
     monkeypatch.setenv("TEST_BACKEND", NAMES[1])
     found = outcomes(
         PIPE,
-        numbers_that_differ_over_ranks,
+        numbers_that_differ_over_steps,
         a_number_beside_features,
         longer_texts_with_each_step,
         gradients_of_every_other_step,

@@ -22,7 +22,7 @@ from expert_parallel.expert_case import BATCHED
 from expert_parallel.families import FAMILIES
 from host_reads import HostReads
 from lightning_mm5d import Modality
-from lightning_mm5d.expert_parallel.loads import Load, LoadFigures
+from lightning_mm5d.expert_parallel.shared_experts import Load, LoadFigures
 from lightning_mm5d.layout.even_split import even_ranges
 from parity.harness import fit, strategy
 from ranks import call_ranks
@@ -82,13 +82,14 @@ class Watch(DeviceStatsMonitor):
 
         return patch.multiple(dist, all_to_all_single=exchanged, all_gather_single=gathered)
 
-    def on_before_optimizer_step(self, trainer: L.Trainer, module: L.LightningModule, optimizer: Any) -> None:
-        self.held["gradients"] = size(p.grad for p in experts(module))
+    def note_held(self, module: L.LightningModule, optimizer: torch.optim.Optimizer) -> None:
+        """Note what lies in memory after a step of the optimizer; a hook would be shown full tensors."""
+        held = experts(module)
+        self.held["gradients"] = size(p.grad for p in held)
+        self.held["parameters"] = size(held)
+        self.held["optimizer"] = size(one for p in held for one in optimizer.state[p].values() if one.dim())
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
-        states = trainer.optimizers[0].state
-        self.held["parameters"] = size(experts(module))
-        self.held["optimizer"] = size(one for p in experts(module) for one in states[p].values() if one.dim())
         found = trainer.accelerator.get_device_stats(torch.device("cpu"))
         self.figures.append({key: value for key, value in found.items() if "_tokens_" in key})
 
@@ -118,7 +119,9 @@ def trained(rank: int) -> dict[str, Any]:
     whole = size(experts(module))
     batches = [case.make_batch([0] * MICROBATCHES * 2) for _ in range(STEPS * WORLD)]
     language = strategy({"language": Modality(ep_size=WORLD)}, num_microbatches=MICROBATCHES)
-    module.configure_optimizers = lambda: torch.optim.AdamW(module.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    optimizer.register_step_post_hook(lambda own, *_: watch.note_held(module, own))
+    module.configure_optimizers = lambda: optimizer
     with watch.watching(), HostReads() as seen:
         fit(module, batches, language, WORLD, in_order=True, callbacks=[watch])
     names = ("events", "rounds", "sent", "width", "held", "figures", "chosen")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parity.test_interleaved import side_by_side
+from features.interleaving.test_interleaved import side_by_side
 from ranks import call_ranks
 
 from .composed_training import Composition, Mixture, trained

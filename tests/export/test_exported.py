@@ -17,9 +17,9 @@ from transformers import PreTrainedTokenizerFast
 from export.families import build
 from export.test_huggingface_folder import assert_equal, outputs
 from lightning_mm5d import CheckpointCorruptError, CheckpointUntrustedError, Modality
-from lightning_mm5d.cli.main import main
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.export.exported import export
+from lightning_mm5d.export.exported import export, open_checkpoint
+from lightning_mm5d.tools.cli.main import main
 from parity.harness import strategy
 
 
@@ -259,3 +259,16 @@ def test_damaged_records_are_refused(checkpoint: Path, tmp_path: Path, record: s
         assert main([command[0], str(tmp_path / "bad.ckpt"), *command[1:]]) == 2
     assert main(["checkpoint", "show", str(tmp_path / "bad.ckpt")]) == 2
     assert [each.name for each in tmp_path.iterdir()] == ["bad.ckpt"]
+
+
+def test_files_of_plain_torch_are_opened(tmp_path: Path) -> None:
+    state = {"layer.weight": torch.arange(6.0).view(2, 3)}
+    training = {"model": state, "average": {"layer.weight": torch.zeros(2, 3)}, "epoch": 3}
+    for content in (state, {"weights": state, "epoch": 3}, training):
+        torch.save(content, tmp_path / "plain.pt")
+        source = open_checkpoint(tmp_path / "plain.pt").source
+        assert source.names() == ["layer.weight"]
+        assert torch.equal(source.read("layer.weight"), state["layer.weight"])
+    torch.save([1], tmp_path / "list.pt")
+    with pytest.raises(ConfigError, match="It has no state_dict"):
+        open_checkpoint(tmp_path / "list.pt")

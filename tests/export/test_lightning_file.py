@@ -12,10 +12,10 @@ import torch
 from lightning.pytorch.utilities.parsing import AttributeDict
 
 from lightning_mm5d.checkpoint.full_file import load_full
-from lightning_mm5d.cli.main import main
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.export.lightning_file import write_lightning
 from lightning_mm5d.export.plain_file import PlainTensors, open_plain, tensors_in
+from lightning_mm5d.tools.cli.main import main
 
 
 def content() -> dict[str, Any]:

@@ -22,8 +22,8 @@ from export.families import build
 from export.test_huggingface_folder import assert_equal, outputs
 from lightning_mm5d import Modality
 from lightning_mm5d.checkpoint.full_file import load_full
-from lightning_mm5d.cli.main import main
 from lightning_mm5d.export.exported import export
+from lightning_mm5d.tools.cli.main import main
 from parity.harness import fit, strategy
 from ranks import run_ranks
 from zoo import CASES

@@ -328,7 +328,7 @@ def _compared(text: str, field: str, fix: str, case: Wrong) -> list[str]:
 
 
 def _command_problems(case: Wrong) -> list[str]:
-    from lightning_mm5d.cli.main import main
+    from lightning_mm5d.tools.cli.main import main
 
     printed = io.StringIO()
     with tempfile.TemporaryDirectory() as folder:

@@ -129,7 +129,9 @@ CASES: dict[str, Wrong] = {
         {"modalities": {"model": Modality()}, "timeline": f"{tempfile.gettempdir()}/a.json"}, "timeline", "unset"
     ),
     "a cost of one modality": Wrong(_vision(cost=1.0), "modalities.language.cost", "all"),
-    "manual optimization": Wrong(_language(), "automatic_optimization", "automatic", module=Manual),
+    "manual optimization": Wrong(
+        _language(cp_size=2), "automatic_optimization", "automatic", {"devices": 3}, module=Manual
+    ),
     "a schedule that is None": Wrong({**_language(), "schedule": nothing}, "schedule", "build"),
     "a schedule of words": Wrong({**_language(), "schedule": words}, "schedule", "build"),
     "a schedule of no ranks": Wrong({**_language(), "schedule": empty}, "schedule", ""),

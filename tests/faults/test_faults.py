@@ -16,6 +16,7 @@ QUICK = (
     "kill -9: forward, rank 2",
     "kill -9: checkpoint, rank 0",
     "exceptions: in step, rank 3",
+    "exceptions: on all ranks",
     "disagreements: fewer batches, rank 2, pipe",
     "disagreements: microbatches, rank 1, pipe",
     "batches: one sample",
@@ -44,3 +45,5 @@ def test_a_fault_ends_all_ranks_and_the_last_line_names_it(name: str) -> None:
     cases = {f"{kind}: {case.name}": case for kind, kinds in tree_cases(0).items() for case in kinds}
     record = trees.run(cases[name])
     assert record.problems == [], record.printed
+    long = [text for text in record.printed.split("Traceback (most recent call last):")[1:] if text.count("\n") > 12]
+    assert len(long) <= 1, record.printed  # of the rank that failed; others say it in a line or two

@@ -26,7 +26,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from features.toys import PIPE, Layout, Samples, Toy
@@ -55,6 +55,10 @@ def stop(trainer: L.Trainer, module: Toy) -> None:
 
 def terminate(trainer: L.Trainer, module: Toy) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def interrupt(trainer: L.Trainer, module: Toy) -> None:
+    os.killpg(os.getpgrp(), signal.SIGINT)  # as Ctrl-C in a terminal
 
 
 def spin(trainer: L.Trainer, module: Toy) -> None:
@@ -107,24 +111,37 @@ CASES = {
     "a stopped rank": Case(stop, 1, r"RankLostError: rank 1 \(.*\) failed first: its process is stopped \(SIGSTOP\)"),
     "rank 0 stopped": Case(stop, 0, r"RankLostError: rank 0 \(.*\) failed first: its process is stopped", TRIPLE),
     "an error in a callback": Case(
-        fail, 1, r"rank 1 \(on_train_batch_end at test_blame.py:\d+, training batch 2\) failed first: ValueError: boom"
+        fail,
+        1,
+        r"rank 1 \(language.0: on_train_batch_end at test_blame.py:\d+, training batch 2\) failed first: ValueError: b",
+    ),
+    "a checkpoint that cannot be written": Case(
+        nothing,
+        0,
+        r"RankLostError: rank 0 \(vision.0: save_checkpoint in on_train_batch_end.*\) failed first: FileNotFoundError",
+        place="full disk",
     ),
     "an error in a step": Case(
         fail, 2, r"rank 2 \(language.1, forward of microbatch 0\) failed first: ValueError: boom", place="step"
     ),
     "an error in a loader": Case(
-        fail, 1, r"rank 1 \(the dataloader at .*\) failed first: ValueError: boom", TRIPLE, place="loader"
+        fail, 1, r"rank 1 \(model.0: the dataloader at .*\) failed first: ValueError: boom", TRIPLE, place="loader"
     ),
     "a loader that ends early": Case(
         nothing, 1, r"RankMismatchError: ranks begin different batches: .*rank 1 .*equal numbers", place="length"
     ),
     "a checkpoint of rank 0 only": Case(
-        save, 0, rf"RankMismatchError: .*rank 0 is in save_checkpoint in on_train_batch_end.*{SPLIT}"
+        save,
+        0,
+        r"RankMismatchError: ranks are at unequal places of a hook: rank 0 at .*state_dict.*; rank 1, 2 at the end of ",
     ),
     "a gather of rank 0 only": Case(gather, 0, rf"RankMismatchError: .*rank 0 is in all_gather.*{SPLIT}", TRIPLE),
     "a log of rank 0 only": Case(log_synced, 0, rf"RankMismatchError: .*rank 0 is in log in on_train.*{SPLIT}", TRIPLE),
     "a rank that spins": Case(
-        spin, 1, r"WatchdogTimeoutError: .*rank 1 is in on_train_batch_end at test_blame.py:\d+", watchdog_s=6
+        spin,
+        1,
+        r"WatchdogTimeoutError: .*rank 1 is in language.0: on_train_batch_end at test_blame.py:\d+",
+        watchdog_s=6,
     ),
     "a rank that hangs beside another microbatch": Case(
         sleep,
@@ -140,6 +157,7 @@ CASES = {
     "a rank killed beside another microbatch": Case(
         kill, 1, r"RankLostError: rank 1 \(.*\) failed first: its process (is gone|was k)", BESIDE, "layer"
     ),
+    "an interrupt of all processes": Case(interrupt, 2, r"^(the fault fired|Detected KeyboardInterrupt.*)$"),
     "a rank that is told to terminate": Case(
         terminate, 2, r"SIGTERMException: rank 2 was told to terminate by SIGTERM.*before batch 3", code=0
     ),
@@ -183,6 +201,10 @@ def job(case: Case) -> None:
                 fires(trainer, module, "loader", AT)
             return super().__getitem__(index)
 
+    saves = list[Callback]()
+    if case.place == "full disk":
+        print("the fault fired", flush=True)
+        saves.append(ModelCheckpoint(dirpath="/proc/never-made", every_n_train_steps=AT))
     trainer = L.Trainer(
         accelerator="cpu",
         devices=case.layout.world,
@@ -195,11 +217,11 @@ def job(case: Case) -> None:
         ),
         max_epochs=1,
         logger=False,
-        enable_checkpointing=False,
+        enable_checkpointing=bool(saves),
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
-        callbacks=[AtBatchEnd()],
+        callbacks=[AtBatchEnd(), *saves],
     )
     module = Faulty()
     if case.layout is BESIDE:
@@ -220,6 +242,7 @@ def launching(case: Case, printed: Path) -> None:
         del os.environ[name]
     warnings.simplefilter("ignore")
     torch.set_default_dtype(torch.float32)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background are started without it
     code = 0
     try:
         job(case)

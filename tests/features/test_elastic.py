@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_mm5d import Modality
-from lightning_mm5d.cli.job import settle
+from lightning_mm5d.tools.cli.job import settle
 from parity.harness import strategy
 from ranks import run_ranks
 from zoo import CASES

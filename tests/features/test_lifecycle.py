@@ -9,8 +9,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
-from features.toys import PAIR, PIPE, TWINS, Layout, Run, Toy, alone, assert_same, outcomes, together, weights
+from features.toys import PAIR, PIPE, TWINS, Layout, Run, Toy, alone, assert_same, figures, outcomes, together, weights
+from lightning_mm5d import MultimodalStrategy
 from lightning_mm5d.config.errors import ConfigError
 
 
@@ -134,3 +136,64 @@ def test_a_run_of_another_kind_leaves_optimizers_the_parameters_of_fit(tmp_path:
         (tmp_path / folder).mkdir()
     outcome = outcomes(PIPE, saved_after_a_validation, folder=tmp_path)["saved_after_a_validation"]
     assert_same(outcome.ranks[0], outcome.one)
+
+
+class WithoutOptimizer(Toy):
+    def configure_optimizers(self) -> None:
+        return None
+
+
+def without_optimizer(run: Run) -> Any:
+    """Saves, goes on from the file, and reads it again after the run."""
+    first, second = WithoutOptimizer(), WithoutOptimizer()
+    saver = ModelCheckpoint(dirpath=run.folder, every_n_epochs=1, save_last=True)
+    run.trainer(callbacks=[saver], enable_checkpointing=True).fit(first, run.training(16), run.loader(8))
+    trainer = run.trainer(max_epochs=2)
+    trainer.fit(second, run.training(16), run.loader(8), ckpt_path=saver.last_model_path)
+    loaded = trainer.strategy.load_checkpoint(saver.last_model_path)
+    steps = trainer.global_step
+    return {"steps": steps, "states": loaded["optimizer_states"], "weights": weights(second), **figures(trainer)}
+
+
+@pytest.mark.parametrize("checkpoint", ["full", "sharded"])
+def test_modules_without_optimizers_are_saved_and_resumed(checkpoint: str, tmp_path: Path) -> None:
+    """vision: rank 0; language: ranks 1-2 as stages"""
+    found = outcomes(PIPE, without_optimizer, folder=tmp_path, checkpoint=checkpoint)["without_optimizer"]
+    shown = {"steps", "val_loss"} | ({"weights", "states"} if checkpoint == "full" else set())
+    assert_same({key: found.ranks[0][key] for key in shown}, {key: found.one[key] for key in shown})
+
+
+class Built(Toy):
+    """Counts how often `configure_model` runs in this process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = list[int]()
+
+    def configure_model(self) -> None:
+        self.calls.append(1)
+
+
+def reads_again(start_method: str, folder: Path) -> int:
+    """Reads a checkpoint in the process that has called fit; returns how often it has built the module."""
+    module = Built()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=MultimodalStrategy(start_method=start_method),  # type: ignore[arg-type]
+        max_epochs=1,
+        logger=False,
+        default_root_dir=folder,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, Run().training(16))
+    path = trainer.checkpoint_callback.best_model_path  # type: ignore[union-attr]
+    assert trainer.strategy.load_checkpoint(path)["global_step"] == 2
+    return len(module.calls)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_checkpoints_are_read_after_a_run_and_one_process_builds_a_module_once(tmp_path: Path) -> None:
+    assert reads_again("popen", tmp_path / "popen") == 1
+    reads_again("fork", tmp_path / "fork")

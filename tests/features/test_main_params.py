@@ -274,7 +274,12 @@ def test_a_rank_holds_the_bytes_of_its_own_main_parameters(tmp_path: Path) -> No
             self.inside = sum(p.nbytes for p in self.parameters())
             return loss
 
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
+        def configure_optimizers(self) -> Any:
+            found = super().configure_optimizers()
+            found[0][0].register_step_post_hook(lambda *_: self.count())  # hooks of the module see full tensors
+            return found
+
+        def count(self) -> None:
             self.stepping = [(p.dtype, p.grad.dtype, p.nbytes) for p in self.parameters()]
 
     def counted(rank: int, layout: Layout) -> Any:

@@ -211,8 +211,13 @@ def small_later(run: Run) -> Any:
 
 
 def small_first(run: Run) -> Any:
-    with pytest.raises(ConfigError, match=r"gives at most 2 microbatches.*microbatch_size"):
-        train(run, Toy(), DataLoader(Growing((2, 8)), batch_size=None))
+    class WithoutIndex(Toy):
+        def training_step(self, batch: Any) -> Any:  # type: ignore[override]
+            return self.loss(batch)
+
+    for module in (Toy(), WithoutIndex()):
+        with pytest.raises(ConfigError, match=r"gives at most 2 microbatches.*microbatch_size"):
+            train(run, module, DataLoader(Growing((2, 8)), batch_size=None))
 
 
 ALONE = Layout({"language": Modality()}, 1)
@@ -338,11 +343,47 @@ TEXT = Layout({"language": Modality(pp_size=2)}, 2)
 TEXT_TWINS = Layout({"language": Modality()}, 2, 2)
 
 
+class Tagger(Toy):
+    """A loss of its own over labels [B, S], of which every other sample has none."""
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        hidden = self.decoder.embedding(batch["tokens"]) + self.encoder(batch["images"]).unsqueeze(1)
+        for layer in self.decoder.layers:
+            hidden = layer(hidden)
+        return self.decoder.head(self.decoder.norm(hidden))
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return F.cross_entropy(self(batch).flatten(0, 1), batch["labels"].flatten())
+
+
+class Tagged(Samples):
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        sample = super().__getitem__(index)
+        kept = torch.arange(TOKENS) < (index * 2 % TOKENS if index % 8 > 3 else 0)
+        return {**sample, "labels": torch.where(kept, sample["tokens"] % 3, -100)}
+
+
+def tags_of_some_samples(run: Run) -> Any:
+    """The first half of each batch of 8 has no labels."""
+    trainer, module = run.trainer(use_distributed_sampler=False, log_every_n_steps=1), Tagger()
+    trainer.fit(module, run.loader(Tagged(16)), run.loader(Tagged(8)))
+    return {"weights": weights(module), "metrics": figures(trainer)}
+
+
 @pytest.mark.parametrize("layout", [TEXT, TEXT_TWINS], ids=["language pp 2", "language dp 2"])
-def test_weights_by_tokens_make_a_token_mean_that_of_the_whole_batch(layout: Layout, float64: None) -> None:
+def test_a_token_mean_is_that_of_the_whole_batch(layout: Layout, float64: None) -> None:
+    """By default, and also in pure replicas with one microbatch each."""
     expected = alone(uneven_tokens)
-    got = together(layout, uneven_tokens, loss_weight="tokens")
+    got = together(layout, uneven_tokens, **({"num_microbatches": 1} if layout is TEXT_TWINS else {}))
     assert_same(got[0]["weights"], expected["weights"], 1e-6)
+
+
+def test_microbatches_without_a_label_count_nothing_and_give_no_nan() -> None:
+    """vision: rank 0; language: ranks 1-2 as stages; and one process with two microbatches."""
+    for layout in (PIPE, ALONE):
+        outcome = outcomes(layout, tags_of_some_samples)["tags_of_some_samples"]
+        assert all(value == value for value in outcome.one["metrics"].values())
+        assert_same(outcome.ranks[0], outcome.one)
 
 
 class Pairs(Rows):

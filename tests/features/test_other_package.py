@@ -1,11 +1,14 @@
-"""Projects that import pytorch_lightning are told in one sentence what to change, wherever the two packages meet."""
+"""Projects that import pytorch_lightning train as they are; a process with two Lightnings is told what to change."""
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -13,89 +16,91 @@ import torch
 from lightning.pytorch.trainer import trainer as trainer_module
 from torch.utils.data import DataLoader
 
-from lightning_mm5d import ConfigError, MultimodalStrategy
-from lightning_mm5d.cli.main import main
+from lightning_mm5d import MultimodalStrategy
 from lightning_mm5d.config.errors import private
 from lightning_mm5d.trainer.other_package import _UNWRAP
 
-pl = pytest.importorskip("pytorch_lightning")
-CHANGE = "import lightning.pytorch as pl"
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "devices": 1,
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "max_epochs": 1,
-}
+pl = pytest.importorskip("pytorch_lightning")  # after lightning_mm5d, as isort has it
+TESTS = Path(__file__).parents[1]
 
 
-def made(package: Any) -> Any:
-    class Module(package.LightningModule):  # type: ignore[misc, name-defined]
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = torch.nn.Linear(2, 2)
-
-        def training_step(self, batch: Any, index: int) -> Any:
-            return self.layer(batch).sum()
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), 0.1)
-
-        def train_dataloader(self) -> Any:
-            return DataLoader(torch.ones(4, 2))
-
-    return Module()
+@pytest.fixture(autouse=True)
+def environment_as_found() -> Iterator[None]:
+    """Lightning names the port of a run in the environment, which scripts that are started later would take."""
+    with mock.patch.dict(os.environ):
+        for name in ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE"):
+            os.environ.pop(name, None)
+        yield
 
 
-def fit(module: Any, *data: Any, **options: Any) -> None:
-    L.Trainer(strategy=MultimodalStrategy(), **QUIET, **options).fit(module, *data)
+class Old(pl.LightningModule):  # type: ignore[misc, name-defined]
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 2)
 
+    def training_step(self, batch: Any, index: int) -> Any:
+        return self.layer(batch).sum()
 
-CASES: dict[str, Callable[[], Any]] = {
-    "a trainer": lambda: pl.Trainer(strategy=MultimodalStrategy(), **QUIET),
-    "a trainer that is given the name": lambda: pl.Trainer(strategy="mm5d", **QUIET),
-    "a module": lambda: fit(made(pl)),
-    "a callback": lambda: fit(made(L.pytorch), callbacks=[pl.callbacks.EarlyStopping("loss")]),
-    "a datamodule": lambda: fit(made(L.pytorch), pl.LightningDataModule()),
-}
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(torch.ones(4, 2))
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("case", CASES)
-def test_what_is_of_the_other_package_is_refused_with_what_to_change(case: str) -> None:
-    with pytest.raises(ConfigError, match=CHANGE):
-        CASES[case]()
-    assert not torch.distributed.is_initialized()
+def test_both_names_are_one_package_and_a_module_of_either_trains() -> None:
+    assert pl.Trainer is L.Trainer
+    import pytorch_lightning.callbacks.finetuning as finetuning  # a module of its own, imported by either name
+
+    assert sys.modules["lightning.pytorch.callbacks.finetuning"] is finetuning
+    assert finetuning.__spec__ is not None
+    assert finetuning.__spec__.name == finetuning.__name__
+    for package in (pl, L):
+        trainer = package.Trainer(
+            accelerator="cpu",
+            devices=1,
+            strategy=MultimodalStrategy(),
+            max_epochs=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(Old())
+        assert trainer.global_step == 4
+
+
+def script(*arguments: str) -> str:
+    command = [sys.executable, str(TESTS / "features/two_names.py"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("first", "trainer", "start_method"),
+    [
+        ("pytorch_lightning", "pytorch_lightning", "popen"),
+        ("pytorch_lightning", "lightning.pytorch", "fork"),
+        pytest.param("pytorch_lightning", "pytorch_lightning", "spawn", marks=pytest.mark.exhaustive),
+        pytest.param("lightning.pytorch", "pytorch_lightning", "name", marks=pytest.mark.exhaustive),
+        pytest.param("lightning_mm5d", "pytorch_lightning", "fork", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_trainers_modules_data_and_callbacks_of_either_package_run_together(
+    first: str, trainer: str, start_method: str, tmp_path: Path
+) -> None:
+    """vision: rank 0; language: rank 1; by name two replicas"""
+    assert "trained and read again" in script("run", first, trainer, start_method, str(tmp_path))
+
+
+def test_where_both_were_imported_before_the_other_one_is_refused_with_what_to_change() -> None:
+    said = [line for line in script("refused").splitlines() if "two packages" in line]
+    assert len(said) == 5
+    assert all("import lightning.pytorch as pl" in line and "above both of them" in line for line in said), said
 
 
 def test_the_trainer_has_the_function_that_looks_at_modules_first() -> None:
     assert callable(private(trainer_module, _UNWRAP))
-
-
-def test_other_trainers_of_that_package_run_as_before() -> None:
-    assert pl.Trainer(strategy="ddp", **QUIET).world_size == 1
-
-
-MODULE = """
-import pytorch_lightning as pl
-
-
-class Old(pl.LightningModule):
-    pass
-"""
-SCRIPT = "from pytorch_lightning.cli import LightningCLI\nLightningCLI()\n"
-CONFIG = "trainer: {accelerator: cpu, devices: 1, strategy: {class_path: lightning_mm5d.MultimodalStrategy}}\n"
-
-
-@pytest.mark.parametrize("kind", ["class path", "script"])
-def test_the_command_refuses_it_likewise(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "old_module.py").write_text(MODULE)
-    (tmp_path / "train.py").write_text(SCRIPT)
-    model = "model: {class_path: old_module.Old}\n" if kind == "class path" else ""
-    (tmp_path / "config.yaml").write_text(CONFIG + model)
-    options = ["--script", str(tmp_path / "train.py")] if kind == "script" else []
-    assert main(["inspect", str(tmp_path / "config.yaml"), *options]) == 2
-    assert CHANGE in capsys.readouterr().err
-    sys.modules.pop("old_module", None)

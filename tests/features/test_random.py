@@ -12,7 +12,7 @@ from lightning import seed_everything
 from lightning.pytorch.callbacks import Callback
 from torch.utils.checkpoint import checkpoint
 
-from features.toys import PIPE, TWINS, Run, Toy, assert_same, together, weights
+from features.toys import PAIR, PIPE, TWINS, Run, Samples, Toy, assert_same, together, weights
 
 
 class Augmented(Toy):
@@ -20,11 +20,12 @@ class Augmented(Toy):
 
     def __init__(self) -> None:
         super().__init__(dropout=0.3)
-        self.drawn: list[float] = []
+        # of the root, ranks of a replica would be given those of the rank where the step ends
+        self.encoder.drawn = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         images = batch["images"] * (1 + 0.1 * torch.rand_like(batch["images"])) + float(np.random.rand())
-        self.drawn.append(float(images.sum()) + random.random())
+        self.encoder.drawn.append(float(images.sum()) + random.random())
         loss = self.loss({**batch, "images": images})
         self.log("draw", torch.rand(()), sync_dist=False)
         return loss + 0.01 * torch.rand(())
@@ -65,7 +66,7 @@ def train(run: Run, module: Augmented, seed: int) -> dict[str, Any]:
     trainer = run.trainer(callbacks=[watch])
     trainer.fit(module, run.training(8, batch_size=4))
     draw = float(trainer.callback_metrics["draw"])
-    return {"drawn": module.drawn, "kept": watch.kept, "draw": draw, "weights": weights(module)}
+    return {"drawn": module.encoder.drawn, "kept": watch.kept, "draw": draw, "weights": weights(module)}
 
 
 def four_times(run: Run) -> list[Any]:
@@ -111,3 +112,52 @@ def test_replicas_draw_for_themselves() -> None:
     both, first, second = [ranks[0]["drawn"] for ranks in together(TWINS, four_times)]
     assert set(first).isdisjoint(second)
     assert set(both) == {*first, *second}
+
+
+class Unnumbered(Augmented):
+    """A step without the index of its batch, which decodes twice, as R-Drop does."""
+
+    def training_step(self, batch: Any) -> Any:  # type: ignore[override]
+        features = self.encoder(batch["images"])
+        first, second = (self.decoder(batch["tokens"], features) for _ in range(2))
+        self.log("apart", (first - second).abs().min())
+        self.log("dropped", first.sum(), on_step=True)
+        return first.square().mean() + 0.0 * second.sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+class Drawn(Callback):
+    def __init__(self) -> None:
+        self.rows: list[tuple[float, float]] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.rows.append((float(trainer.callback_metrics["dropped"]), float(trainer.callback_metrics["apart"])))
+
+
+class Same(torch.utils.data.Dataset[Any]):
+    """One sample again and again."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Any:
+        return Samples(1)[0]
+
+
+def accumulated(run: Run) -> Any:
+    seed_everything(1, verbose=False)
+    drawn = Drawn()
+    trainer = run.trainer(callbacks=[drawn], accumulate_grad_batches=4, max_epochs=2)
+    trainer.fit(Unnumbered(), run.loader(Same(), batch_size=4))
+    return drawn.rows
+
+
+def test_batches_of_one_accumulation_and_passes_of_one_step_draw_anew() -> None:
+    """vision: rank 0; language: rank 1. All batches are equal, and so is what is computed but for dropout."""
+    found = together(PAIR, accumulated)
+    assert found[0] == found[1]
+    sums, differences = zip(*found[0], strict=True)
+    assert len(set(sums)) == 8, "four batches of one accumulation in each of two epochs"
+    assert min(differences) > 0, "the second pass drops other units"

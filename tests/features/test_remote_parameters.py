@@ -1,14 +1,12 @@
-"""A parameter of other ranks gives its shape, or an error that names it: never a number, in no step and in no hook."""
+"""A parameter of other ranks gives its shape, or an error that names it: never a number, in no step."""
 
 from __future__ import annotations
 
 import copy
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -261,46 +259,6 @@ class RightOnes(Toy):
         return loss
 
 
-OUTSIDE: dict[str, Callable[[Any, L.Trainer, Path], Any]] = {
-    "save_pretrained": lambda module, trainer, path: torch.save(module.state_dict(), path / "weights.pt"),
-    "a saved module": lambda module, trainer, path: torch.save(module.encoder.patch, path / "module.pt"),
-    "a norm": lambda module, trainer, path: float(sum(p.norm() for p in module.parameters())),
-    "a vector": lambda module, trainer, path: nn.utils.parameters_to_vector(module.parameters()).tolist(),
-    "a histogram": lambda module, trainer, path: [np.histogram(p.detach().numpy()) for p in module.parameters()],
-    "a copied module": lambda module, trainer, path: float(copy.deepcopy(module.encoder).patch.weight.sum()),
-    "a forward": lambda module, trainer, path: float(module.encoder(torch.zeros(2, 6, dtype=torch.float64)).sum()),
-    "other weights": lambda module, trainer, path: Toy().load_state_dict(module.state_dict()),
-    "a reduction": lambda module, trainer, path: trainer.strategy.reduce(module.encoder.patch.weight.norm(), None),
-}
-
-
-class Tries(L.Callback):
-    """Reads remote weights in hooks, and notes the errors; saves them in the way that works."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.errors, self.state = folder, dict[str, str](), dict[str, Tensor]()
-
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        if trainer.global_step != 1 or not is_remote(pl_module.encoder.patch.weight):
-            return
-        for name, use in OUTSIDE.items():
-            try:
-                use(pl_module, trainer, self.folder)
-                self.errors[name] = "no error"
-            except RuntimeError as error:
-                self.errors[name] = str(error)
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self.state = trainer.strategy.lightning_module_state_dict()
-
-
-def tried(run: Run) -> Any:
-    tries = Tries(run.folder)
-    module = Toy()
-    run.trainer(callbacks=[tries]).fit(module, run.training())
-    return tries.errors, {name: value.clone() for name, value in tries.state.items()}
-
-
 def right(run: Run) -> Any:
     module = RightOnes()
     trainer = run.trainer()
@@ -312,18 +270,10 @@ def validated(run: Run) -> Any:
     return run.trainer().validate(ValidatesByParts(), run.loader(8), verbose=False)
 
 
-def test_hooks_get_errors_and_the_whole_state_and_correct_steps_train(tmp_path: Path) -> None:
+def test_correct_steps_train() -> None:
     """vision: rank 0; language: ranks 1-2 as stages."""
-    (tmp_path / "one").mkdir()
-    (tmp_path / "ranks").mkdir()
     fed = Layout({**PIPE.modalities, "vision": Modality(feeds=[0], **VISION)}, 3)
-    found = outcomes(fed, tried, right, validated, folder=tmp_path)
-    for errors, _ in found["tried"].ranks[1:]:
-        assert errors.keys() == OUTSIDE.keys()
-        for name, error in errors.items():
-            for words in ("`encoder", "rank 0 (vision.0)", "full_state_dict"):
-                assert words in error, name
-    assert_same(found["tried"].ranks[0][1], found["tried"].one[1])
+    found = outcomes(fed, right, validated)
     assert_same(found["right"].ranks[0], found["right"].one)
     assert_same(found["validated"].ranks[0], found["validated"].one)
 

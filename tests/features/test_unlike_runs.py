@@ -19,7 +19,7 @@ from torchmetrics import MeanMetric, PearsonCorrCoef
 from features.resuming import Case, assert_exact, loader, samples, stopped_and_resumed
 from features.toys import LANGUAGE, VISION, WIDTH, Layout, Run, Samples, Toy, alone, assert_same, figures, together
 from lightning_mm5d import ConfigError, Modality, MultimodalStrategy
-from lightning_mm5d.cli.job import settle
+from lightning_mm5d.tools.cli.job import settle
 
 UNLIKE = Layout(
     {

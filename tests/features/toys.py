@@ -177,9 +177,10 @@ class Run:
         return DataLoader(samples, batch_size=batch_size // replicas, **options)
 
     def training(self, dataset: Any = 16, batch_size: int = 8, **options: Any) -> DataLoader:
-        """Like `loader`, in the order that Lightning's own sampler gives to replicas."""
+        """Like `loader`, in the order that Lightning's own sampler gives to replicas, also where there is one."""
         samples = Samples(dataset) if isinstance(dataset, int) else dataset
-        if self.layout is None:
+        has_order = not options.keys().isdisjoint(("sampler", "batch_sampler", "shuffle"))
+        if self.layout is None or (self.layout.replicas == 1 and not has_order):
             options["sampler"] = DistributedSampler(samples, num_replicas=1, rank=0)
         return self.loader(samples, batch_size, **options)
 

@@ -21,6 +21,7 @@ from benchmarks.gpu import checks, nccl_groups, report, shared_gpu, supervisor  
 from benchmarks.gpu.checks import CHECKS, Check  # noqa: E402
 from benchmarks.gpu.machine import Machine  # noqa: E402
 from benchmarks.gpu.rows import Row  # noqa: E402
+from lightning_mm5d.sharded import renamed  # noqa: E402
 
 FOUND: dict[str, Any] = {"gpus": [], "driver": "", "torch": "2", "cuda": "", "nccl": ""}
 MACHINE = Machine(is_dry=True, found=FOUND)
@@ -30,7 +31,7 @@ def check(function: str, limit_s: int = 60) -> Check:
     return Check(name="group.one", title="One", function=function, limit_s=limit_s)
 
 
-FORKING = ("transport.waits", "transport.parity", "memory.sums", "memory.casts", "memory.ends", "several")
+FORKING = ("transport.waits", "transport.parity", "memory.sums", "memory.casts", "memory.ends", "several", "nccl")
 
 
 def serve(rank: int, each: Check, path: Path) -> int:
@@ -50,7 +51,7 @@ SAME = ("kernels.64", "kernels.72", "kernels.80", "kernels.256")
 """Checks that differ from another one in a number."""
 
 
-LONG = ("several.", "compile.", "transport.parity")
+LONG = ("several.", "compile.", "transport.parity", "nccl.parity", "nccl.memory")
 
 
 @pytest.mark.parametrize(
@@ -72,6 +73,26 @@ def test_checks_run_dry(each: Check, tmp_path: Path) -> None:
     assert [row for row in rows if row.status == "failed"] == []
 
 
+def test_ranks_that_share_a_gpu_never_use_the_backend_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Any] = []
+
+    def compared(title: str, world: int, run: Any) -> Row:
+        ran.append(run)
+        return Row(name=title, value=0)
+
+    monkeypatch.setattr(shared_gpu, "compared", compared)
+    monkeypatch.setattr(shared_gpu, "compared_parameters", compared)
+    for _ in shared_gpu.parity(MACHINE):
+        pass
+    assert {run.options["process_group_backend"] for run in ran} == {"gloo"}
+    on_gpu = shared_gpu.on_shared_gpu(shared_gpu.SHARED, MACHINE)
+    assert on_gpu.options["process_group_backend"] == "gloo"
+
+
+def test_replicas_are_proved_on_two_gpus_and_on_four() -> None:
+    assert {world for world, _, run in shared_gpu.LAYOUTS if run.replicas > 1} >= {2, 4}
+
+
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("float64")
 def test_layouts_of_a_shared_gpu_equal_one_process_on_the_cpu() -> None:
@@ -85,7 +106,9 @@ def test_every_collective_of_the_package_is_checked() -> None:
         name
         for path in (ROOT / "lightning_mm5d").rglob("*.py")
         for name in re.findall(r"\bdist\.([a-z_]*(?:all_|gather|scatter|reduce|broadcast)[a-z_]*)\(", path.read_text())
+        if not name.endswith("_object")  # of host memory
     }
+    used |= {name for name in vars(renamed) if name.endswith("_single")}
     assert used == set(nccl_groups.COLLECTIVES)
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_mm5d.gradients.flat import Flat
+from lightning_mm5d.gradients.side_stream import SideStream
+
+SIDE = SideStream(torch.device("cpu"))
 
 
 def _made(count: int = 3) -> tuple[list[nn.Parameter], Flat]:
     parameters = [nn.Parameter(torch.ones(3, index + 1)) for index in range(count)]
-    return parameters, Flat(parameters)
+    return parameters, Flat(parameters, SIDE)
 
 
 def _backward(*parameters: nn.Parameter, factor: float = 1.0) -> None:
@@ -94,3 +98,17 @@ def test_each_gradient_begins_where_kernels_over_many_tensors_are_fast() -> None
     parameters, flat = _made(5)
     _step(parameters, flat, *parameters)
     assert all(_gradient(parameter).data_ptr() % 16 == 0 for parameter in parameters)
+
+
+def test_a_gradient_that_is_copied_on_the_side_stream_is_noted_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory would be given to what computes next, before the side stream has read it."""
+    read: list[Tensor] = []
+    monkeypatch.setattr(SideStream, "reads", lambda _, tensor: read.append(tensor))
+    parameters, flat = _made()
+    for pack in (flat.pack, flat.pack_apart):
+        own = [torch.full_like(parameter, 2.0) for parameter in parameters]
+        for parameter, gradient in zip(parameters, own, strict=True):
+            parameter.grad = gradient
+        read.clear()
+        pack()
+        assert [id(tensor) for tensor in read] == [id(tensor) for tensor in own]

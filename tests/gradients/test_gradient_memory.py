@@ -93,9 +93,16 @@ class Count(L.Callback):
     """Counts bytes from the start of training, when everything but gradients is there, to its end."""
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self.live = Live()
-        self.live._seen = {one.untyped_storage()._cdata: None for one in module.parameters()}
-        self.live.__enter__()
+        step = trainer.strategy.training_step
+
+        def first_step(*args: Any, **kwargs: Any) -> Any:  # a hook would be shown full parameters
+            trainer.strategy.training_step = step
+            self.live = Live()
+            self.live._seen = {one.untyped_storage()._cdata: None for one in module.parameters()}
+            self.live.__enter__()
+            return step(*args, **kwargs)
+
+        trainer.strategy.training_step = first_step
 
     def on_train_end(self, *_: Any) -> None:
         self.live.__exit__(None, None, None)

@@ -15,7 +15,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 
 from compare import assert_equal_to_one_process, tolerance
 from lightning_mm5d import Modality
-from lightning_mm5d.planner.proposal import propose
+from lightning_mm5d.tools.planner.proposal import propose
 from parity.harness import fit, strategy
 from parity.test_parity import FLOAT64, MICROBATCHES, SAMPLES, STEPS, build, reference
 from ranks import call_ranks

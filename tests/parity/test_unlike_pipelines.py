@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from compare import State, assert_equal_to_one_process, tolerance
 from lightning_mm5d import Modality, MultimodalStrategy, PipelineTemplate
-from lightning_mm5d.cli.job import settle
 from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.tools.cli.job import settle
 from parity.harness import Recorder, strategy
 from ranks import call_ranks
 from zoo import CASES, apply_freeze
@@ -191,15 +191,10 @@ def test_unlike_replicas_train_as_one_process(which: str) -> None:
     case = UNLIKE[which]
     plan = plan_of(case)
     assert plan.layout.microbatches(case.options["num_microbatches"]) == case.counts
-    shards = plan.division.shards
-
-    def cut(rank: int, key: str, full: torch.Tensor) -> torch.Tensor:
-        return shards[key].cut(full, plan.ownership.shard_index(key, rank)) if key in shards else full
-
     recorder, parameters = reference(which)
     ranks = call_ranks(case.world, train, which)
     limits = tolerance(case.name in ("bert", "t5"))
-    assert_equal_to_one_process(ranks, recorder, parameters, with_losses=False, where=which, cut=cut, **limits)
+    assert_equal_to_one_process(ranks, recorder, parameters, with_losses=False, where=which, **limits)
 
 
 class Logging(L.LightningModule):

@@ -70,3 +70,22 @@ def test_a_tower_whose_last_norm_the_model_calls_by_itself_ends_with_the_next_mo
         found = discover(transformers.Kosmos2ForConditionalGeneration(config))
     assert found["vision"].owns == ("vision_model", "image_to_text_projection")
     assert found["vision"].boundaries == (Boundary("image_to_text_projection"),)
+
+
+@pytest.mark.parametrize("name", ["vision", "language"])
+def test_a_metric_is_no_modality(name: str) -> None:
+    modalities = {"vision": Modality(module="encoder"), "language": Modality(**LANGUAGE)}
+    modalities[name] = Modality(module="accuracy")
+    with pytest.raises(ConfigError, match=rf"modalities.{name}.module: got 'accuracy'.*[Ii]t is a metric"):
+        partition(Toy(), modalities)
+
+
+@pytest.mark.parametrize(
+    ("path", "after"), [("patch", "'encoder.layers', 'encoder.projector'"), ("layers.0", "'encoder.p")]
+)
+def test_a_boundary_before_the_end_of_its_encoder_is_refused(path: str, after: str) -> None:
+    modalities = {"vision": Modality(module="encoder", boundary=f"encoder.{path}"), "language": Modality(**LANGUAGE)}
+    with pytest.raises(
+        ConfigError, match=rf"modalities.vision.boundary: got 'encoder.{path}'.*in {after}.*Use 'encoder'"
+    ):
+        partition(Toy(), modalities)

@@ -54,7 +54,7 @@ class Silent(Speaking):
     ("module", "talker", "error"),
     [
         (Early(), {}, r"modalities.talker.feeds_from: got 'language'.*uses model.talker before model.thinker alone"),
-        (Silent(), {"module": "spare", "feeds_from": "language"}, r"modalities.talker.module: got 'spare'.*nothing"),
+        (Silent(), {"module": "spare", "feeds_from": "language"}, r"modalities.talker.module: got 'spare'.*Nothing"),
         (Silent(), {}, r"modalities.talker: got 'talker'.*No such modality"),
     ],
 )

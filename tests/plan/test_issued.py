@@ -12,10 +12,10 @@ from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import for_schedule
 from lightning_mm5d.layout import Layout
 from lightning_mm5d.plan.issued import Issued, check_messages
-from lightning_mm5d.plan.pairs import pairs_of
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.planner.sketch import sketched_plan
+from lightning_mm5d.plan.topology import pairs_of
 from lightning_mm5d.schedule import SCHEDULES
+from lightning_mm5d.tools.planner.sketch import sketched_plan
 
 
 def _sizes(rng: Random) -> dict[str, int]:

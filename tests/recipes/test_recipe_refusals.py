@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_mm5d import ConfigError, MultimodalModule
 from lightning_mm5d.recipes.model_source import EncoderSource, ModelSource, _class_of
-from lightning_mm5d.recipes.samples import prompts
+from lightning_mm5d.recipes.module import prompts
 from recipes.test_module import IGNORED, model, samples
 
 pytestmark = pytest.mark.usefixtures("float64")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_mm5d.cli.main import main
+from lightning_mm5d.tools.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "examples" / "recipes").glob("*.yaml"))
@@ -49,7 +49,7 @@ def test_a_recipe_trains_and_ends_with_a_number(folder: Path) -> None:
         "--data.batch_size=4",
         "--trainer.strategy.init_args.start_method=fork",  # without imports in each rank
     ]
-    command = [sys.executable, "-m", "lightning_mm5d.cli.main", "fit", "--config", str(RECIPES[-1]), *options]
+    command = [sys.executable, "-m", "lightning_mm5d.tools.cli.main", "fit", "--config", str(RECIPES[-1]), *options]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -12,7 +12,6 @@ import pytest
 
 import lightning_mm5d.schedule
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.planner import drawing as timeline
 from lightning_mm5d.schedule import (
     SCHEDULES,
     Action,
@@ -27,6 +26,7 @@ from lightning_mm5d.schedule import (
     simulate,
     validate,
 )
+from lightning_mm5d.schedule import drawing as timeline
 
 from .graphs import chain, interleaved, random_graph, tree
 

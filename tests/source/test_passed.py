@@ -6,9 +6,10 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch.nn.functional as F
 from torch import nn
 
-from lightning_mm5d.source.passed import passed
+from lightning_mm5d.source.passed import TARGET, passed
 from lightning_mm5d.source.trees import Source
 
 
@@ -101,3 +102,56 @@ class Unsaid(Base):
 )
 def test_the_part_of_the_batch_that_is_passed_as_labels_is_read_from_the_step(module: Any, expected: Any) -> None:
     assert passed(Source(), module(), "training_step", "labels") == expected
+
+
+class Entropies(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Linear(2, 2)
+        self.criterion, self.summed = nn.CrossEntropyLoss(), nn.CrossEntropyLoss(reduction="sum")
+        self.mse = nn.MSELoss()
+
+
+class Functional(Entropies):
+    def training_step(self, batch: Any, index: int) -> Any:
+        pixels, _, labels = batch
+        return F.cross_entropy(self.model(pixels), labels.flatten(), ignore_index=-100)
+
+
+class ByItsModule(Entropies):
+    def training_step(self, batch: Any, index: int) -> Any:
+        return self.shared(batch["pixels"], batch["classes"])
+
+    def shared(self, pixels: Any, classes: Any) -> Any:
+        return self.criterion(self.model(pixels), target=classes.view(-1))
+
+
+class Summed(Entropies):
+    def training_step(self, batch: Any, index: int) -> Any:
+        return self.summed(self.model(batch[0]), batch[1])
+
+
+class WithAnotherLoss(Entropies):
+    def training_step(self, batch: Any, index: int) -> Any:
+        pixels, labels = batch
+        return self.criterion(self.model(pixels), labels) + self.mse(pixels, pixels)
+
+
+class OtherClassesLeftOut(Entropies):
+    def training_step(self, batch: Any, index: int) -> Any:
+        return F.cross_entropy(self.model(batch[0]), batch[1], ignore_index=0)
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        (Functional, {(2,)}),
+        (ByItsModule, {("classes",)}),
+        (Summed, {None}),
+        (WithAnotherLoss, {(1,), None}),
+        (OtherClassesLeftOut, {None}),
+        (Unsaid, set()),
+    ],
+)
+def test_the_classes_of_a_cross_entropy_of_the_step_are_read_from_it(module: Any, expected: Any) -> None:
+    assert passed(Source(), module(), "training_step", TARGET) == expected

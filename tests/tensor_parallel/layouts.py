@@ -19,7 +19,7 @@ from zoo import CASES, apply_freeze
 STEPS, SAMPLES = 2, 8
 Fields = dict[str, dict[str, Any]]
 Prepare = Callable[[L.LightningModule], None]
-OF_STRATEGY = ("num_microbatches", "schedule", "placement")
+OF_STRATEGY = ("num_microbatches", "schedule", "placement", "process_group_backend")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Compared:
         steps: number of optimizer steps, or more batches where they are accumulated.
         exact: whether the model computes in float64 throughout.
         off: absolute tolerance where it does not; gradients are of the order of 0.1.
-        options: of the trainer, and `num_microbatches`, `schedule` and `placement`.
+        options: of the trainer, and those in `OF_STRATEGY`.
         accelerator: of the ranks; the one process of `alone` computes on the CPU.
     """
 
@@ -80,18 +80,18 @@ def reference(
     return fit(module, batches_of(name, steps), **dict(options)), module.state_dict()
 
 
-def train(rank: int, runs: list[Compared], world: int) -> list[tuple[list[float], list[State], State, dict[str, Any]]]:
-    """One rank's runs: losses, gradients of each step, parameters at the end, and the part of each that it holds."""
+def train(rank: int, runs: list[Compared], world: int) -> list[tuple[list[float], list[State], State]]:
+    """One rank's runs: losses, gradients of each step, parameters at the end."""
     return [_train(rank, run, world) for run in runs]
 
 
-def _train(rank: int, run: Compared, world: int) -> tuple[list[float], list[State], State, dict[str, Any]]:
+def _train(rank: int, run: Compared, world: int) -> tuple[list[float], list[State], State]:
     case, options = CASES[run.name], dict(run.options)
     chosen = strategy(
         {key: Modality(**case.modality_paths.get(key, {}), **value) for key, value in run.fields.items()},
         num_microbatches=options.pop("num_microbatches", 4 if case.mean_of_samples else 1),
         schedule=options.pop("schedule", "1f1b"),
-        placement=options.pop("placement", None),
+        **{key: options.pop(key) for key in ("placement", "process_group_backend") if key in options},
     )
     module = run.build()
     batches = batches_of(run.name, run.steps)
@@ -99,10 +99,7 @@ def _train(rank: int, run: Compared, world: int) -> tuple[list[float], list[Stat
         batches = [part for batch in batches for part in case.split(batch, run.replicas)]
     options["use_distributed_sampler"] = run.replicas > 1
     recorder = fit(module, batches, chosen, world, run.accelerator, **options)
-    plan = chosen.plan(run.build())
-    shards = {key: shard for key, shard in plan.division.shards.items() if rank in plan.ownership.ranks_holding(key)}
-    held = {key: (shard, plan.ownership.shard_index(key, rank)) for key, shard in shards.items()}
-    return recorder.losses, recorder.gradients, module.state_dict(), held
+    return recorder.losses, recorder.gradients, module.state_dict()
 
 
 def check(name: str, fields: Fields, world: int, **options: Any) -> None:
@@ -130,25 +127,25 @@ def check_all(
     *runs: Compared,
     limit: float = 120,
     one_process: Callable[[Compared], tuple[Recorder, State]] = alone,
+    trains: Callable[..., Any] = train,
 ) -> None:
-    """The same of several runs, one after the other in the same processes; `one_process` gives what to compare with."""
+    """The same of several runs, one after the other in the same processes.
+
+    `one_process` gives what to compare with; `trains` is called on each rank as `train` is.
+    """
     expected = [one_process(run) for run in runs]
-    ranks = call_ranks(world, train, list(runs), world, limit=limit)
+    ranks = call_ranks(world, trains, list(runs), world, limit=limit)
     for index, (run, (recorder, parameters)) in enumerate(zip(runs, expected, strict=True)):
         _compare(run, recorder, parameters, [results[index] for results in ranks])
 
 
 def _compare(run: Compared, recorder: Recorder, parameters: State, ranks: list[Any]) -> None:
-    def cut(rank: int, key: str, full: torch.Tensor) -> torch.Tensor:
-        shard, part = ranks[rank][3].get(key, (None, None))
-        return full if shard is None else shard.cut(full, part)
 
     assert_equal_to_one_process(
         ranks,
         recorder,
         parameters,
         with_losses=run.replicas == 1,
-        cut=cut,
         where=f"{run.name}, {run.fields}, {run.options}",
         **tolerance(run.exact, run.off),
     )

@@ -173,6 +173,69 @@ class FusedByHeads(FusedUnknown):
         return self.o_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
+class IntegralRates(Attention):
+    """Rates and scales that are written without a point."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout, self.scaling, self.attn_logit_softcapping = 0, 1, 50
+        self.config.attention_dropout = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x) * self.scaling * self.attn_logit_softcapping
+        return F.dropout(F.dropout(x, self.dropout, self.training), self.config.attention_dropout, self.training)
+
+
+class ListsOfNorms(Attention):
+    """A norm for each head, in a module that holds them all."""
+
+    class Norms(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norms = nn.ModuleList(nn.LayerNorm(WIDTH // HEADS) for _ in range(HEADS))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([norm(x) for norm, x in zip(self.norms, x.split(1, 1), strict=False)], 1)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_layernorm = self.k_layernorm = type(self).Norms()
+        type(self.q_layernorm).__name__ = "LayerNormPerHead"
+
+
+class NumberOfHeadsInATensor(Attention):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pieces = torch.tensor(HEADS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / self.pieces
+
+
+class NumberOfHeadsInside(Attention):
+    """A part without parameters counts all heads."""
+
+    class Scale(nn.Module):
+        num_heads: int
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x / self.num_heads
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = type(self).Scale()
+        self.scale.num_heads = HEADS
+
+
+class ReadsKeyValueHeads(Attention):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_key_value_heads = HEADS
+
+    def heads_of(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:-1], self.num_key_value_heads, self.head_dim).transpose(1, 2)
+
+
 class ReadsHeadsOfConfig(Attention):
     def heads_of(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:-1], self.config.num_attention_heads, self.head_dim).transpose(1, 2)
@@ -328,3 +391,24 @@ class Model(nn.Module):
     def __init__(self, part: nn.Module, tp_plan: dict[str, str]) -> None:
         super().__init__()
         self.layers, self.tp_plan = nn.ModuleList([nn.ModuleDict({"mlp": part})]), tp_plan
+
+
+class OutsideFactor(Perceptron):
+    """The second layer takes what a third one has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(8, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = self.other(x).softmax(-1)
+        return self.fc2(factor * self.fc1(x))
+
+
+class RateAsInteger(Perceptron):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.dropout(self.act(self.fc1(x)), self.dropout, self.training))

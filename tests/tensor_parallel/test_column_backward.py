@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from lightning_mm5d.features.compressed_communication.encoding import CompressedEncoding
 from lightning_mm5d.layout.even_split import even_lengths
 from lightning_mm5d.sharded.collectives import TensorGroup, reduce
-from lightning_mm5d.sharded.compression import Compression
 from lightning_mm5d.sharded.tensor import from_local
 from lightning_mm5d.stage.deferred import Deferred
 from lightning_mm5d.tensor_parallel.apply import TensorParallel
@@ -109,7 +109,7 @@ class Case:
     bf16: bool = False
     recomputes: bool = False
     defers: bool = False
-    compression: Compression | None = None
+    compression: CompressedEncoding | None = None
 
     def around(self) -> AbstractContextManager[Any]:
         return torch.autocast("cpu", torch.bfloat16) if self.bf16 else nullcontext()
@@ -122,7 +122,7 @@ CASES = {
     "biases alone": Case(frozen=("q.weight", "k.weight", "v.weight", "out.weight")),
     "autocast": Case(bf16=True),
     "recomputed": Case(recomputes=True),
-    "compressed": Case(compression=Compression(torch.bfloat16)),
+    "compressed": Case(compression=CompressedEncoding(torch.bfloat16)),
     "put off": Case(defers=True),
     "sequence shards": Case(shards=True),
     "sequence shards, recomputed": Case(shards=True, recomputes=True),
@@ -162,7 +162,8 @@ def trained(rank: int, case: Case) -> tuple[list[str], dict[str, float], list[st
     own = x.clone().requires_grad_()
     with case.around():
         whole(own).backward(gradient.to(whole(x).dtype))
-    group = TensorGroup(dist.group.WORLD, case.compression)  # type: ignore[arg-type]
+    world: Any = dist.group.WORLD
+    group = TensorGroup(world) if case.compression is None else case.compression.group(world)
     division = resolve(nn.ModuleDict({"block": block}), {"block": (PLAN,)}, lambda name: ("all", group.size))
     tensor = TensorParallel(
         nn.ModuleDict({"block": block}), division, {"all": group}, rings=["all"] if case.rings else []

@@ -86,7 +86,7 @@ def merged(gradients: dict[str, Tensor], division: Division, group: TensorGroup)
                 found[name] += other
         elif name in division.shared:
             found[name] = torch.stack(parts).sum(0)
-        elif division.grids and any(grid.holds(name) for grid in division.grids.values()):
+        elif division.in_blocks and any(grid.holds(name) for grid in division.in_blocks.values()):
             raise AssertionError(f"{name} is in a layer on a grid, and neither sharded nor shared")
         else:
             for part in parts:

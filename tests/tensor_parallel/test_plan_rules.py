@@ -28,8 +28,10 @@ from .rule_modules import (
     FusedUnknown,
     Gate,
     Halved,
+    IntegralRates,
     Interleaved,
     InterleavedExperts,
+    ListsOfNorms,
     MethodBetween,
     Model,
     NoNumberOfHeads,
@@ -38,18 +40,23 @@ from .rule_modules import (
     NormOfTheOutput,
     NormsOfHeads,
     NormWithoutParameters,
+    NumberOfHeadsInATensor,
+    NumberOfHeadsInside,
     OddLinear,
     OtherOrder,
+    OutsideFactor,
     Parameter,
     ParameterBetween,
     Perceptron,
     PerceptronInALayer,
     PerHeadArgument,
     PerHeadBuffer,
+    RateAsInteger,
     ReadsConfig,
     ReadsHeadsOfConfig,
     ReadsInputShape,
     ReadsInputWidth,
+    ReadsKeyValueHeads,
     ReadsLastSize,
     ReadsNumber,
     ReadsWidth,
@@ -71,6 +78,7 @@ def plans_for(module: nn.Module) -> tuple[TensorParallelPlan, ...]:
         *(ReadsWidth, ReadsInputWidth, ReadsInputShape, ReadsLastSize, ReadsNumber, ReadsConfig),
         *(NormOfAllHeads, NormWithoutParameters, FunctionalNorm, Gate, Parameter, PerHeadBuffer, PerHeadArgument),
         *(WrongNumberOfHeads, NoNumberOfHeads, WideQueries, OddLinear, FusedUnknown, FusedByANumber),
+        *(ListsOfNorms, NumberOfHeadsInATensor, NumberOfHeadsInside),
     ],
 )
 def test_an_attention_that_is_not_fully_understood_stays_whole(cls: type[nn.Module]) -> None:
@@ -82,7 +90,7 @@ def test_an_attention_that_is_not_fully_understood_stays_whole(cls: type[nn.Modu
     "cls",
     [
         *(NormBetween, FunctionalNormBetween, SoftmaxBetween, MethodBetween, ParameterBetween, WeightTakenDirectly),
-        *(OtherOrder, Sizes, Interleaved),
+        *(OtherOrder, Sizes, Interleaved, OutsideFactor),
     ],
 )
 def test_a_perceptron_that_does_more_than_an_activation_stays_whole(cls: type[nn.Module]) -> None:
@@ -114,6 +122,17 @@ def test_a_number_of_heads_that_is_read_from_the_config_is_set_there() -> None:
     (plan,) = plans_for(ReadsHeadsOfConfig())
     assert plan.local == {"config.num_attention_heads": "heads"}
     assert not plans_for(Attention())[0].local
+
+
+@pytest.mark.parametrize("cls", [IntegralRates, RateAsInteger])
+def test_real_numbers_that_are_written_as_integers_count_no_heads(cls: type[nn.Module]) -> None:
+    assert [plan.row for plan in plans_for(cls())] == [plan.row for plan in plans_for(cls.__base__())]  # type: ignore[misc]
+
+
+def test_key_and_value_heads_are_set_where_they_are_as_many_as_query_heads() -> None:
+    (plan,) = plans_for(ReadsKeyValueHeads())
+    assert plan.key_value_heads is None
+    assert plan.local == {"num_key_value_heads": "key_value_heads"}
 
 
 def test_a_norm_of_the_whole_output_is_of_no_concern() -> None:
@@ -183,11 +202,6 @@ def test_perceptrons_with_names_of_their_own_are_divided_as_the_model_says() -> 
     assert plans_of(Model(Odd(), said)) == {"layers.0.mlp": (plan,)}
     assert plans_of(Model(Odd(), {})) == {}
     assert plans_of(Model(Odd(), {**said, "layers.*.mlp.leave": "unheard_of"})) == {}
-
-
-def test_torchs_own_attention_and_layers_stay_whole() -> None:
-    root = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2), "layer": nn.TransformerEncoderLayer(8, 2, 16)})
-    assert plans_of(root) == {}
 
 
 def test_projectors_stay_whole_where_layers_with_the_same_names_do_not() -> None:

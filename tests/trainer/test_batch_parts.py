@@ -34,8 +34,9 @@ def parts_of(module: L.LightningModule, **options: Any) -> BatchParts:
 def weights(module: L.LightningModule, batch: Any, **options: Any) -> tuple[float, ...]:
     made = parts_of(module, **options)
     parts = made.split(batch)
-    made.check(parts)
-    return made.weights(parts)
+    tokens = made.has_labels(parts) if made.is_auto else not made.counts_samples
+    made.check(parts, tokens=tokens)
+    return made.weights(parts, tokens=tokens)
 
 
 @pytest.mark.parametrize(
@@ -113,9 +114,9 @@ def test_loader_batches_of_unknown_numbers_of_samples_are_refused_with_what_to_d
 def test_a_single_part_needs_a_number_of_samples_only_where_replicas_weigh_by_it() -> None:
     made = parts_of(Unsaid(), num_microbatches=1, loss_weight="samples")
     parts = made.split((IDS, torch.zeros(7, 2)))
-    made.check(parts)
+    made.check(parts, tokens=False)
     with pytest.raises(ConfigError, match="1 parts of unknown"):
-        made.check(parts, deals=True)
+        made.check(parts, tokens=False, deals=True)
 
 
 @pytest.mark.parametrize("field", ["microbatching", "loss_weight"])

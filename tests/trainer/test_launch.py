@@ -11,6 +11,7 @@ import pickle
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -73,7 +74,7 @@ class TwoStages(ParallelStrategy):
     def root_device(self) -> torch.device:
         return torch.device("cpu")
 
-    def validate_before_launch(self, module: pl.LightningModule, *data: Any) -> None:
+    def validate_before_launch(self, module: pl.LightningModule, *data: Any, callbacks: Sequence[Any] = ()) -> None:
         if not isinstance(module, Stages):
             raise ConfigError("modalities", type(module).__name__, "There must be two stages", "Use Stages")
 

@@ -230,10 +230,10 @@ def test_the_last_run_of_a_microbatch_replaces_earlier_ones() -> None:
         (1.0, {"reduce_fx": torch.median}, r"self\.log\('x'\)\.reduce_fx: .*mean, sum, max and min"),
         (1.0, {"reduce_fx": "median"}, r"self\.log\('x'\)\.reduce_fx: got 'median'"),
         (1.0, {"sync_dist_group": object()}, r"self\.log\('x'\)\.sync_dist_group: .*sync_dist=True"),
-        (torch.ones(3), {}, r"self\.log\('x'\): got \(3,\)\. a logged tensor has one element"),
-        ({"a": 1.0}, {}, r"self\.log\('x'\): got \{'a': 1\.0\}\. .*use self\.log_dict"),
+        (torch.ones(3), {}, r"self\.log\('x'\): got \(3,\)\. A logged tensor has one element"),
+        ({"a": 1.0}, {}, r"self\.log\('x'\): got \{'a': 1\.0\}\. .*Use self\.log_dict"),
         ("text", {}, r"self\.log\('x'\): got 'text'"),
-        (MeanMetric(), {}, r"self\.log\('x'\): .*make it an attribute of the LightningModule"),
+        (MeanMetric(), {}, r"self\.log\('x'\): .*Make it an attribute of the LightningModule"),
     ],
 )
 def test_what_other_ranks_could_not_repeat_is_refused(value: Any, kwargs: dict[str, Any], message: str) -> None:

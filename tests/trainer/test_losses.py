@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import subprocess
 import sys
@@ -13,10 +14,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops import _EvaluationLoop, _FitLoop
 
-from lightning_mm5d.config.errors import RankLostError
+from lightning_mm5d.config.errors import CheckpointCorruptError, RankLostError, repeated
+from lightning_mm5d.monitor.board import Board
 from lightning_mm5d.monitor.losses import LAUNCHED_BY, Losses
 from lightning_mm5d.monitor.monitor import Monitor
 from lightning_mm5d.monitor.processes import machine
@@ -29,7 +32,9 @@ def board(**entries: dict[str, Any]) -> Any:
     """A board of run 2 with the entries of ``rank0`` and so on."""
     known = {int(name[-1]): {"pid": os.getpid(), "machine": machine(), **entry} for name, entry in entries.items()}
     now = time.monotonic()
-    return SimpleNamespace(run=2, entries=known, heard=dict.fromkeys(known, now), synced=now, error=None)
+    return SimpleNamespace(
+        run=2, entries=known, heard=dict.fromkeys(known, now), synced=now, error=None, is_current=True
+    )
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +54,29 @@ def test_a_child_that_ends_well_before_it_met_the_others_is_lost(ended: Any) -> 
         found = losses.find(known, patient=True)
         assert found is not None
         assert found["line"].endswith("its process ended with exit code 0 before it met the other ranks")
-    assert losses.find(board(), patient=True) is None, "entries were never fetched"
     assert losses.find(board(rank0=RUNNING, rank1={**RUNNING, "state": "ended"}), patient=True) is None
+
+
+def test_a_rank_that_came_after_the_last_look_has_met_the_others(ended: Any) -> None:
+    """A look at the start sees rank 0 alone; rank 1 comes, trains and ends."""
+    store = dist.HashStore()
+    own = Board(store, 0, 2, host=True)
+    try:
+        own.start({**RUNNING, "told": False, "pid": os.getpid(), "machine": machine()})
+        own.post({**RUNNING, "told": False, "pid": os.getpid(), "machine": machine()}, fetches=True)
+        assert own.wait(lambda: own.is_current, 20)
+        losses = Losses(0, lambda: {1: ended})
+        found = losses.find(own, patient=True)
+        assert found is not None
+        assert "before it met the other ranks" in found["line"]
+        own.post({**RUNNING, "told": False}, fetches=False)
+        store.set("1", json.dumps({**RUNNING, "run": 1, "beat": 1, "machine": "", "pid": 1, "where": "on_fit_end"}))
+        own.post({**RUNNING, "told": False}, fetches=True)
+        own.wait(lambda: own.is_current, 20)
+        assert losses.find(own, patient=True) is None, "it ended as it should"
+        assert own.entries[1]["where"] == "on_fit_end"
+    finally:
+        own.close({**RUNNING, "told": False}, 20)
 
 
 def test_a_rank_whose_script_ended_after_an_earlier_run_is_lost(ended: Any) -> None:
@@ -74,6 +100,13 @@ def test_a_rank_without_a_store_sees_that_its_launching_process_is_gone(monkeypa
     assert found("", 1) is None
 
 
+def test_an_error_that_repeats_another_ranks_blames_that_one() -> None:
+    error = repeated(RankLostError("rank 0: OSError: full"), 0, "OSError: full\nof files")
+    assert first_cause(error) == "RankLostError: rank 0: OSError: full"
+    corrupt = repeated(CheckpointCorruptError("rank 2: bad"), 2, "CheckpointCorruptError: bad")
+    assert first_cause(corrupt) == "rank 2 failed first: CheckpointCorruptError: bad"
+
+
 def test_an_error_in_a_handler_does_not_hide_the_first_cause() -> None:
     def failing_handler(error: Exception) -> BaseException:
         later = RuntimeError("connection closed")
@@ -94,8 +127,8 @@ def test_the_parts_of_lightnings_loops_have_the_names_by_which_stacks_are_read()
         assert inspect.unwrap(vars(owners[owner])[method]).__code__.co_qualname == name
 
 
-def waits() -> None:
-    time.sleep(60)
+def waits(seconds: float = 60) -> None:
+    time.sleep(seconds)
 
 
 def fails_and_waits(printed: Path, ended: Any) -> None:
@@ -117,6 +150,42 @@ def fails_and_waits(printed: Path, ended: Any) -> None:
     except ValueError as error:
         monitor.leave(error)
         waits()
+
+
+def starts_before_the_others(printed: Path) -> None:
+    """Body of rank 0 of 2, which waits for rank 1 to come, and then in one operation with it."""
+    os.dup2(os.open(printed, os.O_CREAT | os.O_WRONLY), 2)
+    monitor = Monitor(
+        0,
+        2,
+        0.5,
+        blocking={waits.__code__: "a collective"},
+        position=lambda: {"unsent": 0, "due": 0},
+        wake=lambda error: None,
+        children=dict,
+        report=lambda cause: None,
+    )
+    store = dist.HashStore()
+    monitor.connect(store)
+    monitor.start()
+    waits(4.0)
+    os.write(2, b"nothing yet\n" if monitor.cause is None else b"too early\n")
+    other = Board(store, 1, 2, host=False)
+    other.start({**RUNNING, "told": False, "pid": os.getpid(), "machine": machine(), "wait": None, "run": 1})
+    waits()
+
+
+@pytest.mark.processes
+def test_the_watchdog_does_not_count_the_start_of_other_ranks(tmp_path: Path) -> None:
+    """Two ranks in one process; rank 1 comes after four seconds."""
+    process = get_context("fork").Process(target=starts_before_the_others, args=(tmp_path / "printed",))
+    process.start()
+    process.join(90)
+    process.kill()
+    printed = (tmp_path / "printed").read_text()
+    assert process.exitcode == 1
+    assert printed.startswith("nothing yet\n"), "a warning or an error came before all ranks did"
+    assert "WatchdogTimeoutError: no progress within the watchdog" in printed
 
 
 @pytest.mark.processes

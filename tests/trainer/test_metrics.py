@@ -312,7 +312,7 @@ def test_sync_on_step_is_warned_about_and_does_nothing_in_a_schedule(alone: Metr
 
 
 def test_a_metric_with_its_own_process_group_is_refused(alone: MetricSync) -> None:
-    with pytest.raises(ConfigError, match=r"MeanMetric\.process_group: .* leave process_group unset"):
+    with pytest.raises(ConfigError, match=r"MeanMetric\.process_group: .* Leave process_group unset"):
         alone.attach([MeanMetric(process_group=dist.group.WORLD)])
 
 

@@ -15,7 +15,7 @@ import transformers as hf
 
 from features.toys import PAIR, PIPE, Run, Toy
 from lightning_mm5d import Modality, MultimodalStrategy
-from lightning_mm5d.cli.job import settle
+from lightning_mm5d.tools.cli.job import settle
 from lightning_mm5d.trainer.statements import configuration, loader, optimizers, structure
 from zoo.case import TinyModule
 from zoo.text import LLAMA

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_mm5d.sharded.collectives import TensorGroup
+from lightning_mm5d.sharded.renamed import all_gather_single, reduce_scatter_single
 from lightning_mm5d.sharded.token_split import TokenSplit
 
 
@@ -92,7 +93,7 @@ class Gather:
             rows = filled
         self._own = rows.contiguous()
         self._rows = rows.new_empty(group.size * longest, *rows.shape[1:])
-        self._work = dist.all_gather_single(self._rows, self._own, group=group.group, async_op=True)
+        self._work = all_gather_single(self._rows, self._own, group=group.group, async_op=True)
         group.moved += self._rows.nbytes * (group.size - 1) / group.size
 
     def wait(self) -> Tensor:
@@ -118,7 +119,7 @@ class SumScattered:
         self._own = places.parted(tokens_first(whole)).to(dtype).contiguous()
         self._length = split.lengths[group.index]
         self._part = self._own.new_empty(max(split.lengths), *self._own.shape[1:])
-        self._work = dist.reduce_scatter_single(self._part, self._own, group=group.group, async_op=True)
+        self._work = reduce_scatter_single(self._part, self._own, group=group.group, async_op=True)
         group.moved += self._own.nbytes * (group.size - 1) / group.size
 
     def wait(self) -> Tensor:

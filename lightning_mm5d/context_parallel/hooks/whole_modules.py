@@ -10,6 +10,9 @@ over ranks, and those of parameters add up to what `ShardedSequence` promises. A
 as a bias that the next layers take, stays whole on every rank.
 
 It refuses (`ConfigError`) a module that is called with other arguments than in its first call.
+
+Torch's attention inside of such a module computes the queries of a rank's own tokens alone (`OwnRows`). Rows of other
+ranks' queries are zero: the module's result of these tokens is thrown away. Scores take the memory of the own rows.
 """
 
 from __future__ import annotations
@@ -24,10 +27,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.context_parallel.hooks.own_rows import OwnRows
 from lightning_mm5d.sharded.sequence import ShardedSequence
 from lightning_mm5d.sharded.tensor import Sharded
 from lightning_mm5d.sharded.torch_internals import is_view
@@ -379,3 +383,42 @@ def _dim_of(few: Any, single: Any) -> int | None:
     if len(found) > 1:
         raise ValueError("an argument of a module has several dims of tokens")
     return found[0] if found else None
+
+
+class OwnRows(TorchFunctionMode):
+    """Computes ``scaled_dot_product_attention`` for the queries of this rank's tokens; other rows are zero.
+
+    Args:
+        sequence: the tokens of all ranks.
+    """
+
+    def __init__(self, sequence: ShardedSequence) -> None:
+        super().__init__()
+        self._sequence = sequence
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        of_rows = func is F.scaled_dot_product_attention
+        return (self._of_rows if of_rows else func)(*args, **(kwargs or {}))
+
+    def _of_rows(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> Tensor:
+        split = self._sequence.split
+        has_rows = attn_mask is None or attn_mask.dim() < 2 or attn_mask.shape[-2] in (1, query.shape[-2])
+        # ranks draw equally many numbers for equal dropout, which rows of their own would not
+        if query.shape[-2] != split.size or not has_rows or dropout_p:
+            return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        own = split.indices(self._sequence.index, query.device)
+        if is_causal:
+            attn_mask = own[:, None] >= torch.arange(key.shape[-2], device=query.device)
+        elif attn_mask is not None and attn_mask.dim() > 1 and attn_mask.shape[-2] > 1:
+            attn_mask = attn_mask.index_select(-2, own)
+        rows = F.scaled_dot_product_attention(query.index_select(-2, own), key, value, attn_mask, **options)
+        return rows.new_zeros(*rows.shape[:-2], split.size, rows.shape[-1]).index_copy(-2, own, rows)

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.nn.functional import pad
+from torch.torch_version import TorchVersion
 
 from lightning_mm5d.config.errors import private
 from lightning_mm5d.context_parallel.kernels.flex_blocks import Blocks, blocks_of
@@ -140,15 +141,7 @@ def _flex(
 
 
 def _flex_gradients(
-    d_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    blocks: Blocks,
-    tiles: Tiles,
-    scale: float,
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: Blocks, tiles: Tiles, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     q_length, k_length = q.shape[2], k.shape[2]
     run = _compiled("flex_gradients", flex_gradients, q, tiles)
@@ -162,14 +155,7 @@ def _flex_gradients(
 
 
 def flex_gradients(
-    d_out: Tensor,
-    out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    block_mask: BlockMask,
-    scale: float,
+    d_out: Tensor, out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, block_mask: BlockMask, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return FlexAttention's gradients of `q`, `k` and `v`, of the output and log-sum-exp of whole rows."""
     if torch.compiler.is_dynamo_compiling():  # as FlexAttention does: heads and widths are constants of a kernel
@@ -177,7 +163,7 @@ def flex_gradients(
             torch._dynamo.mark_static(x, -3)
             torch._dynamo.mark_static(x, -1)
     mask = block_mask.as_tuple()
-    arguments = (q, k, v, out, lse / math.log(2), d_out, None, _plain, None, mask, scale, dict(_OPTIONS), (), ())
+    arguments = (q, k, v, out, lse / math.log(2), d_out, None, _plain, _JOINT, mask, scale, dict(_OPTIONS), (), ())
     dq, dk, dv, _ = _flex_backward(*arguments)
     return dq, dk, dv
 
@@ -198,6 +184,14 @@ def _constants() -> AbstractContextManager[None]:
 
 def _plain(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return score
+
+
+def _plain_gradient(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, gradient: Tensor) -> list[Tensor | None]:
+    return [gradient, None, None, None, None]
+
+
+# torch 2.13 takes None where scores stay as they are; before, it calls the function, which its compiler cannot trace
+_JOINT = None if TorchVersion(torch.__version__) >= "2.13" else _plain_gradient
 
 
 def _capped(softcap: float) -> Callable[..., Tensor]:

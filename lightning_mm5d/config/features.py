@@ -1,0 +1,112 @@
+"""The list of features: what only some runs need, one package each below ``lightning_mm5d/features``.
+
+The core imports no feature. It goes through this list, in this order, and calls what each package defines:
+
+- ``fields.py`` checks what a user says, without torch; its ``alone``, if any, says why the stages of a modality cannot
+  compute microbatches side by side;
+- ``construction.py`` says how modules are built (`trainer.construction.Construction`);
+- ``costs.py`` says which layers run again in their backward (`partition.costs`);
+- ``layers_in_blocks.py`` divides layers over tensor parallel ranks (`tensor_parallel.division.OtherDivision`);
+- ``encoding.py`` says how numbers travel (`sharded.collectives.Encoding`);
+- ``feature.py`` has the hooks of a run (`trainer.feature.Feature`).
+
+A package that is not there is left out, and a field of its own that is set is refused: deleting a folder deletes a
+feature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from lightning_mm5d.config.errors import ConfigError
+
+_PACKAGES = "lightning_mm5d.features"
+
+
+class Registered(NamedTuple):
+    """One feature.
+
+    Attributes:
+        name: of its package.
+        options: what a user says of it to the strategy, with the values that leave it out.
+        modality: what a user says of it to a modality, with the values that leave it out.
+        by_rank: options whose values may differ between ranks, which compare only whether they are set.
+        builds: whether it builds modules, and gives values to tensors without memory.
+    """
+
+    name: str
+    options: Mapping[str, Any] = {}
+    modality: Mapping[str, Any] = {}
+    by_rank: tuple[str, ...] = ()
+    builds: bool = False
+
+    def said(self, modality: object) -> dict[str, Any]:
+        """Return what `modality` says of the feature, without values that leave it out."""
+        found = {field: getattr(modality, field) for field in self.modality}
+        return {field: got for field, got in found.items() if got != self.modality[field]}
+
+
+FEATURES = (
+    Registered("deferred_init", builds=True),
+    Registered("recomputation", modality={"activation_checkpointing": "none"}),
+    Registered("interleaving", modality={"interleaved_microbatches": 1}),
+    Registered("offload", modality={"offload": None}),
+    Registered("grids", modality={"tp_mode": "1d", "tp_depth": 1}),
+    Registered("compressed_communication", modality={"communication_dtype": None}),
+    Registered("kernels", modality={"kernels": None}),
+    Registered("cached_features", modality={"cache_features": None}),
+    Registered("lock_step"),
+    Registered("unread"),
+    Registered("nonfinite", {"on_nonfinite": "propagate"}),
+    Registered("device_figures"),
+    Registered("timeline", {"timeline": None}, by_rank=("timeline",)),
+)
+"""In the order in which they are checked and attached; they are removed in the reverse one."""
+
+
+def parts(part: str) -> Iterator[ModuleType]:
+    """Yield the module `part` of each feature that is there and has one, in the order of the list."""
+    for feature in FEATURES:
+        name = f"{_PACKAGES}.{feature.name}.{part}"
+        if _is_there(feature) and find_spec(name) is not None:
+            yield import_module(name)
+
+
+def owned(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those fields of the strategy that features own."""
+    return {option: fields[option] for feature in FEATURES for option in feature.options}
+
+
+def check_features(fields: Mapping[str, Any]) -> None:
+    """Refuse fields of features that cannot work with any model and number of ranks.
+
+    Args:
+        fields: of the strategy, by name; those that are missing have their defaults.
+
+    Raises:
+        ConfigError: at the first field that cannot work, or whose feature is not there.
+    """
+    for feature in FEATURES:
+        wanted = {name: fields[name] for name, unset in feature.options.items() if fields.get(name, unset) != unset}
+        for name, one in (fields.get("modalities") or {}).items():
+            wanted |= {f"modalities.{name}.{field}": got for field, got in feature.said(one).items()}
+        for field, got in wanted.items() if not _is_there(feature) else ():
+            rule = f"This installation comes without the feature {feature.name!r}"
+            raise ConfigError(field, got, rule, "Leave it unset, or install the whole package")
+    for checks in parts("fields"):
+        checks.check(fields)
+
+
+def _is_there(feature: Registered) -> bool:
+    name = f"{_PACKAGES}.{feature.name}"
+    try:
+        import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name not in (name, _PACKAGES):
+            raise
+        return False
+    return True

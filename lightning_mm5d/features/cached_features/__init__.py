@@ -1,0 +1,1 @@
+"""Features of a frozen encoder that are computed once and kept on disk: ``Modality.cache_features``."""

@@ -1,0 +1,1 @@
+"""Figures of all ranks for Lightning's `DeviceStatsMonitor`."""

@@ -1,0 +1,83 @@
+"""Figures of all ranks for `DeviceStatsMonitor`: busy and idle shares, bytes sent, peak memory, loads of experts.
+
+They stand beside the figures of Lightning's stock accelerators. They are gathered from all ranks once a step, because a
+logger writes on one rank, and only with a `DeviceStatsMonitor`. Shares of time are those of the last whole training
+step. On a GPU they come from events, which are read after the step: with the monitor the host waits there once a step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import DeviceStatsMonitor
+
+from lightning_mm5d.engine.around import AroundStep, AroundSteps, Course
+from lightning_mm5d.engine.recorder import Recorder
+from lightning_mm5d.expert_parallel.shared_experts import LoadFigures
+from lightning_mm5d.sharded.backends import message_device
+from lightning_mm5d.stage.put import put
+from lightning_mm5d.trainer.feature import Attached, Feature, Running
+
+_NAMES = ("busy_share", "bubble_share", "bytes_sent", "peak_memory_bytes", *LoadFigures._fields)
+
+
+class DeviceFigures(Feature):
+    """Has no field: a `DeviceStatsMonitor` among the callbacks asks for it."""
+
+    def attach(self, running: Running) -> Attached | None:
+        """Add the figures to those of the accelerator."""
+        callbacks = vars(running.trainer)["callbacks"]
+        return _Figures(running) if any(isinstance(one, DeviceStatsMonitor) for one in callbacks) else None
+
+
+class _Figures(Attached, AroundSteps, AroundStep):
+    """Per-stage figures, added to what ``accelerator.get_device_stats`` returns."""
+
+    def __init__(self, running: Running) -> None:
+        self._transport, self._device, self._experts = running.transport, running.device, running.experts
+        self._stages = running.plan.topology.stage_names()
+        self._wire = message_device(running.device)
+        self._sent = 0
+        self._figures: dict[str, float] = {}
+        self._recorder = Recorder(running.device, running.num_microbatches)
+        running.engine.around += [self._recorder, self]
+        accelerator: Any = running.trainer.accelerator
+        original = accelerator.get_device_stats
+        self._take_away = put(accelerator, "get_device_stats", lambda device: {**original(device), **self._figures})
+
+    def remove(self) -> None:
+        """Leave the accelerator as it was."""
+        self._take_away()
+
+    def step(self, course: Course) -> AroundStep | None:
+        """Gather figures of training steps."""
+        return self if course.step.trains else None
+
+    def end(self) -> None:
+        """Gather the figures of the step from all ranks; collective."""
+        before, self._sent = self._sent, self._transport.bytes_sent if self._transport else 0
+        loads = LoadFigures.of(self._experts.loads().values()) if self._experts else LoadFigures()
+        figures = [*self._recorder.shares(), self._sent - before, self._peak(), *loads]
+        own = torch.tensor(figures, dtype=torch.float64, device=self._wire)
+        gathered = [torch.empty_like(own) for _ in self._stages]
+        dist.all_gather(gathered, own)
+        self._figures = {
+            f"mm5d/rank{rank}/{stage}/{name}": value
+            for rank, (stage, values) in enumerate(zip(self._stages, gathered, strict=True))
+            for name, value in zip(_NAMES, values.tolist(), strict=True)
+            if value or name not in LoadFigures._fields  # ranks without experts have none
+        }
+
+    def _peak(self) -> float:
+        if self._device.type == "cuda":
+            return float(torch.cuda.max_memory_allocated(self._device))
+        try:
+            import resource
+        except ImportError:  # not on every system
+            return 0.0
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+
+
+FEATURE = DeviceFigures

@@ -1,0 +1,194 @@
+"""A hidden state in blocks over a grid of ranks, which acts as the full tensor between layers.
+
+Each rank has some rows (samples) and some columns of a ``[B, S, D]`` tensor. Layers on the grid take the local block;
+any other function gets the full tensor, which is gathered for it: code between layers, hooks that collect hidden
+states, the norm after the last layer. `scattered` is the way in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_mm5d.features.grids.grid_shape import GridShape, Side
+from lightning_mm5d.layout.even_split import even_ranges
+from lightning_mm5d.sharded.autograd import requires_grad
+from lightning_mm5d.sharded.collectives import TensorGroup, differentiable
+from lightning_mm5d.sharded.shards import Range
+from lightning_mm5d.sharded.tensor import Sharded, as_sharded, without_graph
+from lightning_mm5d.sharded.torch_internals import in_backward
+
+
+@dataclass(frozen=True, eq=False)
+class Frame:
+    """Where the blocks of a tensor lie: rows along dim 0, columns along another.
+
+    Rows are samples, then copies of the first sample, whose results go nowhere. With fewer samples than ranks along the
+    rows each rank without one has a copy, since many modules cannot compute with no samples. In 3D all ranks have
+    equally many rows: outside and inside of an attention a rank has other samples, and code of attentions gives the
+    number of those that it takes to what it computes from them.
+
+    Args:
+        shape: the grid.
+        side: outside or inside of an attention or a MLP.
+        samples: their number.
+        dim: of the columns, negative.
+        columns: ranges of each of the q parts.
+        size: number of all columns.
+        group: all ranks of the grid.
+    """
+
+    shape: GridShape
+    side: Side
+    samples: int
+    dim: int
+    columns: tuple[Range, ...]
+    size: int
+    group: TensorGroup
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of all ranks: samples, and copies."""
+        parts = self.shape.depth * self.shape.side
+        return -(-self.samples // parts) * parts if self.shape.mode == "3d" else max(self.samples, parts)
+
+    def own_rows(self, full: Tensor, index: int | None = None) -> Tensor:
+        """Return a rank's rows of what has one for each sample, by default this rank's; a view where none is a copy."""
+        start, stop = self.shape.rows(self.side, self.group.index if index is None else index, self.rows)
+        own = full[start:stop]
+        copies = stop - start - len(own)
+        return torch.cat([own, full[:1].expand(copies, *full.shape[1:])]) if copies else own
+
+    def place(self, index: int) -> tuple[Range, Range]:
+        """Return the rows and the columns of a rank."""
+        return self.shape.rows(self.side, index, self.rows), self.columns[self.shape.columns(self.side, index)]
+
+    def local_of(self, full: Tensor, index: int | None = None) -> Tensor:
+        """Return a rank's block, by default this rank's; a view where none is a copy."""
+        index = self.group.index if index is None else index
+        first, last = self.place(index)[1]
+        return self.own_rows(full, index).narrow(self.dim, first, last - first)
+
+    def own_gradient(self, full: Tensor) -> Tensor:
+        """Return the gradient of this rank's block, given that of the full tensor: zero for copies."""
+        own = self.local_of(full).clone(memory_format=torch.contiguous_format)
+        own[max(self.samples - self.place(self.group.index)[0][0], 0) :] = 0
+        return own
+
+    def gathered(self, local: Tensor) -> Tensor:
+        """Return the full tensor, outside of autograd's graph."""
+        full_shape = [*local.shape]
+        full_shape[0], full_shape[self.dim] = self.rows, self.size
+        full = local.new_empty(full_shape)
+        of_rows = replace(self, samples=self.rows)
+        views = [of_rows.local_of(full, index) for index in range(self.group.size)]
+        lengths = [one.numel() for one in views]
+        flat = self.group.gather(local.detach().reshape(-1), 0, lengths, exact=True)
+        for one, part in zip(views, flat.split(lengths), strict=True):
+            one.copy_(part.view(one.shape))
+        return full[: self.samples].contiguous()
+
+    def wrapped(self, local: Tensor) -> Block:
+        """Return the tensor of which `local` is this rank's block."""
+        return as_sharded(local, self, Block)
+
+
+def even_frame(shape: GridShape, samples: int, size: int, group: TensorGroup) -> Frame:
+    """Return the frame of a hidden state of `size` columns between layers."""
+    return Frame(shape, "outside", samples, -1, tuple(even_ranges(size, shape.side)), size, group)
+
+
+def scattered(full: Tensor, frame: Frame) -> Tensor:
+    """Return this rank's block of the replicated `full`; the gradients of all blocks are gathered."""
+
+    def local(x: Tensor) -> Tensor:
+        return frame.local_of(x).clone(memory_format=torch.contiguous_format)
+
+    return differentiable(full, local, frame.gathered)
+
+
+def _is_property(name: str) -> bool:
+    return hasattr(getattr(Tensor, name), "__set__")
+
+
+class Block(Sharded):
+    """A tensor of which this rank has a block; see the module."""
+
+    rules: ClassVar[dict[Any, Callable[..., Any]]] = {}
+    travels_local: ClassVar[bool] = False
+    sharding: Frame  # type: ignore[assignment]
+
+    def full(self) -> Tensor:
+        """The full tensor, plain and replicated: a collective."""
+        return differentiable(self.local, self.sharding.gathered, self.sharding.own_gradient)
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """Of the full tensor."""
+        sizes = [*self._raw.shape]
+        sizes[0], sizes[self.sharding.dim] = self.sharding.samples, self.sharding.size
+        return torch.Size(sizes)
+
+
+def _of_local(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return func(args[0].local, *args[1:], **kwargs)
+
+
+def _itself(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    x, other = args
+    if x is not other:
+        return NotImplemented
+    return x if torch.is_grad_enabled() else without_graph(x._raw.detach(), x.sharding, Block)
+
+
+def _register_hook(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    x, hook = args
+    frame: Frame = x.sharding
+
+    def of_local(gradient: Tensor) -> Tensor | None:
+        changed = hook(frame.wrapped(gradient))
+        if changed is None or isinstance(changed, Block):
+            return None if changed is None else changed.local
+        return frame.own_gradient(changed)
+
+    return func(x.local, of_local, **kwargs)
+
+
+def _kept_gradient(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    gradient = func(args[0].local)
+    # inside a backward a checkpoint hands it to autograd, which knows the local tensor alone
+    return gradient if gradient is None or in_backward() else args[0].sharding.wrapped(gradient)
+
+
+def _size(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    return args[0].shape if dim is None else args[0].shape[dim]
+
+
+def _repr(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    frame = args[0].sharding
+    return f"Block({tuple(args[0].shape)}, rows and columns {frame.place(frame.group.index)}: {args[0].local!r})"
+
+
+_TELLING = """
+    dtype device layout grad_fn is_leaf is_cuda is_cpu is_meta is_sparse is_nested is_quantized is_mps is_xpu
+    is_floating_point is_complex is_inference get_device dim ndim ndimension retain_grad retains_grad
+"""
+Block.rules |= {getattr(Tensor, name).__get__: _of_local for name in _TELLING.split() if _is_property(name)}
+Block.rules |= {getattr(Tensor, name): _of_local for name in _TELLING.split() if not _is_property(name)}
+Block.rules |= {
+    Tensor.requires_grad.__get__: requires_grad,  # type: ignore[attr-defined]
+    Tensor.shape.__get__: lambda func, args, kwargs: args[0].shape,  # type: ignore[attr-defined]
+    Tensor.size: _size,
+    Tensor.numel: lambda func, args, kwargs: args[0].shape.numel(),
+    Tensor.nelement: lambda func, args, kwargs: args[0].shape.numel(),
+    Tensor.__len__: lambda func, args, kwargs: args[0].shape[0],
+    Tensor.view_as: _itself,
+    Tensor.register_hook: _register_hook,
+    Tensor.grad.__get__: _kept_gradient,  # type: ignore[union-attr]
+    Tensor.__repr__: _repr,
+}

@@ -1,0 +1,353 @@
+"""Makes of layers that are sharded along one dim over q ranks layers in blocks on a grid: weights, biases, norms.
+
+`resolve` has read the plans as for q ranks. Here each weight gets its second dim, and everything else in the layers
+must be understood too, because hidden states are in blocks throughout a layer. What is not is refused by name.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from transformers.pytorch_utils import Conv1D  # the projections of GPT-2 and its kin
+
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.modality import Modality
+from lightning_mm5d.features.grids.grid_costs import GridCosts
+from lightning_mm5d.features.grids.grid_layers import GridLayers, GridPlan
+from lightning_mm5d.features.grids.grid_operations import Line, Norm, norm_of
+from lightning_mm5d.features.grids.grid_shape import AXES, GridShape, Kind
+from lightning_mm5d.partition import Partition
+from lightning_mm5d.partition.parts import is_in
+from lightning_mm5d.sharded.collectives import TensorGroup
+from lightning_mm5d.sharded.shards import Shard
+from lightning_mm5d.source.called import PRODUCT, around, called
+from lightning_mm5d.source.trees import Source
+from lightning_mm5d.tensor_parallel.region import Region
+from lightning_mm5d.tensor_parallel.resolve import Division, LayersInBlocks
+from lightning_mm5d.tensor_parallel.units import OwnHeads
+
+_ON_FULL_WIDTH = re.compile(r"norm|scale", re.IGNORECASE)
+_DROPS_SAMPLES = re.compile(r"drop_?path|stochastic_?depth|dropout[123]d|featurealphadropout", re.IGNORECASE)
+_RATE = re.compile(r"drop|^p$")
+_ADAPTED = re.compile(r"\.(?:base_layer|lora_)")  # what peft puts behind the name of a linear layer
+_TOKENS_FIRST = re.compile(r"permute\(\s*1,\s*2,\s*0,\s*3\s*\)")  # [sequence, samples, heads, width] to torch's order
+# of a hidden state's columns or rows; what attentions and the way between two linear layers do with units is theirs
+_MIXES = {
+    PRODUCT,
+    *("mean", "nanmean", "median", "mode", "sum", "nansum", "prod", "var", "std", "var_mean", "std_mean", "norm"),
+    *("vector_norm", "matrix_norm", "normalize", "layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm"),
+    *("cosine_similarity", "pairwise_distance", "softmax", "softmin", "log_softmax", "gumbel_softmax", "logsumexp"),
+    *("logcumsumexp", "cumsum", "cumprod", "cummax", "cummin", "dist", "cdist", "max", "min", "aminmax", "amax"),
+    *("amin", "argmax", "argmin", "sort", "argsort", "topk", "kthvalue", "quantile", "roll", "flip", "fliplr"),
+    *("reduce", "glu", "cat", "concat", "concatenate", "chunk", "split", "tensor_split", "unbind", "interpolate"),
+    *("einsum", "matmul", "bmm", "mm", "mv", "baddbmm", "addmm", "addmv", "addbmm", "tensordot", "dot", "vdot"),
+    *("inner", "outer", "kron", "linear", "bilinear", "scaled_dot_product_attention", "conv1d", "conv2d", "conv3d"),
+    *("fft", "ifft", "rfft", "irfft", "fft2", "ifft2", "rfft2", "irfft2", "fftn", "ifftn", "rfftn", "irfftn"),
+    *("multi_head_attention_forward", "dropout1d", "dropout2d", "dropout3d", "feature_dropout"),
+    *("feature_alpha_dropout", "stochastic_depth", "drop_path", "bernoulli", "bernoulli_", "rand"),
+    *("vecdot", "multi_dot", "native_layer_norm", "renorm", "avg_pool1d", "adaptive_avg_pool1d", "gather", "pad"),
+}
+_BY_ENTRY = ("container", "dropout", "activation", "linear", "module")  # files of torch.nn whose modules mix nothing
+_NOT_BY_ENTRY = (nn.Softmax, nn.Softmax2d, nn.Softmin, nn.LogSoftmax, nn.GLU, nn.MultiheadAttention, nn.Bilinear)
+_FIX = "Use tp_mode='1d' for this modality"
+
+
+class LayersOnGrid(GridPlan):
+    """The layers of one modality on a grid, as tensor parallelism sees them."""
+
+    @property
+    def costs(self) -> GridCosts:
+        """What they send and keep."""
+        return GridCosts(self)
+
+    def lines(
+        self, ranks: Sequence[int], get: Callable[[Sequence[int], str], dist.ProcessGroup | None]
+    ) -> dict[str, TensorGroup]:
+        """Make the groups of all lines among `ranks`; return those that this rank is in, by their axis."""
+        found = dict[str, TensorGroup]()
+        for axis in AXES:
+            for line in self.shape.lines(axis):
+                group = get([ranks[index] for index in line], f"axis {axis}") if len(line) > 1 else None
+                if group is not None:
+                    found[axis] = Line(group)
+        return found
+
+    def attach(
+        self,
+        root: nn.Module,
+        division: Division,
+        is_here: Callable[[str], bool],
+        region: Region,
+        lines: Mapping[Any, Any],
+    ) -> Callable[[], None]:
+        """Let those of the layers of `root` that are here compute on blocks; return what undoes it."""
+        layers = GridLayers(self, lines, region)
+        layers.attach(root, division, [path for path in self.layers if is_here(path)])
+        return layers.remove
+
+
+def begin(root: nn.Module, partition: Partition, modalities: Mapping[str, Modality]) -> Grids:
+    """Return the grids of `modalities`.
+
+    Args:
+        root: the LightningModule; the meta device will do.
+        partition: of `root`.
+        modalities: the configuration.
+
+    Raises:
+        ConfigError: a modality on a grid has no list of layers.
+    """
+    found = {name: shape for name, modality in modalities.items() if (shape := GridShape.of(modality)) is not None}
+    return Grids(root, found, {name: _layers_of(root, partition, name, shape) for name, shape in found.items()})
+
+
+@dataclass(frozen=True)
+class Grids:
+    """The grids of a module.
+
+    Args:
+        root: the module.
+        shapes: of the grids, by modality.
+        layers: paths of the layers on each.
+    """
+
+    root: nn.Module
+    shapes: Mapping[str, GridShape]
+    layers: Mapping[str, Sequence[str]]
+
+    def pieces(self, path: str) -> int | None:
+        """Return in how many pieces a module's units are cut: q where it is in a layer on a grid, else None."""
+        every = ((name, layer) for name, layers in self.layers.items() for layer in layers)
+        return next((self.shapes[name].side for name, layer in every if is_in(path, layer)), None)
+
+    def divided(self, division: Division, shared: Collection[str]) -> Division:
+        """Return `division` with the layers on grids in blocks.
+
+        Args:
+            division: of layers on grids as for q ranks.
+            shared: names of parameters that several modalities use.
+
+        Raises:
+            ConfigError: something in a layer cannot be in blocks.
+        """
+        for modality, layers in self.layers.items():
+            several = next((name for name in shared if any(is_in(name, layer) for layer in layers)), None)
+            if several is not None:
+                rule = f"{several!r} is shared with another modality, so it cannot be in blocks over the grid of one"
+                mode = self.shapes[modality].mode
+                raise ConfigError(f"modalities.{modality}.tp_mode", mode, rule, "Use tp_mode='1d'")
+        plans = dict[str, LayersInBlocks]()
+        source, ways = Source(), _ways(division)
+        for name, shape in self.shapes.items():
+            norms: dict[str, Norm | None] = {}
+            adapters: dict[str, Kind] = {}
+            for path in self.layers[name]:
+                layer = _Layer(self.root, division, name, shape, path, source, ways)
+                division = layer.divided()
+                norms |= layer.norms
+                adapters |= layer.adapters
+            plans[name] = LayersOnGrid(name, shape, tuple(self.layers[name]), norms, adapters)
+        return replace(division, in_blocks={**division.in_blocks, **plans})
+
+
+def _layers_of(root: nn.Module, partition: Partition, modality: str, shape: GridShape) -> list[str]:
+    """The paths of the layers of a modality on a grid."""
+    path = partition.layers[modality]
+    if path is None:
+        rule = f"The layers on a grid are those of a list of layers, and {modality!r} has none"
+        raise ConfigError(f"modalities.{modality}.tp_mode", shape.mode, rule, "Use tp_mode='1d' for this modality")
+    return [f"{path}.{name}" for name, _ in root.get_submodule(path).named_children()]
+
+
+class _Layer:
+    def __init__(
+        self,
+        root: nn.Module,
+        division: Division,
+        group: str,
+        shape: GridShape,
+        path: str,
+        source: Source,
+        ways: Mapping[str, Mapping[str, str]],
+    ) -> None:
+        self._source, self._ways = source, ways
+        self._root, self._division, self._group, self._shape, self._path = root, division, group, shape, path
+        self._layer = root.get_submodule(path)
+        self._shards: dict[str, Shard] = dict(division.shards)
+        self._groups: dict[str, str] = dict(division.groups)
+        self._shared = set(division.shared)
+        self._known: set[str] = set()
+        self.norms: dict[str, Norm | None] = {}
+        self.adapters: dict[str, Kind] = {}
+
+    def divided(self) -> Division:
+        """Return the division with this layer in blocks."""
+        division = self._division
+        for path, why in division.whole.items():
+            if self._is_in(path):
+                self._refuse(path, f"it would be computed in full: {why}")
+        for path, kind in division.roles.items():
+            if self._is_in(path) and kind not in ("dropout", "own_dropout"):  # all ranks draw for their blocks alone
+                self._linear(path, kind)
+        for name in division.shards:
+            if self._is_in(name) and name not in self._known:
+                self._refuse(name, "its plan shards a parameter beside the linear layers")
+        for (path, name), values in division.local.items():
+            if self._is_in(path) and any(isinstance(value, OwnHeads) for value in values):
+                self._refuse(path, f"it divides the width of its input by {name}")
+        for path, heads in division.heads.items():
+            if self._is_in(path) and heads.arguments:
+                self._refuse(path, f"its heads have parts of the arguments {', '.join(heads.arguments)}")
+        for path, module in self._layer.named_modules(prefix=self._path):
+            self._other(path, module)
+            self._code(path, module)
+        size = range(self._shape.size)
+        local = {
+            place: tuple(values[self._shape.columns("inside", index)] for index in size)
+            if self._is_in(place[0])
+            else values
+            for place, values in division.local.items()
+        }
+        return replace(division, shards=self._shards, groups=self._groups, shared=frozenset(self._shared), local=local)
+
+    def _linear(self, path: str, kind: Any) -> None:
+        if kind not in ("column", "row"):
+            self._refuse(path, "it holds experts")
+        if ".lora_" in path:
+            self._adapter(path, kind)
+            return
+        module: Any = self._root.get_submodule(path)
+        weight, bias = f"{path}.weight", f"{path}.bias"
+        units = self._shards[weight]
+        even = 1 - units.dim
+        assert (units.dim == int(isinstance(module, Conv1D))) == (kind == "column")
+        size = module.weight.shape[even]
+        self._shards[weight] = self._shape.weight(kind, units, even, size)
+        self._known.add(weight)
+        if module.bias is not None:
+            side, parts = ("inside", self._shards[bias]) if kind == "column" else ("outside", self._shape.even(size))
+            self._divide(bias, self._shape.vector(side, parts))  # type: ignore[arg-type]
+
+    def _adapter(self, path: str, kind: Kind) -> None:
+        """Shard both matrices of a low-rank adapter: the hidden width of one, and the units of the other, at `path`."""
+        wrapped, name = path.rsplit(".lora_", 1)
+        key = name.partition(".")[2]
+        first, second = f"{wrapped}.lora_A.{key}", f"{wrapped}.lora_B.{key}"
+        at_width = first if kind == "column" else second
+        weight: Any = self._root.get_submodule(at_width).weight
+        dim = int(kind == "column")
+        self._divide(f"{path}.weight", self._shape.vector("inside", self._shards[f"{path}.weight"]))
+        parts = self._shape.even(weight.shape[dim])
+        self._divide(f"{at_width}.weight", self._shape.vector("outside", replace(parts, dim=dim)))
+        if self._root.get_submodule(second).bias is not None:
+            side, held = ("inside", self._shards[f"{second}.bias"]) if kind == "column" else ("outside", parts)
+            self._divide(f"{second}.bias", self._shape.vector(side, held))  # type: ignore[arg-type]
+        self.adapters[first] = kind
+
+    def _other(self, path: str, module: nn.Module) -> None:
+        kind = type(module).__name__
+        if _TOKENS_FIRST.search(_code_of(module)):
+            self._refuse(path, f"{kind} takes [sequence, samples, ...], whose rows would be tokens")
+        if _DROPS_SAMPLES.search(kind) and not _is_off(module):
+            self._refuse(path, f"{kind} drops whole samples or tokens, whose columns are on several ranks")
+        own = {f"{path}.{name}" for name, parameter in module._parameters.items() if parameter is not None}
+        own -= {*self._shards, *self._shared}
+        if path in self._division.roles or not (own or self._is_bare_norm(path, module)):
+            return
+        norm = norm_of(module)
+        if norm is not None:
+            self.norms[path] = norm
+            for name in own:
+                self._divide(name, self._shape.vector("outside", self._shape.even(norm.width)))
+        elif _ON_FULL_WIDTH.search(kind) and _is_of_tokens(module):
+            self.norms[path] = None
+            self._shared |= own  # each rank has the gradient of its rows and columns
+        else:
+            self._refuse(path, f"no plan says how {kind} is sharded")
+
+    def _code(self, path: str, module: nn.Module) -> None:
+        """Refuse code around attentions and linear layers that does not treat each entry by itself."""
+        inside = any(path == other or path.startswith(f"{other}.") for other in self._division.heads)
+        kind = type(module).__name__
+        ways = {} if path in self._division.roles or self._is_adapted(path) else self._ways.get(path, {})
+        columns, rows = ([name for name, way in ways.items() if way == one] for one in ("column", "row"))
+        if ways and (mixing := _MIXES & around(self._source, module, columns, rows)):
+            self._refuse(
+                path, f"{kind} mixes columns or samples of its input or result, by {', '.join(sorted(mixing))}"
+            )
+        if inside or path in self._ways or path in self._division.roles or path in self.norms:
+            return
+        if not _computes_by_entry(module):
+            self._refuse(path, f"{kind} is a layer of torch that mixes columns or samples")
+        if _DROPS_SAMPLES.search(kind):
+            return  # with a rate of zero, else it is refused
+        names = called(self._source, module)
+        if names is None:
+            self._refuse(path, f"{kind} has code without source")
+        elif mixing := _MIXES & names:
+            self._refuse(path, f"{kind} mixes columns or samples, by {', '.join(sorted(mixing))}")
+
+    def _is_adapted(self, path: str) -> bool:
+        parent, _, name = path.rpartition(".")
+        return name in self._ways.get(parent, {})
+
+    def _is_bare_norm(self, path: str, module: nn.Module) -> bool:
+        """Whether a module without parameters norms the hidden state; in an attention it would norm single heads."""
+        if [*module.parameters()] or not _is_of_tokens(module) or "norm" not in type(module).__name__.lower():
+            return False
+        return not any(path.startswith(f"{other}.") for other in self._division.heads)
+
+    def _divide(self, name: str, shard: Shard) -> None:
+        self._shards[name], self._groups[name] = shard, self._group
+        self._known.add(name)
+
+    def _is_in(self, name: str) -> bool:
+        return name == self._path or name.startswith(f"{self._path}.")
+
+    def _refuse(self, path: str, why: str) -> None:
+        rule = f"Everything in a layer is in blocks over the grid, and of {path} that is not known: {why}"
+        raise ConfigError(f"modalities.{self._group}.tp_mode", self._shape.mode, rule, _FIX)
+
+
+def _ways(division: Division) -> dict[str, dict[str, str]]:
+    """Return the kinds of linear layers by the path of what calls them, then by name; of adapted ones both paths."""
+    found: dict[str, dict[str, str]] = {}
+    for role, kind in division.roles.items():
+        for path in dict.fromkeys((role, _ADAPTED.split(role)[0])):
+            parent, _, name = path.rpartition(".")
+            found.setdefault(parent, {})[name] = kind
+    return found
+
+
+def _code_of(module: nn.Module) -> str:
+    try:
+        return inspect.getsource(type(module).forward)
+    except (OSError, TypeError):  # made without a file
+        return ""
+
+
+def _is_off(module: nn.Module) -> bool:
+    """Whether all rates of a module that drops something are zero, or none; False where it names none."""
+    rates = [value for name, value in vars(module).items() if _RATE.search(name)]
+    return bool(rates) and all(rate is None or rate == 0 for rate in rates)
+
+
+def _computes_by_entry(module: nn.Module) -> bool:
+    """Whether a forward that torch has written treats each entry by itself; True where torch has not written it."""
+    owner = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
+    if not owner.__module__.startswith("torch."):
+        return True
+    file = owner.__module__.removeprefix("torch.nn.modules.")
+    return file in _BY_ENTRY and not isinstance(module, _NOT_BY_ENTRY)
+
+
+def _is_of_tokens(module: nn.Module) -> bool:
+    """Whether a norm or scale may be computed on some samples: it is no norm over samples or over the sequence."""
+    has_parts = next(module.children(), None) is not None or next(module.buffers(), None) is not None
+    return not has_parts and not isinstance(module, nn.GroupNorm)

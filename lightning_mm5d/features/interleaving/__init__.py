@@ -1,0 +1,1 @@
+"""Microbatches that a stage computes side by side: ``Modality.interleaved_microbatches``."""

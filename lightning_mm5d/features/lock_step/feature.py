@@ -1,0 +1,481 @@
+"""Runs a step on all ranks of a replica at once, so that it may pass through the layers as often as it likes.
+
+In a pipeline each rank runs the user's step with its own layers, once, and stops after them. Generation passes through
+all layers for each token and looks at the logits in between. So every rank runs the whole step, and each call of a
+*unit* (a layer, an embedding, a head, the boundary of an encoder) is answered by its owner:
+
+1. The owner, a stage that holds all parameters of the unit, computes the call.
+2. Its first rank broadcasts the result to all ranks of the replica, with the effects of the call on caches, on dicts
+   that layers share states in, on tensors that it wrote to, and on random generators.
+3. The other ranks return the result and repeat the effects. Keys and values stay with their owner: elsewhere a cache
+   holds stand-ins of the same length.
+
+All ranks thus see equal logits, draw equal tokens and end after the same number of them. Microbatches run one after the
+other, in the same order on all ranks. Parameters of modules whose parts lie on several ranks are broadcast beforehand.
+
+Manual optimization runs so, too: its step has backwards and steps of optimizers in its midst, and is run as a whole,
+for the full batch (`answers`). Only there do gradients cross. It refuses objects that a call changes where the other
+ranks could not follow.
+
+The source code of an evaluation step says whether it passes several times through the model: it does where it names
+something with ``generate`` in its name, or calls a module with parameters in a loop: in its own code, and in methods of
+the LightningModule and functions of its Python module that it names. A step of which the source says too little is
+found out when it runs: the pipeline cannot run it, what it did is undone, and it runs again.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_mm5d.config.errors import RankLostError, RankMismatchError, repeated
+from lightning_mm5d.data.random_state import kept_random_state, seed_all, seed_of, set_torch_states, torch_states
+from lightning_mm5d.engine.codec import TreeChannel
+from lightning_mm5d.engine.step import Step
+from lightning_mm5d.features.lock_step.answers import Differentiable, Effects
+from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.sharded.backends import message_device
+from lightning_mm5d.sharded.remote_value import settled
+from lightning_mm5d.source.names import names
+from lightning_mm5d.source.reached import reached
+from lightning_mm5d.source.trees import Source
+from lightning_mm5d.stage import StageError
+from lightning_mm5d.stage.payload import map_tensors, unsharded
+from lightning_mm5d.stage.put import put
+from lightning_mm5d.trainer.around_updates import AroundUpdates
+from lightning_mm5d.trainer.feature import Attached, Feature, Running
+from lightning_mm5d.trainer.kept_values import KeptValues
+from lightning_mm5d.trainer.metrics import MetricSync
+
+
+@dataclass(frozen=True, eq=False)
+class _Unit:
+    """A callable that one stage answers for all ranks.
+
+    Attributes:
+        module: that it belongs to.
+        method: its name there.
+        path: of the module, for messages.
+        stage: the owner.
+        boundary: name of the boundary that it is, None for other callables.
+    """
+
+    module: nn.Module
+    method: str
+    path: str
+    stage: StageKey
+    boundary: str | None = None
+
+
+@dataclass
+class _Place:
+    """A microbatch that runs: which ranks run a stage on it, and how these reach the others."""
+
+    ranks: Mapping[StageKey, tuple[int, ...]]
+    group: dist.ProcessGroup | None  # None for a replica of one rank, which reaches nobody
+    replica: int
+    inside: int = 0  # how many units compute here
+    optimizes: bool = False  # whether gradients cross
+
+
+class InLockStep(Feature):
+    """Has no field: it runs what nothing else can."""
+
+    def attach(self, running: Running) -> Attached | None:
+        """Run such steps from now on, where ranks hold parts of the module or optimize manually."""
+        if running.plan.topology.edges or not (running.is_plain or running.module.automatic_optimization):
+            lock_step = running.steps.unscheduled = LockStep(running)
+            running.optimization.around.append(lock_step)
+            return lock_step
+        return None
+
+
+class LockStep(Attached, AroundUpdates):
+    """Runs steps of one rank in lock step with the other ranks of its replicas.
+
+    Args:
+        running: the run on this rank.
+    """
+
+    def __init__(self, running: Running) -> None:
+        plan, rank = running.plan, running.rank
+        self._module, self._plan, self._runtime = running.module, plan, running.runtime
+        self._optimizes = not running.module.automatic_optimization
+        self._rank, self._device, self._wire = rank, running.device, message_device(running.device)
+        # the ranks that work for each replica that this rank serves; hosts carry what is in host memory
+        served = plan.layout.replicas_of_rank(rank)
+        self._groups = {number: running.groups.replicas.get(number) for number in served}
+        self._hosts = running.groups.hosts
+        last = plan.topology.instances(plan.topology.last_stage)
+        self._own = next((number for number in served if rank in last[number]), None)  # whose steps end here
+        self._channels: dict[tuple[int, int], TreeChannel] = {}
+        self._undo = ExitStack()
+        self._refresh: Callable[[], None] | None = None
+        for path, module in self._runtime.root.named_modules():
+            if callable(getattr(type(module), "generate", None)):
+                self._patch_generate(path, module)
+
+    def walks(self, name: str) -> bool:
+        """Whether the evaluation `name` is known to pass several times through the model."""
+        return passes_several_times(self._module, name)
+
+    def attempt(self, metrics: MetricSync, values: KeptValues) -> Callable[[], None]:
+        """Return what undoes an evaluation that a schedule has tried: metrics, attributes and buffers of the module.
+
+        Args:
+            metrics: of the module.
+            values: the attributes before the step.
+        """
+        kept = metrics.kept()
+        buffers = [(buffer, buffer.detach().clone()) for buffer in self._module.buffers(recurse=False)]
+
+        def undo() -> None:
+            for one in kept:
+                one.put_back()
+            values.restore()
+            for buffer, copy in buffers:
+                buffer.detach().copy_(copy)
+
+        return undo
+
+    def stepped(self) -> None:
+        """Let parameters that were broadcast beforehand have the values that an optimizer's step has given them."""
+        if self._refresh is not None:
+            self._refresh()
+
+    def remove(self) -> None:
+        """Take the patches of `generate` away again."""
+        self._undo.close()
+
+    def execute(self, step: Step, *, optimizes: bool = False) -> None:
+        """Run all microbatches of a step; results of this rank's own replica go to ``step.finish``.
+
+        Args:
+            step: what to run, without a backward after it.
+            optimizes: whether the step itself runs backwards and optimizers.
+        """
+        assert not step.trains
+        with kept_random_state(self._device) if step.random_key is not None else nullcontext():
+            # one order on all ranks, so that no two of them wait for each other in different replicas
+            for replica in sorted(step.microbatches):
+                for index, part in enumerate(step.microbatches[replica]):
+                    if step.random_key is not None:
+                        seed_all(seed_of(*step.random_key, index, replica), self._device)
+                    is_own = replica == self._own
+                    counted = nullcontext() if is_own else step.uncounted()
+                    with (
+                        torch.set_grad_enabled(optimizes),
+                        counted,
+                        self.during(replica, index, optimizes=optimizes),
+                        step.context(),
+                    ):
+                        result = step.run(part, index)
+                    if is_own:
+                        step.finish(result, index)
+
+    @contextmanager
+    def during(self, replica: int, index: int, *, draws: bool = False, optimizes: bool = False) -> Iterator[None]:
+        """Let remote modules be answered by their owners, on all ranks of a replica at once.
+
+        Args:
+            replica: of the loss modality.
+            index: of the microbatch, on which it depends which instance of an encoder answers.
+            draws: whether torch's generators may differ between ranks, which then get the state of the last stage.
+            optimizes: whether gradients cross.
+        """
+        topology = self._plan.topology
+        ranks = {stage: topology.ranks_at(stage, replica, index) for stage in topology.members}
+        place = _Place(ranks, self._groups[replica], replica, optimizes=optimizes)
+        with ExitStack() as stack:
+            if place.group is not None:
+                fetched = self._fetch(place, stack)
+                if optimizes and self._loose:
+                    self._refresh = partial(self._fetch_again, place, fetched)
+                    stack.callback(setattr, self, "_refresh", None)
+                if draws:
+                    self._share_states(place)
+            for unit in self._units:
+                self._patch(place, unit, stack)
+            self._runtime.in_lock_step = True
+            stack.callback(setattr, self._runtime, "in_lock_step", False)
+            yield
+
+    def _patch_generate(self, path: str, module: nn.Module) -> None:
+        """Let `generate` run in lock step wherever it is called; a pipeline cannot run it."""
+        original = module.generate
+
+        @functools.wraps(original)  # type: ignore[arg-type]
+        def generate(*args: Any, **kwargs: Any) -> Any:
+            active = self._runtime.active
+            if active is not None:
+                where = "training_step" if active.trains else "a pipelined step"
+                raise StageError(
+                    f"{path or 'self'}.generate is called in {where}, whose layers lie on several ranks: generate in "
+                    "validation_step, test_step, predict_step or in a hook, or use one stage"
+                )
+            _check_clock(path, module, args, kwargs)
+            if self._runtime.in_lock_step:
+                return original(*args, **kwargs)  # type: ignore[operator]
+            layout = self._plan.layout
+            shared = next((rank for rank in range(layout.size) if len(layout.replicas_of_rank(rank)) > 1), None)
+            if shared is not None:
+                raise StageError(
+                    f"{path or 'self'}.generate is called outside of a step, where rank {shared} works for the "
+                    f"replicas {list(layout.replicas_of_rank(shared))}, which do not generate together: generate in "
+                    "validation_step, test_step or predict_step, or use as many replicas of every modality"
+                )
+            local = self._runtime.guard.suspended(f"{path or 'self'}.generate()")
+            with local, torch.no_grad(), self.during(next(iter(self._groups)), 0, draws=True):
+                return original(*args, **kwargs)  # type: ignore[operator]
+
+        self._undo.callback(put(module, "generate", generate))
+
+    # --- what is answered ---
+
+    @functools.cached_property
+    def _units(self) -> list[_Unit]:
+        partition, root = self._plan.partition, self._runtime.root
+        found = []
+        for name, encoder in partition.encoders.items():
+            if len(partition.stages[name]) == 1 and not self._holds_others(name):
+                stage = self._plan.topology.stage_of[partition.stages[name][0].name]
+                for cut in encoder.boundaries:
+                    found.append(_Unit(root.get_submodule(cut.path), cut.method, cut.name, stage, cut.name))
+        taken = {(unit.module, unit.method) for unit in found}
+        for path, module in root.named_modules():
+            owner = None if self._is_spread(path) else self._owner(path, module)
+            is_callable = type(module).forward is not nn.Module.forward
+            if owner is not None and is_callable and (module, "forward") not in taken:
+                found.append(_Unit(module, "forward", path, owner))
+        return found
+
+    def _holds_others(self, name: str) -> bool:
+        """Whether a call of a modality's boundary may call boundaries of others."""
+        return any(name in fed for fed in self._plan.topology.consumers.values())
+
+    @functools.cached_property
+    def _loose(self) -> list[tuple[nn.Module, str, str, StageKey]]:
+        """The parameters of modules whose parts lie on several ranks: module, name, full name, and a stage with it."""
+        found = []
+        for path, module in self._runtime.root.named_modules():
+            if not self._is_spread(path) and self._owner(path, module) is not None:
+                continue
+            for name, parameter in module.named_parameters(recurse=False):
+                full = f"{path}.{name}" if path else name
+                stages = self._holders([full])
+                if parameter is not None and stages and full not in self._plan.division.shards:
+                    found.append((module, name, full, stages[0]))
+        return found
+
+    def _is_spread(self, path: str) -> bool:
+        """Whether a module is the root, or has a modality's list of layers inside."""
+        lists = [layers for layers in self._plan.partition.layers.values() if layers]
+        return path == "" or any(layers == path or layers.startswith(f"{path}.") for layers in lists)
+
+    def _owner(self, path: str, module: nn.Module) -> StageKey | None:
+        """The stage that answers calls of a module; None without one, and where all stages hold it."""
+        names = [name for name, _ in module.named_parameters(path, remove_duplicate=False)]
+        return next(iter(self._holders(names)), None) if names else None
+
+    def _holders(self, names: list[str]) -> list[StageKey]:
+        """The stages that hold all of some parameters; none where all stages do."""
+        every = self._plan.ownership.parameters
+        found = [stage for stage, held in every.items() if held.issuperset(names)]
+        # what all hold is computed by all, but for gradients, which would count several times
+        return found if len(found) < len(every) or self._optimizes else []
+
+    # --- how it is answered ---
+
+    def _fetch(self, place: _Place, stack: ExitStack) -> dict[str, nn.Parameter]:
+        fetched: dict[str, nn.Parameter] = {}
+        for module, name, full, stage in self._loose:
+            channel, src = self._channel(place, stage)
+            held = module._parameters[name]
+            if self._rank == src:
+                assert held is not None
+                channel.send([full, held.data])
+                continue
+            sent, value = channel.receive()
+            self._check(sent, full)
+            if self._rank not in place.ranks[stage]:
+                assert held is not None
+                carries = place.optimizes and held.requires_grad  # as where it is held, or graphs would differ
+                fetched[full] = nn.Parameter(value.to(self._device), requires_grad=carries)
+                module._parameters[name] = fetched[full]
+                stack.callback(module._parameters.__setitem__, name, held)
+        return fetched
+
+    def _fetch_again(self, place: _Place, fetched: Mapping[str, nn.Parameter]) -> None:
+        for module, name, full, stage in self._loose:
+            channel, src = self._channel(place, stage)
+            if self._rank == src:
+                held = module._parameters[name]
+                assert held is not None
+                channel.send([full, held.data])
+                continue
+            sent, value = channel.receive()
+            self._check(sent, full)
+            if full in fetched:
+                fetched[full].data.copy_(value)
+
+    def _share_states(self, place: _Place) -> None:
+        channel, src = self._channel(place, self._plan.topology.last_stage)
+        if self._rank == src:
+            channel.send(["states", torch_states(self._device)])
+            return
+        sent, states = channel.receive()
+        self._check(sent, "states")
+        set_torch_states([state.cpu() for state in states], self._device)
+
+    def _patch(self, place: _Place, unit: _Unit, stack: ExitStack) -> None:
+        if set(place.ranks[unit.stage]) == set(self._plan.layout.replica_ranks(place.replica)):
+            return
+        original = getattr(unit.module, unit.method)
+
+        @functools.wraps(original)  # generation reads the signature
+        def answered(*args: Any, **kwargs: Any) -> Any:
+            if place.inside:
+                return original(*args, **kwargs)
+            return self._answer(place, unit, original, args, kwargs)
+
+        stack.callback(put(unit.module, unit.method, answered))
+
+    def _answer(self, place: _Place, unit: _Unit, original: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        if torch.is_grad_enabled() and not place.optimizes:
+            raise StageError(
+                f"{unit.path} is called with gradients in an evaluation that passes several times through layers of "
+                "other ranks: gradients do not cross there; leave torch.enable_grad out, or use one stage"
+            )
+        channel, src = self._channel(place, unit.stage)
+        is_owner = self._rank in place.ranks[unit.stage]
+        call: Differentiable | None = None
+        if torch.is_grad_enabled():
+
+            def share(tree: Any) -> Any:
+                if self._rank == src:
+                    channel.send(tree)
+                    return tree
+                found = channel.receive()
+                self._check(found[0], f"the backward of {unit.path}")
+                return found
+
+            call = Differentiable(unit.path, args, kwargs, share, owns=is_owner)
+        effects = Effects(args if call is None else call.args, kwargs if call is None else call.kwargs, self._device)
+        own = self._computed(place, unit, original, effects, fails=channel if self._rank == src else None)
+        flags = [] if call is None or not is_owner else call.flags_of(own)
+        if self._rank == src:
+            channel.send([unit.path, None, own, [flags, effects.description()]])
+            return own if call is None else call.joined(own, flags)
+        sent, failure, result, told = channel.receive()
+        self._check(sent, unit.path)
+        if failure is not None:
+            raise repeated(RankLostError(f"rank {src} failed in {unit.path}: {failure}"), src, failure)
+        flags, description = told
+        if not is_owner:
+            effects.repeat(description)
+        if call is not None and is_owner:
+            return call.joined(own, flags)
+        result = result if self._wire == self._device else map_tensors(result, lambda x: x.to(self._device))
+        return result if call is None else call.joined(result, flags)
+
+    def _computed(
+        self, place: _Place, unit: _Unit, original: Callable[..., Any], effects: Effects, fails: TreeChannel | None
+    ) -> Any:
+        """Compute a call where its owner is; `fails` tells the others of an error."""
+        if self._rank not in place.ranks[unit.stage]:
+            return None
+        place.inside += 1
+        try:
+            with effects.recorded():
+                result = original(*effects.args, **effects.kwargs)
+            if unit.boundary is not None:
+                result = self._runtime.read_fields(unit.boundary, result)
+            use = f"the result of {unit.path}, which several passes share,"
+            return unsharded(map_tensors(result, lambda tensor: settled(tensor, use)))
+        except Exception as error:
+            if fails is not None:
+                fails.send([unit.path, f"{type(error).__name__}: {error}", None, None])
+            raise
+        finally:
+            place.inside -= 1
+
+    def _channel(self, place: _Place, stage: StageKey) -> tuple[TreeChannel, int]:
+        """How the first rank of a stage reaches the replica, and that rank."""
+        src = place.ranks[stage][0]
+        if (place.replica, src) not in self._channels:
+            self._channels[place.replica, src] = TreeChannel.within(
+                place.group, src, self._wire, self._hosts.get(place.replica)
+            )
+        return self._channels[place.replica, src], src
+
+    def _check(self, sent: str, expected: str) -> None:
+        if sent != expected:
+            raise RankMismatchError(
+                f"rank {self._rank} calls {expected} where another rank of its replica calls {sent}: what the step "
+                "does must not depend on the rank (random numbers of its own, the clock, files)"
+            )
+
+
+def _check_clock(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Refuse generation that ends by the clock: each rank has one of its own, and would end after other tokens.
+
+    Raises:
+        StageError: `max_time` is set, in the call, in a configuration or in a criterion.
+    """
+    values = (*args, *kwargs.values(), getattr(module, "generation_config", None))
+    criteria = [one for value in values if isinstance(value, list) for one in value]
+    times = [kwargs.get("max_time"), *(getattr(value, "max_time", None) for value in (*values, *criteria))]
+    time = next((time for time in times if isinstance(time, int | float)), None)
+    if time is not None:
+        raise StageError(
+            f"{path or 'self'}.generate is called with max_time={time}, and the clock of each rank would end it after "
+            "other tokens: use max_new_tokens, or one stage"
+        )
+
+
+_LOOPS = (ast.For, ast.While, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+
+
+def passes_several_times(module: nn.Module, step: str) -> bool:
+    """Whether the method `step` of `module` generates, or calls a module with parameters in a loop."""
+    source = Source()
+    return any(
+        any("generate" in name for name in names(source, function) or ())
+        or any(_calls_model(module, call) for call in _calls_in_loops(source, function))
+        for function in reached(source, type(module), step)
+    )
+
+
+def _calls_in_loops(source: Source, function: FunctionType) -> Iterator[ast.Call]:
+    tree = source.tree(function)
+    for loop in ast.walk(tree) if tree is not None else ():
+        if isinstance(loop, _LOOPS):
+            yield from (node for node in ast.walk(loop) if isinstance(node, ast.Call))
+
+
+def _calls_model(module: nn.Module, call: ast.Call) -> bool:
+    """Whether a call is one of `module`, or of a module with parameters inside of it: ``self.model(...)``."""
+    path: list[str] = []
+    node: ast.expr = call.func
+    while isinstance(node, ast.Attribute):
+        path.insert(0, node.attr)
+        node = node.value
+    if not isinstance(node, ast.Name) or node.id != "self":
+        return False
+    found: object = module
+    for name in path:
+        found = getattr(found, name, None)
+    return isinstance(found, nn.Module) and any(True for _ in found.parameters())
+
+
+FEATURE = InLockStep

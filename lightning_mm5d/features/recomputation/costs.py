@@ -1,0 +1,74 @@
+"""Which layers of each modality are computed again in the backward: what `partition.costs` asks.
+
+It refuses operations that torch does not have, and modalities without layers.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.modality import Modality
+from lightning_mm5d.features.recomputation.fields import SELECTIVE, depends_on_cut, normal_name, recomputed_layers
+from lightning_mm5d.partition.costs import Kept, share_again
+
+__all__ = ["depends_on_cut", "kept_of", "share_of"]
+
+OWN_ATTENTION = "mm5d.attention"
+"""The name of the attention of context parallel ranks among operations."""
+_MANY = 1000
+
+
+def kept_of(name: str, modality: Modality, sizes: Sequence[int]) -> tuple[Kept, ...]:
+    """Return what is kept of each layer of a modality, as `recomputed_layers`; empty where all of it is.
+
+    Args:
+        name: of the modality.
+        modality: its configuration.
+        sizes: number of layers of each stage.
+
+    Raises:
+        ConfigError: it names layers or operations that are not there.
+    """
+    field, said = f"modalities.{name}.activation_checkpointing", modality.activation_checkpointing
+    if said == "none":
+        return ()
+    if not sum(sizes):
+        rule = f"{name} has no list of layers, and layers are what is computed again"
+        raise ConfigError(field, said, rule, f"Use 'none', or a list that modalities.{name}.module holds")
+    kept = recomputed_layers(field, said, sizes)
+    for operation in {operation for one in kept for operation in one or ()}.difference(SELECTIVE):
+        _check_operation(field, operation)
+    return kept if any(one is not None for one in kept) else ()
+
+
+def share_of(modality: Modality, stage: int) -> float:
+    """Return the part of a stage's forward that runs again, of a model of which nothing is known but its stages.
+
+    A stage counts as so many equal layers that all of what is said can be; ``layers`` count as none.
+    """
+    said = modality.activation_checkpointing
+    if isinstance(said, Mapping) and "per_stage" in said:
+        said = said["per_stage"][stage]
+    if isinstance(said, Mapping) and "every" in said:
+        return 1 / said["every"]
+    if isinstance(said, Mapping) and "layers" in said:
+        return 0.0
+    layers = recomputed_layers("", said, [_MANY])
+    return sum(map(share_again, layers)) / _MANY
+
+
+def _check_operation(field: str, operation: str) -> None:
+    namespace, name = operation.split(".")
+    if operation == OWN_ATTENTION or namespace == "higher_order":
+        return
+    found = getattr(torch.ops, namespace)
+    if hasattr(found, name):
+        return
+    known = {*map(normal_name, torch._C._dispatch_get_all_op_names()), *SELECTIVE}
+    near = difflib.get_close_matches(operation, sorted(known), n=1, cutoff=0.0)[0]
+    rule = "torch has no operation of this name"
+    raise ConfigError(f"{field}.selective", operation, rule, f"Did you mean {near!r}? 'selective' keeps {SELECTIVE}")

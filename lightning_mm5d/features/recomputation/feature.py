@@ -1,0 +1,365 @@
+"""Lets layers run again in their backward, instead of keeping what the backward needs.
+
+A chosen layer gets an instance attribute in front of its forward, around all that tensor and context parallelism put
+there and inside of its hooks, so that hooks of the layer itself act once. It runs under torch's non-reentrant
+`checkpoint`, which puts torch's random state and autocast back when the layer runs again. Beside that it
+
+- puts back the random states of Python and numpy, and the values of the buffers that the layer writes, and then shows
+  the present ones again;
+- leaves caches of keys out, which would take the same keys twice;
+- keeps the results of some operations, where the configuration names them.
+
+A layer runs as it is where nothing in it or before it is differentiated, and where it is checkpointed already: by a
+flag of its own, as transformers' ``gradient_checkpointing_enable`` sets it, by code that calls it, or by its own code,
+which its first call shows. It also does for a cache that is not empty.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
+from types import MethodType
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
+
+from lightning_mm5d.config.errors import ConfigError, private
+from lightning_mm5d.partition.compiled import IN_PLACE, compiled_parts, is_compiled, is_compiled_in_place
+from lightning_mm5d.partition.parts import is_in
+from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.sharded.kept_results import kept_results, operations_named
+from lightning_mm5d.stage import Runtime
+from lightning_mm5d.stage.payload import tensors_in
+from lightning_mm5d.stage.put import put
+from lightning_mm5d.trainer.feature import Feature
+
+_top_hooks = private(torch._C._autograd, "_top_saved_tensors_default_hooks")
+_graph_task = private(torch._C, "_current_graph_task_id")
+
+
+class Recomputation(Feature):
+    """The field `Modality.activation_checkpointing`: which layers run again in their backward."""
+
+    def check(self, module: pl.LightningModule, plan: Plan, device: torch.device) -> None:
+        """Refuse a compiled module around layers that run again."""
+        again = {
+            part: name
+            for name, kept in plan.partition.kept.items()
+            for part, one in zip(plan.partition.parts[name].paths, kept, strict=True)
+            if one is not None
+        }
+        for path, _ in compiled_parts(module):
+            inside = next((part for part in again if part != path and is_in(part, path)), None)
+            if inside is not None:
+                name, rule = again[inside], f"{path or 'the module'} is compiled around layers"
+                field, said = f"modalities.{name}.activation_checkpointing", plan.modalities[name]
+                fix = f"Compile the layers instead, for instance {inside!r}, or use 'none'"
+                raise ConfigError(field, said.activation_checkpointing, rule, fix)
+
+    def cut(self, runtime: Runtime, plan: Plan, device: torch.device) -> Callable[[], None] | None:
+        """Stand before the layers of this rank that run again."""
+        return Recompute(runtime).remove if plan.partition.kept else None
+
+
+class Recompute:
+    """The layers of one rank that run again in the backward, from the making of this object to `remove`.
+
+    Args:
+        runtime: the module and its stages.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._undo: list[Callable[[], None]] = []
+        done = set[int]()
+        for modality, kept in runtime.partition.kept.items():
+            cuts = [stage.cuts[modality] for stage in runtime.stages if modality in stage.cuts]
+            for layer, operations in zip(runtime.lists[modality], kept, strict=True):
+                calls = [call for call, other in enumerate(runtime.lists[modality]) if other is layer]
+                here = any(cut.first <= call < cut.last for cut in cuts for call in calls)
+                if here and operations is not None and id(layer) not in done:
+                    done.add(id(layer))
+                    self._patch(layer, modality, calls, operations_named(operations))
+
+    def remove(self) -> None:
+        """Take the patches away again."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+
+    def _patch(self, layer: nn.Module, modality: str, calls: list[int], operations: frozenset[str]) -> None:
+        method = IN_PLACE if is_compiled_in_place(layer) else "forward"
+        own = vars(layer).get(method)
+        buffers, watch = _Buffers(layer), _Watch(layer)
+
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            inner = partial(type(module).forward, module) if own is None else own
+            if watch.found or not self._applies(module, modality, calls, args, kwargs):
+                return inner(*args, **kwargs)
+            is_watched = watch.found is None
+            if is_watched:
+                inner = watch.watched(inner)
+            return self._run(module, inner, args, kwargs, operations, buffers, is_eager=is_watched)
+
+        # bound, so that a copy of the module computes with its own weights
+        self._undo.append(put(layer, method, MethodType(forward, layer)))
+
+    def _applies(self, layer: nn.Module, modality: str, calls: list[int], args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Whether a call of a layer runs again in its backward."""
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or _is_checkpointed():
+            return False
+        if layer.training and getattr(layer, "gradient_checkpointing", False):
+            return False
+        run = self._runtime.active
+        if run is not None:
+            cut = run.stage.cuts.get(modality)
+            if cut is None or not any(cut.first <= call < cut.last for call in calls):
+                return False
+        if any(_tokens_in(value, calls[0]) for value in (*args, *kwargs.values())):
+            return False
+        tensors = tensors_in((args, kwargs))
+        return any(x.requires_grad for _, x in tensors) or any(p.requires_grad for p in layer.parameters())
+
+    def _run(
+        self,
+        layer: nn.Module,
+        inner: Callable[..., Any],
+        args: tuple,
+        kwargs: dict[str, Any],
+        operations: frozenset[str],
+        buffers: _Buffers,
+        *,
+        is_eager: bool,
+    ) -> Any:
+        call = _Call(inner, *_without_caches(layer, args, kwargs))
+        before = buffers.before(layer)
+        keeps, takes = kept_results(operations) if operations else (nullcontext(), nullcontext())
+        run = self._runtime.active
+        replay = _Replay(takes, is_eager=is_eager or (run is not None and run.is_traced))
+        result = checkpoint(
+            call, *call.tensors(args, kwargs), use_reentrant=False, context_fn=lambda: (keeps, replay), debug=False
+        )
+        replay.buffers = buffers.written(before)
+        call.is_again = True
+        return result
+
+
+class _Call:
+    """A call of a layer, which may run again with its tensors given anew.
+
+    Dicts and lists that layers share states in are passed as they are, and to a call that runs again as they were.
+    """
+
+    is_again = False
+
+    def __init__(self, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
+        self._inner, self._count = inner, len(args)
+        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        self._places = [place for place, value in given.items() if isinstance(value, Tensor)]
+        self._others = {place: value for place, value in given.items() if not isinstance(value, Tensor)}
+        self._shared = _copy_of_containers(self._others)
+
+    def tensors(self, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
+        """Return the tensors among arguments, in the order in which a call takes them."""
+        return [args[place] if isinstance(place, int) else kwargs[place] for place in self._places]
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        given: dict[Any, Any] = {**self._others, **dict(zip(self._places, tensors, strict=True))}
+        if self.is_again:
+            given |= _copy_of_containers(self._shared)
+        args = [given.pop(place) for place in range(self._count)]
+        return self._inner(*args, **given)
+
+
+class _Watch:
+    """Whether a layer's own code checkpoints all that has parameters in it, as its first call shows.
+
+    Attributes:
+        found: what was found; None before that call.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._modules = [
+            module for module in layer.modules() if next(module.parameters(recurse=False), None) is not None
+        ]
+        self.found: bool | None = False if any(map(is_compiled, layer.modules())) else None
+
+    def watched(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `inner`, a layer's forward; its first call inside of a checkpoint is watched."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self.found is not None:
+                return inner(*args, **kwargs)
+            around, seen = _top_hooks(True)[0], list[bool]()
+
+            def note(*_: Any) -> None:
+                seen.append(not torch.is_grad_enabled() or _top_hooks(True)[0] is not around)
+
+            handles = [module.register_forward_pre_hook(note) for module in self._modules]
+            try:
+                with torch.compiler.set_stance("force_eager"):  # hooks are not to be compiled
+                    return inner(*args, **kwargs)
+            finally:
+                self.found = bool(seen) and all(seen)
+                for handle in handles:
+                    handle.remove()
+
+        return call
+
+
+def _copy_of_containers(tree: Any) -> Any:
+    """Return dicts and lists anew, at any depth, with what is in them as it is."""
+    return tree_map(lambda leaf: leaf, tree)
+
+
+_Place = tuple[str, str]  # path of a module in a layer, name of a buffer
+
+
+class _Written(NamedTuple):
+    """A buffer that calls write, as a call found it.
+
+    Attributes:
+        module: that has it.
+        name: of it in the module.
+        value: when the call began.
+        unwritten: the buffer and its version where this call did not write it; None where it did.
+    """
+
+    module: nn.Module
+    name: str
+    value: Tensor
+    unwritten: tuple[Tensor, int] | None
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether the module has the value now, and the call run again does not write it."""
+        if self.unwritten is None:
+            return False
+        buffer, version = self.unwritten
+        return self.module._buffers.get(self.name) is buffer and buffer._version == version
+
+
+class _Buffer(NamedTuple):
+    """A buffer before a call: its module, its version, and a copy where a call may write it."""
+
+    module: nn.Module
+    tensor: Tensor
+    version: int
+    copy: Tensor | None
+
+
+class _Buffers:
+    """The buffers of a layer that its forward writes, such as running statistics.
+
+    Those of norms are known. Others are found out: in the first call by their values, later by their versions.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._is_first = True
+        self._written = {
+            (path, name)
+            for path, module in layer.named_modules()
+            if isinstance(module, _NormBase)
+            for name in module._buffers
+        }
+
+    def before(self, layer: nn.Module) -> dict[_Place, _Buffer]:
+        """Return the buffers as they are now."""
+        return {
+            (path, name): _Buffer(
+                module,
+                buffer,
+                buffer._version,
+                buffer.clone() if self._is_first or (path, name) in self._written else None,
+            )
+            for path, module in layer.named_modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        }
+
+    def written(self, before: dict[_Place, _Buffer]) -> list[_Written]:
+        """Return the buffers that calls write, as they were `before` this one.
+
+        Norms that train write theirs in ways that versions do not show.
+        """
+        found = []
+        for place, (module, buffer, version, copy) in before.items():
+            now = module._buffers.get(place[1])
+            is_same = now is buffer and buffer._version == version
+            if self._is_first and is_same and copy is not None:
+                is_same = bool(torch.equal(copy, buffer))
+            if not is_same:
+                self._written.add(place)
+            if place in self._written:
+                keeps = is_same and not (isinstance(module, _NormBase) and module.training)
+                value = buffer.clone() if copy is None else copy
+                found.append(_Written(module, place[1], value, (buffer, version) if keeps else None))
+        self._is_first = False
+        return found
+
+
+class _Replay:
+    """Entered around a layer that runs again; may be entered several times.
+
+    Args:
+        takes: gives it results of operations.
+        is_eager: whether compiled code ran uncompiled in the forward.
+    """
+
+    def __init__(self, takes: AbstractContextManager[Any], *, is_eager: bool) -> None:
+        self.buffers: list[_Written] = []
+        self._takes, self._is_eager = takes, is_eager
+        self._states = random.getstate(), np.random.get_state()
+        self._stack = ExitStack()
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            stack.callback(random.setstate, random.getstate())
+            stack.callback(np.random.set_state, np.random.get_state())
+            random.setstate(self._states[0])
+            np.random.set_state(self._states[1])
+            for one in self.buffers:
+                if not one.is_shown:  # microbatches side by side run layers again side by side: nothing may be swapped
+                    stack.callback(one.module._buffers.__setitem__, one.name, one.module._buffers[one.name])
+                    one.module._buffers[one.name] = one.value.clone()
+            if self._is_eager:
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(self._takes)
+            self._stack = stack.pop_all()
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+
+def _is_checkpointed() -> bool:
+    """Whether the code around is computed again already: in its forward, or at this moment."""
+    if _graph_task() != -1:
+        return True
+    hooks = _top_hooks(True)
+    return hooks is not None and hooks[0].__module__ == checkpoint.__module__
+
+
+def _tokens_in(cache: Any, index: int) -> bool:
+    """Whether a cache has keys of earlier calls of the layer at `index`."""
+    length = getattr(cache, "get_seq_length", None)
+    return length is not None and int(length(index)) > 0
+
+
+def _without_caches(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Leave out empty caches, as transformers does for its own checkpointing."""
+    args = tuple(None if hasattr(value, "get_seq_length") else value for value in args)
+    kwargs = {key: None if hasattr(value, "get_seq_length") else value for key, value in kwargs.items()}
+    if hasattr(layer, "gradient_checkpointing") and kwargs.get("use_cache"):
+        kwargs["use_cache"] = False
+    return args, kwargs
+
+
+FEATURE = Recomputation

@@ -1,0 +1,183 @@
+"""What `Modality.activation_checkpointing` says, and which layers it chooses. Imports no torch.
+
+Layers count from 0, in the order of the modality's list of layers. Stages count in the order in which a microbatch
+passes them, whatever the schedule: with ``pp_size=2, pp_chunks=2`` rank 0 has the stages 0 and 2, or 0 and 3 under
+``zbv``. Inside of ``per_stage`` the layers of each stage count from 0 again.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning_mm5d.config.errors import ConfigError, did_you_mean
+from lightning_mm5d.config.modality import Modality, for_schedule, loss_modality_of
+
+SELECTIVE = (
+    "aten.linear",
+    "aten.matmul",
+    "aten.scaled_dot_product_attention",
+    "aten.convolution",
+    "aten._grouped_mm",
+    "aten._scaled_mm",
+    "aten._scaled_grouped_mm",
+    "higher_order.flex_attention",
+    "mm5d.attention",
+)
+"""The operations whose results ``selective`` keeps: matrix products and attention."""
+
+_WORDS = ("none", "full", "selective")
+_KEYS = ("fraction", "every", "layers", "selective", "per_stage")
+_FORMS = (
+    "It is 'none', 'full', 'selective', or one of {fraction: 0.5}, {every: 2}, {layers: [0, 1]}, {selective: [...]} "
+    "and {per_stage: [...]}"
+)
+
+
+def check(fields: Mapping[str, Any]) -> None:
+    """Refuse what is wrong whatever the model.
+
+    Raises:
+        ConfigError: it has another form, or is not one for each stage.
+    """
+    modalities: Mapping[str, Modality] = fields.get("modalities") or {}
+    schedule = fields.get("schedule", "1f1b")
+    chunked = for_schedule(modalities, schedule, loss_modality_of(modalities)) if modalities else {}
+    for name, modality in chunked.items():
+        field, said = f"modalities.{name}.activation_checkpointing", modality.activation_checkpointing
+        if modality.pipelines is not None and depends_on_cut(modality):
+            rule = "Stages of unlike pipelines hold other layers in each replica"
+            raise ConfigError(field, said, rule, "Name layers: {layers: [0, 1]}")
+        _check(field, said, modality.num_cuts)
+
+
+def depends_on_cut(modality: Modality) -> bool:
+    """Whether the layers that are computed again depend on where the modality is cut."""
+    said = modality.activation_checkpointing
+    return isinstance(said, Mapping) and "per_stage" in said
+
+
+def recomputed_layers(
+    field: str, said: str | Mapping[str, Any], sizes: Sequence[int]
+) -> tuple[tuple[str, ...] | None, ...]:
+    """Return what is kept of each layer: ``{every: 2}`` of 4 layers gives ``(None, (), None, ())``.
+
+    It is None where nothing is computed again; else the operations whose results are kept, maybe none.
+
+    Args:
+        field: path of the field.
+        said: what it says, checked by `check`.
+        sizes: number of layers of each stage.
+
+    Raises:
+        ConfigError: it names a layer that is not there.
+    """
+    if isinstance(said, Mapping) and "per_stage" in said:
+        parts = zip(said["per_stage"], sizes, strict=True)
+        chosen = [_chosen(f"{field}.per_stage[{index}]", one, size) for index, (one, size) in enumerate(parts)]
+        return tuple(kept for part in chosen for kept in part)
+    return _chosen(field, said, sum(sizes))
+
+
+def _chosen(field: str, said: str | Mapping[str, Any], count: int) -> tuple[tuple[str, ...] | None, ...]:
+    key: str
+    value: Any
+    key, value = (said, None) if isinstance(said, str) else next(iter(said.items()))
+    kept: tuple[str, ...] = ()
+    if key == "selective":
+        kept = SELECTIVE if value is None else tuple(map(normal_name, value))
+    chosen: set[int] = set()
+    if key in ("full", "selective"):
+        chosen = set(range(count))
+    elif key == "fraction":
+        wanted = math.ceil(count * value - 1e-9)
+        chosen = {index for index in range(count) if (index + 1) * wanted // count > index * wanted // count}
+    elif key == "every":
+        if value > count:
+            rule = f"There are {count} layers, so none of them would be computed again"
+            raise ConfigError(f"{field}.every", value, rule, f"Use at most {count}, or 'none'")
+        chosen = set(range(value - 1, count, value))
+    elif key == "layers":
+        for index in value:
+            if index >= count:
+                rule = f"There are the layers 0 to {count - 1}"
+                raise ConfigError(f"{field}.layers", value, rule, f"The nearest to {index} is {count - 1}")
+        chosen = set(value)
+    return tuple(kept if index in chosen else None for index in range(count))
+
+
+def normal_name(operation: str) -> str:
+    """Return the name of an operation as ``namespace.name``: ``"aten::mm"`` and ``"aten.mm.default"`` are aten.mm."""
+    name = operation.removeprefix("torch.ops.").replace("::", ".")
+    return ".".join(name.split(".")[:2])
+
+
+def _check(field: str, said: object, stages: int) -> None:
+    if isinstance(said, str):
+        if said not in _WORDS:
+            raise ConfigError(field, said, _FORMS, did_you_mean(said, (*_WORDS, *_KEYS)))
+        return
+    if not isinstance(said, Mapping) or len(said) != 1:
+        raise ConfigError(field, said, _FORMS, "Use 'full'" if not isinstance(said, Mapping) else "Leave one of them")
+    key, value = next(iter(said.items()))
+    if key not in _KEYS:
+        raise ConfigError(field, said, _FORMS, did_you_mean(key, _KEYS))
+    field = f"{field}.{key}"
+    if key == "per_stage":
+        _check_stages(field, value, stages)
+    elif key == "fraction":
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+            near = min(max(float(value), 0.0), 1.0) if _is_number(value) else 0.5
+            raise ConfigError(field, value, "It is the part of the layers, 0 to 1", f"Use {near}")
+    elif key == "every":
+        if not _is_whole(value) or value < 1:
+            raise ConfigError(field, value, "It is a whole number of at least 1", "Use 2 for every second layer")
+    elif key == "layers":
+        _check_layers(field, value)
+    else:
+        _check_operations(field, value)
+
+
+def _check_stages(field: str, value: object, stages: int) -> None:
+    if not isinstance(value, list | tuple):
+        raise ConfigError(field, value, "It is a list with one entry for each stage", f"Give {stages} entries")
+    if len(value) != stages:
+        rule = f"It has one entry for each stage, pp_size * pp_chunks = {stages} in the order of their layers"
+        raise ConfigError(field, value, rule, f"Give {stages} entries instead of {len(value)}")
+    for index, one in enumerate(value):
+        if isinstance(one, Mapping) and "per_stage" in one:
+            raise ConfigError(f"{field}[{index}]", one, "A stage has no stages of its own", "Use 'full' or 'none'")
+        _check(f"{field}[{index}]", one, 1)
+
+
+def _check_layers(field: str, value: object) -> None:
+    if not isinstance(value, list | tuple):
+        raise ConfigError(field, value, "It lists indices of layers", f"Use [{value}]" if _is_whole(value) else "[0]")
+    for index in value:
+        if not _is_whole(index) or index < 0:
+            raise ConfigError(field, value, "Layers are counted from 0", f"Use a whole number in place of {index!r}")
+        if list(value).count(index) > 1:
+            raise ConfigError(field, value, f"Layer {index} is listed twice", "Leave it in once")
+
+
+def _check_operations(field: str, value: object) -> None:
+    if not isinstance(value, list | tuple) or not value:
+        rule = "It lists at least one operation whose results are kept"
+        raise ConfigError(field, value, rule, "Use for instance ['aten.mm'], or activation_checkpointing: full")
+    for name in value:
+        if not isinstance(name, str) or not re.fullmatch(
+            r"\w+\.\w+(\.\w+)?", name.removeprefix("torch.ops.").replace("::", ".")
+        ):
+            bare = name if isinstance(name, str) and re.fullmatch(r"\w+", name) else "mm"
+            rule = "An operation is named with its namespace"
+            raise ConfigError(field, name, rule, f"Use for instance 'aten.{bare}'")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,170 @@
+"""Records each training step of a run, and writes the last whole one when the run has ended.
+
+The measured timeline is drawn next to a simulation of the same actions. Phases: (1) all ranks gather the times of their
+actions; (2) rank 0 simulates the same lists of actions, each with the median time of its kind and stage; (3) rank 0
+draws both, two rows a rank. The rows differ by messages on their way and by actions that take longer than others of
+their kind.
+
+Ranks that have not recorded the same step, with as many microbatches, draw none. A file that cannot be written gives a
+warning only, because training is over and its weights matter more.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.engine.recorder import Recorder
+from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.schedule import Action, AnySchedule, Graph, Kind, Schedule, Simulation, Span, measured, simulate
+from lightning_mm5d.schedule.drawing import SECONDS, chrome_trace, draw
+from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.sharded.backends import message_device
+from lightning_mm5d.trainer.feature import Attached, Feature, Running
+
+
+class Timeline(Feature):
+    """The field `timeline`: the path of a file, or None."""
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        self._path: str | None = fields["timeline"]
+        self._is_split = fields["microbatch_size"] is not None or fields["num_microbatches"] not in (None, 0, 1)
+
+    def check(self, module: pl.LightningModule, plan: Plan, device: torch.device) -> None:
+        """Refuse a timeline where all ranks run the whole model in one piece."""
+        is_split = self._is_split or not plan.topology.is_replicated or plan.main_params is not None
+        if self._path is not None and not is_split:
+            rule = "Every rank runs the whole model in one piece, so there is no schedule to draw"
+            fix = "Leave it unset, or set num_microbatches or a layout with stages"
+            raise ConfigError("timeline", self._path, rule, fix)
+
+    def attach(self, running: Running) -> Attached | None:
+        """Record the steps of a fit."""
+        if self._path is None or running.trainer.state.fn != TrainerFn.FITTING:
+            return None
+        return _Recorded(self._path, running)
+
+
+class _Recorded(Attached):
+    def __init__(self, path: str, running: Running) -> None:
+        self._path, self._running = path, running
+        self._recorder = Recorder(running.device, running.num_microbatches)
+        running.engine.around.append(self._recorder)
+
+    def finish(self) -> None:
+        """Draw the last step."""
+        write_timeline(self._path, self._recorder, self._running)
+
+
+_MOMENT = 1e-9  # seconds; a cost of 0 would mean that there is no backward
+
+
+def write_timeline(path: str, recorder: Recorder, running: Running) -> None:
+    """Write the last step of all ranks to `path`: a Chrome trace if it ends in ``.json``, else a picture. Collective.
+
+    Args:
+        path: path of the file; rank 0 writes it.
+        recorder: the recorder of this rank.
+        running: the run on this rank.
+    """
+    plan, schedule, rank, wire = running.plan, running.schedule, running.rank, message_device(running.device)
+    trainable = recorder.trainable
+    own = [recorder.count, recorder.number]
+    recorded = torch.tensor([*own, *(-value for value in own)], device=wire)
+    dist.all_reduce(recorded, dist.ReduceOp.MIN)
+    least, most = recorded[:2].tolist(), recorded[2:].neg().tolist()
+    if trainable is None or least != most:
+        return
+    ran = _ran(plan, schedule, recorder.count, trainable)
+    spans = _gathered(recorder, plan, ran, recorder.count, rank, wire)
+    if rank != 0:
+        return
+    graph = plan.graphs.graph(range(plan.layout.num_replicas), recorder.count, trainable)
+    seen = measured(spans)
+    both = _side_by_side(seen, simulate(ran, _costed(graph, seen)))
+    names = {
+        2 * lead + which: f"{lead}  {label}"
+        for lead in ran
+        for which, label in enumerate((", ".join(plan.topology.stages_of(lead)), "simulated"))
+    }
+    try:
+        (chrome_trace if path.endswith(".json") else draw)(both, path, names=names, unit=SECONDS)
+    except (OSError, ValueError) as error:
+        rank_zero_warn(f"timeline: {path} cannot be written: {error}")
+
+
+def _ran(plan: Plan, schedule: AnySchedule, count: int, trainable: frozenset[str]) -> Schedule:
+    """For each rank that leads others, or itself, the actions of them all: see `Topology.lead_of_rank`."""
+    built: dict[tuple[int, ...], Schedule] = {}
+    ran: Schedule = {}
+    for lead in sorted(set(plan.topology.lead_of_rank.values())):
+        replicas = plan.topology.connected_replicas(lead)
+        if replicas not in built:
+            built[replicas] = plan.graphs.schedule(schedule, count, trainable, rank=lead)[1]
+        ran[lead] = built[replicas][lead]
+    return ran
+
+
+def _gathered(recorder: Recorder, plan: Plan, ran: Schedule, count: int, rank: int, wire: torch.device) -> list[Span]:
+    """The spans of all leads. All ranks know the actions, so only times are gathered; the first rank's time counts."""
+    times = recorder.times()
+    own = {other: plan.topology.actions_of(other, ran, count) for other in range(plan.layout.size)}
+    table = torch.zeros(max(map(len, own.values())), 2, dtype=torch.float64, device=wire)
+    for index, action in enumerate(own[rank]):
+        table[index] = torch.tensor(times[action], dtype=torch.float64)
+    tables = [torch.empty_like(table) for _ in own]
+    dist.all_gather(tables, table)
+    spans: dict[tuple[int, Action], Span] = {}
+    for (other, actions), gathered in zip(own.items(), tables, strict=True):
+        lead = plan.topology.lead_of_rank[other]
+        for action, moments in zip(actions, gathered.tolist(), strict=False):  # later rows are padding
+            spans.setdefault((lead, action), Span(lead, action, *moments))
+    return list(spans.values())
+
+
+def _costed(graph: Graph, seen: Simulation) -> Graph:
+    """The graph with the median measured times as its costs."""
+    found: dict[tuple[StageKey, int, Kind], list[float]] = {}
+    for span in seen.spans:
+        found.setdefault((span.action.stage, span.rank, span.action.kind), []).append(span.end - span.start)
+    times = {key: statistics.median(values) for key, values in found.items()}
+
+    def of(stage: StageKey, rank: int, kind: Kind) -> float:
+        return max(times.get((stage, rank, kind), 0.0), 0.0)
+
+    nodes = []
+    for node in graph.nodes:
+        key = node.stage, node.rank
+        weight = of(*key, Kind.W)
+        backward = max(of(*key, Kind.B), of(*key, Kind.I) + weight, _MOMENT) if graph.has_backward(node.stage) else 0.0
+        nodes.append(replace(node, forward_cost=of(*key, Kind.F), backward_cost=backward, weight_cost=weight))
+    return Graph(tuple(nodes), graph.edges)
+
+
+def _side_by_side(seen: Simulation, simulated: Simulation) -> Simulation:
+    """Both in one: rank r is row ``2 * r`` as measured and row ``2 * r + 1`` as simulated."""
+    parts = (seen, simulated)
+    spans = [replace(span, rank=2 * span.rank + which) for which, part in enumerate(parts) for span in part.spans]
+    makespan = max(part.makespan for part in parts)
+    busy = {2 * rank + which: time for which, part in enumerate(parts) for rank, time in part.busy.items()}
+    return Simulation(
+        spans=tuple(sorted(spans, key=lambda span: (span.start, span.rank))),
+        makespan=makespan,
+        busy=busy,
+        bubble={2 * rank + which: share for which, part in enumerate(parts) for rank, share in part.bubble.items()},
+        peak_activations={
+            2 * rank + which: peak for which, part in enumerate(parts) for rank, peak in part.peak_activations.items()
+        },
+    )
+
+
+FEATURE = Timeline

@@ -1,0 +1,1 @@
+"""Tensors of batches that a rank never reads stay in host memory."""

@@ -1,1 +1,0 @@
-"""Layers sharded over a grid of tensor parallel ranks: 2D (SUMMA), 2.5D and 3D."""

@@ -1,0 +1,282 @@
+"""What ``mm5d inspect``, ``mm5d simulate`` and ``mm5d plan`` print and write."""
+
+from __future__ import annotations
+
+import json
+import math
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from lightning_mm5d.config.byte_sizes import bytes_of
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.modality import Modality, for_schedule
+from lightning_mm5d.config.pipelines import UNLIKE_SCHEDULES
+from lightning_mm5d.config.tables import Page
+from lightning_mm5d.engine.groups import communicators
+from lightning_mm5d.engine.run_groups import wanted_groups
+from lightning_mm5d.partition.costs import units
+from lightning_mm5d.partition.find import find
+from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.schedule import SCHEDULES, AnySchedule, Graph, Outcome, compare, name_of
+from lightning_mm5d.schedule.drawing import COSTS, MILLISECONDS, WORK, TimeUnit, chrome_trace, draw
+from lightning_mm5d.tools.cli.configuration import Source
+from lightning_mm5d.tools.cli.estimates import may_share, step_of, tracer
+from lightning_mm5d.tools.cli.first_batch import first_microbatch
+from lightning_mm5d.tools.cli.job import Job, load
+from lightning_mm5d.tools.cli.terminal import show, warn
+from lightning_mm5d.tools.planner.comparison import STAGES_NOTE, comparison, num_stages, ranks
+from lightning_mm5d.tools.planner.inspect import as_json, holdings, report, warnings
+from lightning_mm5d.tools.planner.memory_tables import memory_table, options_table
+from lightning_mm5d.tools.planner.profile import Measured, measure
+from lightning_mm5d.tools.planner.proposal import propose
+from lightning_mm5d.tools.planner.rank_memory import memory_of
+from lightning_mm5d.tools.planner.sketch import sketch
+
+_FORWARDS = TimeUnit("units", "units of a forward on one rank of any modality")
+_MIXED = TimeUnit("units", "units of the given costs, 1 where none is given")
+
+MOST_FORWARDS = 3000
+"""of a step for which all schedules are compared, at about a millisecond each and schedule"""
+
+
+def inspect(arguments: Namespace, source: Source) -> None:
+    """Print which rank holds what."""
+    job = load(source)
+    strategy, module = job.strategy, job.module
+    assert module is not None
+    plan = strategy.plan(module)
+    step, notes = step_of(job, plan)
+    memory = memory_of(plan, step)
+    if arguments.json:
+        print(json.dumps(as_json(holdings(plan, module), memory), indent=2))
+    else:
+        name = name_of(strategy.schedule)
+        page = report(plan, module, schedule=name, num_microbatches=strategy.usual_microbatches())
+        show([*page, memory_table(memory), *notes, _communicators(plan), options_table(plan, step)])
+    warn(warnings(plan.layout))
+
+
+def _communicators(plan: Plan) -> str:
+    most, splits = communicators(wanted_groups(plan))
+    return (
+        f"On NCCL a rank has at most {most + 1} communicators, that of all ranks included, made by {splits} splits. "
+        "Each may take up to half a gigabyte of its device"
+    )
+
+
+def simulate(arguments: Namespace, source: Source) -> None:
+    """Print what every schedule would do, and write pictures and traces of the configured one."""
+    job = load(source)
+    job = job._replace(modalities=_costed(job, arguments.cost))
+    frozen = _frozen(job, arguments.frozen)
+    configured = job.strategy.schedule
+    schedules, left_out = _compared(
+        _graph(job, configured, frozen), configured, unlike=bool(job.strategy.layout.pipelines)
+    )
+    outcomes = compare(lambda schedule: _graph(job, schedule, frozen), schedules)
+    at = schedules.index(configured)
+    if configured == "auto" and job.module is not None:  # training chooses the order only, not the placement
+        outcomes[at : at + 1] = compare(_graph(job, configured, frozen), [configured])
+    chosen, unit = outcomes[at], _unit(job)
+    for path in arguments.out:
+        _write(chosen, path, unit)
+    if arguments.json:
+        print(json.dumps([outcome.as_json() for outcome in outcomes]))
+    else:
+        show(_simulated(job, outcomes, chosen, unit))
+    warn([*_chunks_missing(job, chosen), *left_out])
+
+
+def _compared(graph: Graph, configured: AnySchedule, *, unlike: bool) -> tuple[list[AnySchedule], list[str]]:
+    """The schedules to be shown: all, or the quickly built ones of a large graph, with a warning that says so."""
+    schedules: list[AnySchedule] = [*SCHEDULES, *([configured] if configured not in SCHEDULES else [])]
+    if unlike:
+        schedules = [schedule for schedule in schedules if schedule in UNLIKE_SCHEDULES]
+    forwards = sum(len(node.microbatches) for node in graph.nodes)
+    if forwards <= MOST_FORWARDS:
+        return schedules, []
+    kept = [schedule for schedule in schedules if schedule in ("gpipe", "1f1b", configured)]
+    names = ", ".join(name_of(schedule) for schedule in schedules if schedule not in kept)
+    return kept, [f"{names} are left out, which take minutes for {forwards} forwards: configure one to see it"]
+
+
+def plan(arguments: Namespace, source: Source) -> None:
+    """Search a better layout, print it and write it."""
+    job = load(source, with_memory=arguments.measure)
+    strategy, module = job.strategy, job.module
+    assert module is not None
+    if strategy.schedule not in SCHEDULES:
+        rule = "A table or a function is for one layout, and others are searched"
+        raise ConfigError(
+            "schedule", name_of(strategy.schedule), rule, "Add --trainer.strategy.init_args.schedule=1f1b"
+        )
+    limit = None if arguments.memory_limit is None else bytes_of("--memory-limit", arguments.memory_limit)
+    durations: Mapping[str, float | Sequence[float]] = _durations(arguments.cost, job.modalities)
+    measured = _measured(job, arguments.cost) if arguments.measure else None
+    if measured is not None:
+        durations = {name: [1e3 * second for second in row] for name, row in measured.medians.items()}
+    configured = strategy.plan(module)
+    traced = tracer(job)
+    step, notes = step_of(job, configured, traced)
+    if limit is not None and (step.trace is None or step.states is None):
+        raise ConfigError("--memory-limit", arguments.memory_limit, notes[0], "Leave out --memory-limit")
+    proposal = propose(
+        configured,
+        module,
+        schedule=strategy.schedule,
+        num_microbatches=strategy.usual_microbatches(),
+        durations=durations,
+        unit=MILLISECONDS if measured is not None else None,
+        step=step,
+        memory_limit=limit,
+        shares=may_share(step),
+        traced=traced,
+    )
+    if arguments.out is not None:
+        try:
+            arguments.out.write_text(proposal.as_yaml(), encoding="utf-8")
+        except OSError as error:
+            rule = f"It cannot be written: {error.strerror}"
+            raise ConfigError("--out", str(arguments.out), rule, "Name another file") from error
+    if arguments.json:
+        print(json.dumps(proposal.as_json()))
+    else:
+        show([*([measured.table()] if measured is not None else []), *proposal.page(), *notes])
+    warn(warnings(proposal.proposed.plan.layout))
+
+
+def _measured(job: Job, given: str | None) -> Measured:
+    """Seconds of each unit's forward, on a GPU where there is one."""
+    assert job.module is not None
+    if given is not None:
+        raise ConfigError("--measure", True, "Durations are either measured or given", "Leave out --cost or --measure")
+    if torch.cuda.is_available():
+        job.module.to("cuda")
+    found = find(job.module, job.strategy.modalities)
+    return measure(job.module, first_microbatch(job), found, units(job.module, found))
+
+
+def _durations(given: str | None, modalities: Mapping[str, Modality]) -> dict[str, float]:
+    """The durations of ``--cost`` by name of the modality."""
+    found: dict[str, float] = {}
+    for part in given.split(",") if given is not None else ():
+        name, _, number = part.partition("=")
+        _check_name("--cost", name, modalities)
+        try:
+            found[name] = float(number)
+        except ValueError:
+            found[name] = math.nan
+        if not 0 < found[name] < math.inf:
+            rule = "A forward takes a positive, finite time"
+            raise ConfigError("--cost", part, rule, f"Write for instance --cost {name}=1.5")
+    return found
+
+
+def _costed(job: Job, given: str | None) -> dict[str, Modality]:
+    """The modalities of the configuration with the costs of ``--cost``."""
+    modalities = dict(job.modalities)
+    modalities |= {name: replace(modalities[name], cost=cost) for name, cost in _durations(given, modalities).items()}
+    without = [name for name, modality in modalities.items() if modality.cost is None]
+    if job.module is not None and 0 < len(without) < len(modalities):
+        got = {name: modality.cost for name, modality in modalities.items() if modality.cost is not None}
+        rule = f"Those of {', '.join(without)} would be estimated in another unit"
+        raise ConfigError("cost", got, rule, "Give a cost for every modality, or for none")
+    return modalities
+
+
+def _frozen(job: Job, given: str | None) -> frozenset[str]:
+    names = given.split(",") if given is not None else []
+    if names and job.module is not None:
+        rule = "There is a model, which says by requires_grad what is frozen"
+        raise ConfigError("--frozen", given, rule, "Freeze it there, or leave the model out of the configuration")
+    for name in names:
+        _check_name("--frozen", name, job.modalities)
+    return frozenset(names)
+
+
+def _check_name(option: str, name: str, modalities: Mapping[str, Modality]) -> None:
+    if name not in modalities:
+        raise ConfigError(option, name, "There is no such modality", f"There are {', '.join(modalities)}")
+
+
+def _graph(job: Job, schedule: AnySchedule, frozen: frozenset[str]) -> Graph:
+    """The graph of stages as `schedule` wants them.
+
+    ``interleaved`` and ``zbv`` are given two chunks of the loss modality a rank where the user said nothing about
+    chunks, and the model has the layers for it.
+    """
+    strategy, module, written, *_ = job
+    loss_modality = strategy.layout.loss_modality
+    wanted = for_schedule(written, "zbv" if schedule == "interleaved" else schedule, loss_modality)
+    if module is None:
+        v_shaped = schedule == "zbv"
+        return sketch(strategy.layout, wanted, strategy.usual_microbatches(), frozen=frozen, v_shaped=v_shaped)
+    placed = copy(strategy)
+    placed.schedule, placed.modalities = schedule, wanted
+    try:
+        plan = placed.plan(module)
+    except ConfigError:
+        placed.modalities = dict(written)
+        plan = placed.plan(module)
+    return plan.graphs.full_graph(schedule, strategy.usual_microbatches(), module)
+
+
+def _simulated(job: Job, outcomes: Sequence[Outcome], chosen: Outcome, unit: TimeUnit) -> Page:
+    strategy, loss_modality = job.strategy, job.strategy.layout.loss_modality
+    unit = unit.fitted(max(outcome.simulation.makespan for outcome in outcomes))
+    longest = unit.text(max(chosen.simulation.busy.values()))
+    stages = {num_stages(outcome.graph, loss_modality) for outcome in outcomes}
+    return [
+        f"microbatches: {strategy.layout.microbatches_text(strategy.usual_microbatches())}, "
+        f"ranks: {strategy.layout.size}, "
+        f"times in {unit.meaning}",
+        comparison(outcomes, configured=chosen.schedule, loss_modality=loss_modality, unit=unit),
+        *([STAGES_NOTE] if len(stages) > 1 else []),
+        f"* {_summary(chosen, unit)}, the busiest rank works {longest} {unit.symbol}",
+        ranks(chosen, unit),
+    ]
+
+
+def _summary(outcome: Outcome, unit: TimeUnit) -> str:
+    makespan = f"{unit.text(outcome.simulation.makespan)} {unit.symbol}"
+    return f"{outcome.schedule}: makespan {makespan}, ranks idle {outcome.bubble:.1%} of a step"
+
+
+def _unit(job: Job) -> TimeUnit:
+    costed = [modality.cost is not None for modality in job.modalities.values()]
+    if all(costed):
+        return COSTS
+    if job.module is not None:
+        return WORK
+    return _MIXED if any(costed) else _FORWARDS
+
+
+def _write(outcome: Outcome, path: Path, unit: TimeUnit) -> None:
+    try:
+        if path.suffix == ".json":
+            chrome_trace(outcome.simulation, path, unit=unit)
+        else:
+            title = _summary(outcome, unit.fitted(outcome.simulation.makespan))
+            draw(outcome.simulation, path, title=title, unit=unit)
+    except OSError as error:
+        raise ConfigError("--out", str(path), f"It cannot be written: {error.strerror}", "Name another file") from error
+    except (ImportError, ValueError) as error:
+        raise ConfigError("--out", str(path), f"It cannot be drawn: {error}", "Try a .json file") from error
+
+
+def _chunks_missing(job: Job, chosen: Outcome) -> list[str]:
+    """A warning where training would have fewer stages than are shown, since `pp_chunks` is not set."""
+    loss_modality = job.strategy.layout.loss_modality
+    modality, shown = job.strategy.modalities[loss_modality], num_stages(chosen.graph, loss_modality)
+    if job.module is None or shown == modality.num_cuts:
+        return []
+    chunks = shown // modality.stages
+    return [
+        f"{chosen.schedule} is shown with {chunks} stages of {loss_modality} on a rank, and training would have "
+        f"{modality.pp_chunks}: set modalities.{loss_modality}.pp_chunks to {chunks}"
+    ]

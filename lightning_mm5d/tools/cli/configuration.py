@@ -1,0 +1,367 @@
+"""Reads YAML configurations and refuses at once what they alone show to be wrong, without importing torch.
+
+Checks the fields of the strategy, with the options that override them. Leaves the
+rest to the parser of the LightningCLI, and also everything that only that parser resolves: files that are named inside
+of the configuration, variables, and strategies that are no `MultimodalStrategy`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from lightning_mm5d.config.checks import MOST
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.modality import Modality, for_schedule, loss_modality_of
+from lightning_mm5d.config.options import FUNCTIONS
+from lightning_mm5d.config.shorthand import as_modalities
+from lightning_mm5d.layout.layout import Layout
+from lightning_mm5d.schedule import check_fields, is_table
+
+FIELDS = (
+    "modalities",
+    "schedule",
+    "num_microbatches",
+    "microbatch_size",
+    "microbatching",
+    "loss_weight",
+    "placement",
+    "start_method",
+    "process_group_backend",
+    "timeout",
+    "watchdog",
+    "timeline",
+    "on_nonfinite",
+    "bucket_bytes",
+    "main_params",
+    "checkpoint",
+    "async_checkpoint",
+    "on_corrupt_checkpoint",
+)
+"""What a user may say of the strategy."""
+_DURATION = re.compile(r"(-?\d+ days?, )?\d+:\d+:[\d.]+")
+_PREFIXES = ("--trainer.strategy.init_args.", "--trainer.strategy.", "--")
+
+
+class _UnresolvedError(Exception):
+    """Only the parser of the LightningCLI can tell what is configured."""
+
+
+class Source(NamedTuple):
+    """Where a job is described.
+
+    Attributes:
+        configs: YAML files, later ones laid on top.
+        contents: of these files.
+        script: the file that makes the LightningCLI; None where the configuration names the classes.
+        overrides: options of the LightningCLI, such as ``--trainer.devices=8``.
+        has_model: whether there is a model, or sizes alone.
+    """
+
+    configs: Sequence[Path]
+    contents: Sequence[dict[str, Any]]
+    script: Path | None
+    overrides: Sequence[str]
+    has_model: bool = True
+
+
+def prepare(
+    configs: Sequence[Path], script: Path | None, overrides: Sequence[str], *, sizes_will_do: bool = False
+) -> Source:
+    """Read the files and check what they say, without torch and without running any code of the user.
+
+    Args:
+        configs: YAML files, later ones laid on top.
+        script: the file that makes the LightningCLI.
+        overrides: options of the LightningCLI.
+        sizes_will_do: whether the model may be missing, which it is where neither the files nor the options say
+            ``model`` and there is no script.
+
+    Raises:
+        ConfigError: a file cannot be read, a field cannot work, or nothing names the class of the model.
+        ArgumentError: a field is not there, or has a value of another type.
+    """
+    contents = [read_configuration(config) for config in configs]
+    if script is not None and not script.is_file():
+        raise ConfigError("--script", str(script), "There is no such file", "Name the script that trains")
+    check_early(contents, overrides)
+    keys = {option[2:].split("=")[0].split(".")[0] for option in overrides if option.startswith("--")}
+    if sizes_will_do and script is None and "model" not in keys.union(*contents):
+        return Source(configs, contents, script, overrides, has_model=False)
+    models = [content.get("model") for content in contents]
+    # `model.model` is what a MultimodalModule wants, the class where none is named
+    named = any(
+        isinstance(m, str) or (isinstance(m, dict) and not {"class_path", "model"}.isdisjoint(m)) for m in models
+    )
+    named = named or any(option.split("=")[0] in ("--model", "--model.class_path") for option in overrides)
+    if script is None and not named:
+        rule = "Without model.class_path the classes are those of the script that makes the LightningCLI"
+        beside = _scripts_beside(configs)
+        fix = f"Add --script {beside[0]}" if len(beside) == 1 else "Name that script with --script"
+        if len(beside) > 1:
+            fix += f". Beside the configuration there are {', '.join(map(str, beside))}"
+        raise ConfigError("CONFIG", str(configs[0]), rule, fix)
+    return Source(configs, contents, script, overrides)
+
+
+def read_configuration(config: Path) -> dict[str, Any]:
+    """Return what a YAML file maps.
+
+    Raises:
+        ConfigError: the file cannot be read, is no YAML, gives a key twice, or maps nothing.
+    """
+    if config.suffix == ".py":
+        rule = "A configuration is a YAML file, and this is a script"
+        raise ConfigError("CONFIG", str(config), rule, f"Name the YAML file, and add --script {config}")
+    try:
+        content = yaml.load(config.read_text(encoding="utf-8"), _Loader)  # a SafeLoader
+    except OSError as error:
+        raise ConfigError("CONFIG", str(config), f"It cannot be read: {error.strerror}", "Name a YAML file") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError("CONFIG", str(config), f"It is no YAML: {error}", "Correct it there") from error
+    if isinstance(content, dict) and "trainer" in content and not isinstance(content["trainer"], dict):
+        rule = "It maps settings of the trainer, such as devices and strategy, to their values"
+        raise ConfigError("trainer", content["trainer"], rule, "Leave the key out, or name a setting under it")
+    if not isinstance(content, dict):
+        rule = "A configuration maps keys such as trainer, model and data to settings"
+        raise ConfigError("CONFIG", str(config), rule, "Name a configuration of a LightningCLI")
+    return content
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses keys that are given twice, of which YAML's own loader takes the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen and key.tag != "tag:yaml.org,2002:merge":
+                rule = f"The key is given twice, again in line {key.start_mark.line + 1}"
+                raise ConfigError(str(key.value), "two values", rule, "Leave it in once")
+            if isinstance(key.value, str):
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def _scripts_beside(configs: Sequence[Path]) -> list[Path]:
+    """The Python files in the folders of the configurations that mention LightningCLI; they are not run."""
+    files = sorted({file for config in configs for file in config.parent.glob("*.py")})
+    return [file for file in files if "LightningCLI" in file.read_text(encoding="utf-8", errors="ignore")]
+
+
+def check_early(contents: Sequence[Mapping[str, Any]], overrides: Sequence[str]) -> None:
+    """Refuse a configuration of the strategy that cannot work, whatever the model and the number of ranks.
+
+    Raises:
+        ConfigError: at the first field that cannot work.
+        ArgumentError: a field is not there, or has a value of another type.
+    """
+    from jsonargparse import ArgumentError, ArgumentParser
+
+    check_numbers(contents, overrides)
+    try:
+        arguments = [part for content in contents for part in ("--config", _checked(content))]
+        arguments += _overriding(overrides)
+    except _UnresolvedError:
+        return
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--config", action="config")
+    types = {"modalities": dict[str, Modality | int], "timeout": timedelta, "watchdog": timedelta}
+    for field in FIELDS:
+        parser.add_argument(f"--{field}", type=types.get(field, Any), default=None)
+    try:
+        parsed = parser.parse_args(arguments)
+    except ArgumentError:
+        _check_as_written(arguments)
+        raise
+    made = (getattr(parser, "instantiate", None) or parser.instantiate_classes)(parsed)
+    given = {field: value for field in FIELDS if (value := made[field]) is not None}
+    _without_functions(given)
+    if "modalities" in given:
+        given["modalities"] = as_modalities(given["modalities"])
+    check_fields(given)
+    _check_world(contents, overrides, given)
+
+
+def check_numbers(contents: Sequence[Mapping[str, Any]], overrides: Sequence[str]) -> None:
+    """Refuse options for fields of a modality that a file writes as its number of stages, which would be lost.
+
+    Raises:
+        ConfigError: at the first such option.
+    """
+    said: dict[str, Any] = {}
+    for content in contents:
+        found: Any = content
+        for key in ("trainer", "strategy", "init_args", "modalities"):
+            found = found.get(key, found) if isinstance(found, Mapping) else None
+        if isinstance(found, Mapping):
+            said |= found
+    for name, value in _pairs(overrides):
+        modality, _, field = name.partition("modalities.")[2].partition(".")
+        if field and type(stages := said.get(modality)) is int:
+            rule = f"The file says {modality}: {stages}, which leaves no room for another field"
+            fix = f"Write {modality}: {{pp_size: {stages}}} there"
+            raise ConfigError(f"modalities.{modality}.{field}", value, rule, fix)
+
+
+def _without_functions(given: dict[str, Any]) -> None:
+    """Take out the import paths of functions, which only the parser of the LightningCLI imports."""
+    for field in ("schedule", *FUNCTIONS):
+        if isinstance(path := given.get(field), str) and "." in path and not (field == "schedule" and is_table(path)):
+            del given[field]
+
+
+def _check_world(contents: Sequence[Mapping[str, Any]], overrides: Sequence[str], given: Mapping[str, Any]) -> None:
+    """Refuse sizes that do not fill the ranks, where their number is written down."""
+    trainer: dict[str, Any] = {}
+    for content in contents:
+        trainer |= content.get("trainer", {})
+    for name, value in _pairs(overrides):
+        if name in ("--trainer.devices", "--trainer.num_nodes"):
+            trainer[name.rpartition(".")[2]] = _loaded(name, value)
+    nodes = trainer.get("num_nodes", 1)
+    if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
+        raise ConfigError("trainer.num_nodes", nodes, "It is a whole number of at least 1", "Use 1 for one machine")
+    if trainer.get("devices", "auto") in ("auto", -1, "-1"):
+        return
+    per_node = devices(trainer["devices"])
+    modalities = given.get("modalities") or {"model": Modality()}
+    loss_modality = loss_modality_of(modalities)
+    Layout.build(
+        for_schedule(modalities, given.get("schedule"), loss_modality),
+        world_size=per_node * nodes,
+        loss_modality=loss_modality,
+        ranks_per_node=per_node,
+        placement=given.get("placement"),
+    )
+
+
+def devices(given: Any) -> int:
+    """Return the number of processes per node, from the forms that Lightning knows.
+
+    Args:
+        given: a number, a list of devices, or either as text.
+
+    Raises:
+        ConfigError: only the training machine can tell, or it is none of these.
+    """
+    ids = given if isinstance(given, list) else [part for part in str(given).split(",") if part.strip()]
+    if isinstance(given, list) and len(set(map(repr, ids))) < len(ids):
+        raise ConfigError("trainer.devices", given, "It lists each device once", f"Use {len(set(map(repr, ids)))}")
+    if ids and (isinstance(given, list) or len(ids) > 1):
+        return len(ids)
+    if str(given).isdecimal() and 0 < int(given) <= MOST:
+        return int(given)
+    if str(given) not in ("auto", "-1"):
+        rule = f"It is a number of devices from 1 to {MOST}, or a list of them"
+        raise ConfigError("trainer.devices", given, rule, "Use for instance 8")
+    rule = "It depends on the machine that trains, which may not be this one, so it must be a number here"
+    raise ConfigError("trainer.devices", given, rule, "Add --trainer.devices=8, or whatever that machine has")
+
+
+def _check_as_written(arguments: Sequence[str]) -> None:
+    """Refuse in the words of `check_fields` what the parser found to have another type.
+
+    Args:
+        arguments: each ``--config`` with the text of a file, and ``--modalities.vision.tp_size=2``.
+    """
+    written: dict[str, Any] = {}
+    for argument in arguments:
+        name, given, value = argument.removeprefix("--").partition("=")
+        if argument == "--config":
+            continue
+        if argument.startswith("--") and given:
+            *path, last = name.split(".")
+            found: Any = {last: _loaded(argument, value)}
+            for key in reversed(path):
+                found = {key: found}
+        else:
+            found = yaml.safe_load(argument)
+        _lay(written, found)
+    if "modalities" in written:
+        written["modalities"] = as_modalities(written["modalities"])
+    written = {field: value for field, value in written.items() if value is not None}
+    for field, usual in (("timeout", "0:30:00"), ("watchdog", "0:05:00")):
+        duration = written.pop(field, None)
+        if duration is not None and not (isinstance(duration, str) and _DURATION.fullmatch(duration)):
+            rule = "It is a duration, written as hours:minutes:seconds in quotes"
+            raise ConfigError(field, duration, rule, f"Use for instance {usual!r}")
+    _without_functions(written)
+    check_fields(written)
+
+
+def _lay(under: dict[str, Any], over: Mapping[str, Any]) -> None:
+    for key, value in over.items():
+        if isinstance(value, Mapping) and isinstance(under.get(key), dict):
+            _lay(under[key], value)
+        else:
+            under[key] = value
+
+
+def _checked(content: Mapping[str, Any]) -> str:
+    """The fields to be checked as YAML."""
+    trainer = content.get("trainer")
+    found: Any = content if "trainer" not in content and "model" not in content else {}
+    if isinstance(trainer, dict):
+        found = trainer.get("strategy", {})
+    if found == "mm5d":
+        found = {}
+    if not isinstance(found, dict) or str(found.get("class_path", "MultimodalStrategy")).split(".")[-1] != (
+        "MultimodalStrategy"
+    ):
+        raise _UnresolvedError
+    arguments = found.get("init_args", found)
+    if isinstance(arguments, dict):
+        _check_keys(arguments, only_near="trainer" not in content)
+    kept = {key: arguments[key] for key in FIELDS if key in arguments} if isinstance(arguments, dict) else {}
+    text = yaml.safe_dump(kept, sort_keys=False)
+    if "${" in text or isinstance(kept.get("modalities"), str):
+        raise _UnresolvedError
+    return text
+
+
+def _check_keys(arguments: Mapping[str, Any], *, only_near: bool) -> None:
+    """Refuse keys that are no fields of the strategy: the parser of the LightningCLI passes over some of them.
+
+    Args:
+        arguments: of the strategy, or a whole file that gives sizes alone.
+        only_near: whether other keys are fine unless they look like a field.
+    """
+    for key in arguments:
+        near = difflib.get_close_matches(str(key), FIELDS, n=1, cutoff=0.8 if only_near else 0.0)
+        if key not in (*FIELDS, "class_path", "dict_kwargs") and near:
+            fix = f"Did you mean {near[0]!r}? There are {', '.join(FIELDS)}"
+            raise ConfigError(str(key), arguments[key], "The strategy has no such field", fix)
+
+
+def _overriding(overrides: Sequence[str]) -> Iterator[str]:
+    """The options that override checked fields, as ``--modalities.vision.tp_size=2``."""
+    for name, value in _pairs(overrides):
+        if name in ("--trainer", "--trainer.strategy", "--trainer.strategy.class_path", "--trainer.strategy.init_args"):
+            raise _UnresolvedError
+        field = next((name.removeprefix(prefix) for prefix in _PREFIXES if name.startswith(prefix)), "")
+        if field.split(".")[0] not in FIELDS:
+            continue
+        if field == "modalities" and isinstance(_loaded(name, value), str):
+            raise _UnresolvedError
+        yield f"--{field}={value}"
+
+
+def _pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """The options' names and values, of ``--name=value`` and ``--name value``."""
+    rest = iter(overrides)
+    for option in rest:
+        name, given, value = option.partition("=")
+        yield name, value if given else next(rest, "")
+
+
+def _loaded(option: str, value: str) -> Any:
+    try:
+        return yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(option, value, "It is no YAML", "Write for instance {language: {pp_size: 2}}") from error

@@ -1,0 +1,78 @@
+"""What the commands know of a job's training step, for estimates of its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+from lightning_mm5d.data.microbatch import copied
+from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.tools.cli.first_batch import first_microbatch
+from lightning_mm5d.tools.cli.job import Job
+from lightning_mm5d.tools.planner.activation_trace import Trace, trace
+from lightning_mm5d.tools.planner.optimizer_states import OptimizerStates
+from lightning_mm5d.tools.planner.rank_memory import Step
+from lightning_mm5d.trainer.optimizer_probe import dependence, remade
+
+_AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+
+
+def step_of(job: Job, plan: Plan, traced: Callable[[Plan], Trace] | None = None) -> tuple[Step, list[str]]:
+    """Return what is known of the training step of a job, and a sentence for each part that is not.
+
+    Args:
+        job: with a module.
+        plan: of its configured layout.
+        traced: as `tracer` returns it, where it is used again.
+    """
+    strategy, module, notes = job.strategy, job.module, list[str]()
+    assert module is not None
+    states: OptimizerStates | None = None
+    try:
+        states = OptimizerStates(module, remade)
+    except Exception as error:  # a user's code
+        notes.append(f"The states of optimizers are not counted: configure_optimizers fails here ({_line(error)})")
+    found: Trace | None = None
+    try:
+        found = (traced or tracer(job))(plan)
+    except Exception as error:  # a user's code
+        notes.append(f"Activations are not counted: a step without memory fails here ({_line(error)})")
+    step = Step(
+        module,
+        strategy.schedule,
+        strategy.usual_microbatches(),
+        states,
+        found,
+        bucket_bytes=strategy.bucket_bytes,
+        accumulates=job.accumulates,
+    )
+    return step, notes
+
+
+def may_share(step: Step) -> bool:
+    """Whether the optimizers may work on a part of each parameter: they look at one element at a time."""
+    optimizers = [] if step.states is None else step.states.optimizers
+    return bool(optimizers) and all(dependence(one) == (False, False) for one in optimizers)
+
+
+def tracer(job: Job) -> Callable[[Plan], Trace]:
+    """Return what traces the step of a job on the ranks of a plan; its first microbatch is loaded once."""
+    module, dtype = job.module, _AUTOCAST.get(job.precision)
+    context: Any = nullcontext if dtype is None else partial(torch.autocast, "cpu", dtype=dtype)
+    batch = cache(partial(first_microbatch, job, prepares=False))
+
+    def traced(plan: Plan) -> Trace:
+        assert module is not None
+        given = copied(batch())  # a step may take something out of it
+        return trace(module, given, plan.partition, plan.modalities, plan.division, context, plan.experts)
+
+    return traced
+
+
+def _line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:160]}" if text else type(error).__name__

@@ -1,0 +1,268 @@
+"""Reads what a LightningCLI configuration describes, without training, processes or process groups.
+
+The parser is that of the user's own LightningCLI, so that keys, defaults and links mean what they mean in training:
+the script that makes it runs until its parser exists. Without a script it is that of ``mm5d fit``. Then only model,
+data module and strategy are made, the model without memory where its code allows it.
+
+A configuration without a model holds ``trainer.strategy``, or the strategy's arguments alone. Refuses what the parser
+and the strategy refuse, and settings that only the training machine could resolve (``devices: auto``).
+"""
+
+from __future__ import annotations
+
+import inspect
+import runpy
+import sys
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+import yaml
+from jsonargparse import ArgumentError, ArgumentParser, Namespace
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.plugins import HalfPrecision
+from lightning.pytorch.strategies import Strategy
+
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.modality import Modality
+from lightning_mm5d.strategy import MultimodalStrategy
+from lightning_mm5d.tools.cli.configuration import Source, devices
+from lightning_mm5d.tools.cli.training import command_line
+from lightning_mm5d.trainer.construction import configured, made_construction
+from lightning_mm5d.trainer.other_package import check_package
+
+# what Lightning's precision plugins make of a module's parameters; all other settings leave them alone
+_DTYPES = {"64-true": torch.float64, "64": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
+_ARGUMENTS = frozenset(inspect.signature(MultimodalStrategy).parameters)
+_STRATEGY = "lightning_mm5d.MultimodalStrategy"
+
+
+class Job(NamedTuple):
+    """What a configuration describes.
+
+    Attributes:
+        strategy: knows its ranks.
+        module: may lack memory; None where the configuration has no model.
+        modalities: as they were written, without the chunks that a schedule adds.
+        data: the data module, where the configuration has one.
+        precision: of the trainer.
+        accumulates: whether it adds up the gradients of several batches.
+    """
+
+    strategy: MultimodalStrategy
+    module: LightningModule | None
+    modalities: Mapping[str, Modality]
+    data: LightningDataModule | None = None
+    precision: str = "32-true"
+    accumulates: bool = False
+
+
+def load(source: Source, *, with_memory: bool = False) -> Job:
+    """Read a job from the configuration of a LightningCLI.
+
+    Args:
+        source: as `prepare` returns it. Without a model and without ``trainer.devices``, ranks are as many as the
+            sizes need.
+        with_memory: whether the model is to be run.
+
+    Raises:
+        ConfigError: it cannot work.
+        ArgumentError: the parser refuses it.
+    """
+    if not source.has_model:
+        texts = [yaml.safe_dump(_without_model(content), sort_keys=False) for content in source.contents]
+        arguments = [part for text in texts for part in ("--config", text)] + list(map(_in_full, source.overrides))
+        return _job_of(None, arguments, partial(LightningCLI, LightningModule), with_model=False)
+    arguments = [part for config in source.configs for part in ("--config", str(config))] + list(source.overrides)
+    folders = [source.script.parent] if source.script else []
+    with _importable([*folders, *(config.parent for config in source.configs), Path()]):
+        try:
+            recipe = command_line(source.contents, source.overrides)
+            return _job_of(source.script, arguments, recipe, with_memory=with_memory)
+        except ArgumentError:
+            _check_models(source)
+            raise
+
+
+def _check_models(source: Source) -> None:
+    """Refuse a model of `pytorch_lightning`, of which the parser says that it is no LightningModule."""
+    models = [content.get("model") for content in source.contents]
+    paths = [model.get("class_path") if isinstance(model, dict) else model for model in models]
+    for path in filter(None, paths):
+        owner, _, name = str(path).rpartition(".")
+        found: list[Any] = []
+        with suppress(ImportError, ValueError):
+            found.append(getattr(import_module(owner), name, None))
+        check_package("model", found)
+
+
+def _without_model(content: dict[str, Any]) -> dict[str, Any]:
+    """The same configuration as a LightningCLI without classes of a user's own would take it."""
+    if "trainer" not in content and not _ARGUMENTS.isdisjoint(content):
+        return {"trainer": {"strategy": {"class_path": _STRATEGY, "init_args": content}}}
+    content = {key: value for key, value in content.items() if key != "data"}
+    trainer = content.get("trainer")
+    strategy = trainer.get("strategy") if isinstance(trainer, dict) else None
+    if isinstance(trainer, dict) and isinstance(strategy, dict) and "class_path" not in strategy:
+        arguments = strategy.get("init_args", strategy)
+        content["trainer"] = {**trainer, "strategy": {"class_path": _STRATEGY, "init_args": arguments}}
+    return content
+
+
+def _in_full(option: str) -> str:
+    """``--trainer.strategy.init_args.schedule=zbv`` for ``--schedule=zbv``; a value on its own stays."""
+    short = option.startswith("--") and option[2:].split("=")[0].split(".")[0] in _ARGUMENTS
+    return f"--trainer.strategy.init_args.{option[2:]}" if short else option
+
+
+@contextmanager
+def _importable(folders: Sequence[Path]) -> Generator[None, None, None]:
+    before = list(sys.path)
+    sys.path[:0] = [str(folder.resolve()) for folder in folders]
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+
+
+class _Finished(BaseException):
+    """Leaves the user's script with the outcome, past any `except Exception` after which the script would train."""
+
+    def __init__(self, outcome: Job | Exception) -> None:
+        self.outcome = outcome
+
+
+def _job_of(
+    script: Path | None,
+    arguments: list[str],
+    without_script: Callable[[], Any],
+    *,
+    with_model: bool = True,
+    with_memory: bool = False,
+) -> Job:
+    """Run what makes a LightningCLI until it has made its parser, and let that parser read `arguments`."""
+    setup_parser, fit = LightningCLI.setup_parser, {"fit": LightningCLI.subcommands()["fit"]}
+
+    def read(cli: LightningCLI, run: bool, main_kwargs: dict[str, Any], sub_kwargs: dict[str, Any]) -> None:
+        setup_parser(cli, run, main_kwargs | {"exit_on_error": False}, sub_kwargs)
+        try:
+            command = ["fit"] if run else []
+            outcome: Job | Exception = _parsed(cli.parser, command, arguments, with_model, with_memory)
+        except Exception as error:
+            outcome = error
+        raise _Finished(outcome)
+
+    run_script = partial(runpy.run_path, str(script), run_name="__main__")
+    make = without_script if script is None else run_script
+    # a parser for each of the other subcommands would take most of the time
+    patched = patch.multiple(LightningCLI, setup_parser=read, subcommands=staticmethod(lambda: fit))
+    try:
+        with patched, patch.object(sys, "argv", [str(script)]):
+            make()
+    except _Finished as finished:
+        if isinstance(finished.outcome, Exception):
+            raise finished.outcome from None
+        return finished.outcome
+    raise ConfigError("--script", str(script), "It makes no LightningCLI", "Name the script that trains")
+
+
+def _parsed(parser: Any, command: list[str], arguments: list[str], with_model: bool, with_memory: bool) -> Job:
+    parsed = parser.parse_args([*command, *arguments])
+    settings = (parsed[command[0]] if command else parsed).trainer
+    strategy, modalities = _strategy(settings.strategy)
+    if not with_model and settings.devices == "auto":
+        settle(strategy, needed_ranks(modalities), 1)
+    else:
+        settle(strategy, devices(settings.devices), settings.num_nodes)
+    if not with_model:
+        assert strategy.layout.size  # raises where the sizes do not fill the world
+        return Job(strategy, None, modalities)
+    precision, accumulates = str(settings.precision), (settings.accumulate_grad_batches or 1) != 1
+    dtype = _DTYPES.get(precision)
+    if precision in ("bf16-true", "16-true"):
+        strategy.precision_plugin = HalfPrecision(precision)  # type: ignore[arg-type]
+    for key in list(vars(settings)):
+        del settings[key]  # callbacks and loggers need not be made
+
+    def make() -> tuple[LightningModule, Any]:
+        made = _instantiate(parser, parsed)
+        made = made[command[0]] if command else made
+        if with_memory:
+            made.model.configure_model()
+        return made.model, made.get("data")
+
+    try:
+        with nullcontext() if with_memory else made_construction().without_memory():
+            module, data = make()
+    except Exception:  # a constructor that reads random numbers needs memory
+        module, data = make()
+    if not with_memory:
+        module = configured(module, strategy.precision_plugin)
+    strategy.validate(module, data)
+    return Job(strategy, module if dtype is None else module.to(dtype), modalities, data, precision, accumulates)
+
+
+def _strategy(given: Any) -> tuple[MultimodalStrategy, Mapping[str, Modality]]:
+    """The strategy of the trainer's settings (an object, a registered name, or a class and its arguments), and the
+    modalities as they were written there."""
+    written = None
+    if isinstance(given, Namespace):
+        settings = given.as_dict()
+        given = _made(settings)
+        if isinstance(given, MultimodalStrategy) and "schedule" in settings.get("init_args", {}):
+            # under this schedule it takes them as they are
+            written = _made({**settings, "init_args": {**settings["init_args"], "schedule": "1f1b"}})
+    if given == "mm5d":
+        given = MultimodalStrategy()
+    if not isinstance(given, MultimodalStrategy):
+        got = given if isinstance(given, str) else type(given).__name__
+        fix = f"Use class_path: {_STRATEGY}"
+        raise ConfigError("trainer.strategy", got, "Only the plans of MultimodalStrategy can be shown", fix)
+    return given, (written or given).modalities
+
+
+def _made(settings: dict[str, Any]) -> Any:
+    # by a parser of its own: that of the trainer's `str | Strategy` would bury a ConfigError
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--strategy", type=Strategy)
+    made = _instantiate(parser, parser.parse_object({"strategy": settings})).strategy
+    if isinstance(made, MultimodalStrategy):
+        made.raise_refused()
+    return made
+
+
+def settle(strategy: MultimodalStrategy, devices: int, nodes: int) -> None:
+    """Set the number of ranks of a strategy, as a trainer would."""
+    strategy.parallel_devices, strategy.num_nodes = [torch.device("cpu")] * devices, nodes
+    strategy.cluster_environment = LightningEnvironment()
+    strategy.cluster_environment.set_world_size(devices * nodes)
+
+
+def _instantiate(parser: Any, config: Namespace) -> Namespace:
+    return (getattr(parser, "instantiate", None) or parser.instantiate_classes)(config)  # renamed in jsonargparse 4.49
+
+
+def needed_ranks(modalities: Mapping[str, Modality]) -> int:
+    """Return the ranks of a world in which every modality that does not say otherwise has one replica.
+
+    It has as many as `pipelines` lists, or one of the shortest that `pipelines` allows.
+    """
+    least = {
+        name: replace(one, pipelines=None, pp_size=one.pipelines["min"]) if isinstance(one.pipelines, Mapping) else one
+        for name, one in modalities.items()
+    }
+    count = max(len(modality.lengths) for modality in modalities.values()) or 1
+
+    def replicas(name: str) -> int:
+        owner = modalities[name].owner
+        return modalities[name if owner is None else owner.modality].dp_size or count
+
+    return sum(modality.own_ranks(replicas(name)) for name, modality in least.items())

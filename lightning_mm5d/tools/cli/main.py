@@ -1,0 +1,334 @@
+"""The command ``mm5d``: trains from YAML alone, plans training before it runs, and takes checkpoints out again.
+
+``mm5d fit`` and its siblings are a LightningCLI, with a ready module where the configuration names no class. All other
+commands run in one process. ``mm5d convert`` says another system's configuration in ours.
+
+``mm5d inspect`` prints which rank holds what; ``mm5d simulate`` prints, and draws, how long ranks would idle under
+every schedule; ``mm5d plan`` searches a better layout. These read the configuration of a LightningCLI; for ``simulate``
+sizes alone will do. ``mm5d export`` writes a checkpoint as Hugging Face or plain Lightning load it; ``mm5d checkpoint
+show`` prints what one holds. ``mm5d doctor`` shows what would not work on this machine.
+
+Help and refusals of a wrong configuration come before torch is imported. Refuses in one line, with exit code 2, what
+cannot work; an interrupt ends it with exit code 130.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from itertools import islice
+from pathlib import Path
+
+_CONFIGURED = ("inspect", "simulate", "plan")  # commands whose other options override the configuration
+_TRAINING = ("fit", "validate", "test", "predict")
+_OPTIONS = ("--help", "--version", "--json", "--out", "--script", "--cost", "--frozen", "--measure", "--memory-limit")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        argv: the arguments, by default those of the process.
+
+    Returns:
+        The exit code: 0; 1 where `doctor` finds that training cannot work; 2 where the configuration is refused; 130
+        after an interrupt.
+    """
+    given = list(sys.argv[1:] if argv is None else argv)
+    if next(iter(given), "") in _TRAINING:
+        return _train(given)
+    own, overrides = _split(given)
+    parser = _parser()
+    arguments = parser.parse_args(own)
+    if "command" not in arguments:
+        parser.print_help()
+        return 0
+    try:
+        return _run(arguments, overrides)
+    except KeyboardInterrupt:
+        print("mm5d: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader, for instance `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    if arguments.command == "doctor":
+        from lightning_mm5d.tools.cli.doctor import doctor
+
+        return doctor()
+    if arguments.command == "convert":
+        return _convert(arguments)
+    if arguments.command not in _CONFIGURED:
+        return _run_on_checkpoint(arguments)
+    from jsonargparse import ArgumentError
+
+    from lightning_mm5d.config.errors import ConfigError
+    from lightning_mm5d.schedule.validate import ScheduleError
+    from lightning_mm5d.tools.cli.configuration import prepare
+    from lightning_mm5d.tools.cli.model_names import configuration_file, read_fields
+    from lightning_mm5d.tools.cli.refusals import one_line
+
+    try:
+        if arguments.command == "inspect" and arguments.model is not None and not arguments.configs:
+            if (file := configuration_file(arguments.model)) is not None:
+                read_fields(file)
+            from lightning_mm5d.tools.cli.inspected_model import inspect_model  # imports torch
+
+            inspect_model(arguments)
+            return 0
+        if not arguments.configs:
+            rule = "It names the YAML file of a LightningCLI"
+            raise ConfigError(
+                "CONFIG", None, rule, "Name one" + ", or a model: --model NAME" * (arguments.command == "inspect")
+            )
+        sizes_will_do = arguments.command == "simulate"
+        source = prepare(arguments.configs, arguments.script, overrides, sizes_will_do=sizes_will_do)
+        from lightning_mm5d.tools.cli import commands  # imports torch
+
+        {"inspect": commands.inspect, "simulate": commands.simulate, "plan": commands.plan}[arguments.command](
+            arguments, source
+        )
+    except (ConfigError, ArgumentError, ScheduleError) as error:
+        print(f"mm5d: error: {one_line(str(error))}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _train(arguments: Sequence[str]) -> int:
+    from lightning_mm5d.config.errors import CheckpointUntrustedError, ConfigError
+    from lightning_mm5d.tools.cli.refusals import one_line
+
+    try:
+        from lightning_mm5d.tools.cli.training import train  # imports torch
+
+        train(arguments)
+    except (ConfigError, CheckpointUntrustedError) as error:
+        print(f"mm5d: error: {one_line(str(error))}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    from lightning_mm5d.config.errors import ConfigError
+    from lightning_mm5d.tools.cli.conversions import convert
+    from lightning_mm5d.tools.cli.refusals import one_line
+
+    try:
+        convert(arguments.file, arguments.out)
+    except ConfigError as error:
+        print(f"mm5d: error: {one_line(str(error))}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _run_on_checkpoint(arguments: argparse.Namespace) -> int:
+    from lightning_mm5d.config.errors import CheckpointCorruptError, CheckpointUntrustedError, ConfigError
+
+    path = arguments.checkpoint if arguments.command == "export" else arguments.path
+    try:
+        if not path.exists():  # before torch is imported
+            raise ConfigError("CHECKPOINT", str(path), "There is no such file or folder", "Name a checkpoint")
+        from lightning_mm5d.tools.cli import checkpoint_commands  # imports torch
+
+        {"export": checkpoint_commands.export_checkpoint, "show": checkpoint_commands.show_checkpoint}[
+            arguments.command
+        ](arguments)
+    except (ConfigError, CheckpointCorruptError, CheckpointUntrustedError, OSError) as error:
+        hint = " Here that is --unsafe." if isinstance(error, CheckpointUntrustedError) else ""
+        print(f"mm5d: error: {' '.join(str(error).split())}{hint}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    """A subparser for each command."""
+    parser = argparse.ArgumentParser(
+        prog="mm5d",
+        allow_abbrev=False,
+        description="Train from YAML, plan training before it runs, and take checkpoints out again.",
+    )
+    parser.add_argument("--version", action="version", version=f"mm5d {version('lightning_mm5d')}")
+    commands = parser.add_subparsers(metavar="COMMAND")
+    for name, about in (("fit", "train"), ("validate", "validate"), ("test", "test"), ("predict", "predict")):
+        commands.add_parser(name, help=f"{about} what a YAML file says: a LightningCLI; {name} --help has its options")
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("configs", nargs="*", type=Path, metavar="CONFIG", help="YAML files, later ones laid on top")
+    shared.add_argument(
+        "--script",
+        type=Path,
+        help="Python file that makes the LightningCLI, which runs until it does so; needed where CONFIG does not name "
+        "the model's class",
+    )
+    rest = "Further options override the configuration, for instance --trainer.devices=8."
+
+    about = (
+        "Show which rank holds what; or with --model and without CONFIG, what is found in a model and which degrees "
+        "of parallelism would work, without its weights."
+    )
+    one = commands.add_parser(
+        "inspect", parents=[shared], epilog=rest, description=about, help="show which rank holds what"
+    )
+    one.add_argument("--json", action="store_true", help="print what is found as JSON")
+    one.add_argument(
+        "--model", metavar="NAME", help="import path of a class, config.json of Hugging Face, or a folder with one"
+    )
+    one.add_argument("--tp", type=int, default=2, metavar="N", help="with --model: the tp_size that is tried (2)")
+    one.add_argument("--pp", type=int, default=2, metavar="N", help="with --model: the pp_size that is tried (2)")
+    one.add_argument("--config", type=Path, metavar="FILE", help="with --model: a layout, which is shown too")
+    one.set_defaults(command="inspect")
+
+    about = (
+        "Show how long ranks would idle, under every schedule and rank by rank under the configured one. A CONFIG "
+        "without a model, or with nothing but the arguments of the strategy (modalities, num_microbatches, schedule), "
+        "is simulated from its sizes."
+    )
+    one = commands.add_parser(
+        "simulate", parents=[shared], epilog=rest, description=about, help="show how long ranks would idle"
+    )
+    one.add_argument(
+        "--cost",
+        metavar="NAME=NUMBER,...",
+        help="duration of a forward on each pipeline rank of these modalities, instead of an estimate; without a model "
+        "it is 1 where nothing is said",
+    )
+    one.add_argument(
+        "--frozen",
+        metavar="NAME,...",
+        help="modalities of which nothing is trained; only where there is no model to say so by requires_grad",
+    )
+    one.add_argument(
+        "--out",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="FILE",
+        help="draw the configured schedule: a picture (.png, .svg, .pdf), or a Chrome trace for Perfetto (.json); may "
+        "be given several times",
+    )
+    one.add_argument("--json", action="store_true", help="print what every schedule would do, rank by rank")
+    one.set_defaults(command="simulate")
+
+    about = (
+        "Search how many ranks each modality should have and which stages should share one, for the configured number "
+        "of ranks, schedule and microbatches."
+    )
+    one = commands.add_parser("plan", parents=[shared], epilog=rest, description=about, help="search a better layout")
+    one.add_argument(
+        "--cost",
+        metavar="NAME=NUMBER,...",
+        help="duration of a forward through each whole modality, in any unit, instead of an estimate; for all of them",
+    )
+    one.add_argument(
+        "--measure",
+        action="store_true",
+        help="time the forward of every layer several times on one microbatch of the training data, here, instead of "
+        "estimating it",
+    )
+    one.add_argument(
+        "--memory-limit",
+        metavar="SIZE",
+        help="most memory of a rank, for instance 80GiB: layouts that need more get what fits at the least time "
+        "(zero_stage, activation_checkpointing), or are left out",
+    )
+    one.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="write the modalities there, as YAML that --trainer.strategy.init_args.modalities=FILE reads",
+    )
+    one.add_argument("--json", action="store_true", help="print what was found as JSON")
+    one.set_defaults(command="plan")
+
+    _add_checkpoint_commands(commands)
+
+    about = (
+        "Write a configuration of ColossalAI (parallel = dict(...), HybridParallelPlugin), Cornstarch "
+        "(MultimodalParallelPlugin) or MindFormers (parallel_config) as YAML for a LightningCLI, and list what has no "
+        "equal. Nothing of the file is run."
+    )
+    one = commands.add_parser("convert", description=about, help="convert a configuration of another system")
+    one.add_argument("file", type=Path, metavar="FILE", help="Python, YAML or JSON")
+    one.add_argument("--out", type=Path, metavar="FILE", help="write the YAML there, and print the list alone")
+    one.set_defaults(command="convert")
+
+    about = "Show versions, devices and backends, and what would not work here."
+    one = commands.add_parser("doctor", description=about, help="show versions, devices and what would not work")
+    one.set_defaults(command="doctor")
+    return parser
+
+
+def _add_checkpoint_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """`export` and `checkpoint show`."""
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument(
+        "--unsafe",
+        action="store_true",
+        help="also open a checkpoint that can run code while it is read, of somebody whom you trust",
+    )
+    about = (
+        "Write a checkpoint, sharded or full, as Hugging Face loads it: weights in safetensors, configuration, "
+        "processors; an adapter as PEFT has it. No more than one tensor is in memory at a time."
+    )
+    one = commands.add_parser(
+        "export", parents=[shared], description=about, help="write a checkpoint for Hugging Face or plain Lightning"
+    )
+    one.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="file or folder")
+    one.add_argument("folder", type=Path, metavar="DIR", help="new folder, or with --format lightning a new file")
+    one.add_argument(
+        "--format",
+        choices=("huggingface", "lightning"),
+        default="huggingface",
+        help="huggingface (default), or lightning for one file with everything in it",
+    )
+    one.add_argument(
+        "--module", metavar="PATH", help="the model's path in the LightningModule, where there are several"
+    )
+    one.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="config.json of the model, or a folder with one, for a checkpoint that was saved without this strategy",
+    )
+    one.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="most bytes of a file of weights (5GB)")
+    one.add_argument("--dtype", help="dtype of all floating-point tensors, for instance bfloat16")
+    one.set_defaults(command="export")
+
+    group = commands.add_parser("checkpoint", help="show what a checkpoint holds")
+    actions = group.add_subparsers(metavar="ACTION", required=True)
+    about = "Show a checkpoint's step, layout, files and models."
+    one = actions.add_parser("show", parents=[shared], description=about, help="print what a checkpoint holds")
+    one.add_argument("path", type=Path, metavar="CHECKPOINT", help="file or folder")
+    one.add_argument("--verify", action="store_true", help="read all of it, and compare it with its checksums")
+    one.set_defaults(command="show")
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Arguments of this command, and those that override the configuration, each with its value."""
+    if next(iter(argv), "") not in _CONFIGURED:
+        return list(argv), []
+    if _names_model_alone(argv):
+        return list(argv), []
+    own, overrides, rest = [], [], iter(argv)
+    for argument in rest:
+        if not argument.startswith("--") or argument.split("=")[0] in _OPTIONS:
+            own.append(argument)
+        else:
+            overrides += [argument] if "=" in argument else [argument, *islice(rest, 1)]
+    return own, overrides
+
+
+def _names_model_alone(argv: Sequence[str]) -> bool:
+    """Whether ``inspect`` is given a model, and no configuration that the model's options would override."""
+    if argv[0] != "inspect" or not any(one.split("=")[0] == "--model" for one in argv):
+        return False
+    values = {at + 1 for at, one in enumerate(argv) if one.startswith("--") and one != "--json" and "=" not in one}
+    return all(one.startswith("--") or at in values for at, one in enumerate(argv[1:], start=1))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,183 @@
+"""What ``mm5d inspect --model`` finds in a model: its modalities, what degrees of parallelism would do, and why not.
+
+Every degree is tried on its own by the checks of a run, with all that they refuse. Nothing is computed, and the module
+may be on the meta device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+from torch import nn
+
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.modality import Modality
+from lightning_mm5d.config.tables import Page, Table, memory_text
+from lightning_mm5d.partition.find import discover, find
+from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.source.trees import Source
+from lightning_mm5d.strategy import MultimodalStrategy
+from lightning_mm5d.tensor_parallel.plan_lookup import origins
+from lightning_mm5d.tools.cli.job import needed_ranks, settle
+
+_LOSS = "language"
+"""Name of the modality that owns what no other does, where there are several."""
+_SHARDED = ("column", "row", "experts")
+
+
+class Part(NamedTuple):
+    """A modality of the model: what it owns, where it is cut off, its layers and their class, and its parameters."""
+
+    modality: str
+    owns: tuple[str, ...]
+    boundaries: tuple[str, ...]
+    layers: str | None
+    number: int
+    layer: str | None
+    parameters: int
+    trainable: int
+
+
+class Try(NamedTuple):
+    """A degree of parallelism of one modality: whether it works, and how, or why not."""
+
+    modality: str
+    setting: str
+    works: bool
+    text: str
+
+
+class Findings(NamedTuple):
+    """All that is found.
+
+    Attributes:
+        model: class of the model.
+        parameters: elements, tied ones once.
+        bytes: of parameters, in their dtype.
+        parts: its modalities, the one with the loss last.
+        tries: of each modality.
+    """
+
+    model: str
+    parameters: int
+    bytes: int
+    parts: list[Part]
+    tries: list[Try]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        return {
+            **self._asdict(),
+            "parts": [one._asdict() for one in self.parts],
+            "tries": [one._asdict() for one in self.tries],
+        }
+
+    def page(self) -> Page:
+        """Return what is printed."""
+        rows = [
+            (
+                part.modality,
+                ", ".join(part.boundaries) or "the loss",
+                f"{part.layers} ({part.number} x {part.layer})" if part.layers else "none",
+                part.parameters,
+                part.trainable,
+            )
+            for part in self.parts
+        ]
+        tries = [(one.modality, one.setting, "yes" if one.works else "no", one.text or "-") for one in self.tries]
+        return [
+            f"model       {self.model}\nparameters  {self.parameters:,}, {memory_text(self.bytes)}",
+            Table.of(("modality", "cut at", "layers", "parameters", "trainable"), rows),
+            Table.of(("modality", "setting", "works", "how, or why not"), tries),
+        ]
+
+
+def findings(module: pl.LightningModule, *, tp_size: int = 2, pp_size: int = 2) -> Findings:
+    """Return what is found in a module.
+
+    Args:
+        module: the meta device will do.
+        tp_size: that is tried.
+        pp_size: that is tried.
+    """
+    encoders = discover(module, Source())
+    names = [*encoders, _LOSS if encoders else "model"]
+    plain: dict[str, Modality] = {name: Modality() for name in names}
+    found = find(module, plain)
+    whole = _planned(module, plain)
+    parts = []
+    for name in names:
+        layers, encoder = found.layers[name], found.encoders.get(name)
+        one = module.get_submodule(layers) if layers else None
+        held = _held(module, whole, name)
+        parts.append(
+            Part(
+                name,
+                encoder.owns if encoder else (),
+                tuple(cut.name for cut in encoder.boundaries) if encoder else (),
+                layers,
+                len(found.parts[name].paths),
+                ", ".join(dict.fromkeys(type(layer).__name__ for layer in one.children())) if one is not None else None,
+                sum(p.numel() for p in held),
+                sum(p.numel() for p in held if p.requires_grad),
+            )
+        )
+    every = list(module.parameters())
+    shown = getattr(module, "model", module) if type(module).__name__ == "Shown" else module
+    return Findings(
+        type(shown).__name__,
+        sum(p.numel() for p in every),
+        sum(p.numel() * p.element_size() for p in every),
+        parts,
+        [_tried(module, plain, name, setting) for name in names for setting in _settings(tp_size, pp_size)],
+    )
+
+
+def _settings(tp_size: int, pp_size: int) -> list[dict[str, Any]]:
+    return [{"tp_size": tp_size}, {"pp_size": pp_size}, {"cp_size": 2}, {"ep_size": 2, "dp_size": 2}]
+
+
+def _planned(module: pl.LightningModule, modalities: Mapping[str, Modality]) -> Plan:
+    strategy = MultimodalStrategy(dict(modalities), num_microbatches=2)
+    settle(strategy, needed_ranks(modalities), 1)
+    return strategy.validate(module)
+
+
+def _held(module: nn.Module, plan: Plan, name: str) -> list[nn.Parameter]:
+    stages = {cut.name for cut in plan.partition.stages[name]}
+    named = module.named_parameters(remove_duplicate=False)
+    held = {id(p): p for key, p in named if stages.intersection(plan.partition.owners[key])}
+    return list(held.values())
+
+
+def _tried(module: pl.LightningModule, plain: Mapping[str, Modality], name: str, setting: dict[str, Any]) -> Try:
+    title = ", ".join(f"{key}={value}" for key, value in setting.items())
+    others = {"dp_size": setting["dp_size"]} if "dp_size" in setting else {}
+    modalities = {one: Modality(**(setting if one == name else others)) for one in plain}
+    try:
+        text = _how(module, _planned(module, modalities), name, setting)
+    except ConfigError as error:
+        return Try(name, title, False, " ".join(f"{error.rule}. {error.fix}".split()))
+    return Try(name, title, True, text)
+
+
+def _how(module: nn.Module, plan: Plan, name: str, setting: Mapping[str, Any]) -> str:
+    if "tp_size" in setting:
+        sharded = [path for path, role in plan.division.roles.items() if role in _SHARDED]
+        counts, whole = origins(module, sharded), list(plan.division.whole)
+        text = ", ".join(f"{count} layers from {origin}" for origin, count in counts.items())
+        return text + (f"; full on every rank: {_listed(whole)}" if whole else "")
+    if "pp_size" in setting:
+        cuts = plan.partition.stages[name]
+        return "layers " + ", ".join(f"[{cut.first}:{cut.last}]" for cut in cuts)
+    if "ep_size" in setting:
+        layers = [layer for layer in plan.experts.values() if layer.modality == name]
+        numbers = ", ".join(str(number) for number in dict.fromkeys(layer.number for layer in layers))
+        return f"{numbers} experts in {len(layers)} layers"
+    return ""
+
+
+def _listed(paths: list[str]) -> str:
+    return ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")

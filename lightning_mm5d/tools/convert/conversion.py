@@ -1,0 +1,159 @@
+"""Finds out whose configuration is given, and says it in ours: files of Python, YAML and JSON, and mappings.
+
+Python files are read and never run. Refuses what no table knows, values that only a run could tell, and configurations
+in which nothing tells whose they are.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightning_mm5d.config.errors import ConfigError, did_you_mean
+from lightning_mm5d.tools.convert import colossalai, colossalai_legacy, cornstarch, mindformers
+from lightning_mm5d.tools.convert.knobs import Conversion, Entry
+from lightning_mm5d.tools.convert.python_source import read_python, refuse_unread
+
+PLUGINS: dict[str, Callable[[Mapping[str, Any]], Conversion]] = {
+    "HybridParallelPlugin": colossalai.convert_hybrid,
+    "MoeHybridParallelPlugin": colossalai.convert_moe,
+    "MultimodalParallelPlugin": cornstarch.convert_multimodal,
+    "EncodersColocatedMultimodalParallelPlugin": cornstarch.convert_colocated,
+    "HeterogeneousParallelPlugin": cornstarch.convert_unlike,
+    "ModalParallelPlugin": cornstarch.convert_modal,
+}
+"""Plugins by their class; a file or mapping may name one above its arguments."""
+_ORDER = {
+    "HybridParallelPlugin": colossalai.KNOBS,
+    "MoeHybridParallelPlugin": colossalai.MOE_KNOBS,
+    "MultimodalParallelPlugin": cornstarch.KNOBS,
+    "EncodersColocatedMultimodalParallelPlugin": cornstarch.KNOBS,
+    "HeterogeneousParallelPlugin": cornstarch.UNLIKE_KNOBS,
+    "ModalParallelPlugin": cornstarch.MODAL_KNOBS,
+}
+_MAKERS: dict[str, tuple[str, ...]] = {
+    **{name: tuple(dict.fromkeys(knob.name.partition(".")[0] for knob in table)) for name, table in _ORDER.items()},
+    "GradientCheckpointConfig": ("gradient_checkpointing_ratio",),
+    "PipelineGradientCheckpointConfig": ("gradient_checkpointing_ratio", "num_ckpt_layers_per_stage"),
+    "PipelineTemplate": ("model_name", "modules_per_stage", "latency", "kstar_latency", "mem_required"),
+}
+_MOST_BYTES = 2**22  # of a configuration
+
+
+def read_configuration(config: str | os.PathLike[str] | Mapping[str, Any]) -> Conversion:
+    """Say another system's configuration in ours.
+
+    Args:
+        config: a file (``.py``, else YAML or JSON), or what such a file holds. It may name one of `PLUGINS`; others are
+            known by their knobs.
+
+    Raises:
+        ConfigError: it cannot be read, has unknown knobs, or nothing tells whose it is.
+    """
+    if isinstance(config, Mapping):
+        return _of_mapping(config, "config")
+    if not isinstance(config, str | os.PathLike):
+        raise ConfigError("config", config, "It is a file or a mapping", "Name a file")
+    path = Path(config)
+    text = _text(path)
+    return _of_python(text, str(path)) if path.suffix == ".py" else _of_mapping(_yaml(text, path), str(path))
+
+
+def arguments_of(config: str | os.PathLike[str] | Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of the strategy that a configuration of another system asks for.
+
+    Args:
+        config: as for `read_configuration`.
+        given: arguments that take the place of converted ones.
+
+    Raises:
+        ConfigError: as for `read_configuration`; or a knob has no equal, and results depend on it or the run fails.
+    """
+    conversion = read_configuration(config)
+    if missing := conversion.of("results"):
+        raise _refused(missing)
+    for entry in conversion.of("costs"):
+        warnings.warn(f"{entry.name}={entry.got!r} has no equal and is left out. {entry.about}.", stacklevel=5)
+    if conversion.trainer:
+        said = ", ".join(f"{name}={value!r}" for name, value in conversion.trainer.items())
+        warnings.warn(f"The configuration also sets what is the Trainer's: Trainer({said}).", stacklevel=5)
+    if rest := conversion.of("elsewhere"):
+        names = ", ".join(entry.name for entry in rest)
+        warnings.warn(f"The model, the data or the Trainer says what the configuration says of {names}.", stacklevel=5)
+    return {**conversion.strategy, **given}
+
+
+def _refused(missing: tuple[Entry, ...]) -> ConfigError:
+    first = missing[0]
+    rest = f" So it is with {', '.join(one.name for one in missing[1:])}" if missing[1:] else ""
+    rule = f"It has no equal here, and results depend on it. {first.about}"
+    return ConfigError(first.name, first.got, rule, f"Leave it out of the configuration.{rest}".rstrip("."))
+
+
+def _text(path: Path) -> str:
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise ConfigError("FILE", str(path), f"It has more than {_MOST_BYTES} bytes", "Name a configuration")
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError("FILE", str(path), f"It cannot be read: {error.strerror}", "Name a file") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError("FILE", str(path), f"It is no text: {error}", "Name a configuration") from error
+
+
+def _yaml(text: str, path: Path) -> Mapping[str, Any]:
+    try:
+        found = yaml.safe_load(text)  # JSON is YAML, too
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ConfigError("FILE", str(path), f"It is no YAML: {error}", "Correct it there") from error
+    if not isinstance(found, Mapping):
+        raise ConfigError("FILE", str(path), "A configuration maps names to values", "Name a configuration")
+    return found
+
+
+def _of_python(text: str, file: str) -> Conversion:
+    names, calls = read_python(text, file, _MAKERS)
+    plugins = [call for call in calls if call.name in PLUGINS]
+    whole = [call for call in plugins if call.name != "ModalParallelPlugin"] or plugins
+    if len(whole) > 1:
+        lines = ", ".join(f"{call.name} in line {call.line}" for call in whole)
+        raise ConfigError("FILE", file, f"It makes several plugins: {lines}", "Leave one of them in a copy of it")
+    if whole:
+        refuse_unread(whole[0].arguments, "")
+        return PLUGINS[whole[0].name](whole[0].arguments)
+    if colossalai_legacy.is_legacy(names):
+        refuse_unread(names["parallel"], "parallel")
+        return colossalai_legacy.convert_legacy(names)
+    raise colossalai_legacy.missing_parallel(names, file)
+
+
+def _of_mapping(given: Mapping[str, Any], file: str) -> Conversion:
+    if len(given) == 1 and (name := next(iter(given))) in PLUGINS:
+        arguments = given[name]
+        if not isinstance(arguments, Mapping):
+            raise ConfigError(str(name), arguments, "It maps arguments to values", "Write for instance {tp_size: 2}")
+        return PLUGINS[str(name)](arguments)
+    keys = given.keys()
+    if not keys.isdisjoint(("encoder_plugins", "language_model_plugin")):
+        return cornstarch.convert_multimodal(given)
+    if colossalai_legacy.is_legacy(given):
+        return colossalai_legacy.convert_legacy(given)
+    if mindformers.is_mindformers(given):
+        return mindformers.convert_mindformers(given)
+    if "tp_size" in keys and "pipelines" in keys:
+        return cornstarch.convert_unlike(given)
+    if "tp_size" in keys and "pipeline_template" in keys:
+        return cornstarch.convert_modal(given)
+    if {"tp_size", "pp_size", "ep_size"} <= keys:
+        return colossalai.convert_moe(given)
+    if "tp_size" in keys or "pp_size" in keys:
+        return colossalai.convert_hybrid(given)
+    marks = ("parallel", "parallel_config", "tp_size", "encoder_plugins", "language_model_plugin", *PLUGINS)
+    fix = did_you_mean(next(iter(given), None), marks)
+    rule = "Nothing tells that it is of ColossalAI, Cornstarch or MindFormers"
+    raise ConfigError("FILE", file, rule, fix)

@@ -1,0 +1,354 @@
+"""MindFormers' YAML files: the tables of the sections that say how training is parallel, and the rules.
+
+Sections of the model, the data and the loop are listed as such and not read, but for the few knobs of `model_config`
+that lay out a pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from lightning_mm5d.config.errors import ConfigError, did_you_mean
+from lightning_mm5d.config.features import check_features
+from lightning_mm5d.config.modality import Modality
+from lightning_mm5d.tools.convert.kernel_switches import choose_kernel
+from lightning_mm5d.tools.convert.knobs import Conversion, Draft, Knob, always, costs, elsewhere, results, ruled, same
+
+_P, _R, _M, _A = "parallel_config.", "recompute_config.", "parallel.", "model.model_config."
+_COMPILER = "It steers MindSpore's compiler"
+_SAID = (0, 1, "DATA_PARALLEL", "SEMI_AUTO_PARALLEL", "STAND_ALONE", "MANUAL_PARALLEL")
+_ANY_LAYOUT = "Checkpoints load into any layout without a file of it"
+_WHOLE = "A part is computed again layer by layer: `full`, or `selective`"
+
+PARALLEL_CONFIG: tuple[Knob, ...] = (
+    same(_P + "data_parallel", "modality.dp_size"),
+    same(_P + "model_parallel", "modality.tp_size"),
+    same(_P + "context_parallel", "modality.cp_size"),
+    same(_P + "expert_parallel", "modality.ep_size"),
+    same(_P + "pipeline_stage", "modality.pp_size"),
+    same(_P + "micro_batch_num", "strategy.num_microbatches"),
+    costs(_P + "seq_split_num", "Microbatches are not split along the sequence", neutral=(1,)),
+    ruled(_P + "use_seq_parallel", "modality.sequence_parallel", "With a `model_parallel` above 1", neutral=(False,)),
+    always(_P + "optimizer_shard", "It does nothing since MindFormers 0.7; see `parallel.enable_parallel_optimizer`"),
+    costs(_P + "gradient_aggregation_group", "`bucket_bytes` sets the size of messages"),
+    ruled(_P + "vocab_emb_dp", "modality.shard_embedding", "`false` for true, with one stage and several ranks",
+          neutral=(False,)),
+    ruled(_P + "context_parallel_algo", "modality.cp_mode", "`colossalai_cp`: `allgather`; `ulysses_cp`: `ulysses`; "
+          "`hybrid_cp`: `hybrid`"),
+    ruled(_P + "ulysses_degree_in_cp", "modality.ulysses_size", "With `hybrid_cp`", neutral=(1,)),
+    always(_P + "mem_coeff", _COMPILER),
+)  # fmt: skip
+RECOMPUTE_CONFIG: tuple[Knob, ...] = (
+    ruled(_R + "recompute", "modality.activation_checkpointing", "`full`; numbers of layers: `{per_stage: [...]}`",
+          neutral=(False,)),
+    ruled(_R + "select_recompute", "modality.activation_checkpointing", "`selective`, which keeps products and "
+          "attention and computes the rest again", neutral=(False,)),
+    ruled(_R + "parallel_optimizer_comm_recompute", "modality.reshard_after_forward", "With `optimizer_level: level3`",
+          neutral=(False,)),
+    costs(_R + "select_comm_recompute", _WHOLE, neutral=(False,)),
+    costs(_R + "mp_comm_recompute", "A layer that is computed again communicates again", neutral=(True,)),
+    costs(_R + "recompute_slice_activation", "`sequence_parallel` shards what is kept of a layer", neutral=(False,)),
+    costs(_R + "select_recompute_exclude", _WHOLE, neutral=(False,)),
+    costs(_R + "select_comm_recompute_exclude", _WHOLE, neutral=(False,)),
+)  # fmt: skip
+PARALLEL: tuple[Knob, ...] = (
+    costs(_M + "parallel_mode", "Layouts are said, and `mm5d plan` searches them", neutral=_SAID),
+    always(_M + "full_batch", "Each replica loads its own samples"),
+    always(_M + "dataset_strategy", "Each replica loads its own samples"),
+    costs(_M + "search_mode", "`mm5d plan` searches", neutral=("sharding_propagation",)),
+    costs(_M + "auto_parallel_search_mode", "`mm5d plan` searches"),
+    ruled(_M + "enable_parallel_optimizer", "modality.zero_stage", "1, or as `optimizer_level` says", neutral=(False,)),
+    ruled(_M + "parallel_optimizer_config.gradient_accumulation_shard", "modality.zero_stage", "2"),
+    ruled(_M + "parallel_optimizer_config.optimizer_level", "modality.zero_stage modality.reshard_after_forward",
+          "`level1`, `level2`, `level3`: 1, 2, 3; `level3` with `reshard_after_forward`"),
+    ruled(_M + "parallel_optimizer_config.optimizer_weight_shard_size", "modality.dp_shard_size", "", neutral=(-1,)),
+    costs(_M + "parallel_optimizer_config.parallel_optimizer_threshold", "All parameters are shared"),
+    always(_M + "gradients_mean", "Gradients are those of the mean loss over all replicas"),
+    always(_M + "loss_repeated_mean", "Gradients are those of the mean loss over all replicas"),
+    always(_M + "enable_alltoall", "Tokens travel to their experts by all-to-all"),
+    ruled(_M + "pipeline_config.pipeline_interleave", "strategy.schedule", "`interleaved`", neutral=(False,)),
+    ruled(_M + "pipeline_config.pipeline_scheduler", "strategy.schedule", "`gpipe`, `1f1b`, `zero_bubble_v` (`zbv`)"),
+    same(_M + "pipeline_stages", "modality.pp_size"),
+    costs(_M + "auto_pipeline", "`mm5d plan` searches", neutral=(False,)),
+    always(_M + "pipeline_result_broadcast", "Loss and outputs are on all ranks of a replica"),
+    always(_M + "device_num", "The number of ranks decides"),
+    always(_M + "global_rank", "The launcher decides"),
+    always(_M + "gradient_fp32_sync", "`main_params` and `communication_dtype` say it"),
+    always(_M + "parameter_broadcast", "Parameters are those of rank 0 at the start"),
+    results(_M + "force_fp32_communication", "Numbers travel in the type of the tensors or a narrower one",
+            neutral=(False,)),
+    same(_M + "grad_accumulation_step", "trainer.accumulate_grad_batches"),
+    costs(_M + "all_reduce_fusion_config", "`bucket_bytes` sets the size of messages"),
+    costs(_M + "comm_fusion", "`bucket_bytes` sets the size of messages"),
+    always(_M + "strategy_ckpt_save_file", _ANY_LAYOUT),
+    always(_M + "strategy_ckpt_load_file", _ANY_LAYOUT),
+    always(_M + "strategy_ckpt_config", _ANY_LAYOUT),
+    always(_M + "group_ckpt_save_file", _ANY_LAYOUT),
+)  # fmt: skip
+OTHERS: tuple[Knob, ...] = (
+    ruled("swap_config.swap", "modality.offload", "`activations`", neutral=(False,)),
+    costs("swap_config.layer_swap", "Activations of all layers are offloaded"),
+    costs("swap_config.op_swap", "Activations of all operations are offloaded"),
+    costs("swap_config.default_prefetch", "The order of the schedule tells when they come back"),
+    ruled("micro_batch_interleave_num", "modality.interleaved_microbatches strategy.num_microbatches", "Each "
+          "microbatch is as many, so `num_microbatches` is the product with `micro_batch_num`", neutral=(1,)),
+    ruled(_A + "fine_grain_interleave", "modality.interleaved_microbatches", "Microbatches side by side in place of "
+          "slices of one, where it divides their number", neutral=(0, 1)),
+    ruled(_A + "pp_interleave_num", "modality.pp_chunks", "With `pipeline_interleave`", neutral=(1,)),
+    ruled(_A + "offset", "modality.pipeline_template", "`{stages: [...]}`, or `{offsets: [...]}` where `num_layers` is "
+          "not said", neutral=(0,)),
+    elsewhere(_A + "num_layers", "The model's"),
+    ruled(_A + "use_flash_attention", "modality.kernels", "`sdpa`, with a `cp_size` of 1", neutral=(False,)),
+    ruled(_A + "use_ring_attention", "modality.cp_mode", "`ring`", neutral=(False,)),
+    ruled("moe_config.expert_model_parallel", "modality.expert_tp_size", "", neutral=(1,)),
+    same("runner_config.gradient_accumulation_steps", "trainer.accumulate_grad_batches", neutral=(1,)),
+    always("use_parallel", "The number of ranks decides"),
+)  # fmt: skip
+KNOBS: tuple[Knob, ...] = (*PARALLEL_CONFIG, *RECOMPUTE_CONFIG, *PARALLEL, *OTHERS)
+
+SECTIONS = (
+    "seed", "output_dir", "run_mode", "resume_training", "load_checkpoint", "load_ckpt_format", "auto_trans_ckpt",
+    "transform_process_num", "src_strategy_path_or_dir", "only_save_strategy", "load_ckpt_async", "use_legacy",
+    "pretrained_model_dir", "do_eval", "eval_step_interval", "eval_epoch_interval", "ignore_data_skip",
+    "data_skip_steps", "profile", "profile_communication", "profile_memory", "init_start_profile", "profile_start_step",
+    "profile_stop_step", "profile_rank_ids", "profile_pipeline", "profile_level", "profiler_level", "mstx",
+    "layer_scale", "layer_decay", "lr_scale", "lr_scale_factor", "remote_save_url", "save_file", "input_data",
+    "predict_batch_size", "adapter_id", "exclude_cann_cpu", "train_precision_sync", "infer_precision_sync",
+    "postprocess_use_numpy", "use_graceful_exit", "trainer", "model", "processor", "runner_config", "runner_wrapper",
+    "optimizer", "lr_schedule", "callbacks", "eval_callbacks", "metric", "train_dataset", "train_dataset_task",
+    "eval_dataset", "eval_dataset_task", "context", "moe_config", "auto_tune", "filepath_prefix", "autotune_per_step",
+    "monitor_config", "grouped_lr_schedule",
+)  # fmt: skip
+"""Keys of a file that say nothing of the layout, but for what `KNOBS` has of them."""
+
+
+def is_mindformers(given: Mapping[str, Any]) -> bool:
+    """Return whether a configuration has sections of MindFormers, or is its `parallel_config` alone."""
+    return not given.keys().isdisjoint(("parallel_config", "recompute_config", "swap_config", "parallel")) or (
+        not given.keys().isdisjoint(knob.name.partition(".")[2] for knob in PARALLEL_CONFIG)
+    )
+
+
+def convert_mindformers(given: Mapping[str, Any]) -> Conversion:
+    """Say a configuration of MindFormers in ours.
+
+    Args:
+        given: a whole file, the sections that matter, or `parallel_config` alone.
+
+    Raises:
+        ConfigError: a knob does not exist, or has a value that MindFormers refuses.
+    """
+    if not given.keys().isdisjoint(knob.name.partition(".")[2] for knob in PARALLEL_CONFIG):
+        given = {"parallel_config": given}
+    tops = {knob.name.partition(".")[0] for knob in KNOBS}
+    for name in given:
+        if name not in tops and name not in SECTIONS:
+            near = did_you_mean(name, [*tops, *SECTIONS]).split("? ")[0]
+            raise ConfigError(str(name), given[name], "There is no such section", f"{near}?")
+    draft = Draft(tuple(_known(given)), {name: one for name, one in given.items() if one is not None})
+    draft.count(_P + "expert_parallel")  # refuses what is no number
+    stages, chunks = _convert_schedule(draft)
+    _convert_layers(draft, stages, chunks)
+    _convert_recomputation(draft, stages, chunks)
+    _convert_context(draft)
+    _convert_sharing(draft)
+    if draft.get(_P + "vocab_emb_dp", False):
+        if stages == 1 and draft.count(_P + "model_parallel") > 1:
+            draft.put(_P + "vocab_emb_dp", "modality.shard_embedding", False)
+        else:
+            draft.leave(_P + "vocab_emb_dp", "always", "It is read with one stage and several model parallel ranks")
+    if draft.get("swap_config.swap", False):
+        draft.put("swap_config.swap", "modality.offload", "activations")
+    if draft.get("moe_config.expert_model_parallel") is not None:
+        name = "moe_config.expert_model_parallel"
+        draft.put(name, "modality.expert_tp_size", draft.count(name))
+    if draft.get(_A + "use_flash_attention", False):
+        choose_kernel(draft, _A + "use_flash_attention", "sdpa")
+    _convert_copies(draft, stages)
+    strategy = {"modalities": {"model": draft.modality}, **draft.strategy}
+    return Conversion("MindFormers", strategy, draft.trainer, draft.entries())
+
+
+def _known(given: Mapping[str, Any]) -> Iterable[Knob]:
+    """The table, and what else the sections of a file have that are the model's, the data's or the loop's."""
+    yield from KNOBS
+    names = {knob.name for knob in KNOBS}
+    for name in given:
+        if name in SECTIONS:
+            own = {one.partition(".")[0] for one in names}
+            if name not in own:
+                yield elsewhere(str(name), "Of the model, the data or the loop")
+    for section in ("moe_config", "runner_config", "model", "model.model_config"):
+        holder: Any = given
+        for part in section.split("."):
+            holder = holder.get(part) if isinstance(holder, Mapping) else None
+        for key in holder if isinstance(holder, Mapping) else ():
+            name = f"{section}.{key}"
+            if name not in names and name != "model.model_config":
+                yield elsewhere(name, "Of the model or the loop")
+
+
+def _convert_schedule(draft: Draft) -> tuple[int, int]:
+    """Say the pipeline; return its stages and the chunks of each."""
+    interleaves, count = _M + "pipeline_config.pipeline_interleave", _A + "pp_interleave_num"
+    scheduler = _M + "pipeline_config.pipeline_scheduler"
+    stages, chunks = draft.count(_P + "pipeline_stage"), draft.count(count)
+    said = draft.choice(scheduler, ("gpipe", "1f1b", "zero_bubble_v", "seqpipe", "seqvpp", "seqsmartvpp"), "1f1b")
+    if stages == 1 or not draft.get(interleaves, False):
+        chunks = 1
+        draft.leave_rest([interleaves, count], "always", "Nothing interleaves with one stage, or without both")
+    elif chunks > 1:
+        draft.put(interleaves, "strategy.schedule", "zbv" if said == "zero_bubble_v" else "interleaved")
+        draft.put(count, "modality.pp_chunks", chunks)
+    else:
+        draft.leave(interleaves, "always", "One chunk interleaves with nothing")
+    if draft.get(scheduler) is not None:
+        if str(said).startswith("seq"):
+            draft.leave(scheduler, "costs", "Microbatches are not split along the sequence")
+        elif stages == 1 or (chunks > 1 and said != "zero_bubble_v"):
+            draft.leave(
+                scheduler, "always", "One stage needs no order" if stages == 1 else "pipeline_interleave says it"
+            )
+        else:
+            draft.put(scheduler, "strategy.schedule", "zbv" if said == "zero_bubble_v" else said)
+    if stages == 1 and draft.get(_P + "micro_batch_num", 1) != 1:
+        del draft.strategy["num_microbatches"]
+        draft.leave(_P + "micro_batch_num", "always", "With one stage nothing is split there")
+    return stages, chunks
+
+
+def _rows(draft: Draft, name: str, stages: int, chunks: int) -> list[list[int]] | None:
+    """A knob with a number for each stage, as a row for each chunk; None where it is no such list."""
+    said = draft.get(name)
+    if not isinstance(said, list) or not said:
+        return None
+    rows = said if all(isinstance(row, list) for row in said) else [said]
+    whole = all(isinstance(n, int) and not isinstance(n, bool) for row in rows for n in row)
+    if not whole or len(rows) not in (1, chunks) or any(len(row) != stages for row in rows):
+        rule = f"It has a whole number for each of the {stages} stages" + ", and a row for each chunk" * (chunks > 1)
+        raise draft.refused(name, rule, f"Give {stages} numbers")
+    return rows
+
+
+def _convert_layers(draft: Draft, stages: int, chunks: int) -> None:
+    name, layers = _A + "offset", draft.get(_A + "num_layers")
+    rows = _rows(draft, name, stages, chunks)
+    if rows is None:
+        draft.leave_rest([name], "costs", "Layers are balanced by their costs")
+        return
+    offsets = [n for row in (rows if len(rows) == chunks else rows * chunks) for n in row]
+    if stages == 1:
+        draft.leave(name, "always", "One stage has all layers")
+    elif isinstance(layers, int):
+        counts = [layers // (stages * chunks) + offset for offset in offsets]
+        if sum(counts) != layers:
+            rule = f"With it stages have {sum(counts)} of {layers} layers"
+            raise draft.refused(name, rule, f"Let its numbers sum to {layers % (stages * chunks)}")
+        draft.put(name, "modality.pipeline_template", {"stages": counts})
+    elif sum(offsets) == 0:
+        draft.put(name, "modality.pipeline_template", {"offsets": offsets})
+    else:
+        draft.leave(name, "costs", "Without num_layers it tells no stage's layers; they are balanced by their costs")
+
+
+def _convert_recomputation(draft: Draft, stages: int, chunks: int) -> None:
+    name, select, field = _R + "recompute", _R + "select_recompute", "modality.activation_checkpointing"
+    rows = _rows(draft, name, stages, chunks)
+    if rows is not None and len(rows) < chunks:  # shared out over the chunks of each stage in turn
+        rows = [[n // chunks + (chunk < n % chunks) for n in rows[0]] for chunk in range(chunks)]
+    if rows is not None:
+        counts = [n for row in rows for n in row]
+        rest = "selective" if draft.get(select, False) else "none"
+        each = [{"layers": list(range(count))} if count else rest for count in counts]
+        draft.put(name, field, each[0] if len(each) == 1 else {"per_stage": each})
+        draft.leave_rest([select], "mapped", "In stages without other recomputation")
+    elif draft.get(name, False):
+        draft.put(name, field, "full")
+        draft.leave_rest([select], "always", "All layers are computed again whole")
+    elif draft.get(select, False):
+        said = draft.get(select)
+        about = "" if said is True else "Of all layers, and of all operations but products and attention"
+        draft.put(select, field, "selective", about)
+
+
+def _convert_context(draft: Draft) -> None:
+    algorithm, inner, ring = _P + "context_parallel_algo", _P + "ulysses_degree_in_cp", _A + "use_ring_attention"
+    size, tp_size, degree = draft.count(_P + "context_parallel"), draft.count(_P + "model_parallel"), draft.count(inner)
+    known = {"colossalai_cp": "allgather", "ulysses_cp": "ulysses", "hybrid_cp": "hybrid", "hybird_cp": "hybrid"}
+    mode = known[str(draft.choice(algorithm, list(known), "colossalai_cp"))]
+    if size == 1:
+        draft.leave_rest([algorithm, inner, ring], "always", "One rank shares no sequence")
+    else:
+        if mode == "hybrid" and size % degree:
+            raise draft.refused(inner, f"It divides context_parallel={size}", "Use 1, or a divisor")
+        if mode == "hybrid" and degree in (1, size):
+            mode = "ulysses" if degree == size else "allgather"
+        elif mode == "hybrid":
+            draft.put(inner, "modality.ulysses_size", degree)
+        rings = draft.get(ring, False) and mode == "allgather"
+        if rings:
+            draft.put(ring, "modality.cp_mode", "ring")
+        if algorithm in draft.given and not rings:
+            draft.put(algorithm, "modality.cp_mode", mode)
+        draft.leave_rest([inner, algorithm, ring], "always", "Another knob says it")
+    name = _P + "use_seq_parallel"
+    if draft.get(name, False):
+        if tp_size > 1:
+            draft.put(name, "modality.sequence_parallel", True)
+        else:
+            draft.leave(name, "always", "One rank shares no sequence")
+
+
+def _convert_sharing(draft: Draft) -> None:
+    switch, section = _M + "enable_parallel_optimizer", _M + "parallel_optimizer_config."
+    level, gradients, size = (
+        section + key for key in ("optimizer_level", "gradient_accumulation_shard", "optimizer_weight_shard_size")
+    )
+    again = _R + "parallel_optimizer_comm_recompute"
+    said = draft.choice(level, ("level1", "level2", "level3"), "level1")
+    if not draft.get(switch, False):
+        draft.leave_rest([switch, level, gradients, size, again], "always", "Nothing is shared without its switch")
+        return
+    stage = {"level1": 1, "level2": 2, "level3": 3}[str(said)]
+    if draft.get(gradients, False) and stage == 1:
+        stage = 2
+        draft.put(gradients, "modality.zero_stage", 2)
+    draft.put(switch, "modality.zero_stage", stage)
+    if level in draft.given:
+        draft.put(level, "modality.zero_stage", stage)
+    if stage == 3:
+        draft.put(level, "modality.reshard_after_forward", True)
+    if draft.get(size, -1) != -1:
+        draft.put(size, "modality.dp_shard_size", draft.count(size))
+    draft.leave_rest([gradients, size, again], "always", "Another knob says it, or nothing")
+
+
+def _convert_copies(draft: Draft, stages: int) -> None:
+    """Say what is computed side by side, when the modality has its other fields."""
+    copies, slices, number = "micro_batch_interleave_num", _A + "fine_grain_interleave", _P + "micro_batch_num"
+    count, total = draft.count(copies), draft.count(number) if stages > 1 else 1
+    if count > 1 and _interleaves(draft, copies, count, total * count):
+        draft.put(copies, "strategy.num_microbatches", total * count)
+        if number in draft.given and draft.count(number) == total:
+            draft.put(number, "strategy.num_microbatches", total * count, f"Times {copies}")
+    if draft.get(slices, 0) == 0 or (count := draft.count(slices)) == 1:
+        return
+    if draft.count(_P + "model_parallel") == 1:
+        draft.leave(slices, "always", "It is read with several model parallel ranks")
+    elif "interleaved_microbatches" in draft.modality:
+        draft.leave(slices, "costs", f"{copies} says how many microbatches are computed side by side")
+    else:
+        _interleaves(draft, slices, count, total)
+
+
+def _interleaves(draft: Draft, name: str, count: int, total: int) -> bool:
+    """Say `interleaved_microbatches` where it goes with the other fields and divides the number of microbatches."""
+
+    def check(modality: Modality) -> None:
+        check_features({"modalities": {"model": modality}, "num_microbatches": total})
+
+    accepted = draft.accepts(name, check, interleaved_microbatches=count)
+    if accepted:
+        draft.put(name, "modality.interleaved_microbatches", count)
+    return accepted

@@ -1,0 +1,439 @@
+"""Finds how many bytes the forward of one microbatch keeps for its backward, layer by layer.
+
+The user's own step runs once, whole, on tensors without memory. Each layer's saved tensors are noted as storages, so
+that one which several layers save counts once in each stage that has any of them. Stages of any layout are then sums.
+
+Tensors that tensor, context or sequence parallel ranks share count with one rank's part. Where a feature shares layers
+out in another way, these are all that the layers make; what reads a hidden state between layers of different stages, or
+after the last, gathers it. A rank's own experts get as many rows as it sends to all experts, on average; the rows that
+came and their results are kept besides.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_mm5d.config.modality import Modality
+from lightning_mm5d.data.random_state import kept_random_state
+from lightning_mm5d.partition import Partition
+from lightning_mm5d.partition.hidden_state import at, hidden_place
+from lightning_mm5d.sharded.shards import Shard
+from lightning_mm5d.tensor_parallel.resolve import Division
+from lightning_mm5d.tools.planner.fake_tensors import FakeTensors
+from lightning_mm5d.tools.planner.watched_calls import watched
+from lightning_mm5d.trainer.construction import copy_without_memory
+
+Storages = dict[int, int]
+"""bytes of storages by their numbers"""
+
+_LARGE = 2**16
+"""elements of a floating-point buffer above which its values are left out"""
+_SHARDED = {"column": True, "head": True, "row": False, "experts": False}
+"""roles of layers with sharded weights, and whether their results are sharded"""
+
+
+class Product(NamedTuple):
+    """A linear layer that ran, or a norm on the full width; sizes in bytes of full tensors.
+
+    Attributes:
+        kind: ``column`` for a way into an attention or a MLP, ``row`` for the way out, ``norm`` for such a norm,
+            ``adapter`` for the first matrix of a low-rank adapter on a grid.
+        source: number of the storage that it takes.
+        given: size of what it takes.
+        made: size of its result.
+        weight: size of its weight, in the type of its result.
+        passes: whether what it takes gets a gradient.
+        trains: whether its weight gets one.
+    """
+
+    kind: str
+    source: int
+    given: int
+    made: int
+    weight: int
+    passes: bool
+    trains: bool
+
+
+@dataclass
+class UnitUse:
+    """What one unit (a layer, or all before or after the layers) keeps of a microbatch.
+
+    Attributes:
+        saved: for its backward, without parameters.
+        inputs: the tensors that its call takes.
+        hidden: of these, the hidden state.
+        results: of its operations, by the operation's name: ``aten.mm``.
+        working: bytes that its forward or its backward needs for a moment beside what is kept.
+        products: its linear layers that tensor parallel ranks share, as they ran.
+    """
+
+    saved: Storages = field(default_factory=dict)
+    inputs: Storages = field(default_factory=dict)
+    hidden: Storages = field(default_factory=dict)
+    results: dict[str, Storages] = field(default_factory=dict)
+    working: int = 0
+    products: list[Product] = field(default_factory=list)
+
+
+def sent(ranks: int, products: Iterable[Product]) -> float:
+    """Return the bytes that a rank sends in the forward and the backward of `products` (Shoeybi et al. 2019).
+
+    With sums as rings it sends ``2 (p - 1) / p`` of the result in the forward of a way out, and of the input in the
+    backward of a way in, once for all layers that take this input. Embedding and head, which are equal in all modes,
+    are left out. Layers in blocks say themselves what they send.
+
+    Args:
+        ranks: p.
+        products: of some layers and one microbatch.
+    """
+    total, summed = 0.0, set[int]()
+    for one in products:
+        numbers = one.made * (one.kind == "row")
+        if one.kind == "column" and one.passes and one.source not in summed:
+            summed.add(one.source)
+            numbers += one.given
+        total += 2 * (ranks - 1) / ranks * numbers
+    return total
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One microbatch.
+
+    Attributes:
+        units: of each modality: before its layers, each layer, after them.
+        exits: the results of encoders, by name.
+        reached: names of the parameters that get a gradient.
+        uneven: modalities whose layers are in blocks, of unlike numbers of samples.
+    """
+
+    units: Mapping[str, Sequence[UnitUse]]
+    exits: Mapping[str, Storages]
+    reached: frozenset[str]
+    uneven: frozenset[str] = frozenset()
+
+
+def trace(
+    module: LightningModule,
+    batch: Any,
+    partition: Partition,
+    modalities: Mapping[str, Modality],
+    division: Division,
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    experts: Collection[str] = (),
+) -> Trace:
+    """Run one training step on tensors without memory, and return what it keeps.
+
+    Args:
+        module: full; the meta device will do.
+        batch: one microbatch, on the CPU.
+        partition: what is cut where.
+        modalities: the configuration.
+        division: what tensor parallelism shards.
+        context: entered around the step.
+        experts: paths of the modules to whose experts tokens travel.
+
+    Raises:
+        Exception: of the user's code, which may read values that depend on parameters.
+    """
+    tracer = _Tracer(partition, modalities, division, experts)
+    copy = copy_without_memory(module)
+    tracer.fill(copy, module)
+    copy.train(module.training)
+    indexed = is_param_in_hook_signature(copy.training_step, "batch_idx", min_args=2)
+    with kept_random_state(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # `self.log` warns without a trainer
+        with tracer.tracing(copy), context():
+            result = copy.training_step(*((batch, 0) if indexed else (batch,)))
+        loss = result["loss"] if isinstance(result, Mapping) else result
+        if isinstance(loss, Tensor) and loss.requires_grad:
+            tracer.backward(loss)
+    named = copy.named_parameters(remove_duplicate=False)
+    reached = frozenset(name for name, one in named if id(one) in tracer.reached)
+    uneven = frozenset(name for name, block in tracer.blocks.items() if not block.is_even)
+    return Trace(tracer.units, tracer.exits, reached, uneven)
+
+
+class _Tracer:
+    """Notes the storages of one step, and which unit runs."""
+
+    def __init__(
+        self, partition: Partition, modalities: Mapping[str, Modality], division: Division, experts: Collection[str]
+    ) -> None:
+        self._partition, self._modalities, self._division, self._experts = partition, modalities, division, experts
+        self.units = {name: [UnitUse() for _ in range(len(parts.paths) + 2)] for name, parts in partition.parts.items()}
+        self.exits: dict[str, Storages] = {name: {} for name in partition.encoders}
+        self.blocks = {name: one.costs.trace(self._number, self._note) for name, one in division.in_blocks.items()}
+        self._fake = FakeTensors(self._watch)
+        self._within = [partition.loss_modality]  # modalities, the inner one last
+        self._done = dict.fromkeys(partition.parts, 0)  # the unit of a modality that runs between its layers
+        self._inside: tuple[str, int] | None = None
+        self._backward_of: tuple[str, int] | None = None
+        self._numbers: dict[int, int] = {}  # of the storages that are alive, by their addresses
+        self._bytes: dict[int, int] = {}  # of all storages on one rank
+        self._degrees: dict[int, int] = {}  # of the tensor parallel ranks that share a storage
+        self._parameters: set[int] = set()
+        self._locals: dict[int, float] = {}  # how much of a sharded parameter a rank holds
+        self.reached: set[int] = set()
+        self._passing: set[int] = set()  # alive, and not kept
+        self._beside = 0  # bytes of these
+
+    # --- the step ---
+
+    def fill(self, copy: nn.Module, module: nn.Module) -> None:
+        """Give the copy parameters without memory, and copies of the module's small buffers."""
+        known: dict[int, Any] = {}
+        shards = {id(p): self._division.shards.get(name) for name, p in copy.named_parameters()}
+        for one, original in zip(copy.modules(), module.modules(), strict=True):
+            for name, parameter in one._parameters.items():
+                if parameter is not None:
+                    if id(parameter) not in known:
+                        known[id(parameter)] = self._parameter(parameter, shards[id(parameter)])
+                    one._parameters[name] = known[id(parameter)]
+            for name, buffer in original._buffers.items():
+                if buffer is not None:
+                    large = buffer.is_meta or (buffer.is_floating_point() and buffer.numel() > _LARGE)
+                    one._buffers[name] = self._fake.of(buffer) if large else buffer.detach().cpu().clone()
+
+    def _parameter(self, parameter: nn.Parameter, shard: Shard | None) -> nn.Parameter:
+        made = nn.Parameter(self._fake.of(parameter.detach()), parameter.requires_grad)
+        if made.requires_grad:
+            made.register_post_accumulate_grad_hook(self._drop_gradient)
+        self._parameters.add(number := self._number(made))
+        if shard is not None:
+            self._locals[number] = torch.Size(shard.local_shape(parameter.shape, 0)).numel() / max(parameter.numel(), 1)
+        return made
+
+    @contextmanager
+    def tracing(self, copy: nn.Module) -> Generator[None, None, None]:
+        """Note all calls until the end of the context."""
+        undo = [one for block in self.blocks.values() for one in block.attach(copy)]
+        for path, role in self._division.roles.items():
+            block, one = self.blocks.get(group := self._division.groups[path]), copy.get_submodule(path)
+            if role in _SHARDED and not (block is not None and block.is_adapter(path)):
+                degree = self._division.degrees[group]
+                undo.append(one.register_forward_pre_hook(self._enters_shards).remove)
+                undo.append(one.register_forward_hook(partial(self._leaves_shards, role, degree)).remove)
+        undo += [copy.get_submodule(path).register_forward_pre_hook(self._exchanges).remove for path in self._experts]
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        partition = self._partition
+        try:
+            with watched(copy, partition.encoders, partition.parts, self._call), self._fake, hooks:
+                yield
+        finally:
+            for remove in undo:
+                remove()
+
+    def backward(self, loss: Tensor) -> None:
+        """Run the backward, for the memory that it needs for a moment."""
+        self._backward_of = self._unit
+        with self._fake:
+            loss.backward()
+
+    # --- which unit runs ---
+
+    @property
+    def _unit(self) -> tuple[str, int]:
+        if self._backward_of is not None:
+            return self._backward_of
+        name = self._within[-1]
+        return self._inside or (name, self._done[name])
+
+    @property
+    def _use(self) -> UnitUse:
+        name, index = self._unit
+        return self.units[name][index]
+
+    def _call(self, key: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._backward_of is not None or self._inside is not None or key in self._within:
+            return function(*args, **kwargs)
+        if isinstance(key, str):
+            self._within.append(key)
+            self._done[key] = 0
+            try:
+                result = function(*args, **kwargs)
+            finally:
+                self._within.pop()
+            self.exits[key] |= self._noted(result)
+            return result
+        name, index = key
+        use, block = self.units[name][index + 1], self.blocks.get(name)
+        is_last = index + 3 == len(self.units[name])
+        layer: Any = getattr(function, "__self__", None)
+        use.inputs |= self._noted((args, kwargs))
+        self._inside = name, index + 1
+        try:
+            if block is not None:
+                args, kwargs, size = block.entered(layer, args, kwargs)
+                use.hidden[self._beyond(size)] = size
+            elif (place := hidden_place(args, kwargs)) is not None:
+                use.hidden |= self._noted(at(place, args, kwargs))
+            result = function(*args, **kwargs)
+            if block is not None:
+                block.left(layer, result)
+        finally:
+            self._inside = None
+            self._done[name] = index + 1 + is_last
+        return block.full(result) if block is not None and is_last else result
+
+    # --- storages ---
+
+    def _number(self, tensor: Tensor) -> int:
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address not in self._numbers:
+            self._numbers[address] = number = len(self._bytes)
+            self._bytes[number] = storage.nbytes()
+            weakref.finalize(storage, self._free, address)
+        return self._numbers[address]
+
+    def _free(self, address: int) -> None:
+        self._passes(self._numbers.pop(address), False)
+
+    def _passes(self, number: int, passes: bool) -> None:
+        """Note that a storage takes memory only for a moment, or no longer."""
+        if passes != (number in self._passing):
+            self._beside += self._bytes[number] * (1 if passes else -1)
+            (self._passing.add if passes else self._passing.remove)(number)
+
+    def _beyond(self, size: int) -> int:
+        """The number of a storage that ranks have and this step has not."""
+        number = len(self._bytes)
+        self._bytes[number] = size
+        return number
+
+    def _resize(self, number: int, size: int) -> None:
+        if number in self._passing:
+            self._beside += size - self._bytes[number]
+        self._bytes[number] = size
+
+    def _noted(self, tree: Any) -> Storages:
+        """The storages of the tensors in a tree, but parameters."""
+        numbers = [self._number(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+        return {number: self._bytes[number] for number in numbers if number not in self._parameters}
+
+    def _pack(self, tensor: Tensor) -> tuple[Tensor, tuple[str, int]]:
+        number = self._number(tensor)
+        if number not in self._parameters:
+            self._passes(number, False)
+            self._use.saved[number] = self._bytes[number]
+        return tensor, self._unit
+
+    def _unpack(self, packed: tuple[Tensor, tuple[str, int]]) -> Tensor:
+        tensor, self._backward_of = packed
+        return tensor
+
+    def _watch(self, func: Any, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+        known = {self._number(one) for one in given}
+        degree = max((self._degrees.get(number, 1) for number in known), default=1)
+        use, results = self._use, {}
+        for one in made:
+            is_new = one.untyped_storage()._cdata not in self._numbers
+            number = self._number(one)
+            if is_new:
+                if degree > 1:
+                    self._degrees[number] = degree
+                size = one.untyped_storage().nbytes()
+                is_copy = len(known) == 1 and known <= self._locals.keys()  # in another dtype
+                if is_copy:
+                    size = int(size * self._locals[min(known)])
+                elif self._inside is not None and (block := self._block) is not None:
+                    size = block.part(number, one, known)
+                else:
+                    size = self._on_one_rank(size, degree)
+                self._resize(number, size)
+                self._passes(number, True)
+            if number not in self._parameters:
+                results[number] = self._bytes[number]
+        if self._backward_of is None and self._inside is not None:
+            use.results.setdefault(func._schema.name.replace("::", "."), {}).update(results)
+        # autograd adds up two gradients in the memory of the first one, which it does not do for tensors of a subclass
+        in_place = self._backward_of is not None and func is torch.ops.aten.add.Tensor and len(given) == 2
+        use.working = max(use.working, self._beside - (made[0].untyped_storage().nbytes() if in_place else 0))
+
+    def _on_one_rank(self, size: int, degree: int) -> int:
+        """Bytes on one rank of a storage that the unit makes which runs now."""
+        name, index = self._unit
+        is_layer = 0 < index < len(self.units[name]) - 1
+        if is_layer and (block := self._block) is not None:
+            return block.share(size)
+        if degree > 1:
+            return size // degree
+        if not is_layer:
+            return size
+        modality = self._modalities[name]
+        return size // modality.cp_size // (modality.tp_size if modality.sequence_parallel else 1)
+
+    @property
+    def _block(self) -> Any:
+        """That of the layer that runs."""
+        is_inside = self._inside is not None or self._backward_of is not None
+        return self.blocks.get(self._unit[0]) if is_inside else None
+
+    def _enters_shards(self, _: nn.Module, args: tuple[Any, ...]) -> None:
+        """What a sharded layer takes is gathered in front of it, where it was a shard of the sequence."""
+        for one in args if self._block is None else ():
+            if isinstance(one, Tensor) and (number := self._number(one)) not in self._degrees:
+                modality = self._modalities[self._unit[0]]
+                self._resize(number, one.untyped_storage().nbytes() // modality.cp_size)
+
+    def _leaves_shards(self, role: str, degree: int, module: nn.Module, args: Any, result: Any) -> None:
+        if role in ("column", "row") and self._inside is not None and args:
+            self._note_product(role, module, args[0], result)
+        if self._block is not None:
+            return
+        out_is_sharded = _SHARDED[role]
+        for one in tree_leaves(result):
+            if isinstance(one, Tensor):
+                number, size = self._number(one), one.untyped_storage().nbytes()
+                self._degrees.pop(number, None)
+                if out_is_sharded:
+                    self._degrees[number] = degree
+                self._resize(number, self._on_one_rank(size, degree if out_is_sharded else 1))
+
+    def _note_product(self, role: str, module: Any, given: Tensor, made: Tensor) -> None:
+        use, width, block = self._use, made.element_size(), self._block
+        sizes = given.numel() * width, made.numel() * width, module.weight.numel() * width
+        number = self._number(given)
+        one = Product(role, number, *sizes, given.requires_grad, module.weight.requires_grad)
+        use.products.append(one)
+        if block is not None:
+            if made.requires_grad:  # products of blocks keep their input, also where their weight is frozen
+                use.saved[number] = self._bytes[number]
+            use.working = max(use.working, self._beside + block.moment(one))
+
+    def _note(self, kind: str, given: Tensor, made: Tensor) -> None:
+        sizes = given.numel() * given.element_size(), made.numel() * made.element_size()
+        self._use.products.append(Product(kind, self._number(given), *sizes, 0, made.requires_grad, False))
+        if kind == "adapter" and self._block is not None:  # a rank has all columns of its rows
+            self._resize(self._number(made), self._block.of_rows(sizes[1]))
+
+    def _exchanges(self, _: nn.Module, args: tuple[Any, ...]) -> None:
+        """Count the rows of an exchange: two are kept, of those that came, and as many are sent for a moment."""
+        tensors = [one for one in args if isinstance(one, Tensor)]
+        index = next((one for one in tensors if not one.is_floating_point()), None)
+        if index is None:
+            return
+        name, use = self._unit[0], self._use
+        modality = self._modalities[name]
+        copies = modality.tp_size if modality.expert_tp_size == 1 else 1
+        rows = index.numel() * tensors[0].shape[-1] * tensors[0].element_size() // modality.cp_size // copies
+        use.saved[self._beyond(2 * rows)] = 2 * rows
+        use.working = max(use.working, self._beside + 2 * rows)
+
+    def _drop_gradient(self, parameter: Tensor) -> None:
+        self.reached.add(id(parameter))
+        parameter.grad = None

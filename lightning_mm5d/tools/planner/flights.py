@@ -1,0 +1,198 @@
+"""How many bytes the microbatches in flight take on one rank, action by action.
+
+A forward keeps what its units save. A backward goes through the units from the last to the first: it frees what each
+has kept, and in a stage's first backward gradients take memory as they come. Gradients that ranks sum whole have memory
+from the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from lightning_mm5d.schedule import Action, Kind
+from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.tools.planner.activation_trace import Storages
+
+FAR = 3
+"""actions from a forward to its backward from which on offloaded activations leave"""
+
+
+class Flight(NamedTuple):
+    """Bytes of one rank's step.
+
+    Attributes:
+        activations: on the device, at most.
+        peak: of activations, gradients and working memory together.
+        host: of activations in host memory, at most.
+        ending: of the last backward, unit by unit: bytes of gradients that have come, and of activations that are left.
+    """
+
+    activations: int
+    peak: int
+    host: int
+    ending: Sequence[tuple[int, int]] = ()
+
+
+class Reduced(NamedTuple):
+    """A gradient that is summed over ranks, in bytes.
+
+    Attributes:
+        whole: of all of it.
+        own: of the rows that this rank gets; None where it gets all.
+    """
+
+    whole: int
+    own: int | None
+
+
+@dataclass(frozen=True)
+class StageFlight:
+    """One stage on one rank; sequences have an entry for each unit, in the order in which they run.
+
+    Attributes:
+        kept: what each unit keeps of a microbatch.
+        working: bytes that it needs for a moment.
+        gradients: bytes of those of its trained parameters.
+        away: whether what it keeps leaves for the host.
+        passed: what the stage receives and sends.
+        has_backward: whether anything is kept at all.
+        laid: bytes of gradients that have memory from the start; without any entry none have.
+    """
+
+    kept: Sequence[Storages]
+    working: Sequence[int]
+    gradients: Sequence[int]
+    away: Sequence[bool]
+    passed: Storages
+    has_backward: bool
+    laid: Sequence[int] = ()
+
+    @cached_property
+    def coming(self) -> list[int]:
+        """Bytes of the gradients of each unit that take memory as they come."""
+        return [size - laid for size, laid in zip(self.gradients, self.laid or [0] * len(self.gradients), strict=True)]
+
+    @cached_property
+    def remaining(self) -> list[int]:
+        """Bytes of a microbatch when a backward has freed all units, all but the first, and so on."""
+        if not self.has_backward:
+            return [0] * (len(self.kept) + 1)
+        found: Storages = dict(self.passed)
+        sums = [sum(found.values())]
+        for storages in self.kept:
+            found |= storages
+            sums.append(sum(found.values()))
+        return sums
+
+    @cached_property
+    def leaves(self) -> int:
+        """Bytes of a microbatch that leave for the host."""
+        found: Storages = {}
+        for storages, away in zip(self.kept, self.away, strict=True):
+            found |= storages if away else {}
+        return sum(size for number, size in found.items() if number not in self.passed) if self.has_backward else 0
+
+
+def flown(actions: Sequence[Action], stages: Mapping[StageKey, StageFlight]) -> Flight:
+    """Return what the actions of one rank take at most.
+
+    Args:
+        actions: in their order.
+        stages: of the rank.
+    """
+    backs = {(one.stage, one.microbatch): number for number, one in enumerate(actions) if one.passes_gradients}
+    held: dict[tuple[StageKey, int], int] = {}
+    host: dict[tuple[StageKey, int], int] = {}
+    most = peak = most_host = 0
+    gradients = sum(sum(stage.laid) for stage in stages.values())
+    begun: set[StageKey] = set()
+    for number, action in enumerate(actions):
+        stage, key = stages[action.stage], (action.stage, action.microbatch)
+        for other in host.keys() & held.keys():
+            if backs[other] == number + 1:  # it is fetched
+                held[other] = stages[other[0]].remaining[-1]
+        if action.kind is Kind.F:
+            size = stage.remaining[-1]
+            peak = max(peak, sum(held.values()) + gradients + size + max(stage.working, default=0))
+            if key in backs:
+                held[key] = size
+                most = max(most, sum(held.values()))
+                if stage.leaves and backs[key] - number >= FAR:
+                    held[key], host[key] = size - stage.leaves, stage.leaves
+                    most_host = max(most_host, sum(host.values()))
+            continue
+        if action.passes_gradients:
+            top, gradients = _back(stage, sum(held.values()) - held[key], gradients, is_first=action.stage not in begun)
+            peak = max(peak, top)
+            begun.add(action.stage)
+        if action.frees:
+            del held[key]
+            host.pop(key, None)
+    last = next((stages[action.stage] for action in reversed(actions) if action.passes_gradients), None)
+    return Flight(most, peak, most_host, _ending(last) if last else ())
+
+
+def _back(stage: StageFlight, others: int, gradients: int, *, is_first: bool) -> tuple[int, int]:
+    """Return the peak of one backward, and the gradients after it."""
+    peak = 0
+    for number in reversed(range(len(stage.kept))):
+        peak = max(peak, others + stage.remaining[number + 1] + gradients + stage.working[number])
+        if is_first:
+            gradients += stage.coming[number]
+            peak = max(peak, others + stage.remaining[number] + gradients)
+    return peak, gradients
+
+
+def _ending(stage: StageFlight) -> list[tuple[int, int]]:
+    found, came = [], 0
+    for number in reversed(range(len(stage.kept))):
+        came += stage.gradients[number]
+        found.append((came, stage.remaining[number]))
+    return found
+
+
+def reduced(gradients: Sequence[Reduced], bucket_bytes: int, ending: Sequence[tuple[int, int]]) -> int:
+    """Return what the reduction of gradients takes at most, with the activations of the last backward.
+
+    A bucket that is summed is the memory of its gradients. One whose rows are scattered is packed into a copy, and its
+    gradients are freed; that copy and what arrives live until the next one is sent.
+
+    Args:
+        gradients: of one rank, in the order of their parameters.
+        bucket_bytes: of a message, at most.
+        ending: as in a `Flight`.
+    """
+    shared = [number for number, one in enumerate(gradients) if one.own is not None]
+    whole = [number for number, one in enumerate(gradients) if one.own is None]
+    buckets = [*_buckets(gradients, shared, bucket_bytes), *_buckets(gradients, whole, bucket_bytes)]
+    now = peak = sum(one.whole for one in gradients)
+    came = carried = rows = 0
+    for bucket in sorted(buckets, key=min, reverse=True):
+        size = sum(gradients[number].whole for number in bucket)
+        came += size
+        left = next((activations for gradient, activations in ending if gradient >= came), 0)
+        if gradients[bucket[0]].own is None:
+            peak = max(peak, now + carried + max(gradients[number].whole for number in bucket) + left)
+            continue
+        peak = max(peak, now + carried + size + left)
+        now += rows - size  # the sum of the bucket before is there
+        carried, rows = 2 * size, sum(gradients[number].own or 0 for number in bucket)
+        peak = max(peak, now + carried + left)
+    return max(peak, now + rows)
+
+
+def _buckets(gradients: Sequence[Reduced], numbers: Sequence[int], most_bytes: int) -> list[list[int]]:
+    """The numbers of gradients that travel together: at most a quarter of all, from the last to the first."""
+    found: list[list[int]] = []
+    size = 0
+    for number in reversed(numbers):
+        add = gradients[number].whole
+        if not found or size + add > most_bytes or len(found[-1]) == -(-len(numbers) // 4):
+            found.append([])
+            size = 0
+        found[-1].append(number)
+        size += add
+    return found

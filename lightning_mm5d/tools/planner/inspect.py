@@ -1,0 +1,191 @@
+"""What a plan puts where, as data and as a page: ranks, stages, layers, parameters, bytes, cuts and copies.
+
+A layout is easier to correct on paper than on a cluster. Everything is counted from the plan that a run executes, and
+from a module that may be on the meta device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from lightning_mm5d.config.tables import Page, Table, memory_text, spans
+from lightning_mm5d.layout.layout import Layout, Place
+from lightning_mm5d.partition import StageCut
+from lightning_mm5d.plan.data_shards import DataShards
+from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.tools.planner.rank_memory import RankMemory
+
+
+class Holding(NamedTuple):
+    """What one place holds.
+
+    Attributes:
+        place: a rank's position in one modality.
+        cuts: its stages; several where a rank has several chunks of its modality.
+        layers: full names of the layers in them.
+        parameters: elements of the parameters that it uses, tied ones once, of sharded ones its shard, of experts its
+            own.
+        bytes: memory of these parameters between steps, without gradients and optimizer state.
+    """
+
+    place: Place
+    cuts: tuple[StageCut, ...]
+    layers: tuple[str, ...]
+    parameters: int
+    bytes: int
+
+
+def holdings(plan: Plan, module: nn.Module) -> list[Holding]:
+    """Return what each place holds, by rank and then by modality; a rank with several modalities has several places."""
+    found, shards = [], DataShards(plan)
+    for place in sorted(plan.layout.places, key=lambda place: place.rank):  # stable: modalities keep their order
+        cuts = plan.topology.cuts_at(place.modality, place.pp, place.dp)
+        held = _parameters(module, plan, [cut.name for cut in cuts])
+        layers = tuple(layer for cut in cuts for layer in _layers(plan, cut))
+        counts = {name: _elements(plan, shards, name, p, place) for name, p in held.items()}
+        size = sum(counts[name] * plan.held_dtype(p).itemsize for name, p in held.items())
+        found.append(Holding(place, cuts, layers, sum(counts.values()), size))
+    return found
+
+
+def as_json(held: Sequence[Holding], memory: Sequence[RankMemory]) -> list[dict[str, Any]]:
+    """Return the holdings, each with the memory of its rank in bytes.
+
+    They are ``{"rank", "node", "modality", "dp", "pp", "cp", "tp", "layers", "parameters", "memory"}``; ``memory`` is
+    ``{"parameters", "gradients", "optimizer", "activations", "buffers", "peak", "host"}`` with null for what is not
+    known.
+
+    Args:
+        held: of all places.
+        memory: of all ranks; where there is none, entries have none.
+    """
+    sizes = [one._asdict() for one in memory]
+    return [
+        one.place._asdict()
+        | {"layers": list(one.layers), "parameters": one.parameters}
+        | ({"memory": {key: v for key, v in sizes[one.place.rank].items() if key != "rank"}} if sizes else {})
+        for one in held
+    ]
+
+
+def report(plan: Plan, module: nn.Module, *, schedule: str, num_microbatches: int) -> Page:
+    """Return the plan as a page: how it runs, what is cut where, the stages, and the places of all ranks.
+
+    Args:
+        plan: what runs where.
+        module: the full module; the meta device will do.
+        schedule: name of the schedule.
+        num_microbatches: M.
+    """
+    layout = plan.layout
+    whole = sum(p.numel() for p in module.parameters())
+    lines = [
+        ("schedule", f"{schedule}, microbatches: {layout.microbatches_text(num_microbatches)}"),
+        ("ranks", f"{layout.size}, nodes: {-(-layout.size // layout.ranks_per_node)}, replicas: {layout.num_replicas}"),
+        ("model", f"{whole:,} parameters, loss in {plan.partition.loss_modality}"),
+        *_cuts(plan),
+        *_copies(plan, module),
+        *_experts(plan),
+        *(("whole", f"{path} on every tensor parallel rank: {why}") for path, why in plan.division.whole.items()),
+    ]
+    width = max(len(name) for name, _ in lines)
+    return ["\n".join(f"{name:{width}}  {text}" for name, text in lines), _stages(plan, module), _places(plan, module)]
+
+
+def warnings(layout: Layout) -> list[str]:
+    """Return a sentence for each group of ranks that talk much over a link between nodes."""
+    words = {"tp": "tensor parallel group", "cp": "context parallel block"}
+    return [
+        f"ranks {spans(ranks)}, a {words[axis]} of {modality}, are on the nodes "
+        f"{spans({rank // layout.ranks_per_node for rank in ranks})}: their traffic crosses the slower link"
+        for modality, axis, ranks in layout.straddling
+    ]
+
+
+def _cuts(plan: Plan) -> Iterable[tuple[str, str]]:
+    for name, encoder in plan.partition.encoders.items():
+        source = plan.topology.stage_of[plan.partition.stages[name][-1].name]
+        targets = [_title(plan, stage) for stage, names in plan.topology.consumes.items() if name in names]
+        where = " and ".join(cut.name for cut in encoder.boundaries)
+        to = f"sends to {', '.join(targets)}" if targets else f"runs inside {_title(plan, source)}, sends nothing"
+        yield name, f"cut at {where}, {to}"
+
+
+def _copies(plan: Plan, module: nn.Module) -> Iterable[tuple[str, str]]:
+    """Parameters that several stages hold, with all their names."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for tied in names.values():
+        stages = dict.fromkeys(plan.topology.stage_of[owner] for owner in plan.partition.owners[tied[0]])
+        if len(stages) > 1:
+            yield "copies", f"{' = '.join(tied)} in {', '.join(_title(plan, stage) for stage in stages)}, kept equal"
+
+
+def _experts(plan: Plan) -> Iterable[tuple[str, str]]:
+    """Which ranks share the experts of how many layers, a line for each kind."""
+    shards, kinds = DataShards(plan), dict[str, int]()
+    for layer in plan.experts.values():
+        ranks = plan.ownership.ranks_holding(layer.parameters[0])
+        blocks = dict.fromkeys(shards.expert_block(layer, rank) for rank in ranks)
+        numbers = ", ".join(str(count) for count in dict.fromkeys(stop - start for start, stop in layer.ranges))
+        degree = plan.modalities[layer.modality].expert_tp_size
+        divided = f", each divided over {degree} tensor parallel ranks" if degree > 1 else ""
+        where = "; ".join(spans(block) for block in blocks)
+        text = f"{layer.number} of {layer.modality} shared by ranks {where}, {numbers} on each{divided}"
+        kinds[text] = kinds.get(text, 0) + 1
+    for text, count in kinds.items():
+        yield "experts", f"{text}, in {count} {'layer' if count == 1 else 'layers'}"
+
+
+def _stages(plan: Plan, module: nn.Module) -> Table:
+    rows = []
+    for stage, members in plan.topology.members.items():
+        held = _parameters(module, plan, members)
+        targets = [_title(plan, target) for source, target in plan.topology.edges if source == stage]
+        total, trained = (sum(p.numel() for p in held.values() if p.requires_grad >= flag) for flag in (False, True))
+        rows.append(
+            (_title(plan, stage), spans(plan.topology.ranks_of(stage)), total, trained, ", ".join(targets) or "-")
+        )
+    return Table.of(("stage", "ranks", "parameters", "trainable", "feeds"), rows)
+
+
+def _places(plan: Plan, module: nn.Module) -> Table:
+    rows = []
+    for place, cuts, layers, parameters, size in holdings(plan, module):
+        slices = ", ".join(f"[{cut.first}:{cut.last}]" for cut in cuts)
+        path = plan.partition.layers[place.modality]
+        where = f"{path}{slices}" if path is not None else ", ".join(layers)
+        rows.append((*place, where or "-", parameters, memory_text(size)))
+    return Table.of((*Place._fields, "layers", "parameters", "bytes"), rows)
+
+
+def _parameters(module: nn.Module, plan: Plan, stages: Iterable[str]) -> dict[str, nn.Parameter]:
+    """The distinct parameters that stages of the partition use, each under one of its names."""
+    wanted = set(stages)
+    every = module.named_parameters(remove_duplicate=False)
+    used = {name: p for name, p in every if wanted.intersection(plan.partition.owners[name])}
+    return {name: p for name, p in {id(p): (name, p) for name, p in used.items()}.values()}
+
+
+def _elements(plan: Plan, shards: DataShards, name: str, parameter: nn.Parameter, place: Place) -> int:
+    """Elements of a parameter that one rank computes with: its tensor parallel shard, of experts its own."""
+    shard, count = plan.division.shards.get(name), parameter.numel()
+    count = count if shard is None else math.prod(shard.local_shape(plan.shapes[name], place.tp))
+    owned = shards.of(name, place.rank) if plan.experts else None
+    if owned is None or not owned.of_experts:
+        return count
+    return count // owned.length * owned.own_shape((owned.length,))[0]
+
+
+def _layers(plan: Plan, cut: StageCut) -> tuple[str, ...]:
+    return plan.partition.parts[cut.modality].paths[cut.first : cut.last]
+
+
+def _title(plan: Plan, stage: StageKey) -> str:
+    return "+".join(plan.topology.members[stage])

@@ -1,0 +1,217 @@
+"""Enumerates placements of modalities on ranks; each splits layers so that the largest load of a rank is smallest.
+
+There are four ways to place an encoder. It has its own ranks; its last stage shares the language model's first rank,
+after own ranks or without any; each of the language model's ranks runs a replica of it on some of the microbatches; or
+the first rank of another encoder runs all of it. For every combination of ways, all numbers of ranks that add up to
+`num_ranks` are tried. There may be no placement.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, product
+
+from lightning_mm5d.config.modality import Modality, Owner
+from lightning_mm5d.tools.planner.cuts import Division, Group, Sums, fewest
+
+_BITS = 50  # of the sum of all costs, which are scaled and rounded to integers
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where each modality runs, and how its layers are split.
+
+    Attributes:
+        owners: whose ranks each encoder shares; None for ranks of its own.
+        sizes: layers of each modality's stages, in order.
+        loads: work of each rank in a step, scaled to integers.
+    """
+
+    owners: Mapping[str, Owner | None]
+    sizes: Mapping[str, tuple[int, ...]]
+    loads: tuple[int, ...]
+
+    @cached_property
+    def shared(self) -> int:
+        """How many stages of colocated encoders share a rank with their owner, each replica counted."""
+        colocated = (owner for owner in self.owners.values() if owner is not None)
+        return sum(len(self.sizes[owner.modality]) if owner.pp is None else 1 for owner in colocated)
+
+    @cached_property
+    def order(self) -> tuple[int, int, int]:
+        """Sort key, best first: the largest load, then the number of shared stages, then the sum of squared loads."""
+        return max(self.loads), self.shared, sum(load * load for load in self.loads)
+
+
+class Space:
+    """The modalities and ranks of a search, and all their placements.
+
+    Args:
+        costs: for each modality the cost of each layer per microbatch, forward and backward; units before and after the
+            layers count with the first and the last layer.
+        modalities: the configuration; modalities share ranks only where their tp_size and cp_size are equal.
+        num_ranks: ranks of one replica, all of which are used.
+        loss_modality: the modality that the encoders feed.
+        num_microbatches: M.
+
+    Attributes:
+        scale: factor from costs to loads, before rounding.
+        seen: number of placements that `best` has split.
+    """
+
+    def __init__(
+        self,
+        costs: Mapping[str, Sequence[float]],
+        modalities: Mapping[str, Modality],
+        num_ranks: int,
+        *,
+        loss_modality: str,
+        num_microbatches: int,
+    ) -> None:
+        self.scale = 2.0 ** (_BITS - math.frexp(sum(map(sum, costs.values())))[1])
+        self.seen = 0
+        self._sums: dict[str, Sums] = {
+            name: tuple(accumulate((round(cost * self.scale) * num_microbatches for cost in row), initial=0))
+            for name, row in costs.items()
+        }
+        self._everything = sum(sums[-1] for sums in self._sums.values())
+        self._layers = {name: len(row) for name, row in costs.items()}
+        self._kinds = {name: (modality.tp_size, modality.cp_size) for name, modality in modalities.items()}
+        self._widths = {name: math.prod(kind) for name, kind in self._kinds.items()}
+        self._encoders = [name for name in modalities if name != loss_modality]
+        self._num_ranks, self._loss_modality, self._num_microbatches = num_ranks, loss_modality, num_microbatches
+        self._limit = 0
+        self._alone: dict[tuple[str, int, tuple[str, ...]], Division] = {}
+
+    @property
+    def most_ranks(self) -> int:
+        """The most ranks that can be used: a stage for each layer."""
+        return sum(self._widths[name] * layers for name, layers in self._layers.items())
+
+    def fills(self, num_ranks: int) -> bool:
+        """Whether there is a placement on `num_ranks` ranks."""
+        self._limit = self._everything
+        within = num_ranks <= self.most_ranks
+        return within and any(True for owners in self._ways() for _ in self._counts(owners, num_ranks))
+
+    def best(self, count: int, stages: Mapping[str, int] | None = None) -> list[Placement]:
+        """Return the first `count` placements by their `order`.
+
+        Args:
+            count: how many at most.
+            stages: how many stages some modalities must have.
+        """
+        stages = stages or {}
+        # skip placements with loads 25 % above what is possible without sharing, unless there are no others
+        return self._within(self._apart() * 5 // 4, count, stages) or self._within(self._everything, count, stages)
+
+    def _within(self, limit: int, count: int, stages: Mapping[str, int]) -> list[Placement]:
+        kept: list[tuple[tuple[int, int, int], int, Placement]] = []
+        self._limit = limit
+        for owners in self._ways():
+            for ranks in self._counts(owners, self._num_ranks):
+                placement = self._placed(owners, ranks)
+                if placement is None or any(len(placement.sizes[name]) != size for name, size in stages.items()):
+                    continue
+                self.seen += 1
+                insort(kept, (placement.order, self.seen, placement))
+                if len(kept) > count:
+                    kept.pop()
+                    self._limit = kept[-1][0][0]
+        return [placement for *_, placement in kept]
+
+    def _apart(self) -> int:
+        """The smallest possible largest load without shared ranks; the sum of all costs if there are too few ranks."""
+        low, high = 0, self._everything
+        while low < high:
+            middle = (low + high) // 2
+            parts = {name: fewest(sums, middle) for name, sums in self._sums.items()}
+            needed = sum((n or self._num_ranks + 1) * self._widths[name] for name, n in parts.items())
+            low, high = (low, middle) if needed <= self._num_ranks else (middle + 1, high)
+        return low
+
+    def _ways(self) -> Iterator[dict[str, Owner | None]]:
+        """Every assignment of owners to encoders; an owner has its own ranks."""
+        options: list[list[Owner | None]] = []
+        for name in self._encoders:
+            same = [other for other in self._kinds if other != name and self._kinds[other] == self._kinds[name]]
+            options.append([None, *(Owner(other, 0) for other in same)])
+            if self._loss_modality in same:
+                options[-1].append(Owner(self._loss_modality, None))
+        for choice in product(*options):
+            owners = dict(zip(self._encoders, choice, strict=True))
+            if all(owner is None or owners.get(owner.modality) is None for owner in choice):
+                yield owners
+
+    def _counts(self, owners: Mapping[str, Owner | None], num_ranks: int) -> Iterator[dict[str, int]]:
+        """All numbers of own ranks by modality that add up to `num_ranks`; unnamed encoders have no own rank."""
+        spans: dict[str, tuple[int, int]] = {}
+        for name, owner in owners.items():
+            if owner is None:
+                least = fewest(self._sums[name], self._limit)
+                spans[name] = (least or self._layers[name] + 1, self._layers[name])
+            elif owner == Owner(self._loss_modality, 0):
+                spans[name] = (0, self._layers[name] - 1)
+        # with one rank of the loss modality, a replica on each rank equals the last stage on the first rank
+        several = Owner(self._loss_modality, None) in owners.values()
+        spans[self._loss_modality] = (1 + several, self._layers[self._loss_modality])
+        for counts in _fillings([(*span, self._widths[name]) for name, span in spans.items()], num_ranks):
+            yield dict(zip(spans, counts, strict=True))
+
+    def _placed(self, owners: Mapping[str, Owner | None], ranks: Mapping[str, int]) -> Placement | None:
+        """The best placement for given owners and numbers of ranks, or None if its largest load is above the limit."""
+        sizes: dict[str, tuple[int, ...]] = {name: (layers,) for name, layers in self._layers.items()}
+        loads: list[int] = []
+        for name in (*(name for name, owner in owners.items() if owner is None), self._loss_modality):
+            colocated = tuple(encoder for encoder, owner in owners.items() if owner == Owner(name, 0))
+            if name == self._loss_modality:
+                division = self._with_loss(owners, colocated, ranks)
+            elif ranks[name] == 1 and name != next(each for each in self._encoders if each in (name, *colocated)):
+                return None  # equals the placement in which the first of them is the owner
+            else:
+                division = self._apart_from_loss(name, ranks[name], colocated)
+            if division is None:
+                return None
+            sizes |= {name: division.owner, **dict(zip(colocated, division.colocated, strict=True))}
+            loads += division.loads
+        return Placement(owners, sizes, tuple(loads))
+
+    def _apart_from_loss(self, name: str, parts: int, colocated: tuple[str, ...]) -> Division | None:
+        key = (name, parts, colocated)
+        if key not in self._alone:
+            group = Group(self._sums[name], parts, tuple((self._sums[encoder], 0) for encoder in colocated))
+            division = group.divide()
+            assert division is not None
+            self._alone[key] = group.evened(division)
+        return self._alone[key] if self._alone[key].busiest <= self._limit else None
+
+    def _with_loss(
+        self, owners: Mapping[str, Owner | None], colocated: tuple[str, ...], ranks: Mapping[str, int]
+    ) -> Division | None:
+        parts, count = ranks[self._loss_modality], self._num_microbatches
+        everywhere = [name for name, owner in owners.items() if owner == Owner(self._loss_modality, None)]
+        each = sum(self._sums[name][-1] // count for name in everywhere)
+        beside = tuple(each * len(range(part, count, parts)) for part in range(parts))
+        group = Group(
+            self._sums[self._loss_modality], parts, tuple((self._sums[g], ranks[g]) for g in colocated), beside
+        )
+        division = group.divide(self._limit)
+        return division and group.evened(division)
+
+
+def _fillings(spans: Sequence[tuple[int, int, int]], total: int) -> Iterator[tuple[int, ...]]:
+    """All tuples of numbers within their (smallest, largest, width) whose sum, weighted by width, is `total`."""
+    (low, high, width), *others = spans
+    if not others:
+        count, rest = divmod(total, width)
+        if not rest and low <= count <= high:
+            yield (count,)
+        return
+    needed = sum(least * each for least, _, each in others)
+    for count in range(low, min(high, (total - needed) // width) + 1):
+        for further in _fillings(others, total - count * width):
+            yield (count, *further)

@@ -1,0 +1,122 @@
+"""Measures the forward of each layer in a few runs of the user's own step.
+
+Estimates compare layers of one modality. Only a run shows how many tokens of each modality pass and how fast a machine
+computes which shapes. The full module runs in one process, so a model that is too large for one is planned from the
+measurements of a smaller model, or from estimates.
+
+Only forwards are measured; the cost of a backward follows from them and from what is trainable, as for estimates. A
+step in which a modality does not run is refused.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.tables import Table
+from lightning_mm5d.partition.costs import Unit
+from lightning_mm5d.partition.found import Found
+from lightning_mm5d.schedule.drawing import SECONDS
+from lightning_mm5d.tools.planner.watched_calls import watched
+
+_WARMUP, _RUNS = 1, 5
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds that the forward of each unit took, for each run, modality and unit."""
+
+    runs: tuple[Mapping[str, Sequence[float]], ...]
+
+    @property
+    def medians(self) -> dict[str, list[float]]:
+        """Seconds of each unit's forward, the median of the runs."""
+        return {name: list(map(median, zip(*(run[name] for run in self.runs), strict=True))) for name in self.runs[0]}
+
+    def table(self) -> Table:
+        """A row per modality with the median and the range of its whole forward, in milliseconds."""
+        rows = []
+        for name in self.runs[0]:
+            totals = [sum(run[name]) for run in self.runs]
+            low, high = SECONDS.text(min(totals)), SECONDS.text(max(totals))
+            rows.append((name, SECONDS.text(median(totals)), f"{low} - {high}", len(totals)))
+        return Table.of(("modality", "forward, median (ms)", "min - max (ms)", "runs"), rows)
+
+
+def measure(module: LightningModule, batch: Any, found: Found, rows: Mapping[str, Sequence[Unit]]) -> Measured:
+    """Run the step of the module a few times and measure the forward of each unit.
+
+    The units before and after the layers of a modality are measured together, and get shares of that time by their
+    estimates.
+
+    Args:
+        module: the full module, on the device that is to be measured.
+        batch: one microbatch, there as well.
+        found: its modalities.
+        rows: the units of each of them, as `units` returns them.
+
+    Raises:
+        ConfigError: a modality does not run in the step.
+    """
+    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    clock = _Clock(device)
+    takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+    arguments = (batch, 0) if takes_index else (batch,)
+    runs: list[dict[Any, float]] = []
+    with watched(module, found.encoders, found.parts, clock.time), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # `self.log` warns without a trainer
+        for _ in range(_WARMUP + _RUNS):
+            clock.spent = {}
+            clock.time("step", module.training_step, *arguments)
+            runs.append(clock.spent)
+    return Measured(tuple({name: _row(name, row, found, run) for name, row in rows.items()} for run in runs[_WARMUP:]))
+
+
+def _row(name: str, row: Sequence[Unit], found: Found, spent: Mapping[Any, float]) -> list[float]:
+    """The seconds of one modality's units; keys of `spent` are modality, (modality, layer index) and ``"step"``."""
+    layers = [spent.get((name, index), 0.0) for index in range(len(row) - 2)]
+    total = spent.get(name, 0.0)
+    if name == found.loss_modality:
+        total = spent["step"] - sum(spent.get(other, 0.0) for other in found.encoders)
+    if not total:
+        rule = "It does not run in the first microbatch, so its time cannot be measured"
+        raise ConfigError(f"modalities.{name}", name, rule, "Use data in which every sample has all modalities")
+    around = max(total - sum(layers), 0.0)
+    before, after = row[0].forward, row[-1].forward
+    share = before / (before + after) if before + after else 1.0
+    return [around * share, *layers, around * (1 - share)]
+
+
+class _Clock:
+    """Adds up the seconds of calls by key."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.spent: dict[Any, float] = {}
+        self._device = device
+        self._running: set[Any] = set()
+
+    def time(self, key: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call `function` and count its time; a nested call with the same key counts once."""
+        if key in self._running:
+            return function(*args, **kwargs)
+        self._running.add(key)
+        start = self._now()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.spent[key] = self.spent.get(key, 0.0) + self._now() - start
+            self._running.discard(key)
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()

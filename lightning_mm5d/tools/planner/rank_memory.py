@@ -1,0 +1,393 @@
+"""Estimates the memory of each rank in a training step: a function of a plan, a schedule and shapes.
+
+A step has three phases, and a rank's peak is the largest of theirs:
+
+1. the *schedule*: parameters, gradients as they come, activations of the microbatches in flight, and what one forward
+   or backward needs for a moment;
+2. the *reduction* of gradients over ranks, as the last backward ends: gradients, the buckets that carry them, and
+   activations that are left;
+3. the *update*: parameters, gradients, states of optimizers, and what the optimizer needs for a moment.
+
+With main parameters, parameters and gradients have their precision, and what layers compute with is there beside them
+in the first two phases.
+
+States of optimizers are there in all three. What is offloaded is on the device only while it is used, and on the host
+else. Left out are the libraries themselves, batches that the dataloader prepares, and buffers of gloo or NCCL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from lightning_mm5d.partition import StageCut
+from lightning_mm5d.partition.costs import Kept
+from lightning_mm5d.plan.data_shards import DataShard, DataShards
+from lightning_mm5d.plan.meetings import why_apart
+from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.plan.sums import summed_by
+from lightning_mm5d.schedule import AnySchedule, Graph
+from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.sharded.kept_results import operations_named
+from lightning_mm5d.tools.planner.activation_trace import Storages, Trace, UnitUse
+from lightning_mm5d.tools.planner.flights import Flight, Reduced, StageFlight, flown, reduced
+from lightning_mm5d.tools.planner.optimizer_states import OptimizerStates, StateBytes
+
+BUCKET_BYTES = 25 * 2**20
+
+
+class RankMemory(NamedTuple):
+    """Bytes on one rank.
+
+    Attributes:
+        rank: global rank.
+        parameters: between steps.
+        gradients: when the optimizer steps.
+        optimizer: states of optimizers; None where they are not known.
+        activations: of the microbatches in flight, at most; None where they are not known.
+        buffers: gathered parameters, gradients that are not reduced yet, buckets, and what an operation needs for a
+            moment: all that the peak has beside the other columns.
+        peak: at most at a time on the device, of what is known.
+        host: in host memory.
+    """
+
+    rank: int
+    parameters: int
+    gradients: int
+    optimizer: int | None
+    activations: int | None
+    buffers: int
+    peak: int
+    host: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is known of a training step beside the plan.
+
+    Attributes:
+        module: full; the meta device will do.
+        schedule: as `build` takes it.
+        num_microbatches: M.
+        states: of its optimizers; None where they are not known.
+        trace: of one microbatch; None where it is not known.
+        bucket_bytes: how much is summed or exchanged at once.
+        accumulates: whether gradients of several batches are added up.
+    """
+
+    module: nn.Module
+    schedule: AnySchedule
+    num_microbatches: int
+    states: OptimizerStates | None = None
+    trace: Trace | None = None
+    bucket_bytes: int = BUCKET_BYTES
+    accumulates: bool = False
+
+    @cached_property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Of the module, under all their names."""
+        return dict(self.module.named_parameters(remove_duplicate=False))
+
+    @cached_property
+    def trainable(self) -> frozenset[str]:
+        """Names of those that require a gradient."""
+        return frozenset(name for name, parameter in self.parameters.items() if parameter.requires_grad)
+
+    @cached_property
+    def trained(self) -> frozenset[str]:
+        """Of these, the ones that get a gradient: a step may leave some out, as the last layer of a vision tower."""
+        return self.trainable if self.trace is None else self.trainable & self.trace.reached
+
+
+class _Held(NamedTuple):
+    """A parameter on one rank, in bytes.
+
+    Attributes:
+        name: one of its names.
+        whole: of the local tensor.
+        own: of the rows that the rank owns.
+        shard: who owns which rows; None where it is not shared.
+        trained: whether it has a gradient.
+        states: of optimizers.
+        computes: of the local tensor that layers compute with, where it is another one than `whole`; else 0.
+        offloads: what leaves for the host, of the modalities that use it.
+    """
+
+    name: str
+    whole: int
+    own: int
+    shard: DataShard | None
+    trained: bool
+    states: StateBytes | None
+    computes: int
+    offloads: frozenset[str]
+
+    @property
+    def rest(self) -> int:
+        """Of what is there between steps."""
+        rows = self.shard is not None and (self.shard.stage == 3 or self.computes)
+        return self.own if rows else self.whole
+
+
+def memory_of(plan: Plan, step: Step) -> list[RankMemory]:
+    """Return the memory of each rank, in their order."""
+    return _Estimate(plan, step).ranks()
+
+
+class _Estimate:
+    def __init__(self, plan: Plan, step: Step) -> None:
+        self._plan, self._step = plan, step
+        self._shards = DataShards(plan)
+        self._schedules: dict[tuple[int, ...], tuple[Graph, Any]] = {}
+        self._stages: dict[StageKey, StageFlight] = {}
+
+    def ranks(self) -> list[RankMemory]:
+        return [self._rank(rank) for rank in range(self._plan.layout.size)]
+
+    # --- parameters ---
+
+    def _held(self, rank: int) -> list[_Held]:
+        plan, step = self._plan, self._step
+        names: dict[int, str] = {}
+        for stage in plan.topology.stages_of(rank):
+            for name in plan.ownership.parameters[stage]:
+                names.setdefault(id(step.parameters[name]), name)
+        return [self._parameter(name, rank) for name in names.values()]
+
+    def _parameter(self, name: str, rank: int) -> _Held:
+        plan, step = self._plan, self._step
+        parameter, shape = step.parameters[name], self._shards.local_shape(name, rank)
+        shard = self._shards.of(name, rank) if self._shards.exist else None
+        own_shape = shape if shard is None else shard.own_shape(shape)
+        shape = self._shape_in_step(name, rank)
+        dtype = plan.held_dtype(parameter)
+        size, low = dtype.itemsize, parameter.element_size()
+        states: StateBytes | None = StateBytes(0, 0, False)
+        if name in step.trained:
+            states = None if step.states is None else step.states.of(name, own_shape, dtype)
+        users = {key.modality for key in plan.partition.owners[name]}
+        offloads = frozenset(kind for user in users for kind in plan.modalities[user].offloads)
+        if len(users) > 1 or parameter.requires_grad:
+            offloads -= {"parameters"}
+        return _Held(
+            name,
+            torch.Size(shape).numel() * size,
+            torch.Size(own_shape).numel() * size,
+            shard,
+            name in step.trained,
+            states,
+            torch.Size(shape).numel() * low if low != size else 0,
+            offloads,
+        )
+
+    def _shape_in_step(self, name: str, rank: int) -> tuple[int, ...]:
+        """The shape of a parameter as layers compute with it: tokens travel to experts, which stay where they are."""
+        shape = self._shards.local_shape(name, rank)
+        shard = self._shards.of(name, rank) if self._tokens_travel else None
+        return shard.own_shape(shape) if shard is not None and shard.of_experts else shape
+
+    @cached_property
+    def _tokens_travel(self) -> bool:
+        plan, step = self._plan, self._step
+        if not plan.experts:
+            return False
+        return why_apart(plan, step.schedule, step.num_microbatches, step.trainable) is None
+
+    # --- a rank ---
+
+    def _rank(self, rank: int) -> RankMemory:
+        held = self._held(rank)
+        trained = [one for one in held if one.trained]
+        rests = [one for one in held if "parameters" not in one.offloads]
+        away = sum(one.whole for one in held if "parameters" in one.offloads)
+        parameters = sum(one.rest for one in rests)
+        gathered = self._gathered(rests)
+        own = sum(one.own for one in trained)
+        states = sum(one.states.kept for one in trained if one.states)
+        states_away = sum(one.states.kept for one in trained if one.states and "optimizer" in one.offloads)
+        flight = self._flight(rank)
+        older = own if self._step.accumulates else 0
+        base = parameters + states - states_away
+        phases = {
+            "schedule": base + gathered + away + older + flight.peak,
+            "reduction": base + gathered + older + self._reduction(trained, flight),
+            "update": base + self._arriving(trained) + own + max(_update(trained), self._exchange(trained)),
+        }
+        known = all(one.states for one in trained) if self._step.states is not None else not trained
+        peak = max(phases.values())
+        shown = parameters + own + states - states_away + (flight.activations or 0)
+        return RankMemory(
+            rank,
+            parameters,
+            own,
+            states - states_away if known else None,
+            None if self._step.trace is None else flight.activations,
+            max(peak - shown, 0),
+            peak,
+            away + states_away + flight.host,
+        )
+
+    def _gathered(self, rests: Sequence[_Held]) -> int:
+        """Local tensors that are there in a step only; with `reshard_after_forward`, of two layers."""
+        shared = [one for one in rests if one.rest != one.whole or one.computes]
+        layers: dict[tuple[str, int], int] = {}
+        other = 0
+        for one in shared:
+            place = self._layer(one.name)
+            if place is None or one.shard is None:
+                other += one.computes or one.whole
+            else:
+                layers[place] = layers.get(place, 0) + (one.computes or one.whole)
+        return other + sum(sorted(layers.values())[-2:])
+
+    def _layer(self, name: str) -> tuple[str, int] | None:
+        """The layer of a parameter that is gathered with its layer."""
+        for modality, parts in self._plan.partition.parts.items():
+            if self._plan.modalities[modality].reshard_after_forward and (index := parts.index(name)) is not None:
+                return modality, index
+        return None
+
+    def _reduction(self, trained: Sequence[_Held], flight: Flight) -> int:
+        """Gradients, what carries them, and activations that are left meanwhile."""
+        if self._plan.layout.size == 1:
+            return sum(one.whole for one in trained)
+        numbers = {name: number for number, name in enumerate(self._step.parameters)}
+        ordered = sorted(trained, key=lambda one: numbers[one.name])
+        gradients = [Reduced(one.whole, None if one.shard is None else one.own) for one in ordered]
+        return reduced(gradients, self._step.bucket_bytes, flight.ending)
+
+    def _arriving(self, trained: Sequence[_Held]) -> int:
+        """Offloaded states that are on the device at a time: of two buckets of parameters, or all of them."""
+        if self._step.states is None:
+            return 0
+        moved = [(one.own, one.states.kept if one.states and "optimizer" in one.offloads else 0) for one in trained]
+        torchs = all(type(one).__module__.startswith("torch.optim") for one in self._step.states.optimizers)
+        if torchs and not any(one.states.together for one in trained if one.states):
+            return _two_buckets(moved, self._step.bucket_bytes)
+        return sum(cost for _, cost in moved)
+
+    def _exchange(self, trained: Iterable[_Held]) -> int:
+        """The buckets in which rows of parameters that stay whole are exchanged after the update, two at a time."""
+        found = [one for one in trained if one.shard is not None and one.shard.stage < 3 and not one.computes]
+        return _two_buckets([(one.whole, one.whole + one.own) for one in found], self._step.bucket_bytes)
+
+    # --- activations ---
+
+    def _flight(self, rank: int) -> Flight:
+        plan, step = self._plan, self._step
+        replicas = plan.topology.connected_replicas(rank)
+        count = plan.layout.microbatches(step.num_microbatches)[replicas[0]]
+        if replicas not in self._schedules:
+            self._schedules[replicas] = plan.graphs.schedule(step.schedule, count, step.trainable, rank=rank)
+        graph, schedule = self._schedules[replicas]
+        actions = plan.topology.actions_of(rank, schedule, count)
+        stages = {key: self._stage(key, rank, graph) for key in plan.topology.stages_of(rank)}
+        return flown(actions, stages)
+
+    def _stage(self, key: StageKey, rank: int, graph: Graph) -> StageFlight:
+        if key not in self._stages:
+            self._stages[key] = self._made(key, rank, graph.has_backward(key))
+        return self._stages[key]
+
+    def _made(self, key: StageKey, rank: int, has_backward: bool) -> StageFlight:
+        plan, step = self._plan, self._step
+        cuts = {cut.name: cut for cuts in plan.partition.stages.values() for cut in cuts}
+        members = plan.topology.members[key]
+        order = sorted(members, key=lambda member: plan.topology.order.index(member.modality))
+        gradients: list[int] = []
+        laid: list[int] = []
+        kept: list[Storages] = []
+        working: list[int] = []
+        away: list[bool] = []
+        counted: set[int] = set()  # one that several units use gets its gradient in the backward of the first of them
+        for member in order:
+            cut, units = cuts[member], plan.partition.units[member]
+            uses = _uses(step.trace, cut, plan.partition.stages[member.modality]) or [UnitUse()] * len(units)
+            layers = plan.partition.kept.get(member.modality, ())
+            first = cut.first + (cut.index > 0)
+            for number, (unit, use) in enumerate(zip(units, uses, strict=True), first):
+                operations = layers[number - 1] if 0 < number <= len(layers) else None
+                kept.append(_storages(use, operations))
+                again = 0 if operations is None else sum(use.saved.values())
+                working.append(use.working + again)
+                sizes = self._gradients(unit.costs, rank, counted)
+                gradients.append(sum(sizes.values()))
+                laid.append(sum(size for name, size in sizes.items() if self._is_laid(name, rank)))
+                away.append("activations" in plan.modalities[member.modality].offloads)
+        return StageFlight(kept, working, gradients, away, self._passed(key, members, cuts), has_backward, laid)
+
+    def _is_laid(self, name: str, rank: int) -> bool:
+        """Whether a gradient has memory from the start of a step: ranks sum all of it."""
+        if self._shards.exist and self._shards.of(name, rank) is not None:
+            return False
+        return any(len(one.ranks) > 1 and one.rows is None for one in summed_by(self._plan, name, rank))
+
+    def _gradients(self, names: Iterable[str], rank: int, counted: set[int]) -> dict[str, int]:
+        """Bytes of the gradients of parameters that are not counted yet."""
+        every = {id(self._step.parameters[name]): name for name in names if name in self._step.trained}
+        found = {key: name for key, name in every.items() if key not in counted}
+        counted.update(found)
+        return {
+            name: torch.Size(self._shape_in_step(name, rank)).numel()
+            * self._plan.held_dtype(self._step.parameters[name]).itemsize
+            for name in found.values()
+        }
+
+    def _passed(self, key: StageKey, members: Sequence[StageKey], cuts: Mapping[StageKey, StageCut]) -> Storages:
+        """What a stage receives and sends: hidden states between layers, and results of encoders."""
+        plan, trace = self._plan, self._step.trace
+        found: Storages = {}
+        if trace is None:
+            return found
+        for member in members:
+            cut, stages = cuts[member], plan.partition.stages[member.modality]
+            if cut.index > 0:
+                found |= trace.units[member.modality][cut.first + 1].hidden
+            if cut is not stages[-1]:
+                found |= trace.units[member.modality][cut.last + 1].hidden
+            elif any(member.modality in names for names in plan.topology.consumes.values()):
+                found |= trace.exits[member.modality]
+        for name in plan.topology.consumes.get(key, ()):
+            found |= trace.exits[name]
+        return found
+
+
+def _two_buckets(moved: Iterable[tuple[int, int]], most_bytes: int) -> int:
+    """Return what two buckets in a row cost at most, given the size of each item in them and its cost."""
+    size, buckets = 0, [0]
+    for own, cost in moved:
+        if size >= most_bytes:
+            buckets.append(0)
+            size = 0
+        size += own
+        buckets[-1] += cost
+    return max(sum(buckets[number : number + 2]) for number in range(len(buckets)))
+
+
+def _update(trained: Sequence[_Held]) -> int:
+    """What optimizers need for a moment."""
+    found = [one.states for one in trained if one.states]
+    together = sum(one.working for one in found if one.together)
+    return max([together, *(one.working for one in found if not one.together)], default=0)
+
+
+def _uses(trace: Trace | None, cut: StageCut, cuts: Sequence[StageCut]) -> Sequence[UnitUse]:
+    if trace is None:
+        return []
+    row = trace.units[cut.modality]
+    return row[cut.first + (cut.index > 0) : None if cut is cuts[-1] else cut.last + 1]
+
+
+def _storages(use: UnitUse, operations: Kept) -> Storages:
+    """What a unit keeps, where it runs again but for some operations; None for a unit that does not."""
+    if operations is None or not use.saved:
+        return use.saved
+    found = dict(use.inputs)
+    for operation in operations_named(operations):
+        found |= use.results.get(operation, {})
+    return found

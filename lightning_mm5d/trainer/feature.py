@@ -1,0 +1,130 @@
+"""What a feature is: the protocol by which what only some runs need plugs into the core.
+
+A feature is a package below ``features``; `config.features` lists them, and nothing else names one. Its phases:
+
+1. check: after the core's own checks, on every process, before processes and again when the module is set up;
+2. cut: on each rank of a run, while its module is cut down to what it computes;
+3. attach: when module, engine and optimizers are ready. While the run lasts, the engine and the optimization call what
+   a feature has appended to their doors (`engine.around`, `trainer.around_updates`). What it has put in front of an
+   attribute (`stage.put`) is called in place of it;
+4. remove: when the run has ended or failed, in reverse order;
+5. finish: after a run that has not failed, when the weights are where they belong; collective.
+
+All ranks attach features in the order of the list, so that these may be collective. They import the core
+and never each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_mm5d.config.features import parts
+from lightning_mm5d.engine.engine import Engine
+from lightning_mm5d.engine.ordered_transport import Wire
+from lightning_mm5d.engine.run_groups import RunGroups
+from lightning_mm5d.expert_parallel.shared_experts import SharedExperts
+from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.schedule import AnySchedule
+from lightning_mm5d.stage import Runtime
+from lightning_mm5d.trainer.optimization import Optimization
+from lightning_mm5d.trainer.steps import Steps
+
+BEFORE_TRANSFER = "_on_before_batch_transfer"
+"""of the LightningModule: what calls the user's hook, right before a batch moves to its device"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Running:
+    """A run on one rank, as features see it.
+
+    Attributes:
+        trainer: that runs.
+        module: of the user, cut down to this rank.
+        plan: all stages.
+        rank: global rank.
+        device: where this rank computes.
+        schedule: its name, a table or a function.
+        num_microbatches: M; None where each batch decides.
+        runtime: the patched module.
+        engine: runs the actions of steps.
+        transport: carries payloads; None where nothing is sent.
+        experts: that this rank shares; None without any.
+        optimization: gradients and optimizers.
+        steps: run the steps of the module.
+        groups: of ranks, of this rank.
+        is_plain: whether every rank is a replica of the full model and steps need no schedule.
+    """
+
+    trainer: pl.Trainer
+    module: pl.LightningModule
+    plan: Plan
+    rank: int
+    device: torch.device
+    schedule: AnySchedule
+    num_microbatches: int | None
+    runtime: Runtime
+    engine: Engine
+    transport: Wire | None
+    experts: SharedExperts | None
+    optimization: Optimization
+    steps: Steps
+    groups: RunGroups
+    is_plain: bool
+
+
+class Attached:
+    """A feature on one rank, from `Feature.attach` on; what a subclass leaves out does nothing."""
+
+    def remove(self) -> None:
+        """Undo what `Feature.attach` did; not collective, because the run may have failed."""
+
+    def finish(self) -> None:
+        """The run has ended well, and weights are where they belong; collective."""
+
+
+class Feature:
+    """One feature of a strategy; what a subclass leaves out does nothing.
+
+    Args:
+        fields: of the strategy, by name, as the user gave them and after their checks.
+    """
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        pass
+
+    def check(self, module: pl.LightningModule, plan: Plan, device: torch.device) -> None:
+        """Refuse what this module, plan or device cannot do.
+
+        Raises:
+            ConfigError: names the field of the feature.
+        """
+
+    def needs_schedule(self, plan: Plan) -> bool:
+        """Whether a schedule runs the steps of replicas of the full model, too, which else run as they are."""
+        return False
+
+    def cut(self, runtime: Runtime, plan: Plan, device: torch.device) -> Callable[[], None] | None:
+        """Stand before callables of the module on one rank.
+
+        Layers are sharded and compiled by then, and what other ranks compute has not been patched yet: so what stands
+        before a callable is called wherever the callable is.
+
+        Returns:
+            What undoes it; None where nothing was done.
+        """
+
+    def attach(self, running: Running) -> Attached | None:
+        """Begin on one rank of a run; None where the feature has nothing to do there."""
+
+
+def made_features(fields: Mapping[str, Any]) -> tuple[Feature, ...]:
+    """Return the features that are there, for the fields of a strategy.
+
+    Each package has a module ``feature`` with ``FEATURE``, its subclass of `Feature`.
+    """
+    return tuple(module.FEATURE(fields) for module in parts("feature"))

@@ -1,0 +1,208 @@
+"""States of optimizers in full while hooks of users run, on every rank, beside the parameters of `full_views`.
+
+An optimizer here has the states of what its rank holds: a momentum of rows with ``zero_stage``, none for parameters of
+other stages. Around a hook `Optimizer.state` is a dict whose first use gathers the states of all parameters. What the
+hook changes is cut back at its end, and states that it drops are dropped.
+
+What a state is follows from its shape: a tensor shaped as the parameter is a part of one, and anything else, such as a
+count of steps, is equal on all ranks of the parameter.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_mm5d.trainer.part_exchange import Moving, PartExchange
+
+States = dict[Any, dict[str, Any]]
+
+
+class AwaitedStates(defaultdict):
+    """The states of an optimizer by parameter, gathered by the first use.
+
+    Args:
+        opens: gathers them, and fills this dict.
+
+    Attributes:
+        is_full: whether it holds them.
+    """
+
+    def __init__(self, opens: Callable[[], None]) -> None:
+        super().__init__(dict)
+        self._opens = opens
+        self.is_full = False
+
+    def fill(self, states: States) -> None:
+        """Hold `states`, without gathering."""
+        self._opens, self.is_full = lambda: None, True
+        super().update(states)
+
+    def __reduce__(self) -> Any:
+        self._opens()
+        return defaultdict, (dict, dict(super().items()))
+
+
+def _opening(name: str) -> Any:
+    plain = getattr(defaultdict, name)
+
+    def opened(self: AwaitedStates, *args: Any, **kwargs: Any) -> Any:
+        self._opens()
+        return plain(self, *args, **kwargs)
+
+    return opened
+
+
+for _name in (
+    *("__getitem__", "__setitem__", "__delitem__", "__iter__", "__len__", "__contains__"),
+    *("__eq__", "__ne__", "__repr__"),
+    *("get", "items", "keys", "values", "pop", "popitem", "setdefault", "update", "clear", "copy", "__reversed__"),
+    *("__or__", "__ior__", "__missing__", "__copy__"),
+):
+    setattr(AwaitedStates, _name, _opening(_name))
+
+
+class FullStates:
+    """The states that hooks see.
+
+    Args:
+        exchange: of the module's parameters.
+        group: all ranks, in host memory.
+        device: where this rank computes.
+    """
+
+    def __init__(self, exchange: PartExchange, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self._exchange, self._group, self._device = exchange, group, device
+        self._shown: list[tuple[Optimizer, AwaitedStates, Any]] = []
+        self._names: dict[int, tuple[str, tuple[int, ...]]] = {}
+
+    def show(
+        self, optimizers: Sequence[Any], names: dict[int, tuple[str, tuple[int, ...]]], opens: Callable[[], None]
+    ) -> None:
+        """Put dicts that await their states in the place of those of `optimizers`.
+
+        Args:
+            optimizers: of the trainer.
+            names: name and full shape of the parameters that some rank lacks a part of, by id.
+            opens: gathers.
+        """
+        self._names = names
+        for optimizer in optimizers:
+            if isinstance(optimizer, Optimizer) and optimizer.param_groups:
+                awaited = AwaitedStates(opens)
+                self._shown.append((optimizer, awaited, optimizer.state))
+                optimizer.state = awaited
+
+    def gather(self, *, is_open: bool, keeps: bool) -> None:
+        """Send what this rank has, and show the full states where `keeps`; collective.
+
+        Args:
+            is_open: whether this rank shows them already.
+            keeps: whether it wants them.
+        """
+        shown = [optimizer.state if is_open else local for optimizer, _, local in self._shown]
+        own = [
+            {self._names[id(one)][0]: self._told(one, state) for one, state in states.items() if id(one) in self._names}
+            for states in shown
+        ]
+        told: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(told, own, group=self._group)
+        moving: list[Moving] = []
+        found: list[dict[str, dict[str, Any]]] = []
+        for index, states in enumerate(shown):
+            by_name = {self._names[id(one)][0]: state for one, state in states.items() if id(one) in self._names}
+            full: dict[str, dict[str, Any]] = {}
+            names = dict.fromkeys(name for rank in told if index < len(rank) for name in rank[index])
+            for name in sorted(names):
+                keys: dict[str, Any] = {}
+                for rank in told:
+                    keys = (rank[index].get(name, {}) if index < len(rank) else {}) | keys
+                full[name] = {}
+                for key, value in keys.items():
+                    if not isinstance(value, _Whole):
+                        full[name][key] = value
+                        continue
+                    present = by_name.get(name, {}).get(key)
+                    whole = torch.zeros(value.shape, dtype=value.dtype, device=self._device) if keeps else None
+                    moving.append(Moving(name, value.dtype, present, whole))
+                    full[name][key] = whole
+            found.append(full)
+        self._exchange.bring(moving)
+        if keeps and not is_open:
+            for (optimizer, awaited, local), full in zip(self._shown, found, strict=True):
+                awaited.fill(dict(self._in_order(optimizer, local, full)))
+
+    def _told(self, parameter: Any, state: dict[str, Any]) -> dict[str, Any]:
+        """What a rank says of one state: what is a part, by dtype and full shape, and the rest itself."""
+        shape = self._names[id(parameter)][1]
+        return {
+            key: _Whole(shape, value.dtype) if self._is_part(parameter, value) else value
+            for key, value in state.items()
+        }
+
+    def _is_part(self, parameter: Any, value: Any) -> bool:
+        name, shape = self._names[id(parameter)]
+        if not isinstance(value, Tensor):
+            return False
+        return tuple(value.shape) in {shape, *self._exchange.forms(name)}
+
+    def _in_order(self, optimizer: Optimizer, local: Any, full: dict[str, dict[str, Any]]) -> Iterator[tuple[Any, Any]]:
+        for group in optimizer.param_groups:
+            for one in group["params"]:
+                name = self._names.get(id(one), ("",))[0]
+                if name in full:
+                    yield one, full[name]
+                elif one in local:
+                    yield one, local[one]
+
+    def take_back(self, is_held: Callable[[nn.Parameter], bool]) -> None:
+        """Cut what the hook has read, or put in place of it, to what this rank holds.
+
+        Args:
+            is_held: whether this rank has a part of a parameter.
+        """
+        for optimizer, awaited, local in self._shown:
+            if optimizer.state is awaited and not awaited.is_full:
+                continue
+            left: dict[Any, Any] = dict(optimizer.state)
+            for one in [one for one in local if one not in left]:
+                del local[one]
+            for one, state in left.items():
+                if id(one) not in self._names:
+                    local[one] = state
+                elif is_held(one):
+                    local[one] = self._own(one, state, local.get(one, {}))
+
+    def _own(self, parameter: Any, state: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+        name, shape = self._names[id(parameter)]
+        own: dict[str, Any] = {}
+        for key, value in state.items():
+            if isinstance(value, Tensor) and tuple(value.shape) == shape and shape:
+                old = before.get(key)
+                is_kept = isinstance(old, Tensor) and old.dtype == value.dtype
+                own[key] = old if is_kept else value.new_empty(self._exchange.own_shape(name))
+                self._exchange.cut(name, value, own[key])
+            else:
+                own[key] = value
+        before.clear()
+        before.update(own)
+        return before
+
+    def restore(self) -> None:
+        """Show what this rank has."""
+        for optimizer, _, local in self._shown:
+            optimizer.state = local
+        self._shown.clear()
+
+
+class _Whole:
+    """A full tensor that is gathered."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.shape, self.dtype = shape, dtype

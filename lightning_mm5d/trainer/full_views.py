@@ -1,0 +1,516 @@
+"""Parameters and gradients in full while hooks of users run, on every rank.
+
+One process has the full tensors wherever a hook looks at them. Here a rank has parts: nothing of other stages, a shard
+with tensor parallelism, rows with ``zero_stage``. So around a hook all parameters that some rank lacks a part of are
+`Awaited`: they show the shape, dtype and device of the full tensor, and the first use of a value, or of a gradient,
+gathers those of the whole module. What the hook writes is cut back to this rank's part at its end.
+
+Ranks need not look together. The protocol of a hook has three phases, and each message is one small sum on the host:
+
+1. *Open*: a rank that needs values or gradients says so, and waits until all ranks have said something.
+2. *Serve*: a rank at the end of its hook, or at a call of the strategy within it, says so, and sends what it holds as
+   long as another one opens.
+3. *Leave*: all ranks are at the end of the same hook, or before the same call. If they are at unequal places, all raise
+   `RankMismatchError`.
+
+A hook that looks at parameters costs the memory of them all on each rank until it ends. One that does not costs the
+message of phase 3, and a run without hooks of its own nothing. Hooks of predictions with several replicas get errors in
+place of values, since replicas may predict unequal numbers of batches.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from torch import Tensor, nn
+
+from lightning_mm5d.checkpoint.buffer_state import BufferState
+from lightning_mm5d.config.errors import ConfigError, RankMismatchError, RemoteParameterError
+from lightning_mm5d.data_parallel.shared_parameters import SharedParameters
+from lightning_mm5d.expert_parallel.expert_layer import parameters_of
+from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.sharded.remote_value import Guard, Placeholder, is_remote, plain
+from lightning_mm5d.trainer.awaited_parameter import Awaited, Kind
+from lightning_mm5d.trainer.full_states import FullStates
+from lightning_mm5d.trainer.hidden_gradients import is_stand_in, stand_in
+from lightning_mm5d.trainer.part_exchange import (
+    SUMMED_LATE,
+    Moving,
+    PartExchange,
+    hooks_of_all,
+    is_summed_late,
+    partial_names,
+)
+
+_KINDS: tuple[Kind, ...] = ("values", "gradients", "states")
+_DTYPES = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    *(torch.float8_e4m3fn, torch.float8_e5m2),
+)
+_NOWHERE = -(2**62)
+_OWN_HOOKS = ("lightning.", "pytorch_lightning.", "lightning_mm5d.")
+_LOOPS = ("train", "validation", "test", "predict")
+_HOOKS = (
+    *("on_fit_start", "on_fit_end", "on_sanity_check_start", "on_sanity_check_end", "teardown"),
+    *(f"on_{loop}_{when}" for loop in _LOOPS for when in ("start", "end", "epoch_start", "epoch_end")),
+    *(f"on_{loop}_batch_{when}" for loop in _LOOPS for when in ("start", "end")),
+    *("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad"),
+    *("configure_gradient_clipping", "on_save_checkpoint", "on_load_checkpoint"),
+)
+
+
+class _Form:
+    """A parameter, and what this rank shows of it outside of hooks.
+
+    Attributes:
+        data: its local tensor.
+        grad: its gradient there, or a stand-in for one.
+        kind: its class.
+    """
+
+    def __init__(self, name: str, parameter: nn.Parameter, shape: tuple[int, ...]) -> None:
+        self.name, self.parameter, self.shape = name, parameter, shape
+        self.data: Tensor = parameter.data
+        self.grad: Tensor | None = None
+        self.kind: type[nn.Parameter] = type(parameter)
+        self._nan: Tensor | None = None
+
+    def nan(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a tensor of the full shape without memory."""
+        if self._nan is None or self._nan.dtype != dtype:
+            filler = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+            self._nan = torch.full((), filler, dtype=dtype, device=device).expand(self.shape)
+        return self._nan
+
+
+class FullViews:
+    """The views of one rank's module.
+
+    Args:
+        module: as it is on this rank between steps.
+        plan: all stages.
+        rank: global rank.
+        shared: the parameters of which this rank owns rows.
+        guard: of the values that other ranks have.
+        group: all ranks, in host memory; None where no rank has parts.
+        device: where this rank computes.
+        wire: where messages of the default group live.
+        is_unsummed: whether an accumulation has gradients that ranks will sum at its last batch.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        plan: Plan,
+        rank: int,
+        shared: SharedParameters,
+        guard: Guard,
+        group: dist.ProcessGroup | None,
+        *,
+        device: torch.device,
+        wire: torch.device,
+        is_unsummed: Callable[[], bool],
+    ) -> None:
+        self._module, self._plan, self._rank = module, plan, rank
+        self._shared, self._guard, self._group = shared, guard, group
+        self._device, self._wire, self._is_unsummed = device, wire, is_unsummed
+        self._buffers: BufferState | None = None
+        self._exchange = PartExchange(module, plan, rank, wire)
+        parted = partial_names(plan)
+        self._forms = [
+            _Form(name, parameter, plan.shapes[name])
+            for name, parameter in (module.named_parameters() if parted else ())
+            if name in parted
+        ]
+        self._shapes = {id(form.parameter): (form.name, form.shape) for form in self._forms}
+        self._states = FullStates(self._exchange, group, device)
+        self._opened: set[Kind] = set()
+        self._depth = 0
+        self._is_shown = self._shares = False
+        self._place = ""
+        self._swapped: list[tuple[nn.Module, str, Tensor, Tensor]] = []
+        self._calls: list[tuple[nn.Module, AbstractContextManager[None]]] = []
+        self._undo: list[Callable[[], object]] = []
+        guard.suspended = self.suspended
+
+    # --- hooks ---
+
+    def attach(self, owners: Iterable[Any], buffers: BufferState, *, predicts_apart: bool) -> None:
+        """Show full tensors in the hooks of `owners` that users wrote, until `detach`.
+
+        Args:
+            owners: the module and the callbacks of the trainer.
+            buffers: which ranks have the values of buffers.
+            predicts_apart: whether replicas may predict unequal numbers of batches.
+        """
+        self._buffers = buffers
+        found: list[tuple[Any, str, Any]] = []
+        for owner in owners if self._forms else ():
+            if isinstance(owner, WeightAveraging | StochasticWeightAveraging):
+                continue  # they average local tensors
+            for name in _HOOKS:
+                hook = getattr(owner, name, None)
+                if callable(hook) and not getattr(hook, "__module__", "").startswith(_OWN_HOOKS):
+                    found.append((owner, name, hook))
+        for owner, name, hook in hooks_of_all(found, self._group if self._forms else None):
+            self._watch(owner, name, hook, shares=not (predicts_apart and "predict" in name))
+        if self._forms and not self._module.optimizer_step.__module__.startswith(_OWN_HOOKS):
+            self._watch_step(self._module)
+        if self._undo:
+            self._watch_calls()
+
+    def detach(self) -> None:
+        """Leave the hooks as they were."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+
+    def _watch(self, owner: Any, name: str, hook: Callable[..., Any], *, shares: bool) -> None:
+        before = vars(owner).get(name)
+        place = f"the end of {type(owner).__name__}.{name}"
+
+        @functools.wraps(hook)
+        def viewed(*args: Any, **kwargs: Any) -> Any:
+            with self.entered(place, shares=shares):
+                return hook(*args, **kwargs)
+
+        def undo() -> None:
+            if vars(owner).get(name) is viewed:
+                vars(owner).pop(name)
+                if before is not None:
+                    vars(owner)[name] = before
+
+        vars(owner)[name] = viewed
+        self._undo.append(undo)
+
+    def _watch_step(self, module: pl.LightningModule) -> None:
+        """Show full tensors in an `optimizer_step` of the user's, but for the step itself and the closure before it."""
+        step = module.optimizer_step
+
+        @functools.wraps(step)
+        def viewed(epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None, **kwargs: Any) -> Any:
+            def closure() -> Any:
+                with self.suspended("the closure of an optimizer"):
+                    return optimizer_closure()
+
+            with self.entered(f"the end of {type(module).__name__}.optimizer_step"):
+                given = None if optimizer_closure is None else closure
+                return step(epoch, batch_idx, optimizer, given, **kwargs)
+
+        vars(module)["optimizer_step"] = viewed
+        self._undo.append(lambda: vars(module).pop("optimizer_step", None))
+
+    def _watch_calls(self) -> None:
+        """Let layers that are sharded compute with local tensors, also where a hook calls them; on all ranks."""
+        apart = {*self._plan.division.shards, *dict(parameters_of(self._plan.experts))}
+
+        @torch.compiler.disable  # where what holds the layer is compiled
+        def enter(path: str, module: nn.Module, _: Any) -> None:
+            if self._is_shown:
+                local = self.suspended(f"a call of {path or 'the module'}")
+                local.__enter__()
+                self._calls.append((module, local))
+
+        @torch.compiler.disable
+        def leave(module: nn.Module, *_: Any) -> None:
+            if self._calls and self._calls[-1][0] is module:
+                self._calls.pop()[1].__exit__(None, None, None)
+
+        for path, module in self._module.named_modules():
+            if any(name in apart for name, _ in module.named_parameters(path, recurse=False)):
+                before = module.register_forward_pre_hook(functools.partial(enter, path), prepend=True)
+                after = module.register_forward_hook(leave, always_call=True)
+                self._undo += before.remove, after.remove
+
+    # --- views ---
+
+    @contextmanager
+    def entered(self, place: str, *opens: Kind, shares: bool = True) -> Iterator[None]:
+        """Enter where parameters and gradients are to be seen in full; collective where `shares`.
+
+        Args:
+            place: where this view ends, in words that are the same on all ranks.
+            opens: what is gathered at once.
+            shares: whether all ranks enter; else uses of what this rank lacks raise an error.
+        """
+        if not self._forms:
+            yield
+            return
+        if self._depth:
+            for kind in opens:
+                self._open(kind)
+            self._depth += 1
+            try:
+                yield
+            finally:
+                self._depth -= 1
+            return
+        self._depth, self._shares, self._place = 1, shares, place
+        try:
+            self._show()
+            for kind in opens:
+                self._open(kind)
+            yield
+            self._leave(place)
+        finally:
+            self._depth = 0
+            self._restore()
+
+    def suspended(self, place: str) -> AbstractContextManager[None]:
+        """Enter around a call that works on local tensors; collective within a view."""
+        return self._suspension(place) if self._is_shown else nullcontext()
+
+    @contextmanager
+    def _suspension(self, place: str) -> Iterator[None]:
+        depth, shares = self._depth, self._shares
+        try:
+            self._leave(place)
+        finally:
+            self._restore()
+        self._depth = 0
+        try:
+            yield
+        finally:
+            self._depth, self._shares = depth, shares
+            self._show()
+
+    def _show(self) -> None:
+        self._guard.shows_full = self._shares
+        with plain():
+            for form in self._forms:
+                parameter = form.parameter
+                form.data, form.grad, form.kind = parameter.data, parameter.grad, type(parameter)
+                parameter.grad = None
+                parameter.data = form.nan(form.data.dtype, self._device)
+                parameter.__class__ = Awaited
+                vars(parameter)["opens"] = self._open
+        trainer = self._module._trainer
+        optimizers = trainer.optimizers if trainer is not None else ()
+        self._states.show(optimizers, self._shapes, lambda: self._open("states"))
+        self._is_shown = True
+
+    def _open(self, kind: Kind) -> None:
+        if kind in self._opened or not self._is_shown:
+            return
+        if not self._shares:
+            name = next(form.name for form in self._forms)
+            raise RemoteParameterError(
+                f"{kind} of parameters such as `{name}` are read in a hook that replicas may call unequally often, so "
+                "that ranks cannot gather them there. Read them in on_predict_start or on_fit_end, or in a callback of "
+                "a fit"
+            )
+        self._meet(kind)
+
+    def _leave(self, place: str) -> None:
+        """Serve other ranks until all are at `place`; then take over what was written."""
+        with plain():
+            has_new = any(form.parameter.grad is not None for form in self._forms)
+        if has_new and "gradients" not in self._opened:  # a backward of the hook has added some
+            self._open("gradients")
+        if self._shares:
+            self._meet(place=place)
+        with torch.inference_mode(False), torch.no_grad(), plain():
+            if self._is_shown:
+                self._states.take_back(lambda one: self._exchange.is_held(self._shapes[id(one)][0]))
+            for form in self._forms if self._opened else ():
+                self._check_shape(form)
+            for form in self._forms if self._opened else ():
+                if not issubclass(form.kind, Placeholder):
+                    self._take_back(form)
+
+    def _check_shape(self, form: _Form) -> None:
+        parameter = form.parameter
+        for kind, tensor in (("values", parameter.data), ("gradients", parameter.grad)):
+            if kind in self._opened and tensor is not None and tuple(tensor.shape) != form.shape:
+                got = f"{kind} of shape {tuple(tensor.shape)}"
+                raise ConfigError(form.name, got, f"Its shape is {form.shape}", "Keep the shape of parameters in hooks")
+
+    def _take_back(self, form: _Form) -> None:
+        """Cut what the full tensors are now to this rank's part."""
+        if "values" in self._opened:
+            self._exchange.cut(form.name, form.parameter.data, form.data)
+        if "gradients" in self._opened:
+            self._take_gradient(form)
+
+    def _take_gradient(self, form: _Form) -> None:
+        new, local = form.parameter.grad, self._local_gradient(form)
+        if is_stand_in(new):
+            return
+        if new is not None:
+            if self._waits(form):
+                rule = "Gradients of an accumulation are summed over ranks at its last batch"
+                raise ConfigError(
+                    f"{form.name}.grad", "a gradient set before", rule, "Set it in on_before_optimizer_step"
+                )
+            if local is None:
+                one = self._shared.get(form.parameter)
+                whole = one is not None and one.is_whole
+                shape = self._exchange.holding(form.name, self._rank).own if whole else form.data.shape
+                local = torch.empty(shape, dtype=new.dtype, device=form.data.device)
+            self._exchange.cut(form.name, new, local)
+        one = self._shared.get(form.parameter)
+        if one is not None and one.is_whole:
+            one.gradient = None if new is None else local
+            form.grad = form.grad if new is not None else None
+        else:
+            form.grad = None if new is None else local
+
+    def _restore(self) -> None:
+        """Show what this rank has outside of hooks."""
+        if not self._is_shown:
+            return
+        self._is_shown, self._guard.shows_full = False, False
+        self._states.restore()
+        with torch.inference_mode(False), torch.no_grad(), plain():
+            for form in self._forms:
+                parameter = form.parameter
+                parameter.grad = None
+                vars(parameter).pop("opens", None)
+                parameter.__class__ = form.kind
+                if "values" in self._opened and form.data.shape != parameter.shape:
+                    other = torch.float32 if form.data.dtype == torch.float16 else torch.float16
+                    parameter.data = torch.empty(0, dtype=other, device=form.data.device)  # a new node of autograd
+                parameter.data = form.data
+                parameter.grad = form.grad
+                form.grad = None
+            for module, name, shown, before in self._swapped:
+                if module._buffers.get(name) is shown:
+                    if shown._version and not is_remote(before):
+                        before.copy_(shown)
+                    module._buffers[name] = before
+        self._swapped.clear()
+        self._opened.clear()
+
+    # --- what ranks say to each other ---
+
+    def _meet(self, opens: Kind | None = None, place: str = "") -> None:
+        """Open, phase 1; or serve and leave, phases 2 and 3; collective."""
+        code = zlib.crc32(place.encode())
+        at = [code, -code] if opens is None else [_NOWHERE, _NOWHERE]
+        while True:
+            said = torch.tensor([*(kind == opens for kind in _KINDS), *at])
+            dist.all_reduce(said, dist.ReduceOp.MAX, self._group)
+            *wanted, last, first = said.tolist()
+            for kind, is_wanted in zip(_KINDS, wanted, strict=True):
+                if is_wanted:
+                    self._gather(kind, keeps=opens is not None)
+            if opens is not None:
+                return
+            if not any(wanted):
+                if last != -first:
+                    raise self._mismatch(place)
+                return
+
+    def _mismatch(self, place: str) -> RankMismatchError:
+        names: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(names, place, group=self._group)
+        found: dict[str, list[str]] = {}
+        for rank, name in enumerate(names):
+            found.setdefault(name, []).append(str(rank))
+        told = "; ".join(f"rank {', '.join(ranks)} at {name}" for name, ranks in found.items())
+        return RankMismatchError(
+            f"ranks are at unequal places of a hook: {told}. Checkpoints, full_state_dict and norms need all ranks: "
+            "call them outside of conditions that differ between ranks, such as trainer.is_global_zero"
+        )
+
+    # --- gathering ---
+
+    def _waits(self, form: _Form) -> bool:
+        """Whether the gradient of a parameter is not yet summed over ranks."""
+        return self._is_unsummed() and is_summed_late(self._plan, form.name)
+
+    def _local_gradient(self, form: _Form) -> Tensor | None:
+        one = self._shared.get(form.parameter)
+        return one.gradient if one is not None and one.is_whole else form.grad
+
+    def _present(self, form: _Form, kind: Kind) -> Tensor | None:
+        """What this rank has of a parameter: a full tensor once opened, else its local part."""
+        if kind in self._opened:
+            return form.parameter.data if kind == "values" else form.parameter.grad
+        if issubclass(form.kind, Placeholder):
+            return None
+        return form.data if kind == "values" else self._local_gradient(form)
+
+    def _gather(self, kind: Kind, *, keeps: bool) -> None:
+        """Send what this rank holds, and show the full tensors where `keeps`; collective."""
+        keeps = keeps and kind not in self._opened
+        with torch.inference_mode(False), torch.no_grad(), plain():
+            if kind == "states":
+                self._states.gather(is_open=kind in self._opened, keeps=keeps)
+                self._opened |= {kind} if keeps else set()
+                return
+            present = [self._present(form, kind) for form in self._forms]
+            codes = torch.tensor([0 if one is None else 1 + _DTYPES.index(one.dtype) for one in present])
+            dist.all_reduce(codes, dist.ReduceOp.MAX, self._group)
+            dtypes = [None if code == 0 else _DTYPES[code - 1] for code in codes.tolist()]
+            full: list[Tensor | None] = [None] * len(dtypes)
+            moving: list[Moving] = []
+            for index, (form, dtype) in enumerate(zip(self._forms, dtypes, strict=True)):
+                if dtype is None:
+                    continue
+                if kind == "gradients" and self._waits(form):
+                    full[index] = self._unsummed(form, present[index], dtype)
+                    continue
+                if keeps:
+                    full[index] = torch.zeros(form.shape, dtype=dtype, device=self._device)
+                moving.append(Moving(form.name, dtype, present[index], full[index]))
+            self._exchange.bring(moving)
+            if kind == "values" and self._plan.topology.edges:
+                self._gather_buffers(keeps=keeps)
+            if not keeps:
+                return
+            for form, tensor in zip(self._forms, full, strict=True):
+                if kind == "values":
+                    assert tensor is not None, form.name
+                    form.parameter.data = tensor
+                elif tensor is not None:
+                    added = form.parameter.grad  # by a backward of the hook
+                    if form.parameter.dtype != tensor.dtype:
+                        form.parameter.grad = None
+                        form.parameter.data = form.nan(tensor.dtype, self._device)
+                    form.parameter.grad = tensor if added is None else tensor + added
+            self._opened.add(kind)
+
+    def _unsummed(self, form: _Form, local: Tensor | None, dtype: torch.dtype) -> Tensor:
+        def zero() -> None:
+            if local is not None:
+                local.zero_()
+
+        return stand_in(
+            form.name,
+            form.shape,
+            dtype,
+            self._device,
+            zero,
+            SUMMED_LATE,
+            "Use it in on_before_optimizer_step, or use accumulate_grad_batches=1",
+        )
+
+    def _gather_buffers(self, *, keeps: bool) -> None:
+        """Show the newest value of every buffer that another rank writes; collective."""
+        assert self._buffers is not None
+        try:
+            sources = self._buffers.sources(self._wire)
+        except ConfigError:  # it has no value anywhere, and raises where it is read
+            sources = {}
+        for path, module in self._module.named_modules():
+            for name, buffer in [*module._buffers.items()]:
+                full_name = f"{path}.{name}" if path else name
+                if buffer is None or full_name in self._plan.division.shards:
+                    continue
+                source = sources.get(full_name, self._plan.ownership.primary_ranks(full_name)[0])
+                message = buffer.detach().to(self._wire).contiguous().clone()
+                dist.broadcast(message, source)
+                if keeps and source != self._rank:
+                    shown = message.to(buffer.device)
+                    module._buffers[name] = shown
+                    self._swapped.append((module, name, shown, buffer))

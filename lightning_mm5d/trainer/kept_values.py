@@ -1,0 +1,461 @@
+"""What steps keep in attributes of the LightningModule: ``self.outputs.append(loss)``, ``self.seen += len(batch)``.
+
+Hooks read it on all ranks, as in Lightning's own idiom for the end of an epoch, and only the ranks where the step ends
+have all of it: others are cut off before. So after each step every rank of a replica comes to hold what they kept.
+
+1. `KeptValues` notes, before the step, what the attributes hold.
+2. Where the step ends, `changes` tells what it changed, in terms that cross to other ranks.
+3. It is shared within the `StepResult`.
+4. Elsewhere `adopt` puts back what was there, and repeats the changes.
+
+Containers keep their identity. Where the step ran for M microbatches, what it appended to a list is joined as results
+of steps are (`merge`), and so are tensors with a row for each sample that it put into an attribute: a batch adds one
+entry. Entries for each sample, in one list or shared out over those of a dict, those that code appends by what it
+finds in a batch, integers, and what cannot be joined stay M times as many. What cannot cross, an object of the user's
+own, raises on other ranks where it is read. Not seen are changes inside of objects of torch, Lightning and
+transformers, of elements of long containers, and of modules other than the root.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
+
+from lightning_mm5d.data.microbatch import merge
+from lightning_mm5d.sharded.remote_value import is_remote
+from lightning_mm5d.sharded.tensor import Sharded
+from lightning_mm5d.stage.payload import NotSent, Packer, detached, unsharded
+
+_OF_LIGHTNING = frozenset(vars(pl.LightningModule()))
+_LEFT_ALONE = frozenset(
+    ("torch", "lightning", "pytorch_lightning", "transformers", "tokenizers", "torchmetrics", "lightning_mm5d")
+)
+_LONG = 100  # elements of longer containers are not looked into
+_DEEP = 3
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class Array:
+    """A NumPy array on its way."""
+
+    values: Tensor
+
+
+class KeptValues:
+    """What the attributes of a module hold, as they are when this object is made.
+
+    Args:
+        module: the LightningModule.
+        apart: names of attributes whose containers are not joined (`source.appends`).
+    """
+
+    def __init__(self, module: pl.LightningModule, apart: Collection[str] = ()) -> None:
+        self._module, self._apart = module, apart
+        self._before = _attributes(module)
+
+    def restore(self) -> None:
+        """Put everything back."""
+        self._before.restore()
+
+    def mark(self) -> None:
+        """Note what a microbatch has left, for `join`."""
+        self._before.mark()
+
+    def join(self, samples: Sequence[int]) -> None:
+        """Make one entry of those that the microbatches have left, in containers of this rank.
+
+        Args:
+            samples: of each microbatch, in the order of the marks.
+        """
+        self._before.join(samples, self._apart)
+
+    def changes(self) -> list[Any]:
+        """Return what has changed, as tensors and plain values in containers.
+
+        Collective over ranks that share the layers of the last stage, where values are sharded over them.
+        """
+        found = self._before.changes("self")
+        return found or []
+
+    def adopt(self, changes: list[Any]) -> None:
+        """Put everything back, and make `changes`."""
+        self._before.restore()
+        if changes:
+            self._before.apply(changes)
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Enter around a run of a step of which nothing is kept."""
+        try:
+            yield
+        finally:
+            self.restore()
+
+
+class KeptState:
+    """All that a step may change but metrics and parameters, as it is when this object is made: for all modules.
+
+    These are attributes of modules of the user's own, buffers, and random generators that modules hold. Runs write to
+    copies of buffers, so that the versions of buffers, which ranks compare, stay as they are.
+
+    Args:
+        module: the LightningModule.
+    """
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        modules = [one for one in module.modules() if not isinstance(one, (Metric, MetricCollection))]
+        own = [one for one in modules if isinstance(one, pl.LightningModule) or _is_own(one)]
+        self._attributes = [_attributes(one) for one in own]
+        values = [value for one in own for value in vars(one).values()]
+        self._generators = [(value, _generator_state(value)) for value in values if isinstance(value, _GENERATORS)]
+        self._buffers = [(one._buffers, name, buffer) for one in modules for name, buffer in one._buffers.items()]
+
+    def begin(self) -> None:
+        """Let a run begin with everything as it was; may be called more than once."""
+        self._put_back()
+        copies = {id(buffer): buffer.clone() for _, _, buffer in self._buffers if buffer is not None}
+        for buffers, name, buffer in self._buffers:
+            buffers[name] = None if buffer is None else copies[id(buffer)]
+
+    def restore(self) -> None:
+        """Put everything back."""
+        self._put_back()
+        for buffers, name, buffer in self._buffers:
+            buffers[name] = buffer
+
+    def _put_back(self) -> None:
+        for one in self._attributes:
+            one.restore()
+        for generator, state in self._generators:
+            _set_generator_state(generator, state)
+
+
+_GENERATORS = (random.Random, np.random.Generator, torch.Generator)
+
+
+def _generator_state(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.get_state() if isinstance(generator, torch.Generator) else generator.getstate()
+
+
+def _set_generator_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    else:
+        generator.setstate(state)
+
+
+def _attributes(module: nn.Module) -> _Object:
+    """The attributes of a module, without its parameters, buffers and submodules, and what Lightning keeps there."""
+    return _Object(module, 0, lambda name, value: name not in _OF_LIGHTNING and not callable(value))
+
+
+def _is_own(value: Any) -> bool:
+    """Whether an object is of a class of the user's own."""
+    return type(value).__module__.partition(".")[0] not in _LEFT_ALONE
+
+
+class _Object:
+    """The attributes of an object, or the entries of a dict."""
+
+    def __init__(self, owner: Any, depth: int, counts: Callable[[Any, Any], bool] = lambda *_: True) -> None:
+        self.owner, self._counts = owner, counts
+        self._values = {name: value for name, value in self._now().items() if counts(name, value)}
+        few = depth == 0 or len(self._values) <= _LONG
+        self._inside = _look_into(self._values.items(), depth) if few else {}
+        self._marks: list[dict[Any, Any]] = []
+
+    def mark(self) -> None:
+        """Note new tensors and lists, and what was added to those that were there."""
+        new = {
+            name: [*value] if isinstance(value, list) else value
+            for name, value in self._now().items()
+            if value is not self._values.get(name, _MISSING)
+            and isinstance(value, (Tensor, list))
+            and self._counts(name, value)
+        }
+        self._marks.append(new)
+        for one in self._inside.values():
+            one.mark()
+
+    def join(self, samples: Sequence[int], apart: Collection[str] = ()) -> None:
+        """Join what the marks tell, but for the entries in `apart`."""
+        now = self._now()
+        inside = [one for name, one in self._inside.items() if name not in apart]
+        rows = [one for one in inside if isinstance(one, _Row)]
+        for name, last in (self._marks[-1] if len(self._marks) == len(samples) else {}).items():
+            values = [mark.get(name) for mark in self._marks]
+            if name in apart:
+                continue
+            if isinstance(last, list) and isinstance(now.get(name), list):
+                row = _Row(now[name], _DEEP, values=[])
+                row.marks = [[] if value is None else value for value in values]
+                rows.append(row)
+            elif now.get(name) is last and _are_rows(values, samples, self._values.get(name)):
+                now[name] = merge([value.detach() for value in values if value is not None], samples)
+        if not (isinstance(self.owner, dict) and _are_groups(rows, samples)):
+            for row in rows:
+                row.join(samples)
+        for one in inside:
+            if not isinstance(one, _Row):
+                one.join(samples)
+
+    def _now(self) -> dict[Any, Any]:
+        return self.owner if isinstance(self.owner, dict) else vars(self.owner)
+
+    def restore(self) -> None:
+        self._marks.clear()
+        now = self._now()
+        for name in [name for name, value in now.items() if name not in self._values and self._counts(name, value)]:
+            del now[name]
+        for name, value in self._values.items():
+            if now.get(name, _MISSING) is not value:
+                now[name] = value
+        for one in self._inside.values():
+            one.restore()
+
+    def changes(self, where: str) -> list[Any] | None:
+        now = {name: value for name, value in self._now().items() if self._counts(name, value)}
+        gone = [name for name in self._values if name not in now]
+        rows = []
+        for name, value in now.items():
+            path = f"{where}.{name}" if where == "self" else f"{where}[{name!r}]"
+            if value is not self._values.get(name, _MISSING) and not _same(value, self._values.get(name, _MISSING)):
+                rows.append([name, ["set", _encoded(value, path)]])
+            elif name in self._inside and (change := self._inside[name].changes(path)):
+                rows.append([name, change])
+        return ["entries", rows, gone] if rows or gone else None
+
+    def apply(self, change: list[Any]) -> None:
+        _, rows, gone = change
+        now = self._now()
+        for name in gone:
+            now.pop(name, None)
+        for name, one in rows:
+            if one[0] == "set":
+                now[name] = _decoded(one[1])
+            elif name in self._inside:
+                self._inside[name].apply(one)
+
+
+class _Row:
+    """The elements of a list or a deque."""
+
+    def __init__(self, owner: Any, depth: int, values: list[Any] | None = None) -> None:
+        self.owner, self._values = owner, [*owner] if values is None else values
+        self.marks: list[list[Any]] = []
+        self._inside = _look_into(enumerate(self._values), depth) if len(self._values) <= _LONG else {}
+
+    def mark(self) -> None:
+        """Note all elements."""
+        self.marks.append([*self.owner])
+        for one in self._inside.values():
+            one.mark()
+
+    def added(self) -> list[list[Any]]:
+        """What each microbatch has appended."""
+        added, before = list[list[Any]](), self._values
+        for mark in self.marks:
+            first = next(start for start in range(len(before) + 1) if _begins(mark, before[start:]))
+            added.append(mark[len(before) - first :])
+            before = mark
+        return added
+
+    def join(self, samples: Sequence[int]) -> None:
+        """Make one element of each that was appended for all microbatches."""
+        added, before = self.added(), self.marks[-1] if self.marks else self._values
+        is_last = len(before) == len(self.owner) and all(map(_is, before, self.owner))
+        counts = [len(one) for one in added]
+        if is_last and len(added) == len(samples) and 0 < max(counts) == min(counts) and counts != [*samples]:
+            joined = [_joined(values, samples) for values in zip(*added, strict=True)]
+            if all(one is not _MISSING for one in joined):
+                self.owner.clear()
+                self.owner.extend([*self._values, *joined])
+        for one in self._inside.values():
+            one.join(samples)
+
+    def restore(self) -> None:
+        self.marks.clear()
+        self.owner.clear()
+        self.owner.extend(self._values)
+        for one in self._inside.values():
+            one.restore()
+
+    def changes(self, where: str) -> list[Any] | None:
+        now, count = [*self.owner], len(self._values)
+        if len(now) < count or not all(map(_is, now, self._values)):
+            return ["replace", [_encoded(value, where) for value in now]]
+        inside = [[index, found] for index, one in self._inside.items() if (found := one.changes(f"{where}[{index}]"))]
+        added = [_encoded(value, where) for value in now[count:]]
+        return ["extend", added, inside] if added or inside else None
+
+    def apply(self, change: list[Any]) -> None:
+        if change[0] == "replace":
+            self.owner.clear()
+        for index, one in change[2] if change[0] == "extend" else ():
+            if index in self._inside:
+                self._inside[index].apply(one)
+        self.owner.extend(_decoded(value) for value in change[1])
+
+
+class _Whole:
+    """A set, a tensor or an array that may be changed in place, and goes as a whole where it was."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+        self._before = owner.detach().clone() if isinstance(owner, Tensor) else owner.copy()
+        self._version = owner._version if isinstance(owner, Tensor) else None
+
+    def mark(self) -> None:
+        """Note nothing."""
+
+    def join(self, samples: Sequence[int]) -> None:
+        """Leave what it holds."""
+
+    def restore(self) -> None:
+        if self._changed():
+            self._fill(self._before)
+
+    def _changed(self) -> bool:
+        if isinstance(self.owner, Tensor):
+            return self.owner._version != self._version
+        if isinstance(self.owner, set):
+            return self.owner != self._before
+        return not np.array_equal(self.owner, self._before)
+
+    def _fill(self, value: Any) -> None:
+        if isinstance(self.owner, set):
+            self.owner.clear()
+            self.owner.update(value)
+        elif isinstance(self.owner, Tensor):
+            self.owner.data.copy_(value)
+        else:
+            self.owner[...] = value
+
+    def changes(self, where: str) -> list[Any] | None:
+        return ["fill", _encoded(self.owner, where)] if self._changed() else None
+
+    def apply(self, change: list[Any]) -> None:
+        self._fill(_decoded(change[1]))
+
+
+_Part = _Object | _Row | _Whole
+
+
+def _look_into(items: Any, depth: int) -> dict[Any, _Part]:
+    found: dict[Any, _Part] = {}
+    for name, value in items:
+        part = _part(value, depth + 1)
+        if part is not None:
+            found[name] = part
+    return found
+
+
+def _part(value: Any, depth: int) -> _Part | None:
+    if depth > _DEEP or value is None or isinstance(value, (str, bytes, int, float, nn.Module, type)):
+        return None
+    if isinstance(value, Tensor):
+        return None if is_remote(value) or isinstance(value, Sharded) or value.is_inference() else _Whole(value)
+    if isinstance(value, set) or (isinstance(value, np.ndarray) and value.dtype != object):
+        return _Whole(value)
+    if isinstance(value, (list, deque)):
+        return _Row(value, depth)
+    if isinstance(value, dict):
+        return _Object(value, depth)
+    is_own = _is_own(value) and not callable(value)
+    return _Object(value, depth) if is_own and hasattr(value, "__dict__") else None
+
+
+def _is(one: Any, other: Any) -> bool:
+    return one is other
+
+
+def _begins(values: list[Any], first: list[Any]) -> bool:
+    return len(values) >= len(first) and all(map(_is, values, first))
+
+
+def _are_groups(rows: Sequence[_Row], samples: Sequence[int]) -> bool:
+    """Whether each sample of the microbatches has an entry in one of the lists of a dict, as by its label."""
+    counts = [[len(one) for one in row.added()] for row in rows]
+    return [sum(microbatch) for microbatch in zip(*counts, strict=True)] == [*samples]
+
+
+def _joined(values: Sequence[Any], samples: Sequence[int]) -> Any:
+    """One value of those of the microbatches; `_MISSING` where these cannot be joined."""
+    if not all(_can_join(value) for value in values) or len({type(value) for value in values}) > 1:
+        return _MISSING
+    joined = merge([detached(value) for value in values], samples)
+    return joined if type(joined) is type(values[0]) else _MISSING
+
+
+def _can_join(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return not is_remote(value) and not isinstance(value, Sharded)
+    if isinstance(value, dict):
+        return all(map(_can_join, value.values()))
+    if isinstance(value, (list, tuple)):
+        return all(_can_join(one) or isinstance(one, int) for one in value)
+    return isinstance(value, float)
+
+
+def _are_rows(values: Sequence[Any], samples: Sequence[int], before: Any) -> bool:
+    """Whether each microbatch has left rows of its samples in an attribute, and does not go on with what it was."""
+    return all(
+        isinstance(value, Tensor) and _can_join(value) and value.shape[:1] == (size,)
+        and not (isinstance(before, Tensor) and before.shape == value.shape)
+        for value, size in zip(values, samples, strict=True)
+    )  # fmt: skip
+
+
+def _same(value: Any, before: Any) -> bool:
+    """Whether plain values are equal, which need not be the same objects."""
+    return type(value) is type(before) and isinstance(value, (bool, int, float, str)) and value == before
+
+
+def _encoded(value: Any, where: str) -> Any:
+    """Return `value` as it crosses to other ranks; what cannot is a `NotSent`."""
+    if isinstance(value, Tensor):
+        full = unsharded(value)
+        sent = full.layout == torch.strided and not is_remote(full)
+        return full.detach().clone() if sent else NotSent(f"{where}, which this rank does not have in full,")
+    if isinstance(value, np.ndarray):
+        return Array(torch.from_numpy(value.copy())) if value.dtype.kind in "biuf" else value.tolist()
+    if isinstance(value, Mapping) and all(isinstance(key, (str, int)) for key in value):
+        plain = {key: _encoded(one, where) for key, one in value.items()}
+        return plain if type(value).__module__ in ("builtins", "collections") else _sendable(value, where)
+    if type(value) in (list, tuple, deque):
+        return (tuple if type(value) is tuple else list)(_encoded(one, where) for one in value)
+    return _sendable(value, where)
+
+
+def _sendable(value: Any, where: str) -> Any:
+    try:
+        Packer().describe(value)
+        sent = "<locals>" not in type(value).__qualname__
+    except ValueError:
+        sent = False
+    return value if sent else NotSent(f"{where}, of type {type(value).__name__},")
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, Array):
+        return value.values.cpu().numpy()
+    if type(value) is dict:
+        return {key: _decoded(one) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_decoded(one) for one in value)
+    return value

@@ -1,0 +1,73 @@
+"""Tells of what a step writes where nobody sees it, because the step ends on another rank than rank 0.
+
+``trainer.is_global_zero`` is true in a step where that of the first replica ends, so files are written there. A logger
+writes on rank 0 alone; ``rank_zero_only`` and ``self.global_rank == 0`` ask for rank 0, where the step is cut off.
+"""
+
+from __future__ import annotations
+
+import ast
+from types import FunctionType
+from typing import TYPE_CHECKING
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_mm5d.source.reached import reached
+from lightning_mm5d.source.trees import Source, decorated
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def tell_of_lost_writes(module: nn.Module, step: str, ends_on: int) -> None:
+    """Warn on rank 0 of lines of a step that use a logger, call what is for rank 0, or compare the rank with 0.
+
+    Args:
+        module: the LightningModule.
+        step: name of the method.
+        ends_on: the rank where the step of the first replica ends.
+    """
+    source = Source()
+    for function in reached(source, type(module), step):
+        tree = source.tree(function)
+        for node in ast.walk(tree) if tree is not None else ():
+            said = _said(node, type(module), function)
+            if said is not None:
+                rank_zero_warn(
+                    f"{step} ends on rank {ends_on}, and {ast.unparse(node)} in {function.__qualname__} {said}",
+                    stacklevel=4,
+                )
+
+
+def _said(node: ast.AST, cls: type, function: FunctionType) -> str | None:
+    if (
+        isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Attribute)
+        and node.value.attr == "logger"
+        and node.attr != "log_metrics"
+    ):
+        return (
+            "logs on rank 0 alone, so that it is lost. Use self.log, or keep the value in an attribute, which all "
+            "ranks see in hooks, and log it in on_train_batch_end or on_validation_epoch_end"
+        )
+    if isinstance(node, ast.Compare) and len(node.ops) == 1 and isinstance(node.ops[0], (ast.Eq, ast.NotEq)):
+        sides = (node.left, node.comparators[0])
+        if any(getattr(one, "attr", "") in ("global_rank", "local_rank") for one in sides) and any(
+            isinstance(one, ast.Constant) and one.value == 0 for one in sides
+        ):
+            return "chooses rank 0, where the step is cut off. Use self.trainer.is_global_zero"
+    if isinstance(node, ast.Call) and _is_for_rank_zero(node.func, cls, function):
+        return "runs on rank 0 alone (rank_zero_only), where the step is cut off. Ask for self.trainer.is_global_zero"
+    return None
+
+
+def _is_for_rank_zero(called: ast.expr, cls: type, function: FunctionType) -> bool:
+    """Whether what is called, a method of `cls` or a function beside `function`, has Lightning's decorator."""
+    if isinstance(called, ast.Attribute):
+        value = getattr(cls, called.attr, None)
+    else:
+        value = function.__globals__.get(getattr(called, "id", ""))
+    found = list(decorated(value))
+    if not found or found[-1].__module__.startswith("lightning"):  # `rank_zero_info` and its like
+        return False
+    return any(one.__code__.co_filename.endswith("rank_zero.py") for one in found[:-1])

@@ -1,0 +1,195 @@
+"""Proves that all ranks of a replica have read the same samples, before a step computes with them.
+
+A modality whose rank read other samples would be trained with the labels of those, and no number would look wrong. So
+each rank keeps digests of a batch when Lightning takes it for a step, in host memory, and the ranks of each replica
+compare: the first batches of a run and of each epoch, and then at growing intervals. Phases of a comparison:
+
+1. note: each rank digests the fields of the batch that Lightning is about to move to the device;
+2. compare: the ranks agree on the largest and the smallest digest of each replica, in evaluation in the round with
+   which a batch begins anyway;
+3. tell: where these differ, all ranks exchange the digests of the fields, and raise the same error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_mm5d.config.errors import RankMismatchError
+from lightning_mm5d.data.batches import split_replicas
+from lightning_mm5d.data.digests import digests
+from lightning_mm5d.engine.codec import broadcast_tree
+from lightning_mm5d.layout.layout import Layout
+from lightning_mm5d.monitor.verdict import named
+
+_FIRST = 8  # batches of a run that are compared, one after the other
+_EVERY = 64
+_NAMED = 4  # fields in one message
+_NONE = torch.iinfo(torch.int64).min
+_CPU = torch.device("cpu")
+
+
+class SampleProof:
+    """Digests of the batch that is about to be computed.
+
+    Args:
+        trainer: that runs.
+        layout: which ranks work for which replica.
+        rank: global rank.
+        replica_groups: for predictions of several replicas, which do not wait for each other: the ranks of each of
+            them that this rank serves, by number.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        layout: Layout,
+        rank: int,
+        replica_groups: Mapping[int, dist.ProcessGroup | None] | None = None,
+    ) -> None:
+        self._trainer, self._layout, self._rank = trainer, layout, rank
+        self._shared = [n for n in range(layout.num_replicas) if len(layout.replica_ranks(n)) > 1]
+        self._served = layout.replicas_of_rank(rank)
+        self._replica_groups = replica_groups or {}
+        self._compared = dict[str, int]()
+        self._fields: dict[int, dict[str, list[str]]] | None = None
+        self._where = ""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the batch that was taken last is to be compared; equal on all ranks."""
+        return self._fields is not None
+
+    # --- phase 1 ---
+
+    def note(self, batch: Any) -> None:
+        """Digest a batch as the dataloader gave it, where it is one of those that are compared."""
+        trainer = self._trainer
+        progress = self._loop().batch_progress.current
+        if not self._shared or progress.ready != progress.completed:  # not Lightning, which has none under way
+            return
+        stage = trainer.state.stage.value if trainer.state.stage is not None else ""
+        index, count = progress.ready, self._compared.get(stage, 0)
+        self._compared[stage] = count + 1
+        self._fields = None
+        if count < _FIRST or index & (index - 1) == 0 or index % _EVERY == 0:
+            parts = split_replicas(batch, len(self._served))
+            self._where = f"{stage} batch {index} of epoch {trainer.current_epoch}"
+            self._fields = {
+                number: {} if part is None else digests(part) for number, part in zip(self._served, parts, strict=True)
+            }
+
+    def _loop(self) -> Any:
+        trainer: Any = self._trainer
+        if trainer.training:
+            return trainer.fit_loop.epoch_loop
+        if trainer.state.fn == TrainerFn.FITTING:
+            return trainer.fit_loop.epoch_loop.val_loop
+        if trainer.predicting:
+            return trainer.predict_loop
+        return trainer.test_loop if trainer.testing else trainer.validate_loop
+
+    # --- phase 2 ---
+
+    def slots(self) -> list[int]:
+        """Return what ranks take the largest of: each replica's digest and its negative."""
+        fields = self._fields or {}
+        return [slot for number in self._shared for slot in _slots(fields.get(number) if self._fields else None)]
+
+    def check(self, agreed: list[int], group: dist.ProcessGroup) -> None:
+        """Raise on all ranks of `group` where ranks of a replica differ; collective there only.
+
+        Args:
+            agreed: the largest of the `slots` of all ranks.
+            group: all ranks.
+
+        Raises:
+            RankMismatchError: names the replica, its ranks and the fields.
+        """
+        differ = [
+            number
+            for number, largest, smallest in zip(self._shared, agreed[::2], agreed[1::2], strict=True)
+            if largest != -smallest and largest != _NONE
+        ]
+        if differ:
+            self._raise(differ[0], group)
+        self._fields = None
+
+    def compare(self, group: dist.ProcessGroup | None) -> None:
+        """Compare before a step of all ranks, where it is due; a round of its own.
+
+        Raises:
+            RankMismatchError: on all ranks.
+        """
+        if not self.is_due or group is None:
+            return
+        agreed = torch.tensor(self.slots())
+        dist.all_reduce(agreed, dist.ReduceOp.MAX, group=group)
+        self.check(agreed.tolist(), group)
+
+    def compare_alone(self) -> None:
+        """Compare among the ranks of each replica, before a prediction that other replicas may not have.
+
+        Raises:
+            RankMismatchError: on all ranks of the replica.
+        """
+        for number, fields in (self._fields or {}).items():
+            group = self._replica_groups.get(number)
+            if group is None or not fields:
+                continue
+            agreed = torch.tensor(_slots(fields))
+            dist.all_reduce(agreed, dist.ReduceOp.MAX, group=group)
+            largest, smallest = agreed.tolist()
+            if largest != -smallest:
+                self._raise(number, group)
+
+    # --- phase 3 ---
+
+    def _raise(self, replica: int, group: dist.ProcessGroup) -> None:
+        own = (self._fields or {}).get(replica)
+        found = {}
+        for rank in dist.get_process_group_ranks(group):
+            text = broadcast_tree(json.dumps(own) if rank == self._rank else None, rank, _CPU, group)
+            if rank in self._layout.replica_ranks(replica):
+                found[rank] = json.loads(text) or {}
+        raise RankMismatchError(
+            f"the ranks of replica {replica} have read different samples for {self._where}: {_differences(found)}. All "
+            "ranks of a replica read the same samples, or a modality would be trained with the labels of others. Shard "
+            "data by strategy.replica_rank of strategy.num_replicas, not by a rank among all processes (one that a "
+            "script or `setup` has read); sort lists of files; give random generators of a data set a seed that is "
+            "equal on all ranks"
+        )
+
+
+def _slots(fields: dict[str, list[str]] | None) -> tuple[int, int]:
+    """Return a number of what was read, and its negative; what does not count for a rank that reads nothing of it."""
+    if fields is None:
+        return _NONE, _NONE
+    text = json.dumps(sorted((path, digest) for path, (digest, _) in fields.items()))
+    number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2
+    return number, -number
+
+
+def _differences(found: Mapping[int, dict[str, list[str]]]) -> str:
+    """Return which ranks have what, for each field that differs: ``"batch['a'] on rank 0 is not that on rank 1"``."""
+    told = []
+    for path in dict.fromkeys(path for fields in found.values() for path in fields):
+        kinds: dict[tuple[str, ...], list[int]] = {}
+        for rank, fields in found.items():
+            kinds.setdefault(tuple(fields.get(path, ("", "nothing"))), []).append(rank)
+        if len(kinds) > 1:
+            forms = {form for _, form in kinds}
+            told.append(
+                f"{path} differs between "
+                + " and ".join(named(ranks) for ranks in kinds.values())
+                + (f" ({', '.join(form for _, form in kinds)})" if len(forms) > 1 else "")
+            )
+    more = [f"{len(told) - _NAMED} more fields differ"] if len(told) > _NAMED else []
+    return "; ".join([*told[:_NAMED], *more])

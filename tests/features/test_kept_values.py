@@ -1,0 +1,154 @@
+"""What steps keep in attributes of the module is there for hooks, on every rank: the idiom for the end of an epoch."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from features.toys import LANGUAGE, PAIR, TWINS, VISION, Layout, Outcome, Run, Toy, assert_same, figures, outcomes
+from lightning_mm5d import Modality
+
+FOUR = Layout({"vision": Modality(pp_size=2, **VISION), "language": Modality(pp_size=2, **LANGUAGE)}, 4)
+"""vision: ranks 0-1 as stages; language: ranks 2-3 as stages"""
+ROUND = Layout(
+    {
+        "vision": Modality(colocate_with="language.0", **VISION),
+        "language": Modality(pp_size=2, pp_chunks=2, **LANGUAGE),
+    },
+    2,
+)
+"""language: ranks 0-1 with two chunks each; vision: rank 0"""
+LAYOUTS = {"pair": PAIR, "twins": TWINS, "four": FOUR, "round": ROUND}
+
+
+class Meter:
+    """An average as users write it."""
+
+    def __init__(self) -> None:
+        self.sum, self.count, self.values = 0.0, 0, list[float]()
+
+    def update(self, value: float, count: int) -> None:
+        self.sum, self.count = self.sum + value * count, self.count + count
+        self.values.append(value)
+
+
+@dataclass
+class Scores:
+    loss: Tensor
+    name: str
+
+
+class Kept(Toy):
+    """Appends, adds and writes in its steps, and reads all of it in hooks for ends of epochs."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        super().__init__()
+        self.folder = folder
+        self.outputs: list[Any] = []
+        self.losses: list[Tensor] = []
+        self.parts: dict[str, list[Any]] = {"logits": [], "arrays": []}
+        self.by_label: dict[int, list[float]] = defaultdict(list)
+        self.seen, self.worst, self.names = 0, 0.0, set[str]()
+        self.total, self.counts = torch.zeros(()).double(), np.zeros(3)
+        self.meter, self.shape = Meter(), (0, 0)
+        self.reports: list[Any] = []
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(loss)
+        self.meter.update(loss.item(), len(batch["label"]))
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("epoch_loss", torch.stack(self.losses).mean(), sync_dist=True)
+        self.log("metered", self.meter.sum / self.meter.count, sync_dist=True)
+        self.reports.append(["train", self.meter.count])
+        self.losses.clear()
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        logits = self(batch)
+        loss = F.cross_entropy(logits, batch["label"])
+        self.outputs.append({"loss": loss, "samples": len(logits)})
+        self.outputs += [Scores(loss, "x")]
+        self.parts["logits"].append(logits)
+        self.parts["arrays"].extend(logits.argmax(-1).cpu().numpy())
+        for label, one in zip(batch["label"].tolist(), logits[:, 0].tolist(), strict=True):
+            self.by_label[label].append(one)
+        self.seen += len(logits)
+        self.worst = max(self.worst, float(-logits.min()))
+        self.names.add(f"batch {batch_idx}")
+        self.total += loss.detach() * len(logits)
+        self.counts += np.bincount(batch["label"].numpy(), minlength=3)
+        self.shape = tuple(logits.shape[1:])
+        self.last = logits.softmax(-1).numpy()[-1]
+        self.drawing = object()
+
+    def on_validation_epoch_end(self) -> None:
+        found = {
+            "loss": sum(one["loss"] * one["samples"] for one in self.outputs[::2]) / self.seen,
+            "named": [one.name for one in self.outputs[1:2]],
+            "logits": torch.cat(self.parts["logits"]),
+            "classes": [int(one) for one in self.parts["arrays"]],
+            "by_label": {str(label): values for label, values in sorted(self.by_label.items())},
+            "seen": self.seen,
+            "worst": self.worst,
+            "names": sorted(self.names),
+            "total": float(self.total),
+            "counts": self.counts.tolist(),
+            "shape": list(self.shape),
+            "last": self.last.tolist(),
+        }
+        self.reports.append(found)
+        if self.folder is not None and self.trainer.is_global_zero:
+            (self.folder / "seen.json").write_text(json.dumps([found["classes"], found["total"]]))
+        self.outputs.clear()
+        self.parts = {"logits": [], "arrays": []}
+        self.by_label.clear()
+        self.seen = 0
+
+
+def kept(run: Run) -> Any:
+    run.folder.mkdir(parents=True, exist_ok=True)
+    module, trainer = Kept(run.folder), run.trainer(max_epochs=2, num_sanity_val_steps=1)
+    trainer.fit(module, run.training(), run.loader(24))
+    return module.reports, figures(trainer), json.loads((run.folder / "seen.json").read_text()), drawn(module)
+
+
+def drawn(module: Kept) -> str:
+    try:
+        return str(module.drawing.width)
+    except ValueError as error:
+        return str(error)
+    except AttributeError:
+        return "it is here"
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def found(request: Any, tmp_path_factory: Any) -> tuple[Layout, Outcome]:
+    options = {"schedule": "interleaved"} if request.param == "round" else {}
+    layout, folder = LAYOUTS[request.param], tmp_path_factory.mktemp("kept")
+    return layout, outcomes(layout, kept, folder=folder, **options)["kept"]
+
+
+def test_hooks_read_what_the_steps_of_the_whole_replica_kept(found: Any) -> None:
+    layout, outcome = found
+    reports, logged, file, _ = outcome.one
+    for rank, (got, got_logged, got_file, told) in enumerate(outcome.ranks):
+        names = ("epoch_loss", "metered") if layout.replicas > 1 else logged
+        assert_same({name: got_logged[name] for name in names}, {name: logged[name] for name in names}, 1e-6)
+        assert told == "it is here" or "self.drawing, of type object, cannot be sent" in told
+        if layout.replicas == 1:
+            assert_same(got, reports)
+            assert_same(got_file, file)
+        elif rank > 0:  # each replica has its own samples
+            assert len(got[-2]["classes"]) == 12
+            assert_same(got_file[0], outcome.ranks[1][0][-2]["classes"])

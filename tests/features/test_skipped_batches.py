@@ -1,0 +1,71 @@
+"""A `training_step` that returns None skips its batch, on all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from features.toys import PIPE, SHARED, TWINS, Run, Toy, assert_same, outcomes, together, weights
+
+
+class Skipping(Toy):
+    """Skips the batches of odd numbers: before the model, or after it has run."""
+
+    def __init__(self, early: bool) -> None:
+        super().__init__()
+        self.early, self.ran = early, list[int]()
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        if self.early and batch_idx % 2:
+            return None
+        loss = self.loss(batch)
+        if batch_idx % 2:
+            return None
+        self.log("train_loss", loss, sync_dist=True)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.ran.append(batch_idx)
+
+
+def skipping(run: Run) -> Any:
+    found = []
+    for early in (True, False):
+        for accumulated in (1, 2):
+            module, trainer = Skipping(early), run.trainer(max_epochs=2, accumulate_grad_batches=accumulated)
+            trainer.fit(module, run.training(32))
+            found.append((weights(module), module.ran, trainer.global_step))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "microbatches"),
+    [(PIPE, 2), (TWINS, 2), (SHARED, 1), (SHARED, 2)],
+    ids=["pipe", "twins", "plain", "shared"],
+)
+def test_a_batch_is_skipped_on_all_ranks(layout: Any, microbatches: int) -> None:
+    found = outcomes(layout, skipping, num_microbatches=microbatches)["skipping"]
+    for rank, got in enumerate(found.ranks):
+        assert [one[1:] for one in got] == [one[1:] for one in found.one]
+        if rank == 0:
+            assert_same([one[0] for one in got], [one[0] for one in found.one])
+
+
+class Partly(Toy):
+    """Skips microbatches by what they hold."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.calls = getattr(self, "calls", 0) + 1
+        return None if self.calls == 2 and self.global_rank == 2 else loss
+
+
+def partly(run: Run) -> None:
+    run.trainer().fit(Partly(), run.training())
+
+
+def test_a_batch_that_is_skipped_in_part_is_refused() -> None:
+    with pytest.raises(AssertionError, match="None for 1 microbatches and a loss for 1"):
+        together(PIPE, partly)

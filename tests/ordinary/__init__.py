@@ -1,0 +1,1 @@
+"""What Lightning users ordinarily write, each in every layout against one plain process."""

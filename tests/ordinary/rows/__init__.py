@@ -1,0 +1,21 @@
+"""The rows of the table by what they are about; importing this package registers all of them."""
+
+from ordinary.rows import (  # noqa: F401
+    built_in_callbacks,
+    callback_hooks,
+    data_kinds,
+    data_modules,
+    evaluation,
+    from_guides,
+    guides_metrics,
+    inside_hooks,
+    logging_forms,
+    losses,
+    module_hooks,
+    optimizers,
+    trainer_flags,
+    tricks,
+)
+from ordinary.uses import USES
+
+__all__ = ["USES"]

@@ -1,0 +1,71 @@
+"""What a loss counts is read from the code of the model, as transformers' models write it in their several ways."""
+
+from __future__ import annotations
+
+from types import FunctionType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
+
+from lightning_mm5d.source.token_means import counting
+from lightning_mm5d.source.trees import Source, method_of
+from zoo import CASES
+
+COUNTED = {
+    "llama": "shifted",
+    "bert": "all",
+    "t5": "all",
+    "whisper": "all",
+    "blip_2": "shifted",
+    "qwen2_audio": "shifted",
+    "clip": None,
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_models_count_the_labels_that_their_code_counts(name: str) -> None:
+    assert counting(Source(), CASES[name].build()) == COUNTED[name]
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_the_loss_is_the_mean_over_the_labels_that_are_counted(name: str) -> None:
+    """Of one label alone, at the first position and at the second, the loss is that of a label, or of none."""
+    module, batch = CASES[name].build(), CASES[name].batch(2, 1)
+    ids = batch["input_ids"]
+    first = torch.where(torch.arange(ids.shape[1]) == 0, ids, -100)
+    model = module.model if hasattr(module, "model") else module
+    loss = model(**{**batch, "labels": first}).loss
+    assert bool(loss.isnan()) == (COUNTED[name] == "shifted")
+
+
+def test_a_loss_that_is_no_mean_over_tokens_counts_none() -> None:
+    sizes: Any = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    convolutions: Any = {"conv_dim": [8], "conv_kernel": [4], "conv_stride": [4], "num_conv_pos_embeddings": 4}
+    grouped: Any = {"num_conv_pos_embedding_groups": 1, "num_feat_extract_layers": 1, "vocab_size": 5}
+    holder = nn.ModuleList([Wav2Vec2ForCTC(Wav2Vec2Config(**sizes, **convolutions, **grouped))])
+    assert counting(Source(), holder) is None
+
+
+class Handwritten(nn.Module):
+    def next_token(self, logits: Tensor, batch: Any) -> Tensor:
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+    def tagged(self, logits: Tensor, batch: Any) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+    def regression(self, logits: Tensor, batch: Any) -> Tensor:
+        return F.mse_loss(logits, batch["labels"])
+
+
+def test_a_step_that_computes_its_loss_is_read_where_no_model_takes_labels() -> None:
+    def step(name: str) -> frozenset[FunctionType]:
+        found = method_of(Handwritten, name)
+        assert found is not None
+        return frozenset((found,))
+
+    found = [counting(Source(), nn.Linear(1, 1), step(name)) for name in ("next_token", "tagged", "regression")]
+    assert found == ["shifted", "all", None]

@@ -1,0 +1,243 @@
+"""The command before it plans: help, versions, early refusals, interrupts, and what it finds of the machine."""
+
+from __future__ import annotations
+
+import io
+import re
+import subprocess
+import sys
+from inspect import signature
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_mm5d import MultimodalStrategy
+from lightning_mm5d.config.tables import Table
+from lightning_mm5d.tools.cli import doctor, terminal
+from lightning_mm5d.tools.cli.configuration import FIELDS
+from lightning_mm5d.tools.cli.main import main
+
+NO_TORCH = (
+    "import sys; from lightning_mm5d.tools.cli.main import main; code = 1\n"
+    "try: code = main(sys.argv[1:])\n"
+    "except SystemExit as stopped: code = stopped.code\n"
+    "found = [name for name in ('torch', 'lightning') if name in sys.modules]\n"
+    "sys.exit(f'imported {found}' if found else code)"
+)
+STRATEGY = """
+trainer:
+  devices: 4
+  strategy:
+    class_path: lightning_mm5d.MultimodalStrategy
+    init_args:
+      modalities: {vision: {VISION}, language: {pp_size: 3}}
+      schedule: SCHEDULE
+      num_microbatches: COUNT
+model: {class_path: nothing.Here}
+"""
+
+
+def without_torch(*arguments: str) -> tuple[int, str]:
+    done = subprocess.run([sys.executable, "-c", NO_TORCH, *arguments], capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--help"], [], ["--version"], ["simulate", "--help"]])
+def test_help_and_version_import_no_torch(arguments: list[str]) -> None:
+    code, text = without_torch(*arguments)
+    assert code == 0, text
+    assert "mm5d" in text
+
+
+@pytest.mark.parametrize(
+    ("vision", "schedule", "count", "words"),
+    [
+        ("tp: 2", "1f1b", "4", "modalities.vision.tp: got 2. There is no such field. Did you mean 'tp_size'?"),
+        ("tp_size: 0", "1f1b", "4", "modalities.vision.tp_size: got 0"),
+        ("ep_size: two", "1f1b", "4", "modalities.vision.ep_size: got 'two'"),
+        ("", "2f2b", "4", "schedule: got '2f2b'"),
+        ("", "1f1b", "0", "num_microbatches: got 0"),
+        ("colocate_with: langage", "1f1b", "4", "modalities.vision.colocate_with: got 'langage'"),
+    ],
+)
+def test_refuses_a_wrong_strategy_before_torch_is_imported(
+    vision: str, schedule: str, count: str, words: str, tmp_path: Path
+) -> None:
+    text = STRATEGY.replace("VISION", vision).replace("SCHEDULE", schedule).replace("COUNT", count)
+    (tmp_path / "config.yaml").write_text(text)
+    code, printed = without_torch("inspect", str(tmp_path / "config.yaml"))
+    assert (code, words in printed) == (2, True), printed
+
+
+def test_options_that_mend_a_configuration_are_checked_with_it(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("modalities: {language: {pp_size: 2}}\nschedule: 2f2b")
+    assert main(["simulate", str(config), "--schedule", "gpipe", "--json"]) == 0
+    assert main(["simulate", str(config), "--json"]) == 2
+
+
+def test_a_script_in_place_of_a_configuration_is_told_to_be_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "train.py"]) == 2
+    assert "add --script train.py" in capsys.readouterr().err
+
+
+def test_an_interrupt_ends_it_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "doctor", interrupted)
+    assert main(["doctor"]) == 130
+    assert capsys.readouterr().err == "mm5d: interrupted\n"
+
+
+def test_doctor_shows_versions_devices_and_backends(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    for words in ("python", "torch", "lightning", "transformers", "numpy", "cpu", "gloo", "nccl", "mpi"):
+        assert words in out
+    assert out.endswith("Training can work here.\n")
+
+
+def test_doctor_says_what_ranks_on_gpus_should_find_in_their_environment() -> None:
+    first, second = doctor.gpu_settings({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"})
+    assert first.startswith("set CUDA_DEVICE_MAX_CONNECTIONS=32 (it is 8)")
+    assert second.startswith("set PYTORCH_ALLOC_CONF=max_split_size_mb:64,expandable_segments:True:")
+    (found,) = doctor.gpu_settings(
+        {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    )
+    assert "(it is 1)" in found
+    assert (
+        doctor.gpu_settings(
+            {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+        )
+        == []
+    )
+
+
+@pytest.mark.parametrize(
+    ("package", "found", "words", "code"),
+    [
+        ("lightning", "2.6.2", "error: lightning 2.6.2 was a malicious upload", 1),
+        ("torchmetrics", None, "error: torchmetrics is missing", 1),
+        ("matplotlib", None, "warning: matplotlib is missing, so no pictures are drawn", 0),
+        ("transformers", "4.0", "warning: transformers 4.0 was not tested", 0),
+    ],
+)
+def test_doctor_says_what_would_not_work(
+    package: str,
+    found: str | None,
+    words: str,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    version = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda name: found if name == package else version(name))
+    assert doctor.doctor() == code
+    assert words in capsys.readouterr().out
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_tables_fold_to_the_terminal_and_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = Table.of(("rank", "layers"), [(number, "word" * 20) for number in range(2)])
+    narrow, plain = Terminal(), io.StringIO()
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr(sys, "stdout", narrow)
+    terminal.show([table, "x" * 60])
+    monkeypatch.setattr(sys, "stdout", plain)
+    terminal.show([table])
+    lines = re.sub(r"\x1b\[\d*m", "", narrow.getvalue()).splitlines()
+    assert max(map(len, lines[:-1])) <= 40
+    assert "".join(line[4:].strip() for line in lines[1:-1]) == "word" * 40
+    assert lines[-1] == "x" * 60
+    assert plain.getvalue() == f"rank  layers\n   0  {'word' * 20}\n   1  {'word' * 20}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("modalitys: {language: {}}", "Did you mean 'modalities'"),
+        (
+            "trainer: {strategy: {class_path: lightning_mm5d.MultimodalStrategy, init_args: {modalites: {}}}}",
+            "modalities",
+        ),
+        ("trainer:", "trainer: got None"),
+        ("schedule:", "schedule: got None"),
+        ("modalities: {language: {tp_size: 99999999999999999999}}", "at most"),
+    ],
+)
+def test_a_file_that_says_something_else_is_refused(
+    text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "sizes.yaml").write_text(text)
+    assert main(["simulate", str(tmp_path / "sizes.yaml")]) == 2
+    printed = capsys.readouterr()
+    assert words in printed.err
+    assert len(printed.err.strip().splitlines()) == 1
+
+
+def test_an_option_that_is_no_yaml_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "sizes.yaml").write_text("modalities: {language: {pp_size: 2}}")
+    assert main(["simulate", str(tmp_path / "sizes.yaml"), "--modalities=["]) == 2
+    assert "It is no YAML" in capsys.readouterr().err
+
+
+def test_the_fields_are_those_of_the_strategy() -> None:
+    """The trainer sets the others."""
+    parameters = list(signature(MultimodalStrategy).parameters)
+    assert parameters[: len(FIELDS)] == list(FIELDS)
+    assert parameters[len(FIELDS)] == "accelerator"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("export", "--help"), 0, "Write a checkpoint"),
+        (("checkpoint", "show", "--help"), 0, "--verify"),
+        (("export", "gone.ckpt", "out"), 2, "There is no such file or folder"),
+        (("checkpoint", "show", "gone.ckpt"), 2, "There is no such file or folder"),
+    ],
+)
+def test_commands_on_checkpoints_begin_without_torch(arguments: tuple[str, ...], code: int, words: str) -> None:
+    found, text = without_torch(*arguments)
+    assert found == code
+    assert words in " ".join(text.split())
+
+
+def test_converts_a_configuration_without_torch_and_lists_its_knobs(tmp_path: Path) -> None:
+    file, out = tmp_path / "config.py", tmp_path / "ours.yaml"
+    file.write_text("parallel = dict(pipeline=2, tensor=dict(size=2, mode='1d'))\nraise SystemExit(3)")
+    code, printed = without_torch("convert", str(file), "--out", str(out))
+    assert (code, "parallel.tensor.size=2 -> modalities.model.tp_size: 2" in printed) == (0, True), printed
+    assert yaml.safe_load(out.read_text())["trainer"]["strategy"]["init_args"]["modalities"] == {
+        "model": {"pp_size": 2, "tp_size": 2}
+    }
+    file.write_text("parallel = dict(pipelin=2)")
+    code, printed = without_torch("convert", str(file))
+    assert (code, "parallel" in printed) == (2, True), printed
+
+
+def test_refuses_an_option_over_a_number_of_stages(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("modalities: {vision: 1, language: 3}")
+    code, printed = without_torch("simulate", str(tmp_path / "config.yaml"), "--modalities.language.tp_size=2")
+    assert (code, "Write language: {pp_size: 3} there" in printed) == (2, True), printed
+
+
+@pytest.mark.parametrize(("text", "words"), [(None, "It cannot be read"), ("trainer: {devices: [", "It is no YAML")])
+def test_training_from_a_file_that_cannot_be_read_is_refused_in_one_line(
+    text: str | None, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "config.yaml"
+    if text is not None:
+        config.write_text(text)
+    assert main(["fit", "--config", str(config)]) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"mm5d: error: CONFIG: got '{config}'. {words}")
+    assert printed.count("\n") == 1

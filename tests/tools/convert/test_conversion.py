@@ -1,0 +1,237 @@
+"""Configurations of other systems become fields of ours, in files that a LightningCLI reads and in Python."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from lightning_mm5d import Modality, MultimodalStrategy, PipelineTemplate
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.tools.convert import colossalai_legacy
+from lightning_mm5d.tools.convert.conversion import read_configuration
+from lightning_mm5d.tools.convert.converted_yaml import as_yaml
+from tools.convert.foreign_files import CORNSTARCH, LEGACY, MINDFORMERS, SMALL, ZBV, sized
+
+
+@pytest.fixture(params=SMALL)
+def file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    path = tmp_path / request.param
+    path.write_text(SMALL[request.param])
+    return path
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_converted_file_makes_the_same_strategy_as_from_config(file: Path) -> None:
+    text = as_yaml(read_configuration(file))
+    settings = yaml.safe_load(text)["trainer"]
+    written = MultimodalStrategy(**settings["strategy"]["init_args"])
+    assert written.modalities == MultimodalStrategy.from_config(file).modalities
+    names = [entry.name for entry in read_configuration(file).entries]
+    comments = "".join(line for line in text.splitlines() if line.startswith("#"))
+    assert [name for name in names if name not in comments] == []
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"parallel_config": {"model_parallel": None, "pipeline_stage": 2, "micro_batch_num": None}},
+        {"parallel": {"pipeline": 2, "tensor": {"size": None}}, "gradient_accumulation": None},
+        {"ModalParallelPlugin": {"tp_size": None, "pipeline_template": [["layers.0"], ["layers.1"]]}},
+    ],
+    ids=["mindformers", "legacy", "cornstarch"],
+)
+def test_a_knob_without_a_value_is_listed_and_says_nothing(given: dict[str, Any]) -> None:
+    conversion = read_configuration(given)
+    assert None not in {value for one in conversion.entries for value in one.fields.values() if one.got is None}
+    assert MultimodalStrategy(**conversion.strategy).modalities["model"].tp_size == 1
+    assert "It asks for nothing" in as_yaml(conversion)
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_converted_file_is_read_by_a_lightning_cli(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "ours.yaml"
+    conversion = read_configuration(file)
+    out.write_text(as_yaml(conversion))
+    monkeypatch.setattr(sys, "argv", ["train.py", "--config", str(out), "--trainer.accelerator=cpu"])
+    cli = LightningCLI(
+        BoringModel,
+        run=False,
+        save_config_callback=None,
+        seed_everything_default=False,
+    )
+    made = MultimodalStrategy(**conversion.strategy)
+    assert isinstance(cli.trainer.strategy, MultimodalStrategy)
+    assert cli.trainer.strategy.modalities == made.modalities
+    assert (cli.trainer.strategy.schedule, cli.trainer.strategy.num_microbatches) == (
+        made.schedule,
+        made.num_microbatches,
+    )
+
+
+def test_says_a_hybrid_plugin_of_a_script_that_is_not_run(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ZBV)
+    made = read_configuration(tmp_path / "train.py")
+    assert made.strategy == {
+        "modalities": {
+            "model": {
+                "tp_size": 2,
+                "pp_size": 2,
+                "zero_stage": 1,
+                "pp_chunks": 2,
+                "pipeline_template": {"stages": [2, 3, 3, 2]},
+                # the plugin counts by rank: stages 0 and 3 are on rank 0
+                "activation_checkpointing": {
+                    "per_stage": [{"layers": [0, 1]}, {"layers": [0]}, {"layers": [0, 1, 2]}, "none"]
+                },
+                "offload": "optimizer",
+                "communication_dtype": {"gradients": "bfloat16"},
+            }
+        },
+        "main_params": "float32",
+        "num_microbatches": 4,
+        "schedule": "zbv",
+        "bucket_bytes": 3 * 2**21,
+    }
+    assert made.trainer == {"precision": "bf16-true", "gradient_clip_val": 1.0}
+
+
+def test_says_an_older_file_and_lists_names_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "config.py").write_text(LEGACY)
+    made = read_configuration(tmp_path / "config.py")
+    assert made.strategy == {
+        "modalities": {"model": {"pp_size": 2, "tp_size": 2, "pp_chunks": 2}},
+        "num_microbatches": 4,
+        "schedule": "interleaved",
+    }
+    assert made.trainer == {"precision": "16-mixed", "gradient_clip_val": 1.0}
+    assert [entry.name for entry in made.of("elsewhere")] == ["BATCH_SIZE", "SIZE"]
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({"size": 4, "mode": "2d"}, {"tp_size": 4, "tp_mode": "2d"}),
+        ({"size": 8, "mode": "2.5d", "depth": 2}, {"tp_size": 8, "tp_mode": "2.5d", "tp_depth": 2}),
+        ({"size": 8, "mode": "3d"}, {"tp_size": 8, "tp_mode": "3d"}),
+        ({"size": 2, "mode": "1d", "depth": 1}, {"tp_size": 2}),
+    ],
+)
+def test_says_each_mode_of_tensor_parallelism(said: Any, expected: Any) -> None:
+    found = colossalai_legacy.convert_legacy({"parallel": {"tensor": said}})
+    assert found.strategy["modalities"] == {"model": expected}
+    assert MultimodalStrategy.from_config({"parallel": {"tensor": said}}).modalities["model"] == Modality(**expected)
+
+
+def test_says_unlike_pipelines_with_their_shares() -> None:
+    made = read_configuration(yaml.safe_load(SMALL["unlike.yaml"]))
+    assert made.strategy["num_microbatches"] == 2
+    model = {"tp_size": 2, "pipelines": [{"stages": [1, 1]}, {"stages": [2]}], "speeds": [3, 1]}
+    assert made.strategy["modalities"] == {"model": model}
+    templates = [PipelineTemplate(stages=[1, 1]), PipelineTemplate(stages=[2])]
+    found = MultimodalStrategy(**made.strategy).modalities["model"]
+    assert found == Modality(tp_size=2, pipelines=templates, speeds=[3, 1])
+
+
+def test_says_a_plugin_per_modality() -> None:
+    made = read_configuration(yaml.safe_load(CORNSTARCH))
+    assert made.strategy == {
+        "modalities": {
+            "vision": {"tp_size": 2, "pp_size": 1},
+            "audio": {"tp_size": 1},
+            "language": {
+                "tp_size": 1,
+                "cp_size": 2,
+                "cp_mode": "allgather",
+                "cp_distribution": "zigzag",
+                "pipeline_template": {"stages": [2, 1]},
+            },
+        },
+        "main_params": "float32",
+        "num_microbatches": 4,
+    }
+
+
+@pytest.mark.usefixtures("quiet")
+def test_says_multiples_of_a_vocabulary_where_ranks_share_it() -> None:
+    name = "make_vocab_size_divisible_by"
+    plugin = {"pp_size": 1, "precision": "fp32", name: 64}
+    found = MultimodalStrategy.from_config({"HybridParallelPlugin": {"tp_size": 2, **plugin}}).modalities["model"]
+    assert found == Modality(tp_size=2, pp_size=1, make_vocab_size_divisible_by=64)
+    alone = read_configuration({"HybridParallelPlugin": {"tp_size": 1, **plugin}})
+    assert alone.strategy["modalities"]["model"] == {"tp_size": 1, "pp_size": 1}
+    assert [entry.name for entry in alone.of("costs")] == [name]
+    vision = {"encoder_plugins": {"vision": {"tp_size": 2}}, "num_microbatches": 1, name: 128}
+    both = read_configuration({**vision, "language_model_plugin": {"tp_size": 4}})
+    assert both.strategy["modalities"] == {"vision": {"tp_size": 2}, "language": {"tp_size": 4, name: 128}}
+    assert [entry.name for entry in read_configuration(vision).of("always")] == [name]
+    with pytest.raises(ConfigError, match=f"{name}: got 0"):
+        read_configuration({"HybridParallelPlugin": {"tp_size": 2, **plugin, name: 0}})
+
+
+def test_says_the_sections_of_mindformers() -> None:
+    made = read_configuration(yaml.safe_load(MINDFORMERS))
+    assert made.strategy == {
+        "modalities": {
+            "model": {
+                "dp_size": 2,
+                "tp_size": 2,
+                "cp_size": 4,
+                "pp_size": 2,
+                "pp_chunks": 2,
+                "pipeline_template": {"stages": [2, 3, 3, 2]},
+                "activation_checkpointing": {
+                    "per_stage": [{"layers": [0, 1]}, "selective", {"layers": [0]}, {"layers": [0]}]
+                },
+                "cp_mode": "hybrid",
+                "ulysses_size": 2,
+                "sequence_parallel": True,
+                "zero_stage": 2,
+                "dp_shard_size": 2,
+            }
+        },
+        "num_microbatches": 4,
+        "schedule": "interleaved",
+    }
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({"sequence_parallelism_mode": "split_gather"}, {"sequence_parallel": True}),
+        ({"sequence_parallelism_mode": "ring"}, {"sequence_parallel": "ring"}),
+        ({"sp_size": 4}, {"cp_size": 4, "cp_mode": "ulysses"}),
+        (
+            {"sequence_parallelism_mode": "ring_attn", "sp_size": 4, "inner_ring_size": 2},
+            {"cp_size": 4, "cp_mode": "ring", "cp_distribution": "zigzag", "inner_ring_size": 2},
+        ),
+    ],
+)
+def test_says_each_mode_of_sequence_parallelism(said: Any, expected: Any) -> None:
+    made = read_configuration(sized(enable_sequence_parallelism=True, **said))
+    assert made.strategy["modalities"]["model"] == {"tp_size": 2, "pp_size": 1, **expected}
+
+
+@pytest.mark.usefixtures("quiet")
+def test_knobs_without_a_value_ask_for_nothing() -> None:
+    """Whatever becomes of a knob otherwise: without a value it asks for nothing, and no field is set to null."""
+    given = {"custom_policy": None, "use_fp8": None, "overlap_p2p": None, "num_microbatches": None}
+    conversion = read_configuration(sized(tp_size=2, **given))
+    assert {entry.name for entry in conversion.of("always")} >= given.keys()
+    assert MultimodalStrategy.from_config(sized(tp_size=2, **given)).modalities["model"].tp_size == 2

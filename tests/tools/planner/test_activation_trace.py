@@ -1,0 +1,95 @@
+"""A step on tensors without memory finds what autograd saves in a real one, and what optimizers keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_mm5d import Modality
+from lightning_mm5d.config.byte_sizes import bytes_of
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.partition import partition
+from lightning_mm5d.tensor_parallel.division import divide
+from lightning_mm5d.tools.planner.activation_trace import trace
+from lightning_mm5d.tools.planner.optimizer_states import OptimizerStates
+from lightning_mm5d.trainer.optimizer_probe import remade
+from zoo import CASES
+
+
+def saved(module: L.LightningModule, batch: Any) -> int:
+    """Bytes that a real step saves beside parameters."""
+    found: dict[int, int] = {}
+    kept = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept.append(storage)
+        found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        module.training_step(batch, 0)
+    for parameter in module.parameters():
+        found.pop(parameter.untyped_storage().data_ptr(), None)
+    return sum(found.values())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["llama_tied", "t5", "whisper", "llava", "qwen2_vl"])
+def test_saved_bytes_are_those_of_a_real_step(name: str) -> None:
+    case = CASES[name]
+    module, batch = case.build(), case.batch(4)
+    modalities = {modality: Modality() for modality in case.modalities}
+    cut = partition(module, modalities)
+    found = trace(module, batch, cut, modalities, divide(module, cut, modalities))
+    units = [unit for row in found.units.values() for unit in row]
+    storages = {number: size for unit in units for number, size in unit.saved.items()}
+    assert sum(storages.values()) == saved(module, batch)
+
+
+class Linear(L.LightningModule):
+    def __init__(self, make: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.layer, self.make = nn.Linear(100, 200), make
+
+    def configure_optimizers(self) -> Any:
+        return self.make(self.parameters())
+
+
+WEIGHT, STEP = 4 * 100 * 200, 4
+OPTIMIZERS: dict[str, tuple[Callable[[Any], Any], int]] = {
+    "SGD": (lambda p: torch.optim.SGD(p, lr=0.1), 0),
+    "SGD with momentum": (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), WEIGHT),
+    "Adam": (torch.optim.Adam, 2 * WEIGHT + STEP),
+    "AMSGrad": (lambda p: torch.optim.AdamW(p, amsgrad=True), 3 * WEIGHT + STEP),
+    "Adagrad": (torch.optim.Adagrad, WEIGHT + STEP),
+    "Adafactor": (torch.optim.Adafactor, 4 * (100 + 200) + STEP),
+    "with schedulers": (lambda p: ([torch.optim.RMSprop(p)], []), WEIGHT + STEP),
+    "in a dict": (lambda p: {"optimizer": torch.optim.Adam(p)}, 2 * WEIGHT + STEP),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_states_are_those_that_the_optimizer_keeps(name: str) -> None:
+    make, size = OPTIMIZERS[name]
+    found = OptimizerStates(Linear(make), remade).of("layer.weight", (200, 100), torch.float32)
+    assert found is not None
+    assert found.kept == size
+
+
+@pytest.mark.parametrize(
+    ("said", "size"), [("16GB", 16 * 10**9), ("80GiB", 80 * 2**30), ("1.5 kb", 1500), ("42", 42), (7, 7)]
+)
+def test_bytes_are_read_with_their_unit(said: object, size: int) -> None:
+    assert bytes_of("memory_limit", said) == size
+
+
+@pytest.mark.parametrize("said", ["16 apples", "", "-1", "0GB", True])
+def test_rejects_what_is_no_number_of_bytes(said: object) -> None:
+    with pytest.raises(ConfigError, match="memory_limit"):
+        bytes_of("memory_limit", said)

@@ -1,0 +1,100 @@
+"""Measured times go to the units that take them, and the module is left as it was."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_mm5d import ConfigError, Modality
+from lightning_mm5d.partition.costs import units
+from lightning_mm5d.partition.find import find
+from lightning_mm5d.tools.planner.profile import Measured, measure
+from zoo import CASES
+
+MODALITIES = {"vision": Modality(module="vision", boundary="vision"), "language": Modality()}
+
+
+class Sleeper(nn.Module):
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.seconds)
+        return x * self.weight
+
+
+class Tower(nn.Module):
+    def __init__(self, *seconds: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(Sleeper(one)) for one in seconds])
+        self.head = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        time.sleep(0.02)
+        return self.head(x)
+
+
+class Sleepers(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.vision, self.language = Tower(0.01, 0.03), Tower(0.02, 0.04)
+        self.skips = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.log("loss", 0.0)
+        return self.language(batch if self.skips else self.vision(batch)).sum()
+
+
+def rows_of(module: nn.Module, modalities: dict[str, Modality]) -> tuple[Any, Any]:
+    found = find(module, modalities)
+    return found, units(module, found)
+
+
+def test_each_unit_gets_the_time_that_it_takes() -> None:
+    module = Sleepers()
+    found, rows = rows_of(module, MODALITIES)
+    seconds = measure(module, torch.ones(1, 2), found, rows).medians
+    # sleeping takes at least as long as it was told to
+    for name, expected in (("vision", [0, 0.01, 0.03, 0.02]), ("language", [0, 0.02, 0.04, 0.02])):
+        assert all(got >= told for got, told in zip(seconds[name], expected, strict=True)), seconds
+        assert seconds[name][0] == 0.0  # nothing with parameters runs before the layers
+
+
+def test_nothing_stays_in_front_of_the_modules_callables() -> None:
+    module = Sleepers()
+    found, rows = rows_of(module, MODALITIES)
+    measure(module, torch.ones(1, 2), found, rows)
+    assert not any("forward" in vars(part) for part in module.modules())
+
+
+def test_a_modality_that_does_not_run_is_refused() -> None:
+    module = Sleepers()
+    module.skips = True
+    found, rows = rows_of(module, MODALITIES)
+    with pytest.raises(ConfigError, match=r"modalities.vision: .*does not run"):
+        measure(module, torch.ones(1, 2), found, rows)
+
+
+def test_boundaries_of_a_hugging_face_model_are_found() -> None:
+    case = CASES["llava"]
+    module = case.build()
+    found, rows = rows_of(module, {"vision": Modality(), "language": Modality()})
+    seconds = measure(module, case.batch(2, seed=0), found, rows).medians
+    assert {name: len(row) for name, row in seconds.items()} == {name: len(row) for name, row in rows.items()}
+    assert all(second > 0 for row in seconds.values() for second in row[1:-1])
+
+
+def test_the_spread_of_the_runs_is_shown_in_milliseconds() -> None:
+    runs = ({"vision": [0.001, 0.002]}, {"vision": [0.003, 0.003]}, {"vision": [0.001, 0.003]})
+    measured = Measured(runs)
+    assert measured.medians == {"vision": [0.001, 0.003]}
+    assert measured.table().rows == (("vision", "4", "3 - 6", "3"),)

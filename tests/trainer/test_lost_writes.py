@@ -1,0 +1,55 @@
+"""A warning names what a step writes on rank 0 and loses, because the step ends on another rank."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
+
+from features.toys import Toy
+from lightning_mm5d.trainer.lost_writes import tell_of_lost_writes
+
+
+class Writes(Toy):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.logger is not None and self.trainer.is_global_zero:
+            self.helper(batch)
+        return self.loss(batch)
+
+    def helper(self, batch: Any) -> None:
+        self.logger.experiment.add_scalar("x", 1.0)
+        if self.global_rank == 0:
+            self.keep(batch)
+
+    @rank_zero_only
+    def keep(self, batch: Any) -> None:
+        self.kept = batch
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        rank = self.global_rank
+        rank_zero_info(f"rank {rank}")
+        self.log("rank", float(rank))
+        self.on_validation_end()
+
+    def on_validation_end(self) -> None:
+        assert self.logger is not None
+
+
+def _told(step: str) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        tell_of_lost_writes(Writes(), step, 3)
+    return [str(one.message) for one in caught]
+
+
+def test_loggers_and_what_is_for_rank_0_in_a_step_are_named() -> None:
+    said = _told("training_step")
+    assert len(said) == 3
+    lines = ("self.logger.experiment", "self.global_rank == 0", "self.keep(batch)")
+    for line in lines:
+        assert sum(f"ends on rank 3, and {line} in Writes.helper" in text for text in said) == 1
+
+
+def test_code_that_loses_nothing_is_left_alone() -> None:
+    assert not _told("validation_step")

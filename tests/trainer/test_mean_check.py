@@ -1,0 +1,216 @@
+"""A loss that is no mean of its microbatches' losses is told of, and the comparison changes nothing."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import seed_everything
+from torch import Tensor, nn
+
+from features.toys import CLASSES, PAIR, WIDTH, Layout, Run, Toy, alone
+from lightning_mm5d.trainer.steps import Steps
+from ordinary.uses import Memory
+from ranks import call_ranks
+
+ALONE = Layout(None, 1)  # type: ignore[arg-type]
+LAYOUTS = {1: ALONE, 2: PAIR}
+
+
+class Lossy(Toy):
+    """The toy with the loss of a name in `LOSSES`."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(dropout=0.3 if "dropout" in name else 0.0)
+        self.name = name
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return LOSSES[self.name](self, batch)
+
+
+def _mean(module: Toy, batch: Any) -> Tensor:
+    return module.loss(batch)
+
+
+def _sum(module: Toy, batch: Any) -> Tensor:
+    return F.cross_entropy(module(batch), batch["label"], reduction="sum")
+
+
+def _weighted(module: Toy, batch: Any) -> Tensor:
+    return F.cross_entropy(module(batch), batch["label"], weight=torch.arange(1.0, 1.0 + CLASSES).double())
+
+
+def _unlabelled(module: Toy, batch: Any) -> Tensor:
+    """One microbatch has no label, and a loss of NaN."""
+    return F.cross_entropy(module(batch), torch.where(batch["images"][:, 0] < 9, batch["label"], -100))
+
+
+def _pairs(module: Toy, batch: Any) -> Tensor:
+    logits = module(batch)
+    return F.cross_entropy(logits @ logits.T, torch.arange(len(logits)))
+
+
+def _counts(module: Any, batch: Any) -> Tensor:
+    module.seen = getattr(module, "seen", 0) + 1
+    return module.loss(batch) * module.seen
+
+
+def _noisy_sum(module: Toy, batch: Any) -> Tensor:
+    images = batch["images"] + 0.1 * torch.randn_like(batch["images"])
+    return F.cross_entropy(module({**batch, "images": images}), batch["label"], reduction="sum")
+
+
+def _numpy_sum(module: Toy, batch: Any) -> Tensor:
+    return _sum(module, batch) * np.random.rand()
+
+
+def _of_four(module: Toy, batch: Any) -> Tensor:
+    return _mean(module, {**batch, "images": batch["images"].view(4, -1)})
+
+
+def _writes_to_the_batch(module: Toy, batch: Any) -> Tensor:
+    batch["images"].mul_(0.5)
+    return _mean(module, batch)
+
+
+LOSSES: dict[str, Callable[[Any, Any], Tensor]] = {
+    "a mean": _mean,
+    "a mean with dropout": _mean,
+    "a sum": _sum,
+    "a sum with dropout": _sum,
+    "a mean by weights of classes": _weighted,
+    "a mean over labels, of which one microbatch has none": _unlabelled,
+    "a loss over pairs": _pairs,
+    "a loss by a counter": _counts,
+    "a sum with noise": _noisy_sum,
+    "a sum with numbers of numpy": _numpy_sum,
+    "code for four samples": _of_four,
+    "a step that writes to its batch": _writes_to_the_batch,
+}
+TOLD = {
+    "a sum": "It is a sum",
+    "a sum with dropout": "It is a sum",
+    "a mean by weights of classes": "loss_weight=function",
+    "a mean over labels, of which one microbatch has none": "loss_weight=function",
+    "a loss over pairs": "set num_microbatches: 1",
+    "a loss by a counter": "set num_microbatches: 1",
+}
+
+
+def _told(rank: int, world: int) -> dict[str, list[str]]:
+    found = {}
+    for name in LOSSES:
+        if world > 1 and "writes" in name:  # microbatches in flight share the tensor that it writes to
+            found[name] = []
+            continue
+        run = Run(LAYOUTS[world])
+        samples = run.loader(16).dataset
+        if "none" in name:
+            samples.images[4:8, 0] = 9.0
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run.trainer(max_steps=2, use_distributed_sampler=False).fit(Lossy(name), run.loader(samples))
+        found[name] = [str(one.message) for one in caught if "the first two microbatches" in str(one.message)]
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_loss_that_is_no_mean_is_told_of_once_and_what_draws_or_fails_is_not(world: int) -> None:
+    """all: rank 0 | vision: rank 0, language: rank 1"""
+    ranks = call_ranks(world, _told, world)
+    for name in LOSSES:
+        said = [text for rank in ranks for text in rank[name]]
+        assert len(said) == (name in TOLD), (name, said)
+        assert all(TOLD[name] in text for text in said)
+
+
+class Writing(Toy):
+    """Keeps what it can where a step can: buffers, attributes, generators, parameters, logs."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.2)
+        self.encoder.projector = nn.Sequential(self.encoder.projector, nn.BatchNorm1d(WIDTH)).double()
+        self.register_buffer("queue", torch.zeros(4, CLASSES).double())
+        self.rows, self.seen, self.drawn = [], {"steps": 0}, np.random.default_rng(3)
+        self.decoder.calls = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self(batch)
+        self.decoder.calls += 1
+        self.queue = torch.cat([self.queue, logits.detach()])[-4:]
+        self.rows.append(float(len(batch["label"])))
+        self.seen["steps"] += 1
+        self.drawn.random()
+        if self.trainer.is_global_zero:
+            with Path(self.trainer.default_root_dir, "steps.txt").open("a") as file:
+                file.write(f"{batch_idx}\n")
+        if self.logger is not None:
+            self.logger.log_metrics({"direct": 1.0}, step=batch_idx)
+        loss = F.cross_entropy(logits, batch["label"])
+        self.accuracy(logits, batch["label"])
+        self.log("accuracy", self.accuracy, on_epoch=True)
+        self.log("loss", loss)
+        return loss
+
+
+def _after(world: int, folder: Path) -> Any:
+    seed_everything(5, verbose=False)
+    run, module, memory = Run(LAYOUTS[world]), Writing(), Memory()
+    trainer = run.trainer(max_steps=1, logger=memory, default_root_dir=folder)
+    trainer.fit(module, run.loader(16))
+    draws = [random.random(), float(np.random.rand()), float(torch.rand(())), float(module.drawn.random())]
+    figures = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    kept = [module.rows, module.seen, module.decoder.calls, module.accuracy._update_count]
+    return dict(module.state_dict()), draws, figures, kept, memory.lines
+
+
+def _both(rank: int, world: int, folder: str) -> list[Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = []
+        for name in ("with", "without"):
+            path = Path(folder, name)
+            path.mkdir(exist_ok=True)
+            if name == "without":
+                with patch.object(Steps, "_check_mean", lambda *_: None):
+                    found.append(_after(world, path))
+            else:
+                found.append(_after(world, path))
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_comparison_changes_nothing(world: int, tmp_path: Path) -> None:
+    """all: rank 0 | vision: rank 0, language: rank 1"""
+    for checked, unchecked in call_ranks(world, _both, world, str(tmp_path)):
+        weights, others = checked[0], unchecked[0]
+        assert weights.keys() == others.keys()
+        for name, value in weights.items():
+            assert torch.equal(value.nan_to_num(), others[name].nan_to_num()), name
+        assert checked[1:] == unchecked[1:]
+    for name in ("with", "without"):
+        assert (tmp_path / name / "steps.txt").read_text() == "0\n" * 2, "where the step ends, once a microbatch"
+
+
+def _weights_of_pairs(run: Run) -> list[Tensor]:
+    module = Lossy("a loss over pairs")
+    run.trainer(max_epochs=2, use_distributed_sampler=False).fit(module, run.loader(16), run.loader(8))
+    return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+def _of_whole_batches(rank: int) -> list[Tensor]:
+    return _weights_of_pairs(Run(PAIR, {"num_microbatches": 1}))
+
+
+def test_a_loss_over_pairs_is_that_of_one_process_with_one_microbatch() -> None:
+    """vision: rank 0, language: rank 1"""
+    found = call_ranks(2, _of_whole_batches)[0]
+    torch.testing.assert_close(found, alone(_weights_of_pairs), rtol=1e-9, atol=1e-9)
