@@ -52,6 +52,10 @@ class Guard:
         self.shows_full = False
         self.suspended: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
 
+    def close(self) -> None:
+        """Let go of the module and its run, which placeholders would keep alive through this."""
+        self._parameters, self.suspended = tuple, lambda _: nullcontext()
+
     @contextmanager
     def dry_run(self) -> Iterator[None]:
         """Let remote values be NaN meanwhile, for a run of which nothing but shapes is kept."""

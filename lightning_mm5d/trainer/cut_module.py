@@ -72,7 +72,7 @@ class CutModule:
         stages = {key: plan.ownership.parameters[key] for key in plan.topology.stages_of(rank)}
         held = frozenset[str]().union(*stages.values())
         names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-        guard = Guard(plan.ownership.holders, module.parameters)
+        guard = self._guard = Guard(plan.ownership.holders, module.parameters)
         drop_parameters(module, [name for name in names if name not in held], device, guard)
         self._tensor: TensorParallel | None = None
         self._unguard: list[Callable[[], object]] = []
@@ -140,6 +140,7 @@ class CutModule:
 
     def remove(self) -> None:
         """Undo phases 2 to 6; placeholders stay."""
+        self._guard.close()
         for unguard in self._unguard:
             unguard()
         if self._patches is not None:

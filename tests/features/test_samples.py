@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import faulthandler
 import gc
 import os
 import random
+import signal
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -180,7 +180,7 @@ def forked_after_runs(run: Run) -> Any:
     run.trainer(use_distributed_sampler=False).fit(Toy(), run.loader(Stream(_by_package, 8)))
     child = os.fork()
     if child == 0:
-        faulthandler.dump_traceback_later(60, exit=True)
+        signal.alarm(60)  # faulthandler's timer would wait for pytest's, whose thread a fork lacks
         gc.collect()
         os._exit(0)
     gc.enable()
