@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -197,3 +200,38 @@ def reads_again(start_method: str, folder: Path) -> int:
 def test_checkpoints_are_read_after_a_run_and_one_process_builds_a_module_once(tmp_path: Path) -> None:
     assert reads_again("popen", tmp_path / "popen") == 1
     reads_again("fork", tmp_path / "fork")
+
+
+class Kept(Toy):
+    """Keeps a result with its graph, as for a callback."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.features = self.encoder(batch["images"])
+        return super().training_step(batch, batch_idx)
+
+
+def collected(run: Run) -> Any:
+    """Whether modules and engines go with their last name, also where a module has failed or been validated."""
+    left = []
+    for module in (Toy(), Kept(), FailsOnce()):
+        trainer = run.trainer()
+        try:
+            trainer.fit(module, run.training(16), run.loader(16))
+        except KeyError:
+            pass
+        else:
+            trainer.validate(module, run.loader(16), verbose=False)
+        left += [weakref.ref(module), weakref.ref(trainer)]
+        del module, trainer
+    end = time.monotonic() + 10
+    while any(one() is not None for one in left) and time.monotonic() < end:
+        gc.collect()
+        time.sleep(0.1)  # threads of a run that failed end by themselves
+    return [type(one()).__name__ for one in left if one() is not None]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("layout", [PIPE, TWINS], ids=["pipe", "twins"])
+def test_nothing_of_a_run_is_left_once_its_module_and_trainer_are_dropped(layout: Layout) -> None:
+    """A module that is left keeps its weights, and groups of ranks with their threads."""
+    assert together(layout, collected) == [[]] * layout.world
