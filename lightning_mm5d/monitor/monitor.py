@@ -45,6 +45,8 @@ READS_AFTER_S = 1.5
 """a wait that long has this rank read the entries of the others"""
 STUCK_S = 3.0
 """a wait that long, on all ranks, can be a mismatch"""
+TOLD_S = 6.0
+"""how long the host of the store keeps it for ranks that do not know the cause yet; a machine under load is slow"""
 MOVES_S = 2.0
 """a thread that runs, and whose position has changed within that time, is not looked at"""
 
@@ -188,7 +190,7 @@ class Monitor:
             known = [rank for rank in others if self._is_told(rank)]
             return len(known) == len(others)
 
-        if not board.wait(told, 2.5):
+        if not board.wait(told, TOLD_S):
             self._end_children()
 
     @property
