@@ -69,7 +69,6 @@ def check(
         _check_sequence_parallel(f"modalities.{name}", modality)
         check_compile(f"modalities.{name}.compile", modality)
         _check_vocabulary(f"modalities.{name}.make_vocab_size_divisible_by", modality)
-        _check_head(f"modalities.{name}.fused_linear_cross_entropy", modality, is_encoder=is_encoder)
     check_pipelines(modalities, schedule)
     _check_owners(modalities)
     for name in modalities:
@@ -189,15 +188,6 @@ def _check_vocabulary(field: str, modality: Modality) -> None:
     if modality.tp_size == 1:
         rule = "It is said of the rows of a vocabulary that each tensor parallel rank holds, and tp_size is 1"
         raise ConfigError(field, said, rule, "Leave it unset, or use tp_size=2 or more")
-
-
-def _check_head(field: str, modality: Modality, *, is_encoder: bool) -> None:
-    said = modality.fused_linear_cross_entropy
-    if not isinstance(said, bool):
-        raise ConfigError(field, said, "It is true or false", f"Use {bool(said)}")
-    if said and is_encoder:
-        rule = "It fuses a head with its loss, and an encoder has none"
-        raise ConfigError(field, said, rule, "Leave it unset here")
 
 
 def _check_template(field: str, template: object) -> None:

@@ -26,9 +26,9 @@ class Table:
 
     def __str__(self) -> str:
         widths = [max(map(len, column)) for column in zip(self.header, *self.rows, strict=True)]
-        lines = []
+        numeric, lines = self.numeric, []
         for row in (self.header, *self.rows):
-            cells = zip(row, widths, self.numeric, strict=True)
+            cells = zip(row, widths, numeric, strict=True)
             lines.append("  ".join(cell.rjust(n) if right else cell.ljust(n) for cell, n, right in cells).rstrip())
         return "\n".join(lines)
 

@@ -14,6 +14,8 @@ from lightning_mm5d.plan.topology import Topology
 from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.tensor_parallel.resolve import Division
 
+Owners = tuple[StageKey, ...]
+
 
 @dataclass(frozen=True)
 class Ownership:
@@ -40,7 +42,10 @@ class Ownership:
 
     def ranks_holding(self, name: str) -> tuple[int, ...]:
         """Return the ranks that hold a parameter, or a shard of it, ascending: ``(0, 1, 2, 3)``."""
-        return tuple(sorted({rank for ranks, _ in self._instances(name) for rank in ranks}))
+        owners = self.topology.partition.owners[name]
+        if owners not in self._holding:
+            self._holding[owners] = tuple(sorted({rank for ranks, _ in self._instances(name) for rank in ranks}))
+        return self._holding[owners]
 
     def holders(self, path: str) -> str:
         """Return the ranks that hold the parameter of a name, or those of a module, in words: ``"ranks 0 and 1"``."""
@@ -59,13 +64,13 @@ class Ownership:
         A full parameter has one tuple per index too, because all indices have the same gradient. Where modalities
         with different tensor parallel degrees share a parameter, there is one tuple of all ranks.
         """
-        instances = self._instances(name)
-        if len({tp for _, tp in instances}) > 1:
-            return (self.ranks_holding(name),)
-        tp = instances[0][1]
-        return tuple(
-            tuple(sorted({rank for ranks, _ in instances for rank in ranks[index::tp]})) for index in range(tp)
-        )
+        owners, instances = self.topology.partition.owners[name], self._instances(name)
+        if owners not in self._by_shard:
+            tp = instances[0][1]
+            self._by_shard[owners] = tuple(
+                tuple(sorted({rank for ranks, _ in instances for rank in ranks[index::tp]})) for index in range(tp)
+            )
+        return (self.ranks_holding(name),) if len({tp for _, tp in instances}) > 1 else self._by_shard[owners]
 
     def gradient_weight(self, name: str, rank: int) -> float:
         """Return the factor of `rank`'s gradient in the sum over a tuple of `ranks_by_shard`: ``0.5``.
@@ -116,12 +121,31 @@ class Ownership:
 
     def shard_index(self, name: str, rank: int) -> int:
         """Return which shard of a sharded parameter `rank` holds: ``1`` for rank 3."""
-        return next(ranks.index(rank) % tp for ranks, tp in self._instances(name) if rank in ranks)
+        keys = (self.topology.stage_of[owner] for owner in self.topology.partition.owners[name])
+        key = next(key for key in keys if rank in self.topology.places[key])
+        return self.topology.places[key][rank] % self._tp_degree(key)
 
     def _instances(self, name: str) -> list[tuple[tuple[int, ...], int]]:
         """The ranks and the tensor parallel degree of each instance of the stages that use a parameter."""
-        keys = dict.fromkeys(self.topology.stage_of[owner] for owner in self.topology.partition.owners[name])
-        return [(ranks, self._tp_degree(key)) for key in keys for ranks in self.topology.instances(key)]
+        owners, known = self.topology.partition.owners[name], self._instances_of
+        if owners not in known:
+            keys = dict.fromkeys(self.topology.stage_of[owner] for owner in owners)
+            known[owners] = [(ranks, self._tp_degree(key)) for key in keys for ranks in self.topology.instances(key)]
+        return known[owners]
+
+    # Parameters have few kinds of owners, and each of thousands of ranks asks for each parameter.
+
+    @cached_property
+    def _instances_of(self) -> dict[Owners, list[tuple[tuple[int, ...], int]]]:
+        return {}
+
+    @cached_property
+    def _holding(self) -> dict[Owners, tuple[int, ...]]:
+        return {}
+
+    @cached_property
+    def _by_shard(self) -> dict[Owners, tuple[tuple[int, ...], ...]]:
+        return {}
 
     def _tp_degree(self, stage: StageKey) -> int:
         return self.topology.layout.sizes(stage.modality).tp

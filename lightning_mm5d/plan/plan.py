@@ -17,7 +17,6 @@ from lightning_mm5d.expert_parallel.expert_layer import ExpertLayer, find_expert
 from lightning_mm5d.layout import Layout
 from lightning_mm5d.partition import Partition, partition
 from lightning_mm5d.partition.compiled import check_backends, check_compiled
-from lightning_mm5d.partition.heads import check_heads
 from lightning_mm5d.plan.ownership import Ownership
 from lightning_mm5d.plan.stage_graph import StageGraphs
 from lightning_mm5d.plan.topology import Topology
@@ -81,7 +80,6 @@ class Plan:
         plan = cls(layout, cut, modalities, sizes, v_shaped=v_shaped, shapes=shapes, main_params=main_params, tied=tied)
         check_compiled(module, cut, modalities, is_split=bool(plan.topology.edges))
         check_backends(modalities)
-        check_heads(module, modalities)
         experts = find_experts(module, cut, modalities)
         names = {path: layer.parameters + layer.factors for path, layer in experts.items()}
         return replace(plan, division=divide(module, cut, modalities, names), experts=experts)

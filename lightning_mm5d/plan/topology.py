@@ -163,6 +163,14 @@ class Topology:
         }
 
     @cached_property
+    def places(self) -> dict[StageKey, dict[int, int]]:
+        """For each stage the place of each of its ranks in its instance: ``{0: 0, 1: 1, 2: 0, 3: 1}``."""
+        return {
+            stage: {rank: place for ranks in reversed(instances) for place, rank in enumerate(ranks)}
+            for stage, instances in self._instances.items()
+        }
+
+    @cached_property
     def lead_of_rank(self) -> dict[int, int]:
         """For each rank, the rank that stands for it in schedules, as `Node.rank`.
 
@@ -205,7 +213,7 @@ class Topology:
 
     def stages_of(self, rank: int) -> tuple[StageKey, ...]:
         """Return the stages of one rank."""
-        return tuple(key for key in self.members if rank in self.ranks_of(key))
+        return tuple(key for key in self.members if rank in self.places[key])
 
     def stage_names(self) -> list[str]:
         """Return the stages of each rank, for messages: ``["vision.0", "language.0+language.1"]``."""

@@ -7,8 +7,27 @@ C classes of this rank, D width.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 from torch.nn import functional as F
+
+from lightning_mm5d.sharded.collectives import TensorGroup
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The classes of each tensor parallel rank, one after the other.
+
+    Attributes:
+        lengths: their number on each rank.
+        group: the ranks.
+        multiple: of which the number of columns in a product is one, with columns of zeros that are cut off again.
+    """
+
+    lengths: tuple[int, ...]
+    group: TensorGroup
+    multiple: int = 1
 
 
 def padded_rows(x: Tensor, multiple: int) -> Tensor:

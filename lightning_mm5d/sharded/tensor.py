@@ -75,6 +75,14 @@ class Sharding(NamedTuple):
     group: Group
 
 
+class NotYetComputed(Tensor):
+    """Stands for a tensor, plain or a `Sharded`, that is computed when something needs its values."""
+
+    def computed(self) -> Tensor:
+        """Return the tensor, the same at each call."""
+        raise NotImplementedError
+
+
 class Sharded(Tensor):
     """A tensor of which this rank has a shard; see the module. Made by `from_local`.
 

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.sharded.collectives import TensorGroup, copy, reduce
-from lightning_mm5d.sharded.lazy_logits import LazyLogits
-from lightning_mm5d.sharded.tensor import Sharded
+from lightning_mm5d.sharded.tensor import NotYetComputed, Sharded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +61,7 @@ def vocabulary_shard(logits: Tensor) -> VocabularyShard:
     if not isinstance(logits, Tensor):
         rule = "It takes the logits of a head, a tensor with the classes in its last dim"
         raise ConfigError("vocabulary_shard", type(logits).__name__, rule, "Pass output.logits")
-    if isinstance(logits, LazyLogits):
+    if isinstance(logits, NotYetComputed):
         logits = logits.computed()
     if not isinstance(logits, Sharded):
         return VocabularyShard(logits=logits, start=0, stop=logits.shape[-1], size=logits.shape[-1])

@@ -3,7 +3,6 @@
 from lightning_mm5d.stage.compiled_layers import CompiledLayers
 from lightning_mm5d.stage.deferred import Deferred
 from lightning_mm5d.stage.deferred_products import DeferredProducts
-from lightning_mm5d.stage.fused_heads import FusedHeads
 from lightning_mm5d.stage.patches import Patches
 from lightning_mm5d.stage.payload import Payload
 from lightning_mm5d.stage.remote import drop_parameters, give_memory, is_placeholder
@@ -17,7 +16,6 @@ __all__ = [
     "CompiledLayers",
     "Deferred",
     "DeferredProducts",
-    "FusedHeads",
     "Patches",
     "Payload",
     "Run",

@@ -20,8 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_mm5d.sharded.lazy_logits import LazyLogits
-from lightning_mm5d.sharded.tensor import Group, Sharded, from_local
+from lightning_mm5d.sharded.tensor import Group, NotYetComputed, Sharded, from_local
 from lightning_mm5d.stage.view import StageError
 
 Path = tuple[str | int, ...]
@@ -227,13 +226,13 @@ def unsharded(tree: Any) -> Any:
     """Return `tree` with the full tensors of the sharded ones in it; the very same object where there are none."""
     if isinstance(tree, Tensor):
         return _unsharded(tree)
-    if not any(isinstance(tensor, Sharded | LazyLogits) for _, tensor in tensors_in(tree)):
+    if not any(isinstance(tensor, Sharded | NotYetComputed) for _, tensor in tensors_in(tree)):
         return tree
     return map_tensors(tree, _unsharded)
 
 
 def _unsharded(tensor: Tensor) -> Tensor:
-    tensor = tensor.computed() if isinstance(tensor, LazyLogits) else tensor
+    tensor = tensor.computed() if isinstance(tensor, NotYetComputed) else tensor
     return tensor.full() if isinstance(tensor, Sharded) else tensor
 
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from lightning_mm5d.layout.even_split import even_lengths
 from lightning_mm5d.partition.hidden_state import at, hidden_place, with_state
-from lightning_mm5d.sharded.chunked_cross_entropy import Columns
 from lightning_mm5d.sharded.collectives import TensorGroup, copy, exchange, reduce, scatter
+from lightning_mm5d.sharded.padded_rows import Columns
 from lightning_mm5d.sharded.sequence_operations import is_tokens
 from lightning_mm5d.sharded.tensor import Sharded, from_local
 from lightning_mm5d.sharded.torch_internals import is_held_once
@@ -66,7 +66,7 @@ class TensorParallel:
     ) -> None:
         self.linear: Linear = linear
         self.puts_off: PutsOff = lambda module, x: None
-        self.fused: Callable[[nn.Module, Tensor, Columns], Tensor | None] | None = None
+        self.computes_logits: Callable[[nn.Module, Tensor, Columns], Tensor | None] | None = None
         self._root, self._division, self.groups = root, division, groups
         may_drop = drops(root)
         self._regions = {
@@ -231,14 +231,14 @@ class TensorParallel:
                 tokens = input.group
                 local = tokens.own_tokens(input)
             # what travels in a ring is multiplied without padding, which all ranks or none do
-            beside = self.fused is None and multiple == 1 and fits(module)
+            beside = self.computes_logits is None and multiple == 1 and fits(module)
             entered = region.enter(local, training=False, first=module if beside else None)
             region.forget()
-            if self.fused is not None:
+            if self.computes_logits is not None:
                 hidden = entered.entered
                 if isinstance(input, Sharded) and tokens is not None:
                     hidden = tokens.coarser.wrapped(hidden, input.sharded_dim)
-                if (logits := self.fused(module, hidden, columns)) is not None:
+                if (logits := self.computes_logits(module, hidden, columns)) is not None:
                     return logits
             part = self._product(module, entered, multiple)
             if isinstance(input, Sharded) and tokens is not None:

@@ -22,7 +22,6 @@ from lightning_mm5d.sharded.host_copies import HostCopies
 from lightning_mm5d.sharded.remote_value import Guard
 from lightning_mm5d.stage import (
     CompiledLayers,
-    FusedHeads,
     Patches,
     Runtime,
     StageView,
@@ -109,9 +108,6 @@ class CutModule:
             sharing=groups.sharing,
             context=self._context,
         )
-        self._heads: FusedHeads | None = None
-        if any(modality.fused_linear_cross_entropy for modality in plan.modalities.values()):
-            self._heads = FusedHeads(self.runtime)
         self.experts: SharedExperts | None = None
         if groups.experts:
             shards = DataShards(plan)
@@ -149,8 +145,6 @@ class CutModule:
             remove()
         if self.experts is not None:
             self.experts.remove()
-        if self._heads is not None:
-            self._heads.remove()
         for shared in self._context.values():
             shared.remove()
         if self._interface is not None:

@@ -112,7 +112,6 @@ class Session:
         self.is_plain = plan.topology.is_replicated and options.num_microbatches == 1 and not shards.exist
         self.is_plain &= self._batch_parts.counts_equally or plan.layout.num_replicas == 1
         self.is_plain &= plan.main_params is None and not any(one.needs_schedule(plan) for one in options.features)
-        self.is_plain &= not any(modality.fused_linear_cross_entropy for modality in plan.modalities.values())
         self.plan = plan
         self._module, self._options = module, options
         self._groups = Groups(options.timeout, device=message_device(options.device))

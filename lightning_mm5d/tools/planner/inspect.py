@@ -43,13 +43,17 @@ class Holding(NamedTuple):
 def holdings(plan: Plan, module: nn.Module) -> list[Holding]:
     """Return what each place holds, by rank and then by modality; a rank with several modalities has several places."""
     found, shards = [], DataShards(plan)
+    known: dict[Any, tuple[tuple[str, ...], int, int]] = {}
     for place in sorted(plan.layout.places, key=lambda place: place.rank):  # stable: modalities keep their order
         cuts = plan.topology.cuts_at(place.modality, place.pp, place.dp)
-        held = _parameters(module, plan, [cut.name for cut in cuts])
-        layers = tuple(layer for cut in cuts for layer in _layers(plan, cut))
-        counts = {name: _elements(plan, shards, name, p, place) for name, p in held.items()}
-        size = sum(counts[name] * plan.held_dtype(p).itemsize for name, p in held.items())
-        found.append(Holding(place, cuts, layers, sum(counts.values()), size))
+        key = tuple(cut.name for cut in cuts), place.tp, place.rank if plan.experts else None
+        if key not in known:  # of replicas that hold the same, one is counted
+            held = _parameters(module, plan, key[0])
+            layers = tuple(layer for cut in cuts for layer in _layers(plan, cut))
+            counts = {name: _elements(plan, shards, name, p, place) for name, p in held.items()}
+            size = sum(counts[name] * plan.held_dtype(p).itemsize for name, p in held.items())
+            known[key] = layers, sum(counts.values()), size
+        found.append(Holding(place, cuts, *known[key]))
     return found
 
 

@@ -147,17 +147,46 @@ class _Estimate:
         self._stages: dict[StageKey, StageFlight] = {}
 
     def ranks(self) -> list[RankMemory]:
-        return [self._rank(rank) for rank in range(self._plan.layout.size)]
+        alike: dict[Any, RankMemory] = {}
+        uneven: dict[Any, list[str]] = {}
+        found = []
+        for rank in range(self._plan.layout.size):
+            role = self._role(rank)
+            if role not in uneven:
+                uneven[role] = self._uneven(rank)
+            shares = self._shards.owned_by(rank, uneven[role]).values()
+            key = role, tuple(stop - start for start, stop in (one.ranges[one.place] for one in shares))
+            if key not in alike:
+                alike[key] = self._rank(rank)
+            found.append(alike[key]._replace(rank=rank))
+        return found
+
+    def _role(self, rank: int) -> Any:
+        """What ranks have in common whose memory differs by the lengths of their rows alone; often few of thousands."""
+        plan = self._plan
+        replicas = plan.topology.connected_replicas(rank)
+        if len(replicas) > 1 or plan.layout.pipelines or callable(self._step.schedule):
+            return rank
+        places = [(key, plan.topology.places[key][rank]) for key in plan.topology.stages_of(rank)]
+        return *places, plan.layout.microbatches(self._step.num_microbatches)[replicas[0]]
+
+    def _uneven(self, rank: int) -> list[str]:
+        """The parameters of a rank whose owners have rows of unlike lengths."""
+        shards = self._shards.owned_by(rank, self._names(rank))
+        return [name for name, one in shards.items() if len({stop - start for start, stop in one.ranges}) > 1]
 
     # --- parameters ---
 
-    def _held(self, rank: int) -> list[_Held]:
-        plan, step = self._plan, self._step
+    def _names(self, rank: int) -> tuple[str, ...]:
+        """The parameters of a rank, each under one of its names."""
         names: dict[int, str] = {}
-        for stage in plan.topology.stages_of(rank):
-            for name in plan.ownership.parameters[stage]:
-                names.setdefault(id(step.parameters[name]), name)
-        return [self._parameter(name, rank) for name in names.values()]
+        for stage in self._plan.topology.stages_of(rank):
+            for name in self._plan.ownership.parameters[stage]:
+                names.setdefault(id(self._step.parameters[name]), name)
+        return tuple(names.values())
+
+    def _held(self, rank: int) -> list[_Held]:
+        return [self._parameter(name, rank) for name in self._names(rank)]
 
     def _parameter(self, name: str, rank: int) -> _Held:
         plan, step = self._plan, self._step

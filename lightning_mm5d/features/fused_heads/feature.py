@@ -1,4 +1,4 @@
-"""Heads whose logits are computed with their loss, in chunks, with `fused_linear_cross_entropy`.
+"""Puts chosen heads in place, whose logits are computed with their loss, with `fused_linear_cross_entropy`.
 
 A head returns `LazyLogits` while a run of a step is under way. At the end of the step logits that somebody still holds
 are computed, because weights may change after it. Outside of runs, and in evaluations that all ranks run in lock step,
@@ -12,15 +12,58 @@ from functools import partial
 from types import MethodType
 from typing import Any
 
+import lightning.pytorch as pl
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_mm5d.partition.heads import heads
-from lightning_mm5d.sharded.chunked_cross_entropy import Columns
-from lightning_mm5d.sharded.lazy_logits import Head, lazy_logits, settle
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.features.fused_heads.lazy_logits import Head, lazy_logits, settle
+from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.sharded.padded_rows import Columns
 from lightning_mm5d.sharded.sequence_operations import is_tokens
 from lightning_mm5d.sharded.tensor import Sharded
-from lightning_mm5d.stage.runtime import Runtime
+from lightning_mm5d.stage import Runtime
+from lightning_mm5d.trainer.feature import Feature
+
+
+class FusesHeads(Feature):
+    """The field `Modality.fused_linear_cross_entropy`."""
+
+    def check(self, module: pl.LightningModule, plan: Plan, device: torch.device) -> None:
+        """Refuse a module none of whose models names a linear layer as its output embeddings."""
+        if (name := _fused(plan)) is not None and not heads(module):
+            raise ConfigError(
+                f"modalities.{name}.fused_linear_cross_entropy",
+                True,
+                "It fuses a linear head with its loss, and no model here returns one from get_output_embeddings()",
+                "Leave it unset, or let the model have that method as models of transformers do. It must return a "
+                "torch.nn.Linear without an adapter, such as one of LoRA, on it",
+            )
+
+    def needs_schedule(self, plan: Plan) -> bool:
+        """Whether there is a step to end."""
+        return _fused(plan) is not None
+
+    def cut(self, runtime: Runtime, plan: Plan, device: torch.device) -> Callable[[], None] | None:
+        """Let heads return logits that are computed later."""
+        return None if _fused(plan) is None else FusedHeads(runtime).remove
+
+
+def heads(root: nn.Module) -> dict[str, nn.Linear]:
+    """Return the linear layers that models in `root` name as their output embeddings, by path."""
+    found: dict[str, nn.Linear] = {}
+    paths = {module: path for path, module in root.named_modules()}
+    for module in paths:
+        named = getattr(module, "get_output_embeddings", None)
+        head = named() if callable(named) else None
+        if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward and head in paths:
+            found[paths[head]] = head
+    return found
+
+
+def _fused(plan: Plan) -> str | None:
+    return next((name for name, one in plan.modalities.items() if one.fused_linear_cross_entropy), None)
 
 
 class FusedHeads:
@@ -43,7 +86,7 @@ class FusedHeads:
                     vars(head)["forward"] = MethodType(self._whole(), head)
                     self._undo.append(partial(delattr, head, "forward"))
         if runtime.tensor is not None:
-            runtime.tensor.fused = self._lazy
+            runtime.tensor.computes_logits = self._lazy
         runtime.ends.append(self.settle)
 
     def settle(self) -> None:
@@ -58,7 +101,7 @@ class FusedHeads:
             undo()
         self._undo.clear()
         if self._runtime.tensor is not None:
-            self._runtime.tensor.fused = None
+            self._runtime.tensor.computes_logits = None
 
     def _whole(self) -> Callable[..., Tensor]:
         def forward(head: nn.Module, input: Tensor) -> Tensor:
@@ -84,3 +127,6 @@ class FusedHeads:
         found = lazy_logits(Head(module=head, dtype=example.dtype, columns=columns), hidden)
         self._settle.append(settle(found))
         return found
+
+
+FEATURE = FusesHeads

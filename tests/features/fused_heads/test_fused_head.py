@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from context_parallel.runs import same_steps, steps, text
 from features.toys import LANGUAGE, PAIR, Layout, Run, Toy, assert_same, outcomes
 from lightning_mm5d import ConfigError, Modality
+from lightning_mm5d.features.fused_heads import lazy_logits
 from lightning_mm5d.layout import Layout as Ranks
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.sharded import lazy_logits
 from parity.harness import Batches
 from sweeps import swept
 from zoo import CASES

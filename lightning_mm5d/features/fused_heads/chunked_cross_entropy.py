@@ -19,26 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.sharded.cross_entropy import cross_entropy
-from lightning_mm5d.sharded.padded_rows import padded_rows, without_padding
+from lightning_mm5d.sharded.padded_rows import Columns, padded_rows, without_padding
 
 Pointwise = Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class Columns:
-    """The classes of each tensor parallel rank, one after the other.
-
-    Attributes:
-        lengths: their number on each rank.
-        group: the ranks.
-        multiple: of which the number of columns in a product is one, with columns of zeros that are cut off again.
-    """
-
-    lengths: tuple[int, ...]
-    group: TensorGroup
-    multiple: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

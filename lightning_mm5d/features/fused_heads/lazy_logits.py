@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_mm5d.config.errors import ConfigError, private
-from lightning_mm5d.sharded.chunked_cross_entropy import Columns, Pointwise, RowLosses, linear_row_losses
+from lightning_mm5d.features.fused_heads.chunked_cross_entropy import Pointwise, RowLosses, linear_row_losses
 from lightning_mm5d.sharded.collectives import exchange
 from lightning_mm5d.sharded.cross_entropy import check_targets
-from lightning_mm5d.sharded.padded_rows import padded_linear
+from lightning_mm5d.sharded.padded_rows import Columns, padded_linear
 from lightning_mm5d.sharded.sequence_operations import is_tokens, reduced_losses
-from lightning_mm5d.sharded.tensor import WRITING, Sharded, as_sharded, from_local
+from lightning_mm5d.sharded.tensor import WRITING, NotYetComputed, Sharded, as_sharded, from_local
 from lightning_mm5d.sharded.torch_internals import as_plain_tensors
 
 _make_wrapper = private(Tensor, "_make_wrapper_subclass")
@@ -105,7 +105,7 @@ class _Family:
         self.members.clear()
 
 
-class LazyLogits(Tensor):
+class LazyLogits(NotYetComputed):
     """Logits that are not computed yet; see the module. Made by `lazy_logits`."""
 
     _family: _Family
@@ -115,7 +115,7 @@ class LazyLogits(Tensor):
     _known: tuple[int, int]
 
     def computed(self) -> Tensor:
-        """Return the logits, which are computed at the first call: plain, or a `Sharded`."""
+        """Return the logits, which are computed at the first call."""
         wants = torch.is_grad_enabled() and _requires_grad(self)
         if self._found is None or (wants and not self._found.requires_grad):
             found = self._family.head.logits(self._source())

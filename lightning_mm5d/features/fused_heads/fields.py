@@ -1,0 +1,27 @@
+"""Checks of `Modality.fused_linear_cross_entropy`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.modality import decoders_of, loss_modality_of, main_modality_of
+
+
+def check(fields: Mapping[str, Any]) -> None:
+    """Refuse what is no bool, and a head of an encoder, whatever the model.
+
+    Raises:
+        ConfigError: at the first modality that cannot have it.
+    """
+    modalities = fields.get("modalities") or {}
+    for name, modality in modalities.items():
+        field, said = f"modalities.{name}.fused_linear_cross_entropy", modality.fused_linear_cross_entropy
+        if not isinstance(said, bool):
+            raise ConfigError(field, said, "It is true or false", f"Use {bool(said)}")
+        decoders = decoders_of(modalities) if said else {}
+        main = main_modality_of(modalities) if decoders else loss_modality_of(modalities)
+        if said and name != main and name not in decoders:
+            rule = "It fuses a head with its loss, and an encoder has none"
+            raise ConfigError(field, said, rule, "Leave it unset here")
