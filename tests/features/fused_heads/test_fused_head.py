@@ -18,6 +18,7 @@ from context_parallel.runs import same_steps, steps, text
 from features.toys import LANGUAGE, PAIR, Layout, Run, Toy, assert_same, outcomes
 from lightning_mm5d import ConfigError, Modality
 from lightning_mm5d.features.fused_heads import lazy_logits
+from lightning_mm5d.features.fused_heads.feature import FEATURE
 from lightning_mm5d.layout import Layout as Ranks
 from lightning_mm5d.plan.plan import Plan
 from parity.harness import Batches
@@ -120,8 +121,8 @@ def test_losses_gradients_and_logits_equal_one_process(name: str) -> None:
 def test_a_model_without_a_named_head_and_an_encoder_are_refused_before_the_run() -> None:
     modalities = dict(PAIR.modalities)
     modalities["language"] = Modality(fused_linear_cross_entropy=True, **LANGUAGE)
-    ranks = Ranks.build(modalities, world_size=2, loss_modality="language")
+    plan = Plan.of(Toy(), Ranks.build(modalities, world_size=2, loss_modality="language"), modalities)
     with pytest.raises(ConfigError, match="get_output_embeddings") as caught:
-        Plan.of(Toy(), ranks, modalities)
+        FEATURE({}).check(Toy(), plan, torch.device("cpu"))
     assert caught.value.field == "modalities.language.fused_linear_cross_entropy"
     gc.collect()
