@@ -13,6 +13,7 @@ from ordinary.rows import (  # noqa: F401
     losses,
     module_hooks,
     optimizers,
+    projects,
     trainer_flags,
     tricks,
 )
