@@ -14,6 +14,7 @@ from ordinary.rows import (  # noqa: F401
     module_hooks,
     optimizers,
     projects,
+    projects_training,
     put_anew,
     trainer_flags,
     tricks,
