@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from lightning_mm5d.config.errors import ConfigError
@@ -215,11 +216,11 @@ def split_each(
 def merge(outputs: Sequence[Any], samples: Sequence[int]) -> Any:
     """Joins what M microbatches returned into what the batch would have returned.
 
-    Tensors with one row per sample, and lists with one element per sample, are concatenated; floats and 0-dim tensors
-    of them become their mean, weighted by samples; integers, bools and 0-dim tensors of them are counts, and become
-    their sum; containers are joined field by field; other equal values stay one value. What cannot be joined (rows of
-    different shapes, fields that not all have) becomes the list of the M outputs. A tuple is a container unless it
-    holds strings only.
+    Tensors and NumPy arrays with one row per sample, and lists with one element per sample, are concatenated; floats
+    and 0-dim tensors of them become their mean, weighted by samples; integers, bools and 0-dim tensors of them are
+    counts, and become their sum; containers are joined field by field; other equal values stay one value. What cannot
+    be joined (rows of different shapes, fields that not all have) becomes the list of the M outputs. A tuple is a
+    container unless it holds strings only.
 
     Args:
         outputs: M outputs of a step.
@@ -237,6 +238,8 @@ def merge(outputs: Sequence[Any], samples: Sequence[int]) -> Any:
         return sum(outputs)
     if all(isinstance(output, float) for output in outputs):
         return sum(o * s for o, s in zip(outputs, samples, strict=True)) / sum(samples)
+    if all(isinstance(output, np.ndarray) for output in outputs) and _are_rows(outputs, samples):
+        return np.concatenate(outputs)
     if any(type(output) is not type(first) or _is_array(output) for output in outputs):
         return outputs
     if _hold_samples(outputs, samples):
@@ -280,6 +283,12 @@ def _merge_tensors(outputs: list[torch.Tensor], samples: list[int]) -> Any:
         same_rows = all(output.shape[1:] == first.shape[1:] for output in outputs)
         return torch.cat(outputs) if same_rows else outputs
     return first if all(torch.equal(output, first) for output in outputs) else outputs
+
+
+def _are_rows(outputs: Sequence[Any], samples: Sequence[int]) -> bool:
+    """Whether arrays hold one row per sample, of one shape."""
+    pairs = zip(outputs, samples, strict=True)
+    return all(output.shape == (size, *outputs[0].shape[1:]) for output, size in pairs)
 
 
 def _hold_samples(outputs: list[Any], samples: list[int]) -> bool:

@@ -67,6 +67,14 @@ class NotSent:
             "both modalities the same ranks with colocate_with"
         )
 
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        values = [one for arg in args for one in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+        return next(one for one in (*values, *(kwargs or {}).values()) if isinstance(one, cls)).values
+
+    def __float__(self) -> float:
+        return float(self.value)
+
     def __bool__(self) -> bool:
         return bool(self.is_set)
 

@@ -19,7 +19,7 @@ stages do.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -148,6 +148,10 @@ class Run:
         self.result = step()
         if self._trace is not None:
             self._trace.needs(self.result)
+            for value in vars(self._runtime.root).values():  # hooks read what the step kept where it ends
+                if isinstance(value, (Tensor, list, tuple, dict, deque)):
+                    found = tensors_in([*value] if isinstance(value, deque) else value)
+                    self._trace.needs([one for _, one in found if not isinstance(one, nn.Parameter)])
         if self._tail is None:
             for end in self._runtime.ends:
                 end()

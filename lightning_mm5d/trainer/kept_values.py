@@ -9,11 +9,12 @@ have all of it: others are cut off before. So after each step every rank of a re
 4. Elsewhere `adopt` puts back what was there, and repeats the changes.
 
 Containers keep their identity. Where the step ran for M microbatches, what it appended to a list is joined as results
-of steps are (`merge`), and so are tensors with a row for each sample that it put into an attribute: a batch adds one
-entry. Entries for each sample, in one list or shared out over those of a dict, those that code appends by what it
-finds in a batch, integers, and what cannot be joined stay M times as many. What cannot cross, an object of the user's
-own, raises on other ranks where it is read. Not seen are changes inside of objects of torch, Lightning and
-transformers, of elements of long containers, and of modules other than the root.
+of steps are (`merge`): a batch adds one entry. So is what it put into an attribute with a row or an entry for each
+sample: a tensor, an array, a list, or a tuple or dict of them. Entries that are appended for each sample, in one list
+or shared out over those of a dict, those that code appends by what it finds in a batch, integers, and what cannot be
+joined stay M times as many. What cannot cross, an object of the user's own, raises on other ranks where it is read.
+Not seen are changes inside of objects of torch, Lightning and transformers, of elements of long containers, and of
+modules other than the root.
 """
 
 from __future__ import annotations
@@ -180,12 +181,12 @@ class _Object:
         self._marks: list[dict[Any, Any]] = []
 
     def mark(self) -> None:
-        """Note new tensors and lists, and what was added to those that were there."""
+        """Note new tensors and containers, and what was added to those that were there."""
         new = {
             name: [*value] if isinstance(value, list) else value
             for name, value in self._now().items()
             if value is not self._values.get(name, _MISSING)
-            and isinstance(value, (Tensor, list))
+            and isinstance(value, (Tensor, np.ndarray, list, tuple, dict))
             and self._counts(name, value)
         }
         self._marks.append(new)
@@ -201,12 +202,14 @@ class _Object:
             values = [mark.get(name) for mark in self._marks]
             if name in apart:
                 continue
-            if isinstance(last, list) and isinstance(now.get(name), list):
-                row = _Row(now[name], _DEEP, values=[])
-                row.marks = [[] if value is None else value for value in values]
+            before = self._inside.get(name)
+            held = before.values if isinstance(before, _Row) else self._values.get(name)
+            if (joined := _joined_rows(values, samples, held)) is not _MISSING:
+                now[name] = joined
+            elif isinstance(last, list) and isinstance(now.get(name), list):
+                row = _Row(now[name], _DEEP, values=before.values if isinstance(before, _Row) else [])
+                row.marks = [row.values if value is None else value for value in values]
                 rows.append(row)
-            elif now.get(name) is last and _are_rows(values, samples, self._values.get(name)):
-                now[name] = merge([value.detach() for value in values if value is not None], samples)
         if not (isinstance(self.owner, dict) and _are_groups(rows, samples)):
             for row in rows:
                 row.join(samples)
@@ -256,9 +259,9 @@ class _Row:
     """The elements of a list or a deque."""
 
     def __init__(self, owner: Any, depth: int, values: list[Any] | None = None) -> None:
-        self.owner, self._values = owner, [*owner] if values is None else values
+        self.owner, self.values = owner, [*owner] if values is None else values
         self.marks: list[list[Any]] = []
-        self._inside = _look_into(enumerate(self._values), depth) if len(self._values) <= _LONG else {}
+        self._inside = _look_into(enumerate(self.values), depth) if len(self.values) <= _LONG else {}
 
     def mark(self) -> None:
         """Note all elements."""
@@ -268,36 +271,35 @@ class _Row:
 
     def added(self) -> list[list[Any]]:
         """What each microbatch has appended."""
-        added, before = list[list[Any]](), self._values
+        added, before = list[list[Any]](), self.values
         for mark in self.marks:
-            first = next(start for start in range(len(before) + 1) if _begins(mark, before[start:]))
-            added.append(mark[len(before) - first :])
+            added.append(mark[len(before) - _dropped(before, mark) :])
             before = mark
         return added
 
     def join(self, samples: Sequence[int]) -> None:
         """Make one element of each that was appended for all microbatches."""
-        added, before = self.added(), self.marks[-1] if self.marks else self._values
+        added, before = self.added(), self.marks[-1] if self.marks else self.values
         is_last = len(before) == len(self.owner) and all(map(_is, before, self.owner))
         counts = [len(one) for one in added]
         if is_last and len(added) == len(samples) and 0 < max(counts) == min(counts) and counts != [*samples]:
             joined = [_joined(values, samples) for values in zip(*added, strict=True)]
             if all(one is not _MISSING for one in joined):
                 self.owner.clear()
-                self.owner.extend([*self._values, *joined])
+                self.owner.extend([*self.values[_dropped(self.values, self.marks[0]) :], *joined])
         for one in self._inside.values():
             one.join(samples)
 
     def restore(self) -> None:
         self.marks.clear()
         self.owner.clear()
-        self.owner.extend(self._values)
+        self.owner.extend(self.values)
         for one in self._inside.values():
             one.restore()
 
     def changes(self, where: str) -> list[Any] | None:
-        now, count = [*self.owner], len(self._values)
-        if len(now) < count or not all(map(_is, now, self._values)):
+        now, count = [*self.owner], len(self.values)
+        if len(now) < count or not all(map(_is, now, self.values)):
             return ["replace", [_encoded(value, where) for value in now]]
         inside = [[index, found] for index, one in self._inside.items() if (found := one.changes(f"{where}[{index}]"))]
         added = [_encoded(value, where) for value in now[count:]]
@@ -388,6 +390,11 @@ def _begins(values: list[Any], first: list[Any]) -> bool:
     return len(values) >= len(first) and all(map(_is, values, first))
 
 
+def _dropped(before: list[Any], after: list[Any]) -> int:
+    """How many elements a list has lost at its beginning."""
+    return next(start for start in range(len(before) + 1) if _begins(after, before[start:]))
+
+
 def _are_groups(rows: Sequence[_Row], samples: Sequence[int]) -> bool:
     """Whether each sample of the microbatches has an entry in one of the lists of a dict, as by its label."""
     counts = [[len(one) for one in row.added()] for row in rows]
@@ -412,13 +419,32 @@ def _can_join(value: Any) -> bool:
     return isinstance(value, float)
 
 
-def _are_rows(values: Sequence[Any], samples: Sequence[int], before: Any) -> bool:
-    """Whether each microbatch has left rows of its samples in an attribute, and does not go on with what it was."""
-    return all(
-        isinstance(value, Tensor) and _can_join(value) and value.shape[:1] == (size,)
-        and not (isinstance(before, Tensor) and before.shape == value.shape)
-        for value, size in zip(values, samples, strict=True)
-    )  # fmt: skip
+def _joined_rows(values: Sequence[Any], samples: Sequence[int], before: Any) -> Any:
+    """The rows of all samples, where each microbatch has put those of its own into an attribute; else `_MISSING`.
+
+    What has as many rows as `before` may go on with what that was.
+    """
+    first = values[0]
+    if any(type(value) is not type(first) for value in values) or not all(map(_hold_rows, values, samples)):
+        return _MISSING
+    if type(before) is type(first) and not isinstance(first, (tuple, dict)):
+        is_as_long = len(before) == len(first) if isinstance(first, list) else before.shape == first.shape
+        if is_as_long:
+            return _MISSING
+    joined = merge([detached(value) for value in values], samples)
+    return joined if type(joined) is type(first) else _MISSING
+
+
+def _hold_rows(value: Any, size: int) -> bool:
+    """Whether a tensor or container has something for each of `size` samples, and all of it in full."""
+    if isinstance(value, Tensor):
+        return _can_join(value) and value.shape[:1] == (size,)
+    if isinstance(value, (tuple, dict)):
+        parts = [*value.values()] if isinstance(value, dict) else value
+        return all(_can_join(one) for one in parts if isinstance(one, Tensor)) and any(
+            _hold_rows(one, size) for one in parts
+        )
+    return len(value) == size if isinstance(value, list) else np.shape(value)[:1] == (size,)
 
 
 def _same(value: Any, before: Any) -> bool:

@@ -4,6 +4,7 @@ import dataclasses
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -277,6 +278,11 @@ class TestMerge:
         assert torch.equal(merged["x"], batch["x"])
         assert torch.equal(merged["pair"][0], torch.arange(7))
         assert (merged["pair"][1], merged["none"], merged["k"]) == (list("abcdefg"), None, "v")
+
+    def test_rows_of_numpy_arrays_are_joined_and_other_arrays_are_not(self) -> None:
+        joined = merge([{"y": np.array([1, 2])}, {"y": np.array([3])}], [2, 1])
+        assert joined["y"].tolist() == [1, 2, 3]
+        assert isinstance(merge([np.zeros((2, 3)), np.zeros((1, 4))], [2, 1]), list)
 
     def test_means_are_weighted_by_samples(self) -> None:
         loss = merge([torch.tensor(1.0), torch.tensor(4.0)], [2, 1])

@@ -13,6 +13,9 @@ from ordinary.rows import (  # noqa: F401
     losses,
     module_hooks,
     optimizers,
+    projects,
+    projects_training,
+    put_anew,
     trainer_flags,
     tricks,
 )

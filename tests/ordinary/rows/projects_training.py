@@ -1,0 +1,179 @@
+"""What published projects do with optimizers, modes and batches that are no tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from features.toys import Samples
+from ordinary.rows.projects import OWN, SECTION
+from ordinary.uses import Ordinary, Run, fitted, row
+
+# --- optimizers ---
+
+
+@row(SECTION, "warm-up in `optimizer_step` by `optimizer.param_groups`, with clipping and two groups")
+def warm(run: Run) -> dict[str, Any]:
+    class Warm(Ordinary):
+        def configure_optimizers(self) -> Any:
+            decayed = [p for n, p in self.named_parameters() if p.ndim > 1]
+            others = [p for n, p in self.named_parameters() if p.ndim <= 1]
+            groups = [
+                {"params": decayed, "weight_decay": 0.1, "scale": 1.0},
+                {"params": others, "weight_decay": 0.0, "scale": 2.0},
+            ]
+            return torch.optim.AdamW(groups, lr=0.01, eps=1e-3)
+
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+            factor = min(1.0, (self.trainer.global_step + 1) / 5)
+            for group in optimizer.param_groups:
+                group["lr"] = 0.01 * factor * group["scale"]
+            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+            self.log("lr", optimizer.param_groups[0]["lr"])
+
+    return fitted(run, Warm(), max_epochs=2, gradient_clip_val=0.5)
+
+
+@row(SECTION, "clipping by group in `configure_gradient_clipping`: `clip_grad_norm_` of each part")
+class ByGroup(Ordinary):
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": list(self.encoder.parameters())}, {"params": list(self.decoder.parameters()), "lr": 0.05}]
+        return torch.optim.SGD(groups, lr=0.1)
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        for index, group in enumerate(optimizer.param_groups):
+            norm = nn.utils.clip_grad_norm_(group["params"], 0.05 * (index + 1))
+            self.log(f"norm_{index}", norm)
+
+
+@row(SECTION, "adaptive clipping by a history of norms: `np.percentile`-like of a list in the module")
+class AutoClip(Ordinary):
+    def __init__(self) -> None:
+        super().__init__()
+        self.history: list[float] = []
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        total = torch.norm(torch.stack([p.grad.norm(2) for p in self.parameters() if p.grad is not None]), 2)
+        self.history.append(total.item())
+        limit = sorted(self.history)[len(self.history) // 10]
+        nn.utils.clip_grad_norm_(self.parameters(), limit)
+        self.seen.append(limit)
+        self.log("grad/limit", limit)
+
+
+@row(SECTION, "`ReduceLROnPlateau` stepped by hand in `on_validation_epoch_end` of a scheduler kept in an attribute")
+class ByHand(Ordinary):
+    def configure_optimizers(self) -> Any:
+        made = torch.optim.SGD(self.parameters(), lr=0.1)
+        self.plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(made, patience=0, threshold=10.0)
+        return made
+
+    def on_validation_epoch_end(self) -> None:
+        if not self.trainer.sanity_checking:
+            self.plateau.step(self.trainer.callback_metrics["val_loss"])
+            self.seen.append(self.optimizers().param_groups[0]["lr"])
+
+
+@row(SECTION, "`on_validation_model_eval` and `on_validation_model_train` keep the encoder in eval")
+class Modes(Ordinary):
+    def on_validation_model_eval(self) -> None:
+        self.eval()
+        self.seen.append("eval")
+
+    def on_validation_model_train(self) -> None:
+        self.train()
+        self.encoder.eval()
+        self.seen.append([self.encoder.training, self.decoder.training])
+
+
+@row(SECTION, "`train()` overridden: `def train(self, mode=True): super().train(mode); self.encoder.eval()`")
+class Overridden(Ordinary):
+    def train(self, mode: bool = True) -> Any:
+        super().train(mode)
+        self.encoder.eval()
+        return self
+
+    def on_train_epoch_start(self) -> None:
+        self.seen.append([self.encoder.training, self.decoder.training])
+
+
+# --- batches ---
+
+
+class Picture:
+    """Like an image of PIL: no tensor."""
+
+    def __init__(self, values: list[float]) -> None:
+        self.values = values
+
+
+class Pictures(torch.utils.data.Dataset):
+    def __init__(self, count: int) -> None:
+        self.samples = Samples(count)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        sample = self.samples[index]
+        return {**sample, "images": [Picture(sample["images"].tolist())], "question": f"what is {index}?"}
+
+
+def lists(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "images": [sample["images"] for sample in samples],
+        "question": [sample["question"] for sample in samples],
+        "tokens": torch.stack([sample["tokens"] for sample in samples]),
+        "label": torch.stack([sample["label"] for sample in samples]),
+        "ids": [sample["question"].split()[-1] for sample in samples],
+    }
+
+
+@row(SECTION, "images as lists of objects, made to tensors by `self.processor(batch)` in the step")
+def pictures(run: Run) -> dict[str, Any]:
+    class Reading(Ordinary):
+        def processor(self, batch: Any) -> Any:
+            values = [picture.values for pictures in batch["images"] for picture in pictures]
+            return {**batch, "images": torch.tensor(values, dtype=self.dtype, device=self.device)}
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            assert len(batch["question"]) == len(batch["tokens"])
+            return super().training_step(self.processor(batch), batch_idx)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            super().validation_step(self.processor(batch), batch_idx)
+
+    loaders = {
+        "train_dataloaders": run.training(Pictures(32), collate_fn=lists),
+        "val_dataloaders": run.loader(Pictures(16), collate_fn=lists),
+    }
+    return fitted(run, Reading(), data=loaders)
+
+
+@row(
+    SECTION,
+    'answers by sample: `self.results.append({"question": q, "answer": a})`, written as JSON under `is_global_zero`',
+    differs=OWN,
+)
+def answers(run: Run) -> dict[str, Any]:
+    class Answering(Ordinary):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            images = torch.tensor([p.values for ps in batch["images"] for p in ps], dtype=self.dtype)
+            logits = self({**batch, "images": images})
+            for question, answer in zip(batch["question"], logits.argmax(-1).tolist(), strict=True):
+                self.results.append({"question": question, "answer": answer})
+
+        def on_validation_epoch_start(self) -> None:
+            self.results: list[dict[str, Any]] = []
+
+        def on_validation_epoch_end(self) -> None:
+            self.seen.append(self.results)
+            self.results = []
+
+    module, trainer = Answering(), run.trainer()
+    trainer.validate(module, run.loader(Pictures(16), collate_fn=lists), verbose=False)
+    return {"seen": module.seen}
