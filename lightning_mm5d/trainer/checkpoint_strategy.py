@@ -157,7 +157,7 @@ class CheckpointStrategy(WeightsStrategy, ABC):
         return self.full_state_dict()
 
     def _let_hooks_end(self, module: pl.LightningModule) -> None:
-        """Let this rank's hooks of a save after a run end where they read weights: rank 0 has them, and writes the file."""
+        """Let hooks of a save after a run end where they read weights: rank 0 has these, and writes the file."""
         self._end_saving()
         for owner in (module, *module.trainer.callbacks):
 
