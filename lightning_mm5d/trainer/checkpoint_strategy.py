@@ -159,9 +159,10 @@ class CheckpointStrategy(WeightsStrategy, ABC):
     def _let_hooks_end(self, module: pl.LightningModule) -> None:
         """Let hooks of a save after a run end where they read weights: rank 0 has these, and writes the file."""
         self._end_saving()
-        for owner in (module, *module.trainer.callbacks):
+        for owner in (module, *vars(module.trainer)["callbacks"]):
+            hook = owner.on_save_checkpoint
 
-            @wraps(hook := owner.on_save_checkpoint)
+            @wraps(hook)
             def called(*args: Any, hook: Callable[..., object] = hook) -> None:
                 with suppress(RemoteParameterError):
                     hook(*args)
