@@ -189,8 +189,8 @@ def _enough(name: str, modality: Modality, num_layers: int, said: str) -> int:
     """The number of layers, where each stage gets one; else an error at the field that `said` how many stages."""
     ranks, chunks, most = modality.stages, modality.pp_chunks, max(num_layers, 1)
     if ranks * chunks > most:
-        several = f"{ranks} ranks with {chunks} chunks each are {ranks * chunks} stages, " if chunks > 1 else ""
-        rule = f"{several}a stage needs at least one layer, and {name} has {num_layers or 'no list of'} layers"
+        several = f"{ranks} ranks with {chunks} chunks each are {ranks * chunks} stages. " if chunks > 1 else ""
+        rule = f"{several}A stage needs at least one layer, and {name} has {num_layers or 'no list of'} layers"
         if not num_layers:
             rule += ", and no code that calls submodules one after the other by their names"
         fewer = ", or fewer chunks (pp_chunks; the schedule zbv takes 2)" if chunks > 1 else ""

@@ -43,8 +43,9 @@ Splitting = Literal["split", "loader"] | Callable[[Any, int], Any]
 Weighing = Literal["auto", "samples", "tokens"] | Callable[[Any], Any]
 """``loss_weight`` of the strategy."""
 _WEIGH = (
-    "Give a function of a microbatch that returns its number of tokens: loss_weight=function, in YAML its import path, "
-    "or a method `loss_weight(self, batch)` of the LightningModule"
+    "Leave loss_weight out where the loss is a mean over samples. Otherwise give a function of a microbatch that "
+    "returns its number of tokens: loss_weight=function, in YAML its import path, or a method "
+    "`loss_weight(self, batch)` of the LightningModule"
 )
 _COUNT = (
     "Give a function of a microbatch that returns its number of samples: loss_weight=function, in YAML its import "

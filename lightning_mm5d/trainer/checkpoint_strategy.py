@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial, wraps
 from typing import Any, Literal, TypeVar
 
@@ -30,11 +30,12 @@ from lightning_mm5d.checkpoint.optimizer_state import collect_optimizer, load_op
 from lightning_mm5d.checkpoint.rank_reports import RankReports
 from lightning_mm5d.checkpoint.saved_state import SavedWeights
 from lightning_mm5d.checkpoint.sharded_save import OptimizerPart
-from lightning_mm5d.config.errors import CheckpointCorruptError, private
+from lightning_mm5d.config.errors import CheckpointCorruptError, RemoteParameterError, private
 from lightning_mm5d.plan.data_shards import DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.backends import message_device
 from lightning_mm5d.sharded.remote_value import is_remote
+from lightning_mm5d.stage.put import put
 from lightning_mm5d.storage.directory import is_checkpoint_directory
 from lightning_mm5d.storage.source import StateDictSource
 from lightning_mm5d.trainer.averages import Averages
@@ -93,6 +94,7 @@ class CheckpointStrategy(WeightsStrategy, ABC):
         self._store: dist.Store | None = None  # for checkpoints alone, because a thread may use it
         self._waiting: SavedWeights | None = None  # to load once the module is cut
         self._averages: Averages | None = None
+        self._undo_saving: list[Callable[[], None]] = []
 
     def _open_reports(self, topic: str) -> RankReports:
         world = self.world_size if dist.is_initialized() else 1
@@ -150,7 +152,26 @@ class CheckpointStrategy(WeightsStrategy, ABC):
             self._session.leave_step()
         if self.checkpoint == "sharded":
             return self._checkpoints.state_dict(module, self._shards_plan(), self._wire)
+        if self._session is None and not self.is_global_zero:
+            self._let_hooks_end(module)
         return self.full_state_dict()
+
+    def _let_hooks_end(self, module: pl.LightningModule) -> None:
+        """Let hooks of a save after a run end where they read weights: rank 0 has these, and writes the file."""
+        self._end_saving()
+        for owner in (module, *vars(module.trainer)["callbacks"]):
+            hook = owner.on_save_checkpoint
+
+            @wraps(hook)
+            def called(*args: Any, hook: Callable[..., object] = hook) -> None:
+                with suppress(RemoteParameterError):
+                    hook(*args)
+
+            self._undo_saving.append(put(owner, "on_save_checkpoint", called))
+
+    def _end_saving(self) -> None:
+        while self._undo_saving:
+            self._undo_saving.pop()()
 
     @_on_parts
     def full_state_dict(self) -> dict[str, Any]:
@@ -192,6 +213,7 @@ class CheckpointStrategy(WeightsStrategy, ABC):
     @override
     @_on_parts
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        self._end_saving()
         self._note_position(checkpoint)
         if self.is_global_zero:
             with_record(checkpoint, self._models_record())
@@ -359,7 +381,7 @@ class CheckpointStrategy(WeightsStrategy, ABC):
             super().teardown()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_checkpoints": None, "_store": None, "_averages": None}
+        return {**super().__getstate__(), "_checkpoints": None, "_store": None, "_averages": None, "_undo_saving": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

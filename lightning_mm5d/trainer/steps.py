@@ -15,6 +15,7 @@ It knows the LightningModule and nothing of the trainer. `user_step.py` refuses 
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
 Parts = Mapping[int, list[Microbatch]]
+_log = logging.getLogger("lightning.pytorch")  # shows what it is told, where Lightning does
 _ROUNDED = 0.01  # how much a factor may differ from 1 by the dtype of a loss
 
 
@@ -212,7 +214,9 @@ class Steps:
         if is_first:
             can_compare = not is_gathered and result.loss is not None
             options |= {"watches": False, "context": plain_context}
-            self._check_mean(self._joined(batch, parts) if can_compare else {}, parts, arguments, weights, options)
+            joined = self._joined(batch, parts) if can_compare else {}
+            if not self._check_mean(joined, parts, arguments, weights, options) and result.loss is not None:
+                self._say_unchecked(parts, joined, is_gathered=is_gathered)
         factor = 1.0 / scaled(torch.ones((), device=self._device))
 
         def publish(gradient: Tensor) -> None:
@@ -303,12 +307,16 @@ class Steps:
 
     def _check_mean(
         self, given: Parts, parts: Parts, arguments: Sequence[Any], weights: Weights, options: dict[str, Any]
-    ) -> None:
-        """Compare, if all ranks can, the loss of the first two microbatches with that of both as one: `mean_check`."""
+    ) -> bool:
+        """Compare, if all ranks can, the loss of the first two microbatches with that of both as one: `mean_check`.
+
+        Returns:
+            Whether nothing stood in the way.
+        """
         lacking = torch.tensor(len(parts) - len(given), device=message_device(self._device))
         dist.all_reduce(lacking, dist.ReduceOp.MAX)
         if lacking:
-            return
+            return False
         writes, self.writes = self.writes, False
         try:
             with put_back(self._module, self._device) as state:
@@ -319,6 +327,24 @@ class Steps:
             self.writes = writes
         if writes:
             compare(self._module, step)
+        return not step.fails
+
+    def _say_unchecked(self, parts: Parts, joined: Parts, *, is_gathered: bool) -> None:
+        """Say once, where warnings are written, why the losses of several microbatches were not compared."""
+        if not self.writes or all(len(found) < 2 for found in parts.values()):
+            return
+        if is_gathered:
+            why = "parameters are gathered within a step (zero_stage: 3)"
+        elif self._batch_parts.is_compiled:
+            why = "modules are compiled"
+        elif not joined:
+            why = "two of them cannot be joined to one, or replicas may have batches of unlike sizes"
+        else:
+            why = "training_step draws random numbers, or fails on a batch of another size"
+        _log.info(
+            f"Not checked: whether the loss of a batch is the mean of its microbatches' losses, because {why}. "
+            'See "Losses that are no mean" in the documentation of batches.'
+        )
 
     # --- phase 1 ---
 

@@ -7,9 +7,23 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
+from lightning.pytorch.callbacks import BaseFinetuning, Callback, ModelCheckpoint
 
-from features.toys import PIPE, TWINS, Outcome, Run, Toy, alone, assert_same, figures, outcomes, together, weights
+from features.toys import (
+    PIPE,
+    TWINS,
+    Layout,
+    Outcome,
+    Run,
+    Toy,
+    alone,
+    assert_same,
+    figures,
+    outcomes,
+    together,
+    weights,
+)
+from lightning_mm5d import Modality
 
 
 class Adaptive(Toy):
@@ -191,6 +205,41 @@ def test_a_trainer_that_has_ended_saves_the_whole_of_it(tmp_path: Path) -> None:
     one, ranks = (torch.load(tmp_path / name / "after.ckpt", weights_only=True) for name in ("one", "ranks"))
     assert_same(ranks["state_dict"], one["state_dict"])
     assert_same(ranks["optimizer_states"], one["optimizer_states"])
+
+
+class Measured(Toy):
+    """Reads weights of all parts when it is saved."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["norm"] = sum(parameter.norm().item() for parameter in self.parameters())
+        checkpoint["copy"] = {name: value.clone() for name, value in self.state_dict().items()}
+
+
+class Largest(Callback):
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["largest"] = float(pl_module.decoder.head.weight.abs().max())
+
+
+def measured(run: Run) -> Any:
+    module, trainer = Measured(), run.trainer(callbacks=[Largest()])
+    trainer.fit(module, run.training())
+    trainer.save_checkpoint(run.folder / "a", weights_only=False)
+    assert "on_save_checkpoint" not in vars(module), "hooks are as they were"
+    trainer.strategy.barrier()
+    saved = torch.load(run.folder / "a", weights_only=False)
+    return {name: saved[name] for name in ("norm", "copy", "largest", "state_dict")}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [PIPE, Layout({"model": Modality(tp_size=2)}, 2), Layout({"model": Modality(dp_size=2, zero_stage=3)}, 2, 2)],
+    ids=["pipe", "tp", "zero 3"],
+)
+def test_hooks_of_a_save_after_a_run_read_weights_for_the_file(layout: Layout, tmp_path: Path) -> None:
+    """vision: rank 0; language: ranks 1-2 | all: ranks 0-1"""
+    found = outcomes(layout, measured, folder=tmp_path)["measured"]
+    for got in found.ranks:
+        assert_same(got, found.one)
 
 
 @pytest.mark.parametrize("kind", ["missing", "unexpected"])

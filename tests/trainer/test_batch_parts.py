@@ -64,7 +64,7 @@ def test_labels_are_counted_wherever_they_are(module: L.LightningModule, batch: 
 def test_labels_that_are_not_certain_are_refused_with_what_to_do(
     module: L.LightningModule, batch: Any, reason: str
 ) -> None:
-    with pytest.raises(ConfigError, match=f"(?s){reason}.*loss_weight=function.*import path"):
+    with pytest.raises(ConfigError, match=f"(?s){reason}.*Leave loss_weight out.*loss_weight=function.*import path"):
         weights(module, batch)
 
 

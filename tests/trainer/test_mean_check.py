@@ -132,6 +132,29 @@ def test_a_loss_that_is_no_mean_is_told_of_once_and_what_draws_or_fails_is_not(w
         assert all(TOLD[name] in text for text in said)
 
 
+def _unchecked(rank: int, world: int) -> dict[str, list[str]]:
+    found = {}
+    for name, count in (("a mean", 2), ("a sum with noise", 2), ("a sum with noise", 1), ("code for four samples", 2)):
+        with patch("lightning_mm5d.trainer.steps._log.info") as info, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            run = Run(LAYOUTS[world], {"num_microbatches": count})
+            run.trainer(max_steps=2, use_distributed_sampler=False).fit(Lossy(name), run.loader(16, 4 * count))
+        found[f"{name} {count}"] = [call.args[0] for call in info.call_args_list]
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_it_is_said_once_that_several_microbatches_are_not_compared_and_why(world: int) -> None:
+    """all: rank 0 | vision: rank 0, language: rank 1"""
+    ranks = call_ranks(world, _unchecked, world)
+    said = {name: [text for rank in ranks for text in rank[name]] for name in ranks[0]}
+    assert not said["a mean 2"]
+    assert not said["a sum with noise 1"]
+    for name in ("a sum with noise 2", "code for four samples 2"):
+        assert len(said[name]) == 1, name
+        assert "because training_step draws random numbers, or fails on a batch of another size" in said[name][0]
+
+
 class Writing(Toy):
     """Keeps what it can where a step can: buffers, attributes, generators, parameters, logs."""
 

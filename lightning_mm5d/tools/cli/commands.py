@@ -47,9 +47,9 @@ MOST_FORWARDS = 3000
 def inspect(arguments: Namespace, source: Source) -> None:
     """Print which rank holds what."""
     job = load(source)
-    strategy, module = job.strategy, job.module
+    strategy, module, plan = job.strategy, job.module, job.plan
     assert module is not None
-    plan = strategy.plan(module)
+    assert plan is not None
     step, notes = step_of(job, plan)
     memory = memory_of(plan, step)
     if arguments.json:

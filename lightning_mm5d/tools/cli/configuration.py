@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,6 +46,7 @@ FIELDS = (
     "on_corrupt_checkpoint",
 )
 """What a user may say of the strategy."""
+_MODALITY_FIELDS = frozenset(each.name for each in fields(Modality)) - {"module"}  # which is also a key of other files
 _DURATION = re.compile(r"(-?\d+ days?, )?\d+:\d+:[\d.]+")
 _PREFIXES = ("--trainer.strategy.init_args.", "--trainer.strategy.", "--")
 
@@ -334,8 +336,10 @@ def _check_keys(arguments: Mapping[str, Any], *, only_near: bool) -> None:
     """
     for key in arguments:
         near = difflib.get_close_matches(str(key), FIELDS, n=1, cutoff=0.8 if only_near else 0.0)
-        if key not in (*FIELDS, "class_path", "dict_kwargs") and near:
+        if key not in (*FIELDS, "class_path", "dict_kwargs") and (near or key in _MODALITY_FIELDS):
             fix = f"Did you mean {near[0]!r}? There are {', '.join(FIELDS)}"
+            if key in _MODALITY_FIELDS:
+                fix = f"It is a field of a modality: write modalities.<name>.{key}, for instance of 'language'"
             raise ConfigError(str(key), arguments[key], "The strategy has no such field", fix)
 
 

@@ -33,6 +33,7 @@ from lightning.pytorch.strategies import Strategy
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality
+from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.strategy import MultimodalStrategy
 from lightning_mm5d.tools.cli.configuration import Source, devices
 from lightning_mm5d.tools.cli.training import command_line
@@ -55,6 +56,7 @@ class Job(NamedTuple):
         data: the data module, where the configuration has one.
         precision: of the trainer.
         accumulates: whether it adds up the gradients of several batches.
+        plan: which rank runs what of the module, where there is one.
     """
 
     strategy: MultimodalStrategy
@@ -63,6 +65,7 @@ class Job(NamedTuple):
     data: LightningDataModule | None = None
     precision: str = "32-true"
     accumulates: bool = False
+    plan: Plan | None = None
 
 
 def load(source: Source, *, with_memory: bool = False) -> Job:
@@ -206,8 +209,9 @@ def _parsed(parser: Any, command: list[str], arguments: list[str], with_model: b
         module, data = make()
     if not with_memory:
         module = configured(module, strategy.precision_plugin)
-    strategy.validate(module, data)
-    return Job(strategy, module if dtype is None else module.to(dtype), modalities, data, precision, accumulates)
+    plan = strategy.validate(module, data)
+    module = module if dtype is None else module.to(dtype)
+    return Job(strategy, module, modalities, data, precision, accumulates, plan)
 
 
 def _strategy(given: Any) -> tuple[MultimodalStrategy, Mapping[str, Modality]]:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ import yaml
 
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.layout.layout import Layout
+from lightning_mm5d.plan import plan
 from lightning_mm5d.tools.cli.main import main
 from lightning_mm5d.tools.planner.inspect import warnings
 from zoo.handwritten import FlatModule
@@ -145,6 +147,12 @@ def tied(**init: Any) -> dict[str, Any]:
 
 def elements(module: torch.nn.Module, *prefixes: str) -> int:
     return sum(p.numel() for name, p in module.named_parameters() if name.startswith(prefixes))
+
+
+def test_shards_a_model_once_so_that_its_notes_are_printed_once(inspect: Inspect) -> None:
+    with patch.object(plan, "divide", wraps=plan.divide) as sharded:
+        inspect.text(two_nodes())
+    assert sharded.call_count == 1
 
 
 def test_shows_the_digits_example_with_the_classes_of_its_script(inspect: Inspect) -> None:

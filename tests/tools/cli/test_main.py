@@ -70,6 +70,19 @@ def test_refuses_a_wrong_strategy_before_torch_is_imported(
     assert (code, words in printed) == (2, True), printed
 
 
+@pytest.mark.parametrize("field", ["feeds_from", "pp_size", "tp_size", "zero_stage"])
+def test_a_field_of_a_modality_that_stands_beside_modalities_is_told_its_place(
+    field: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = STRATEGY.replace("{VISION}", "{}").replace("SCHEDULE", f"1f1b\n      {field}: 2").replace("COUNT", "4")
+    (tmp_path / "config.yaml").write_text(text)
+    assert main(["inspect", str(tmp_path / "config.yaml")]) == 2
+    said = (
+        f"{field}: got 2. The strategy has no such field. It is a field of a modality: write modalities.<name>.{field}"
+    )
+    assert said in capsys.readouterr().err
+
+
 def test_options_that_mend_a_configuration_are_checked_with_it(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text("modalities: {language: {pp_size: 2}}\nschedule: 2f2b")
