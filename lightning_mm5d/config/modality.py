@@ -344,15 +344,13 @@ def main_modality_of(modalities: Mapping[str, Modality]) -> str:
 
 
 def _main_of(modalities: Mapping[str, Modality]) -> str | None:
-    for names in (
+    choices = (
         [name for name in modalities if name in _SYNONYMS["language"]],
         [name for name, modality in modalities.items() if modality.module is None and not canonical_name(name)],
         [name for name, modality in modalities.items() if modality.module is None],
         list(modalities),
-    ):
-        if names:
-            return names[-1]
-    return None
+    )
+    return next((names[-1] for names in choices if names), None)
 
 
 def canonical_name(name: str) -> str | None:

@@ -287,8 +287,7 @@ def _merge_tensors(outputs: list[torch.Tensor], samples: list[int]) -> Any:
 
 def _are_rows(outputs: Sequence[Any], samples: Sequence[int]) -> bool:
     """Whether arrays hold one row per sample, of one shape."""
-    pairs = zip(outputs, samples, strict=True)
-    return all(output.shape == (size, *outputs[0].shape[1:]) for output, size in pairs)
+    return all(one.shape == (size, *outputs[0].shape[1:]) for one, size in zip(outputs, samples, strict=True))
 
 
 def _hold_samples(outputs: list[Any], samples: list[int]) -> bool:

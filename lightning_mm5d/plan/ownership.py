@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from lightning_mm5d.plan.topology import Topology
 from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.tensor_parallel.resolve import Division
-
-Owners = tuple[StageKey, ...]
 
 
 @dataclass(frozen=True)
@@ -43,9 +42,10 @@ class Ownership:
     def ranks_holding(self, name: str) -> tuple[int, ...]:
         """Return the ranks that hold a parameter, or a shard of it, ascending: ``(0, 1, 2, 3)``."""
         owners = self.topology.partition.owners[name]
-        if owners not in self._holding:
-            self._holding[owners] = tuple(sorted({rank for ranks, _ in self._instances(name) for rank in ranks}))
-        return self._holding[owners]
+        if ("ranks", owners) not in self._known:
+            ranks = sorted({rank for ranks, _ in self._instances(name) for rank in ranks})
+            self._known["ranks", owners] = tuple(ranks)
+        return self._known["ranks", owners]
 
     def holders(self, path: str) -> str:
         """Return the ranks that hold the parameter of a name, or those of a module, in words: ``"ranks 0 and 1"``."""
@@ -65,12 +65,12 @@ class Ownership:
         with different tensor parallel degrees share a parameter, there is one tuple of all ranks.
         """
         owners, instances = self.topology.partition.owners[name], self._instances(name)
-        if owners not in self._by_shard:
+        if ("shards", owners) not in self._known:
             tp = instances[0][1]
-            self._by_shard[owners] = tuple(
+            self._known["shards", owners] = tuple(
                 tuple(sorted({rank for ranks, _ in instances for rank in ranks[index::tp]})) for index in range(tp)
             )
-        return (self.ranks_holding(name),) if len({tp for _, tp in instances}) > 1 else self._by_shard[owners]
+        return (self.ranks_holding(name),) if len({tp for _, tp in instances}) > 1 else self._known["shards", owners]
 
     def gradient_weight(self, name: str, rank: int) -> float:
         """Return the factor of `rank`'s gradient in the sum over a tuple of `ranks_by_shard`: ``0.5``.
@@ -127,24 +127,17 @@ class Ownership:
 
     def _instances(self, name: str) -> list[tuple[tuple[int, ...], int]]:
         """The ranks and the tensor parallel degree of each instance of the stages that use a parameter."""
-        owners, known = self.topology.partition.owners[name], self._instances_of
-        if owners not in known:
+        owners, known = self.topology.partition.owners[name], self._known
+        if ("instances", owners) not in known:
             keys = dict.fromkeys(self.topology.stage_of[owner] for owner in owners)
-            known[owners] = [(ranks, self._tp_degree(key)) for key in keys for ranks in self.topology.instances(key)]
-        return known[owners]
+            every = [(ranks, self._tp_degree(key)) for key in keys for ranks in self.topology.instances(key)]
+            known["instances", owners] = every
+        return known["instances", owners]
 
     # Parameters have few kinds of owners, and each of thousands of ranks asks for each parameter.
 
     @cached_property
-    def _instances_of(self) -> dict[Owners, list[tuple[tuple[int, ...], int]]]:
-        return {}
-
-    @cached_property
-    def _holding(self) -> dict[Owners, tuple[int, ...]]:
-        return {}
-
-    @cached_property
-    def _by_shard(self) -> dict[Owners, tuple[tuple[int, ...], ...]]:
+    def _known(self) -> dict[tuple[str, tuple[StageKey, ...]], Any]:
         return {}
 
     def _tp_degree(self, stage: StageKey) -> int:

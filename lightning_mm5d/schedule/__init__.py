@@ -4,7 +4,7 @@ This is pure Python over plain values without torch, so any machine can plan for
 be executed are refused before a rank starts one.
 """
 
-from lightning_mm5d.schedule.actions import Action, Kind, Schedule, cost, dependencies
+from lightning_mm5d.schedule.actions import Action, Kind, Schedule, dependencies
 from lightning_mm5d.schedule.bound import lower_bound
 from lightning_mm5d.schedule.builders import (
     SCHEDULES,
@@ -21,7 +21,7 @@ from lightning_mm5d.schedule.custom import from_csv, to_csv
 from lightning_mm5d.schedule.fields import check_fields
 from lightning_mm5d.schedule.graph import Graph, Node
 from lightning_mm5d.schedule.grouping import Grouping, side_by_side
-from lightning_mm5d.schedule.issue_order import IssueOrder, Message, Turn
+from lightning_mm5d.schedule.issue_order import IssueOrder, Message
 from lightning_mm5d.schedule.plain import in_flight_limits
 from lightning_mm5d.schedule.report import Outcome, compare, name_of
 from lightning_mm5d.schedule.simulate import Simulation, Span, measured, simulate
@@ -44,11 +44,9 @@ __all__ = [
     "ScheduleError",
     "Simulation",
     "Span",
-    "Turn",
     "build",
     "check_fields",
     "compare",
-    "cost",
     "dependencies",
     "execution_order",
     "from_csv",

@@ -5,7 +5,7 @@ from lightning_mm5d.stage.deferred import Deferred
 from lightning_mm5d.stage.deferred_products import DeferredProducts
 from lightning_mm5d.stage.patches import Patches
 from lightning_mm5d.stage.payload import Payload
-from lightning_mm5d.stage.remote import drop_parameters, give_memory, is_placeholder
+from lightning_mm5d.stage.remote import drop_parameters, is_placeholder
 from lightning_mm5d.stage.run import Run
 from lightning_mm5d.stage.runtime import Runtime
 from lightning_mm5d.stage.shared_buffers import SharedBuffers
@@ -25,7 +25,6 @@ __all__ = [
     "StageView",
     "TorchEncoders",
     "drop_parameters",
-    "give_memory",
     "is_placeholder",
     "views",
 ]

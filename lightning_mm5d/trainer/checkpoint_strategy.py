@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial, wraps
 from typing import Any, Literal, TypeVar
 
@@ -94,7 +94,7 @@ class CheckpointStrategy(WeightsStrategy, ABC):
         self._store: dist.Store | None = None  # for checkpoints alone, because a thread may use it
         self._waiting: SavedWeights | None = None  # to load once the module is cut
         self._averages: Averages | None = None
-        self._undo_saving: list[Callable[[], None]] = []
+        self._saving = ExitStack()  # of hooks after a run
 
     def _open_reports(self, topic: str) -> RankReports:
         world = self.world_size if dist.is_initialized() else 1
@@ -158,7 +158,7 @@ class CheckpointStrategy(WeightsStrategy, ABC):
 
     def _let_hooks_end(self, module: pl.LightningModule) -> None:
         """Let hooks of a save after a run end where they read weights: rank 0 has these, and writes the file."""
-        self._end_saving()
+        self._saving.close()
         for owner in (module, *vars(module.trainer)["callbacks"]):
             hook = owner.on_save_checkpoint
 
@@ -167,11 +167,7 @@ class CheckpointStrategy(WeightsStrategy, ABC):
                 with suppress(RemoteParameterError):
                     hook(*args)
 
-            self._undo_saving.append(put(owner, "on_save_checkpoint", called))
-
-    def _end_saving(self) -> None:
-        while self._undo_saving:
-            self._undo_saving.pop()()
+            self._saving.callback(put(owner, "on_save_checkpoint", called))
 
     @_on_parts
     def full_state_dict(self) -> dict[str, Any]:
@@ -213,7 +209,7 @@ class CheckpointStrategy(WeightsStrategy, ABC):
     @override
     @_on_parts
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        self._end_saving()
+        self._saving.close()
         self._note_position(checkpoint)
         if self.is_global_zero:
             with_record(checkpoint, self._models_record())
@@ -381,11 +377,11 @@ class CheckpointStrategy(WeightsStrategy, ABC):
             super().teardown()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_checkpoints": None, "_store": None, "_averages": None, "_undo_saving": []}
+        return {**super().__getstate__(), "_checkpoints": None, "_store": None, "_averages": None, "_saving": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._checkpoints = ShardedCheckpoints(self._open_reports)
+        self._checkpoints, self._saving = ShardedCheckpoints(self._open_reports), ExitStack()
 
     def _layout_of_states(self) -> dict[str, Any]:
         """Return what decides which random numbers each rank draws."""

@@ -20,15 +20,7 @@ from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.sharded.host_copies import HostCopies
 from lightning_mm5d.sharded.remote_value import Guard
-from lightning_mm5d.stage import (
-    CompiledLayers,
-    Patches,
-    Runtime,
-    StageView,
-    TorchEncoders,
-    drop_parameters,
-    views,
-)
+from lightning_mm5d.stage import CompiledLayers, Patches, Runtime, StageView, TorchEncoders, drop_parameters, views
 from lightning_mm5d.tensor_parallel.apply import TensorParallel
 from lightning_mm5d.trainer.feature import Feature
 

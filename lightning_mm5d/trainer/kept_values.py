@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import lightning.pytorch as pl
@@ -280,7 +281,7 @@ class _Row:
     def join(self, samples: Sequence[int]) -> None:
         """Make one element of each that was appended for all microbatches."""
         added, before = self.added(), self.marks[-1] if self.marks else self.values
-        is_last = len(before) == len(self.owner) and all(map(_is, before, self.owner))
+        is_last = len(before) == len(self.owner) and all(map(is_, before, self.owner))
         counts = [len(one) for one in added]
         if is_last and len(added) == len(samples) and 0 < max(counts) == min(counts) and counts != [*samples]:
             joined = [_joined(values, samples) for values in zip(*added, strict=True)]
@@ -299,7 +300,7 @@ class _Row:
 
     def changes(self, where: str) -> list[Any] | None:
         now, count = [*self.owner], len(self.values)
-        if len(now) < count or not all(map(_is, now, self.values)):
+        if len(now) < count or not all(map(is_, now, self.values)):
             return ["replace", [_encoded(value, where) for value in now]]
         inside = [[index, found] for index, one in self._inside.items() if (found := one.changes(f"{where}[{index}]"))]
         added = [_encoded(value, where) for value in now[count:]]
@@ -382,12 +383,8 @@ def _part(value: Any, depth: int) -> _Part | None:
     return _Object(value, depth) if is_own and hasattr(value, "__dict__") else None
 
 
-def _is(one: Any, other: Any) -> bool:
-    return one is other
-
-
 def _begins(values: list[Any], first: list[Any]) -> bool:
-    return len(values) >= len(first) and all(map(_is, values, first))
+    return len(values) >= len(first) and all(map(is_, values, first))
 
 
 def _dropped(before: list[Any], after: list[Any]) -> int:
@@ -427,10 +424,9 @@ def _joined_rows(values: Sequence[Any], samples: Sequence[int], before: Any) -> 
     first = values[0]
     if any(type(value) is not type(first) for value in values) or not all(map(_hold_rows, values, samples)):
         return _MISSING
-    if type(before) is type(first) and not isinstance(first, (tuple, dict)):
-        is_as_long = len(before) == len(first) if isinstance(first, list) else before.shape == first.shape
-        if is_as_long:
-            return _MISSING
+    size: Callable[[Any], Any] = len if isinstance(first, list) else np.shape
+    if type(before) is type(first) and not isinstance(first, (tuple, dict)) and size(before) == size(first):
+        return _MISSING
     joined = merge([detached(value) for value in values], samples)
     return joined if type(joined) is type(first) else _MISSING
 
@@ -441,9 +437,8 @@ def _hold_rows(value: Any, size: int) -> bool:
         return _can_join(value) and value.shape[:1] == (size,)
     if isinstance(value, (tuple, dict)):
         parts = [*value.values()] if isinstance(value, dict) else value
-        return all(_can_join(one) for one in parts if isinstance(one, Tensor)) and any(
-            _hold_rows(one, size) for one in parts
-        )
+        joins = all(_can_join(one) for one in parts if isinstance(one, Tensor))
+        return joins and any(_hold_rows(one, size) for one in parts)
     return len(value) == size if isinstance(value, list) else np.shape(value)[:1] == (size,)
 
 

@@ -297,9 +297,8 @@ class Steps:
 
     def _joined(self, batch: Any, parts: Parts) -> Parts:
         """Return the first two microbatches, both as one and the first again, of replicas where these are known."""
-        if self._batch_parts.is_compiled or not (
-            self._plan.layout.num_replicas == 1 or self._batch_parts.is_equal_everywhere()
-        ):
+        is_equal = self._plan.layout.num_replicas == 1 or self._batch_parts.is_equal_everywhere()
+        if self._batch_parts.is_compiled or not is_equal:
             return {}
         batches = zip(parts.items(), split_replicas(batch, len(self._replicas)), strict=True)
         joined = {number: (found, self._batch_parts.joined(one, found)) for (number, found), one in batches}
@@ -333,14 +332,12 @@ class Steps:
         """Say once, where warnings are written, why the losses of several microbatches were not compared."""
         if not self.writes or all(len(found) < 2 for found in parts.values()):
             return
+        why = "training_step draws random numbers, or fails on a batch of another size"
         if is_gathered:
             why = "parameters are gathered within a step (zero_stage: 3)"
-        elif self._batch_parts.is_compiled:
-            why = "modules are compiled"
         elif not joined:
-            why = "two of them cannot be joined to one, or replicas may have batches of unlike sizes"
-        else:
-            why = "training_step draws random numbers, or fails on a batch of another size"
+            is_compiled, unlike = self._batch_parts.is_compiled, "replicas may have batches of unlike sizes"
+            why = "modules are compiled" if is_compiled else f"two of them cannot be joined to one, or {unlike}"
         _log.info(
             f"Not checked: whether the loss of a batch is the mean of its microbatches' losses, because {why}. "
             'See "Losses that are no mean" in the documentation of batches.'

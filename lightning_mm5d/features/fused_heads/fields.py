@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.config.modality import decoders_of, loss_modality_of, main_modality_of
+from lightning_mm5d.config.modality import decoders_of, main_modality_of
 
 
 def check(fields: Mapping[str, Any]) -> None:
@@ -20,8 +20,6 @@ def check(fields: Mapping[str, Any]) -> None:
         field, said = f"modalities.{name}.fused_linear_cross_entropy", modality.fused_linear_cross_entropy
         if not isinstance(said, bool):
             raise ConfigError(field, said, "It is true or false", f"Use {bool(said)}")
-        decoders = decoders_of(modalities) if said else {}
-        main = main_modality_of(modalities) if decoders else loss_modality_of(modalities)
-        if said and name != main and name not in decoders:
+        if said and name not in (main_modality_of(modalities), *decoders_of(modalities)):
             rule = "It fuses a head with its loss, and an encoder has none"
             raise ConfigError(field, said, rule, "Leave it unset here")

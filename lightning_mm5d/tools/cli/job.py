@@ -210,8 +210,7 @@ def _parsed(parser: Any, command: list[str], arguments: list[str], with_model: b
     if not with_memory:
         module = configured(module, strategy.precision_plugin)
     plan = strategy.validate(module, data)
-    module = module if dtype is None else module.to(dtype)
-    return Job(strategy, module, modalities, data, precision, accumulates, plan)
+    return Job(strategy, module if dtype is None else module.to(dtype), modalities, data, precision, accumulates, plan)
 
 
 def _strategy(given: Any) -> tuple[MultimodalStrategy, Mapping[str, Modality]]:

@@ -67,11 +67,8 @@ def _variants(plan: Plan) -> Iterator[tuple[str, Mapping[str, Modality]]]:
         ]
         changes.append(("zero_stage: 3, reshard_after_forward", {"zero_stage": 3, "reshard_after_forward": True}))
     changes += [(f"activation_checkpointing: {kind}", {"activation_checkpointing": kind}) for kind in _KINDS]
-    changes += [("offload: nothing", {"offload": None}), ("offload: activations", {"offload": ["activations"]})]
-    changes += [
-        ("offload: optimizer", {"offload": ["optimizer"]}),
-        ("offload: parameters", {"offload": ["parameters"]}),
-    ]
+    changes.append(("offload: nothing", {"offload": None}))
+    changes += [(f"offload: {kind}", {"offload": [kind]}) for kind in ("activations", "optimizer", "parameters")]
     for name, fields in changes:
         others = {
             key: replace(modality, **fields)  # type: ignore[arg-type]
