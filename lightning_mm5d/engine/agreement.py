@@ -25,7 +25,8 @@ import torch.distributed as dist
 from lightning_mm5d.config.errors import RankLostError, RankMismatchError
 
 _LONGEST_PAUSE_S = 0.25  # between two looks at who has come
-_GRACE_S = 5.0  # for further ranks to come after a difference shows, and for all to read it
+_GRACE_S = 5.0  # for all ranks to read a difference
+_COMES_S = 8.0  # for further ranks to come after one shows; rank 0 may have waited for the readers of an earlier one
 _NOTICE_S = 60.0  # until a rank says whom it waits for
 _NAMED = 5  # differences in one message
 _NEXT = "next check"
@@ -98,7 +99,7 @@ class Agreement:
             away = ranks_of(rank for rank in range(self._world_size) if rank not in found)
             if len(set(found.values())) > 1:
                 self._tell(store, found, text)  # others may know all ranks already
-                end = min(end, now + _GRACE_S)
+                end = min(end, now + _COMES_S)
                 if now >= end:
                     return found
             elif now >= end:

@@ -351,7 +351,8 @@ class Monitor:
         if entry is None:
             return False
         gone = entry["machine"] == machine() and state_of(entry["pid"]) == "gone"
-        return gone or bool(entry["told"]) or entry["state"] != "running"
+        knows = bool(entry["told"]) or entry["state"] != "running"
+        return gone or (knows and entry["run"] >= self.board.run)  # what was fetched early may be of the run before
 
     def _enforce(self, look: stack.Look, now: float) -> None:
         cause, error = self.cause, self.error()
@@ -390,7 +391,8 @@ class Monitor:
 
     def _has_left(self, rank: int) -> bool:
         assert self.board is not None
-        return self.board.entries.get(rank, {"state": "running"})["state"] != "running"
+        entry = self.board.entries.get(rank)
+        return entry is not None and entry["state"] != "running" and entry["run"] >= self.board.run
 
     def _exit(self, error: BaseException) -> None:
         if self._unprinted is not None:

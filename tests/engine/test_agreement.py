@@ -60,6 +60,7 @@ def _checks(rank: int) -> list[str]:
 def test_every_rank_hears_who_states_what(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks 0-2, without any process group."""
     monkeypatch.setattr(agreement_module, "_GRACE_S", 1.0)
+    monkeypatch.setattr(agreement_module, "_COMES_S", 1.0)
     results = run_ranks(3, _checks, limit=60)
     for rank, found in enumerate(results):
         assert found[0] == "agreed"

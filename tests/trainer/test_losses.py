@@ -197,3 +197,33 @@ def test_a_rank_that_is_ended_in_a_handler_prints_its_own_error_first(tmp_path: 
     printed = (tmp_path / "printed").read_text()
     assert process.exitcode == 1
     assert printed.index("Traceback") < printed.index("ValueError: boom") < printed.index("RankLostError: rank 2")
+
+
+def test_a_host_waits_for_ranks_of_its_own_run_where_it_has_read_what_an_earlier_one_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 0 of 2 in its second run; rank 1 has failed in the first one, and has not come to the second."""
+    store, asked = dist.HashStore(), list[str]()
+    entry = {**RUNNING, "state": "raised", "told": True, "pid": os.getpid(), "machine": machine(), "wait": None}
+    Board(store, 0, 2, host=True)
+    other = Board(store, 1, 2, host=False)
+    other.start(entry)
+    other.close(entry, 5.0)
+    monkeypatch.setattr("lightning_mm5d.monitor.monitor.TOLD_S", 0.5)
+    monitor = Monitor(
+        0,
+        2,
+        60,
+        blocking={},
+        position=dict,
+        wake=lambda error: None,
+        children=lambda: asked.append("children that do not answer are ended") or {},
+        report=lambda cause: None,
+    )
+    monitor.connect(store)
+    assert monitor.board is not None
+    monitor.board.post(entry, fetches=True)
+    assert monitor.board.wait(lambda: 1 in monitor.board.entries, 5.0)
+    monitor.wait_until_told()
+    assert asked
+    monitor.close()
