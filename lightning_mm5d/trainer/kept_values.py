@@ -424,8 +424,8 @@ def _joined_rows(values: Sequence[Any], samples: Sequence[int], before: Any) -> 
     first = values[0]
     if any(type(value) is not type(first) for value in values) or not all(map(_hold_rows, values, samples)):
         return _MISSING
-    is_alike = type(before) is type(first) and not isinstance(first, (tuple, dict))
-    if is_alike and (len(before) == len(first) if isinstance(first, list) else before.shape == first.shape):
+    is_same_kind = type(before) is type(first) and not isinstance(first, (tuple, dict))
+    if is_same_kind and (len(before) == len(first) if isinstance(first, list) else before.shape == first.shape):
         return _MISSING
     joined = merge([detached(value) for value in values], samples)
     return joined if type(joined) is type(first) else _MISSING

@@ -109,7 +109,7 @@ def agreed_seed(device: torch.device) -> int:
     return int(seed)
 
 
-def draw_alike(device: torch.device) -> bool:
+def random_states_agree(device: torch.device) -> bool:
     """Return whether random generators have the same state on all ranks; collective."""
     own = seed_of(packed_state().numpy().tobytes().hex())
     ends = torch.tensor([own, -own], device=message_device(device))

@@ -36,7 +36,7 @@ from lightning_mm5d.sharded.backends import message_device
 from lightning_mm5d.trainer.guard import Guard
 from lightning_mm5d.trainer.launch import ProcessLauncher, ScriptLauncher, cpu_threads, make_launcher
 from lightning_mm5d.trainer.other_package import is_of_other_package
-from lightning_mm5d.trainer.process_group import agreed_seed, connect, decided, draw_alike, rendezvous_store
+from lightning_mm5d.trainer.process_group import agreed_seed, connect, decided, random_states_agree, rendezvous_store
 from lightning_mm5d.trainer.session import Session
 from lightning_mm5d.trainer.statements import configuration
 from lightning_mm5d.trainer.torchrun_round import has_agent_store, round_name
@@ -281,7 +281,7 @@ class ProcessStrategy(ParallelStrategy, ABC):
         self._agreement = Agreement(store, rank=self.global_rank, world_size=self.world_size, timeout=timeout)
         self._agreement.check("configuration", self._configuration())
         connect(environment, store, self._process_group_backend, timeout, self.root_device)
-        if not draw_alike(self.root_device):  # else a second run goes on, as on one process
+        if not random_states_agree(self.root_device):  # else a second run goes on, as on one process
             reset_seed()
         self._seed = agreed_seed(self.root_device)
 

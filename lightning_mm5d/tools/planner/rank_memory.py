@@ -147,7 +147,7 @@ class _Estimate:
         self._stages: dict[StageKey, StageFlight] = {}
 
     def ranks(self) -> list[RankMemory]:
-        alike: dict[Any, RankMemory] = {}
+        known: dict[Any, RankMemory] = {}
         uneven: dict[Any, list[str]] = {}
         found = []
         for rank in range(self._plan.layout.size):
@@ -156,9 +156,9 @@ class _Estimate:
                 uneven[role] = self._uneven(rank)
             shares = self._shards.owned_by(rank, uneven[role]).values()
             key = role, tuple(stop - start for start, stop in (one.ranges[one.place] for one in shares))
-            if key not in alike:
-                alike[key] = self._rank(rank)
-            found.append(alike[key]._replace(rank=rank))
+            if key not in known:
+                known[key] = self._rank(rank)
+            found.append(known[key]._replace(rank=rank))
         return found
 
     def _role(self, rank: int) -> Any:
