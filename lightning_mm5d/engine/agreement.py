@@ -67,12 +67,11 @@ class Agreement:
             return
         self._tell(store, digests, text)
         statements = {digest: self._statement(store, digest) for digest in set(digests.values())}
-        told = store.add("told", 1)
+        store.add("told", 1)
         if self._rank == 0:  # whose process may hold the store
             end = time.monotonic() + _GRACE_S
-            while told < len(digests) and time.monotonic() < end:
+            while store.add("told", 0) < len(digests) and time.monotonic() < end:
                 time.sleep(0.02)
-                told = store.add("told", 0)
         raise RankMismatchError(differences({rank: statements[digest] for rank, digest in digests.items()}))
 
     def _tell(self, store: dist.Store, digests: Mapping[int, str], text: str) -> None:

@@ -23,6 +23,9 @@ from lightning_mm5d.data.random_state import seed_of
 from lightning_mm5d.sharded.backends import message_device
 from lightning_mm5d.trainer.torchrun_round import has_agent_store
 
+_LATEST: dict[tuple[int, int], dist.TCPStore] = {}
+"""the store that was opened last, by process and rank: a fork may not end one that it inherits"""
+
 
 def free_port() -> int:
     """Return a port of this machine that nothing listens at.
@@ -40,7 +43,8 @@ def rendezvous_store(environment: ClusterEnvironment, timeout: timedelta) -> dis
     """Return the store that all ranks meet at; a new connection with keys of this package alone.
 
     It does not wait for other ranks. Where torchrun's agent serves a store, that one is used. It outlives the ranks, so
-    its keys are to be prefixed by the `round_name` of these.
+    its keys are to be prefixed by the `round_name` of these. Else rank 0 serves it for as long as its process lives:
+    other ranks may be in the next run while this one still ends a run that failed.
 
     Args:
         environment: knows the address, the port and this rank.
@@ -56,6 +60,7 @@ def rendezvous_store(environment: ClusterEnvironment, timeout: timedelta) -> dis
         wait_for_workers=False,
         multi_tenant=True,
     )
+    _LATEST[os.getpid(), environment.global_rank()] = store
     return dist.PrefixStore("lightning_mm5d", store)
 
 
