@@ -25,11 +25,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_mm5d.context_parallel.balance.distributions import BLOCK, balanced, uniform, zigzag
-from lightning_mm5d.context_parallel.balance.makespan import longest_first
+from lightning_mm5d.context_parallel.balance.distributions import BLOCK, balanced, longest_first, uniform, zigzag
 from lightning_mm5d.context_parallel.kernels.kernel import attend, attend_backward
 from lightning_mm5d.context_parallel.masks.mask import Mask, MaskFunction
-from lightning_mm5d.sharded.token_split import TokenSplit
+from lightning_mm5d.sharded.sequence import TokenSplit
 
 RANKS = 8
 SIZES = (16 * 1024, 64 * 1024, 256 * 1024)

@@ -33,9 +33,9 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_mm5d.config.modality import Modality
+from lightning_mm5d.features.grids.block import AXES, GridShape
 from lightning_mm5d.features.grids.fields import grid_side
 from lightning_mm5d.features.grids.grid_operations import Line
-from lightning_mm5d.features.grids.grid_shape import AXES, GridShape
 from lightning_mm5d.features.grids.layers_in_blocks import Grids
 from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.tensor_parallel.apply import TensorParallel

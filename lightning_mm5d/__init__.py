@@ -29,8 +29,7 @@ if TYPE_CHECKING:
         WatchdogTimeoutError,
     )
     from lightning_mm5d.context_parallel.hooks.context_mask import multimodal_mask
-    from lightning_mm5d.expert_parallel.expert_lookup import register_expert_parallel_plan
-    from lightning_mm5d.expert_parallel.expert_plan import ExpertParallelPlan
+    from lightning_mm5d.expert_parallel.expert_lookup import ExpertParallelPlan, register_expert_parallel_plan
     from lightning_mm5d.features.deferred_init.pretrained import from_pretrained
     from lightning_mm5d.models.collating import MultimodalCollator
     from lightning_mm5d.models.modality_encoder import ModalityEncoder
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
     from lightning_mm5d.recipes.module import MultimodalModule
     from lightning_mm5d.sharded.vocabulary_shard import VocabularyShard, vocabulary_shard
     from lightning_mm5d.strategy import MultimodalStrategy
-    from lightning_mm5d.tensor_parallel.layer_plan import TensorParallelPlan
+    from lightning_mm5d.tensor_parallel.family_plans import TensorParallelPlan
     from lightning_mm5d.tensor_parallel.plan_lookup import register_tensor_parallel_plan
 
 __all__ = [
@@ -79,7 +78,7 @@ _HOMES = {
     "CheckpointCorruptError": "config.errors",
     "CheckpointUntrustedError": "config.errors",
     "ConfigError": "config",
-    "ExpertParallelPlan": "expert_parallel.expert_plan",
+    "ExpertParallelPlan": "expert_parallel.expert_lookup",
     "Modality": "config",
     "ModalityEncoder": "models.modality_encoder",
     "MultimodalCollator": "models.collating",
@@ -95,7 +94,7 @@ _HOMES = {
     "RankLostError": "config.errors",
     "RankMismatchError": "config.errors",
     "RemoteParameterError": "config.errors",
-    "TensorParallelPlan": "tensor_parallel.layer_plan",
+    "TensorParallelPlan": "tensor_parallel.family_plans",
     "VocabularyShard": "sharded.vocabulary_shard",
     "WatchdogTimeoutError": "config.errors",
     "from_pretrained": "features.deferred_init.pretrained",

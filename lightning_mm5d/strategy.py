@@ -24,23 +24,21 @@ from typing_extensions import override
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.features import owned
-from lightning_mm5d.config.modality import Modality, for_schedule, loss_modality_of
+from lightning_mm5d.config.modality import Modality, as_modalities, for_schedule, loss_modality_of
 from lightning_mm5d.config.options import BACKENDS
 from lightning_mm5d.config.pipelines import as_said, completed
-from lightning_mm5d.config.shorthand import as_modalities
 from lightning_mm5d.data.batches import per_replica
 from lightning_mm5d.data.loader import group_batches, shard_loader
-from lightning_mm5d.data.order_stream import packed_state
+from lightning_mm5d.data.random_state import packed_state
 from lightning_mm5d.data.replica_view import as_replica, seen_replica
-from lightning_mm5d.gradients.publish import skipped
+from lightning_mm5d.gradients.parameter_hooks import skipped
 from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import AnySchedule, Simulation, check_fields, loaded, name_of
+from lightning_mm5d.trainer.checkpoint_strategy import GradientStrategy
 from lightning_mm5d.trainer.construction import configured, is_configured, try_configured
 from lightning_mm5d.trainer.dataloader_hooks import DataloaderHooks, put_in_no_sampler
 from lightning_mm5d.trainer.feature import made_features
-from lightning_mm5d.trainer.fit_start import watch_fit_start
-from lightning_mm5d.trainer.gradient_strategy import GradientStrategy
 from lightning_mm5d.trainer.kept_shards import kept_plan, refuse_other_processes
 from lightning_mm5d.trainer.launch import ProcessLauncher
 from lightning_mm5d.trainer.main_precision import check_main_params
@@ -55,6 +53,7 @@ from lightning_mm5d.trainer.validation import (
     check_callbacks,
     check_computed,
     check_module,
+    watch_fit_start,
 )
 
 

@@ -71,9 +71,8 @@ KNOW_LIGHTNING = {
     "data.samplers",
     "data.batches",
     "data.remaining",
-    "partition.frameworks",
+    "partition.parts",
     "checkpoint.full_file",
-    "checkpoint.allowed_globals",
 }
 
 

@@ -16,7 +16,7 @@ from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.rows import Row
 from benchmarks.gpu.towers import SMALL, TIMEOUT, Towers, batches, fit
 from lightning_mm5d import Modality, MultimodalStrategy
-from lightning_mm5d.engine.groups import Groups
+from lightning_mm5d.engine.run_groups import Groups
 from lightning_mm5d.sharded import renamed
 
 TAGS = ("ascending", "descending", "replica 0", "loss", "gradients", "gathers", "layers")

@@ -22,7 +22,7 @@ from lightning_mm5d.engine.codec import receive_tree, send_tree
 from lightning_mm5d.plan.holdings import Holding, Holdings, narrowed
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.stage.remote import is_placeholder
-from lightning_mm5d.storage.source import StateDictSource
+from lightning_mm5d.storage.files import StateDictSource
 
 
 def drop_remote_state(optimizer: Optimizer) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_mm5d.storage.source import Region, StateDictSource, TensorSource
+from lightning_mm5d.storage.files import Region, StateDictSource, TensorSource
 
 
 class SavedWeights(MutableMapping[str, Any]):

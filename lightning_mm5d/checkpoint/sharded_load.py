@@ -20,9 +20,8 @@ from lightning_mm5d.checkpoint.saved_state import SavedOptimizerState, SavedWeig
 from lightning_mm5d.checkpoint.sharded_save import OBJECTS_FILE, OPTIMIZERS, OWN, STATE_DICT, STATE_FILE, VALUES
 from lightning_mm5d.checkpoint.stored_tensors import StoredTensors
 from lightning_mm5d.storage.directory import CheckpointDirectory
-from lightning_mm5d.storage.files import corrupt
+from lightning_mm5d.storage.files import Region, corrupt
 from lightning_mm5d.storage.json_state import decode_state
-from lightning_mm5d.storage.source import Region
 
 
 class ShardedCheckpoint:

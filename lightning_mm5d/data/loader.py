@@ -40,12 +40,18 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_mm5d.data.batches import LoaderBatches, ReplicaBatches
-from lightning_mm5d.data.dealing import dealt, is_dealable, undealable
-from lightning_mm5d.data.position import Position
 from lightning_mm5d.data.random_state import seed_all, seed_of, seeded
 from lightning_mm5d.data.replica_view import as_replica, become_replica
-from lightning_mm5d.data.resumable import Progress, Resumable, TrainerProgress
-from lightning_mm5d.data.samplers import ShardOrder, for_predictions, samplers_of_shards, unservable
+from lightning_mm5d.data.resumable import Position, Progress, Resumable, TrainerProgress
+from lightning_mm5d.data.samplers import (
+    ShardOrder,
+    dealt,
+    for_predictions,
+    is_dealable,
+    samplers_of_shards,
+    undealable,
+    unservable,
+)
 
 _Loader = TypeVar("_Loader")
 

@@ -6,28 +6,81 @@ and leaves out what was consumed. An iterable is read again up to the position. 
 `load_state_dict` of its own saves its own state.
 
 It refuses positions in the midst of an epoch that this loader cannot go on from.
+
+Where a training dataloader stands in its epoch, in terms that another layout can go on from.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from torch.utils.data import IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.data.order_stream import OrderStream
-from lightning_mm5d.data.position import Kind, Position
-from lightning_mm5d.data.random_state import seeded
-from lightning_mm5d.data.remaining import Epoch, batch_size_of, order_of, rest_of_shards
+from lightning_mm5d.data.random_state import OrderStream, seeded
+from lightning_mm5d.data.remaining import (
+    Epoch,
+    batch_size_of,
+    generator_states,
+    order_of,
+    rest_of_shards,
+    set_generator_states,
+)
 from lightning_mm5d.data.replica_view import as_replica
-from lightning_mm5d.data.sampler_generators import generator_states, set_generator_states
 from lightning_mm5d.data.samplers import ShardOrder, Start, leaf_of
+
+Kind = Literal["map", "iterable", "stateful"]
+
+
+@dataclass(kw_only=True)
+class Position:
+    """The position of one dataloader.
+
+    Attributes:
+        kind: a map-style data set, whose order can be drawn again; an iterable, which can be read again; or a loader
+            that saves its own state.
+        epoch: of its order.
+        segments: what was consumed in this pass over the data: ``[replicas, batch size, batches of each replica]`` for
+            each layout that has worked on it; the last one is that of the run that saved it.
+        batches_per_step: of each replica.
+        cycled: whether the data were read to their end before in this epoch.
+        samples: in the data set; None where it does not tell.
+        workers: worker processes for each replica.
+        order_seed: of a `DistributedSampler`.
+        begun: how the layout that began the epoch draws its order, as `remaining.order_of` says it.
+        before: states of the samplers' own generators when the pass began.
+        now: these states when the checkpoint was saved.
+        own: a loader's own states, by the replicas that it serves.
+    """
+
+    kind: Kind
+    epoch: int
+    segments: list[list[Any]]
+    batches_per_step: int = 1
+    cycled: bool = False
+    samples: int | None = None
+    workers: int = 0
+    order_seed: int | None = None
+    begun: dict[str, Any] = field(default_factory=dict)
+    before: dict[str, Any] = field(default_factory=dict)
+    now: dict[str, Any] = field(default_factory=dict)
+    own: dict[str, Any] = field(default_factory=dict)
+
+    def saved(self) -> dict[str, Any]:
+        """Return plain values and tensors."""
+        return asdict(self)
+
+    @classmethod
+    def load(cls, saved: Mapping[str, Any]) -> Position:
+        """Return what `saved` returned; fields that later versions add are left out."""
+        names = {one.name for one in fields(cls)}
+        return cls(**{name: value for name, value in saved.items() if name in names})
 
 
 class TrainerProgress(Protocol):

@@ -10,11 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_mm5d.data_parallel.closed import Closed
-from lightning_mm5d.data_parallel.scatter_gather import gather
-from lightning_mm5d.data_parallel.shared_parameter import SharedParameter
+from lightning_mm5d.data_parallel.shared_parameter import Closed, SharedParameter, gather
 from lightning_mm5d.plan.data_shards import DataShard
-from lightning_mm5d.plan.traffic import Traffic
+from lightning_mm5d.plan.plan import Traffic
 
 T = TypeVar("T")
 Groups = Mapping[tuple[int, ...], dist.ProcessGroup | None]

@@ -39,12 +39,10 @@ from torch import Tensor
 from lightning_mm5d.engine import codec
 from lightning_mm5d.engine.ordered_transport import Wire
 from lightning_mm5d.engine.transport import UNKNOWN, Channel, Shapes
-from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.plan.plan import Plan, encoding_of
 from lightning_mm5d.plan.topology import pairs_of
-from lightning_mm5d.plan.traffic import encoding_of
 from lightning_mm5d.schedule.stage_key import StageKey
-from lightning_mm5d.sharded.backends import message_device
-from lightning_mm5d.sharded.collectives import Encoding, TensorGroup
+from lightning_mm5d.sharded.collectives import Encoding, TensorGroup, message_device
 from lightning_mm5d.sharded.renamed import all_gather_single
 
 WHOLE_BYTES = 1024  # a tensor of fewer bytes is not split

@@ -27,9 +27,18 @@ from torch import Tensor, nn
 from lightning_mm5d.config.errors import private
 from lightning_mm5d.data.microbatch import Microbatch
 from lightning_mm5d.data.random_state import StepDraws, kept_random_state, seed_all, seed_of
-from lightning_mm5d.engine.around import AroundStep, AroundSteps, Course, SideBySide
 from lightning_mm5d.engine.bridge import Bridge, Bridges
-from lightning_mm5d.engine.flight import Arrivals, Flight, Forward, unpacked, with_grads
+from lightning_mm5d.engine.flight import (
+    AroundStep,
+    AroundSteps,
+    Arrivals,
+    Course,
+    Flight,
+    Forward,
+    SideBySide,
+    unpacked,
+    with_grads,
+)
 from lightning_mm5d.engine.ordered_transport import Wire
 from lightning_mm5d.engine.preparation import Preparation
 from lightning_mm5d.engine.promises import Promises, marked

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lightning_mm5d.engine.around import AroundStep, AroundSteps, Course
+from lightning_mm5d.engine.flight import AroundStep, AroundSteps, Course
 from lightning_mm5d.schedule import Action
 
 

@@ -23,11 +23,11 @@ from lightning_mm5d.data_parallel.shared_parameters import Groups, SharedParamet
 from lightning_mm5d.engine.step import Step
 from lightning_mm5d.expert_parallel.held_experts import Products
 from lightning_mm5d.expert_parallel.shared_experts import SharedExperts
-from lightning_mm5d.plan.meetings import why_apart
+from lightning_mm5d.plan.issued import why_apart
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Action, Graph, Kind, Schedule
 from lightning_mm5d.schedule.stage_key import StageKey
-from lightning_mm5d.sharded.backends import backend_of, warn_on_first_rank
+from lightning_mm5d.sharded.collectives import backend_of, warn_on_first_rank
 from lightning_mm5d.stage import Deferred, DeferredProducts, Runtime, StageView
 
 

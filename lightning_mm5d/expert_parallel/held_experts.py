@@ -12,11 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.expert_parallel.adapters import Adapters
-from lightning_mm5d.expert_parallel.expert_layer import ExpertLayer
-from lightning_mm5d.expert_parallel.expert_plan import LISTS
-from lightning_mm5d.expert_parallel.rounds import Round
-from lightning_mm5d.expert_parallel.token_exchange import Lengths, TokenGroup
+from lightning_mm5d.expert_parallel.expert_layer import Adapters, ExpertLayer
+from lightning_mm5d.expert_parallel.expert_lookup import LISTS
+from lightning_mm5d.expert_parallel.token_exchange import Lengths, Round, TokenGroup
 from lightning_mm5d.sharded.collectives import TensorGroup
 
 Products = Callable[[], AbstractContextManager[Any]]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_mm5d.checkpoint.full_file import load_full
 from lightning_mm5d.config.errors import CheckpointCorruptError, ConfigError
-from lightning_mm5d.storage.source import Region, checked_region
+from lightning_mm5d.storage.files import Region, checked_region
 
 _LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip's member: at its end the lengths of its name and its extra field
 

@@ -28,10 +28,8 @@ from lightning_mm5d.gradients.buckets import (
     SummedBucket,
     cut_into_buckets,
 )
-from lightning_mm5d.gradients.flat import Flat
-from lightning_mm5d.gradients.presence import Presence
-from lightning_mm5d.gradients.reduction import Buckets
-from lightning_mm5d.gradients.side_stream import SideStream
+from lightning_mm5d.gradients.flat import Flat, SideStream
+from lightning_mm5d.gradients.reduction import Buckets, Presence
 from lightning_mm5d.sharded.remote_value import plain
 
 _LAST, _LATE = 1.5, 2.0  # places of gradients that did not come, and of those that came again

@@ -15,12 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_mm5d.data_parallel.main_parameters import gradient_dtype
-from lightning_mm5d.data_parallel.scatter_gather import ScatteredSum
-from lightning_mm5d.data_parallel.shared_parameter import SharedParameter
-from lightning_mm5d.gradients.flat import Flat
-from lightning_mm5d.gradients.side_stream import SideStream
+from lightning_mm5d.data_parallel.shared_parameter import ScatteredSum, SharedParameter
+from lightning_mm5d.gradients.flat import Flat, SideStream
+from lightning_mm5d.plan.plan import Traffic
 from lightning_mm5d.plan.sums import Rows
-from lightning_mm5d.plan.traffic import Traffic
 from lightning_mm5d.sharded.collectives import Encoding
 
 

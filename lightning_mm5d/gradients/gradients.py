@@ -18,16 +18,13 @@ from lightning_mm5d.data.random_state import seed_of
 from lightning_mm5d.data_parallel.shared_parameters import SharedParameters
 from lightning_mm5d.gradients.bucket_order import BucketOrder
 from lightning_mm5d.gradients.buckets import Draw, Piece
-from lightning_mm5d.gradients.flat import Flat
-from lightning_mm5d.gradients.presence import Presence
-from lightning_mm5d.gradients.reduction import Reduction
-from lightning_mm5d.gradients.side_stream import SideStream
+from lightning_mm5d.gradients.flat import Flat, SideStream
+from lightning_mm5d.gradients.reduction import Presence, Reduction
 from lightning_mm5d.plan.data_shards import DataShards
 from lightning_mm5d.plan.issued import SumTiming, ordered_timing
-from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.plan.plan import Plan, Traffic, traffic_of
 from lightning_mm5d.plan.sums import Rows, Summed, counted_of, sums_of
-from lightning_mm5d.plan.traffic import Traffic, traffic_of
-from lightning_mm5d.sharded.backends import waits_on_device
+from lightning_mm5d.sharded.collectives import waits_on_device
 
 
 class Placed(NamedTuple):

@@ -16,10 +16,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lightning_mm5d.config.errors import ConfigError, did_you_mean
-from lightning_mm5d.models.encoder_kinds import count_rows, input_names, width
-from lightning_mm5d.models.import_paths import from_import_path
-from lightning_mm5d.models.item_rows import ItemSize
-from lightning_mm5d.models.multimodal_config import MultimodalConfig
+from lightning_mm5d.models.encoder_kinds import ItemSize, count_rows, input_names, width
+from lightning_mm5d.models.multimodal_config import MultimodalConfig, from_import_path
 from lightning_mm5d.models.projectors import ProjectorConfig, projected_length
 
 Change = Callable[[Sequence[Tensor]], Sequence[Tensor]]

@@ -4,13 +4,25 @@ Each item is processed alone, so that what an encoder sees of it does not depend
 of unlike shapes are padded at the end where a mask or sizes among them tell which part is real, and refused elsewhere.
 
 Shapes: N items of a batch, F frames of a video, C channels, H height, W width.
+
+Reads images, sounds and videos from files, as processors take them.
+
+Images become `PIL.Image` objects in RGB and upright, sounds float arrays ``[T]`` in the sampling rate that a processor
+asks for, videos lists of images. Files are decoded by Pillow, the standard library and PyAV or soundfile where these
+are installed; nothing is fetched from a network, and ``.npy`` files with pickles are refused.
 """
 
 from __future__ import annotations
 
+import importlib
+import math
+import re
+import wave
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import FeatureExtractionMixin, ImageProcessingMixin, ProcessorMixin
@@ -18,7 +30,165 @@ from transformers.video_processing_utils import BaseVideoProcessor
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.models.encoder_kinds import input_names, own_inputs
-from lightning_mm5d.models.media import read_item
+
+SOUNDS = (".wav", ".flac", ".mp3", ".ogg", ".opus", ".m4a")
+VIDEOS = (".mp4", ".mkv", ".webm", ".avi", ".mov")
+
+
+def read_item(value: Any, *, sampling_rate: int | None = None, frames: int | None = None) -> Any:
+    """What a processor takes for one item.
+
+    Args:
+        value: a path, or an item (image, array, list of frames), which is returned as it is. The kind of a file follows
+            from its ending; a folder is a video whose frames are its images in the order of their numbers, and so is a
+            list of paths. A mapping with ``array`` and ``sampling_rate`` is a sound.
+        sampling_rate: in which sounds are returned; None keeps that of the file.
+        frames: a video gives at most so many, evenly spaced; None gives all.
+
+    Raises:
+        ConfigError: there is no such file, or nothing installed can decode it.
+    """
+    if isinstance(value, list | tuple) and value and all(isinstance(part, str | Path) for part in value):
+        return [read_image(Path(value[at])) for at in spaced(len(value), frames)]
+    if isinstance(value, Mapping) and "array" in value:
+        sound = torch.as_tensor(np.asarray(value["array"], dtype=np.float32))
+        rate = int(value["sampling_rate"])
+        return resampled(sound, rate, sampling_rate or rate).numpy()
+    if not isinstance(value, str | Path):
+        return value
+    path = Path(value)
+    if path.is_dir():
+        return _read_folder(path, frames)
+    if not path.is_file():
+        remote = re.match(r"[a-z0-9]+://", str(value))
+        fix = "Download it first" if remote else "Check the path; relative ones start at the folder of the data file"
+        raise ConfigError("file", str(value), "An item is a file on this machine", fix)
+    ending = path.suffix.lower()
+    if ending == ".npy":
+        return _read_array(path)
+    if ending in SOUNDS:
+        return read_sound(path, sampling_rate)
+    return _read_video(path, frames) if ending in VIDEOS else read_image(path)
+
+
+def read_image(path: Path) -> Any:
+    """The image at `path`, in RGB and turned upright.
+
+    Raises:
+        ConfigError: it is missing or no image, or Pillow is not installed.
+    """
+    image = _package("PIL.Image", "pillow", "vision", path)
+    turned = importlib.import_module("PIL.ImageOps").exif_transpose
+    try:
+        with image.open(path) as opened:
+            return turned(opened).convert("RGB")
+    except (OSError, ValueError, SyntaxError) as error:
+        rule = f"Pillow cannot read it as an image ({error})"
+        raise ConfigError("file", str(path), rule, "Check the file") from error
+
+
+def read_sound(path: Path, sampling_rate: int | None = None) -> np.ndarray:
+    """The sound at `path` as float32 ``[T]`` in -1 to 1: the mean of its channels, resampled.
+
+    Raises:
+        ConfigError: it is damaged, or no wav file of whole numbers and soundfile is not installed.
+    """
+    try:
+        samples, rate = _read_wave(path)
+    except (wave.Error, EOFError):
+        soundfile = _package("soundfile", "soundfile", "audio", path)
+        try:
+            samples, rate = soundfile.read(path, dtype="float32", always_2d=True)
+        except soundfile.LibsndfileError as error:
+            rule = f"soundfile cannot read it as a sound ({error})"
+            raise ConfigError("file", str(path), rule, "Check the file") from error
+    sound = torch.from_numpy(np.ascontiguousarray(samples.mean(axis=1), dtype=np.float32))
+    return resampled(sound, rate, sampling_rate or rate).numpy()
+
+
+def resampled(sound: Tensor, rate: int, wanted: int, zeros: int = 16) -> Tensor:
+    """`sound` ``[T]`` in `wanted` samples per second instead of `rate`: ``[ceil(T * wanted / rate)]``.
+
+    Interpolates by a sinc of the lower limit of frequency under a Hann window (Smith, "Digital Audio Resampling").
+
+    Args:
+        sound: samples.
+        rate: samples per second of `sound`.
+        wanted: samples per second of the result.
+        zeros: crossings of zero on each side of the sinc.
+    """
+    if rate == wanted or not len(sound):
+        return sound
+    common = math.gcd(rate, wanted)
+    up, down = wanted // common, rate // common
+    low = min(1.0, up / down) * 0.97  # of the limit of frequency, so that nothing folds over
+    reach = math.ceil(zeros / low)
+    steps = torch.arange(-reach, reach + down, dtype=torch.float64)
+    phases = torch.arange(up, dtype=torch.float64).unsqueeze(1) * down / up
+    distance = (steps - phases) * low
+    window = torch.cos(distance.clamp(-zeros, zeros) * math.pi / zeros / 2) ** 2
+    kernel = (torch.sinc(distance) * window * low).to(sound.dtype)  # [up, taps]
+    length = math.ceil(len(sound) * up / down)
+    padded = torch.nn.functional.pad(sound, (reach, reach + 2 * down))
+    blocks = torch.nn.functional.conv1d(padded.view(1, 1, -1), kernel.unsqueeze(1), stride=down)  # [1, up, blocks]
+    return blocks[0].T.reshape(-1)[:length].contiguous()
+
+
+def spaced(count: int, most: int | None) -> list[int]:
+    """At most `most` of the numbers 0 to `count` - 1, evenly spaced, each in the middle of its share."""
+    if most is None or count <= most:
+        return list(range(count))
+    return [(2 * index + 1) * count // (2 * most) for index in range(most)]
+
+
+def _read_array(path: Path) -> np.ndarray:
+    try:
+        return np.load(path, allow_pickle=False)
+    except ValueError as error:
+        raise ConfigError("file", str(path), f"numpy cannot read it as an array ({error})", "Check the file") from error
+
+
+def _read_wave(path: Path) -> tuple[np.ndarray, int]:
+    with wave.open(str(path), "rb") as opened:
+        width, channels, rate = opened.getsampwidth(), opened.getnchannels(), opened.getframerate()
+        data = opened.readframes(opened.getnframes())
+    if width == 1:  # the only width without a sign
+        whole = np.frombuffer(data, np.uint8).astype(np.float32) - 128
+    elif width == 3:
+        octets = np.frombuffer(data, np.uint8).reshape(-1, 3).astype(np.int32)
+        whole = ((octets[:, 0] << 8 | octets[:, 1] << 16 | octets[:, 2] << 24) >> 8).astype(np.float32)
+    else:
+        whole = np.frombuffer(data, f"<i{width}").astype(np.float32)
+    return whole.reshape(-1, channels) / float(2 ** (8 * width - 1)), rate
+
+
+def _read_folder(path: Path, frames: int | None) -> list[Any]:
+    files = [file for file in path.iterdir() if file.is_file() and not file.name.startswith(".")]
+    files.sort(key=lambda file: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", file.name)])
+    if not files:
+        raise ConfigError("file", str(path), "A folder that is a video holds its frames as images", "Check the path")
+    return [read_image(files[at]) for at in spaced(len(files), frames)]
+
+
+def _read_video(path: Path, frames: int | None) -> list[Any]:
+    av = _package("av", "av", "video", path)
+    try:
+        with av.open(str(path)) as opened:
+            images: Sequence[Any] = [frame.to_image() for frame in opened.decode(video=0)]
+    except (OSError, ValueError, IndexError) as error:
+        rule = f"PyAV cannot read it as a video ({error})"
+        raise ConfigError("file", str(path), rule, "Check the file") from error
+    return [images[at] for at in spaced(len(images), frames)]
+
+
+def _package(module: str, package: str, extra: str, path: Path) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        rule = f"Reading it needs {package}, which is not installed"
+        fix = f"Run pip install 'lightning_mm5d[{extra}]' (or pip install {package})"
+        raise ConfigError("file", str(path), rule, fix) from None
+
 
 Values = dict[str, Tensor]
 Processor = Callable[..., Any]

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from transformers import MODEL_MAPPING
 
 from lightning_mm5d.config.errors import ConfigError, did_you_mean
-from lightning_mm5d.models.encoder_kinds import encode, encoder_of, input_names, width
-from lightning_mm5d.models.import_paths import import_path, written_path
-from lightning_mm5d.models.item_rows import ItemSize
+from lightning_mm5d.models.encoder_kinds import ItemSize, encode, encoder_of, input_names, width
+from lightning_mm5d.models.multimodal_config import import_path, written_path
 from lightning_mm5d.models.projectors import Projector, ProjectorConfig, build_projector
 
 Inputs = dict[str, Tensor]

@@ -13,8 +13,7 @@ from subprocess import Popen
 from typing import Any
 
 from lightning_mm5d.monitor import verdict
-from lightning_mm5d.monitor.board import Board, Entry
-from lightning_mm5d.monitor.processes import ended_how, machine, state_of
+from lightning_mm5d.monitor.board import Board, Entry, ended_how, machine, state_of
 
 STOPPED_S = 6.0
 """a process that is stopped for that long counts as lost"""

@@ -18,15 +18,26 @@ from typing import Any
 from torch import nn
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.config.feeding import consumers_of
-from lightning_mm5d.config.modality import Modality, canonical_name, decoders_of, loss_modality_of, main_modality_of
-from lightning_mm5d.partition.found import Boundary, Encoder, Found
-from lightning_mm5d.partition.frameworks import is_metric
-from lightning_mm5d.partition.language_cut import cut_language, named_decoders
-from lightning_mm5d.partition.named_paths import has_no_forward, is_mentioned, resolve
-from lightning_mm5d.partition.parts import Parts, has_module, of_code, of_list
-from lightning_mm5d.partition.repeats import repeated
-from lightning_mm5d.partition.step_uses import StepUses
+from lightning_mm5d.config.modality import (
+    Modality,
+    canonical_name,
+    consumers_of,
+    decoders_of,
+    loss_modality_of,
+    main_modality_of,
+)
+from lightning_mm5d.partition.parts import (
+    Parts,
+    has_module,
+    has_no_forward,
+    is_mentioned,
+    is_metric,
+    of_code,
+    of_list,
+    repeated,
+    resolve,
+)
+from lightning_mm5d.partition.step_uses import Boundary, Encoder, Found, StepUses, cut_language, named_decoders
 from lightning_mm5d.source.order import accesses
 from lightning_mm5d.source.trees import Source, method_of
 

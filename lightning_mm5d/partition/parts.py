@@ -5,19 +5,56 @@ their submodules, in the order in which the code calls them. An ``nn.Sequential`
 taken apart into its members. Registration order proves nothing, so it never stands in for the code.
 
 Whether a step really enters the parts in this order shows when it runs (`stage.passes`).
+
+What belongs to Lightning and torchmetrics in a user's module: below the trainer, only this file tells it apart.
+
+Modalities that run the same modules several times: their parts are the calls, of which each stage runs some.
+
+A stage holds all modules that it calls, so a module may live on several stages, and its gradients are summed. Found are
+loops over a range (`lightning_mm5d.source.loops`), with a module of its own or a list of modules that is shorter.
+
+Paths of modules that a user names, and what they lead to where it is no module.
 """
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any, TypeGuard
 
+import lightning.pytorch as pl
 from torch import nn
+from torchmetrics import Metric, MetricCollection
 
-from lightning_mm5d.partition.frameworks import is_metric
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.source.loops import looped_calls
+from lightning_mm5d.source.names import mentions
 from lightning_mm5d.source.order import accesses, is_followed
 from lightning_mm5d.source.trees import Source, method_of
+
+_OF_LIGHTNING = frozenset(vars(pl.LightningModule()))
+
+
+def is_metric(module: object) -> TypeGuard[Metric]:
+    """Whether a module is a metric; a collection of metrics is none."""
+    return isinstance(module, Metric)
+
+
+def holds_metrics(module: object) -> bool:
+    """Whether a module is a metric or a collection of metrics."""
+    return isinstance(module, (Metric, MetricCollection))
+
+
+def is_lightnings(module: nn.Module, name: str) -> bool:
+    """Whether Lightning keeps an attribute of `module` for itself, such as its trainer."""
+    return isinstance(module, pl.LightningModule) and name in _OF_LIGHTNING
+
+
+def hyperparameters(module: nn.Module) -> dict[str, Any] | None:
+    """Return the hyperparameters of a LightningModule; None for other modules."""
+    return dict(module.hparams) if isinstance(module, pl.LightningModule) else None
 
 
 @dataclass(frozen=True)
@@ -214,3 +251,111 @@ def has_module(root: nn.Module, path: str) -> bool:
     except AttributeError:
         return False
     return True
+
+
+def repeated(
+    source: Source, root: nn.Module, lists: Sequence[str], wanted: int, within: Sequence[str], without: Sequence[str]
+) -> tuple[str, Parts] | None:
+    """Return the path of what is called again and again, and its calls as parts; None where a list does.
+
+    Args:
+        source: reads the code.
+        root: the LightningModule.
+        lists: paths of the modality's lists of layers, the longest one first.
+        wanted: how many parts there should be.
+        within: paths of the modules that belong to the modality.
+        without: paths of modules that belong to others.
+    """
+    count = len(root.get_submodule(lists[0])) if lists else 0  # type: ignore[arg-type]
+    best: list[str] = []
+    for path, module in root.named_modules():
+        mine = any(is_in(path, one) or is_in(one, path) for one in within)
+        if not mine or any(is_in(path, one) for one in without) or isinstance(module, nn.ModuleList | nn.Sequential):
+            continue
+        if count >= wanted and path != lists[0].rpartition(".")[0]:
+            continue
+        if path and any(is_in(path, one) and path != one for one in lists):
+            continue  # inside of a layer
+        for calls in looped_calls(source, module):
+            full = [f"{path}.{call}".lstrip(".") for call in calls]
+            full = [one for one in full if next(root.get_submodule(one).parameters(), None) is not None]
+            allowed = all(any(is_in(one, name) for name in within) for one in full)
+            if allowed and len(full) > max(len(best), count) and len(set(full)) < len(full):
+                best = full
+    if len(best) < wanted:
+        return None
+    holder = best[0].rpartition(".")[0] if best[0].rpartition(".")[2].isdigit() else best[0]
+    if not all(is_in(one, holder) for one in best):
+        return None
+    return holder, Parts(tuple(best))
+
+
+# what holds any submodules, and so mentions them all; torch.nn.Transformer and its like do use theirs by name
+_UNREAD = (
+    "torch.nn.modules.module",
+    "torch.nn.modules.container",
+    "lightning.",
+    "pytorch_lightning.",
+    "lightning_fabric.",
+)
+
+
+def resolve(root: nn.Module, path: str, field: str, *, or_parameter: bool = False) -> None:
+    """Refuse a path that leads to no module.
+
+    Args:
+        root: the LightningModule.
+        path: dotted path that a user named.
+        field: where.
+        or_parameter: whether it may lead to a parameter.
+
+    Raises:
+        ConfigError: it leads to something else, or nowhere.
+    """
+    if has_module(root, path) or (or_parameter and _holds(root, path, "_parameters")):
+        return
+    kind = "parameter" if _holds(root, path, "_parameters") else "buffer" if _holds(root, path, "_buffers") else None
+    if kind is not None:
+        rule = f"It is a {kind}, and a modality is a module, whose call gives the result that others consume"
+        holder = path.rpartition(".")[0]
+        fix = (
+            f"Name the module that holds it, {holder!r}" if holder else "Move it into a module whose forward returns it"
+        )
+        fix += f", or a list of the modality's module and this {kind}" if kind == "parameter" else ""
+        raise ConfigError(field, path, rule, fix)
+    names = [name for name, _ in root.named_modules() if name]
+    near = difflib.get_close_matches(path, names, n=1, cutoff=0.3) or names[:1]
+    fix = f"The nearest is {near[0]!r}" if near else "Build the model in configure_model or __init__"
+    raise ConfigError(field, path, "There is no such module in the model", fix)
+
+
+def is_mentioned(source: Source, root: nn.Module, path: str, method: str) -> bool:
+    """Whether the class of any module around a callable mentions it outside of its constructor.
+
+    Members of a list or a dict are mentioned where the container is.
+
+    Args:
+        source: reads the code.
+        root: the LightningModule.
+        path: of the module that has the callable.
+        method: its name.
+    """
+    parts = path.split(".") if path else []
+    word = parts[-1] if method == "forward" and parts else method
+    words = [word, "getattr", "named_children", "children", "_modules"]
+    if len(parts) > 1 and isinstance(root.get_submodule(".".join(parts[:-1])), nn.ModuleDict):
+        words.append(parts[-2])
+    classes = [cls for at in range(len(parts) + 1) for cls in type(root.get_submodule(".".join(parts[:at]))).__mro__]
+    own = [cls for cls in classes if not cls.__module__.startswith(_UNREAD) and cls is not object]
+    return any(mentions(source, cls, words) for cls in own) or (parts[-1:] != [] and parts[-1].isdigit())
+
+
+def _holds(root: nn.Module, path: str, kind: str) -> bool:
+    """Whether a path leads to a tensor among a module's `kind`, which is ``_parameters`` or ``_buffers``."""
+    holder, _, name = path.rpartition(".")
+    return has_module(root, holder) and name in vars(root.get_submodule(holder))[kind]
+
+
+def has_no_forward(module: nn.Module) -> bool:
+    """Whether a module is a container that cannot be called."""
+    return type(module).forward is nn.Module.forward and "forward" not in vars(module)

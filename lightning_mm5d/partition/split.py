@@ -6,12 +6,19 @@ stages use (tied embeddings) has several owners. Layers are assigned so that the
 unless a template says otherwise.
 
 It refuses more stages than layers, and templates that overlap, leave layers out or name what is not there.
+
+One list of stages for replicas whose pipelines cut the layers in different places.
+
+A stage is what lies between two neighbouring cuts of any pipeline, so that all replicas have the same stages and each
+rank of each of them runs one or more in a row. Whatever is said by stage then holds for all replicas: who owns a
+parameter, what is sent on, and over which ranks a gradient is summed, which is layer by layer.
 """
 
 from __future__ import annotations
 
 import difflib
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,18 +28,32 @@ from typing import Any
 from torch import nn
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.config.feeding import consumers_of
-from lightning_mm5d.config.modality import Modality, PipelineTemplate
+from lightning_mm5d.config.modality import Modality, PipelineTemplate, consumers_of
 from lightning_mm5d.config.pipelines import each_pipeline
 from lightning_mm5d.layout.even_split import even_lengths
-from lightning_mm5d.partition.balance import balance
-from lightning_mm5d.partition.costs import Kept, Unit, costed, depends_on_cut, kept_of, step_costs, units
+from lightning_mm5d.partition.costs import Kept, Unit, balance, costed, depends_on_cut, kept_of, step_costs, units
 from lightning_mm5d.partition.find import find, position
-from lightning_mm5d.partition.found import Boundary, Encoder, Found
 from lightning_mm5d.partition.parts import Parts
-from lightning_mm5d.partition.unlike import common_stages
+from lightning_mm5d.partition.step_uses import Boundary, Encoder, Found
 from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.source.trees import Source
+
+
+def common_stages(pipelines: Sequence[Sequence[int]]) -> tuple[list[int], tuple[tuple[int, ...], ...]]:
+    """Return the number of layers of each stage, and for each pipeline the pipeline rank of each stage.
+
+    Of 12 layers as ``[3, 3, 3, 3]`` and ``[4, 4, 4]`` the stages are ``[3, 1, 2, 2, 1, 3]``, on the pipeline ranks
+    ``(0, 1, 1, 2, 2, 3)`` of the one and ``(0, 0, 1, 1, 2, 2)`` of the other.
+
+    Args:
+        pipelines: layers of each pipeline rank, in order; the sums are equal.
+    """
+    ends = [list(accumulate(sizes)) for sizes in pipelines]
+    cuts = sorted({0, *(end for one in ends for end in one)})
+    stages = [last - first for first, last in pairwise(cuts)] or [0]
+    starts = cuts[: len(stages)]
+    return stages, tuple(tuple(min(bisect_right(one, first), len(one) - 1) for first in starts) for one in ends)
+
 
 _CUTS = 8  # that are tried where the costs of layers depend on the cut
 

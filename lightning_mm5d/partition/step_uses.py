@@ -1,16 +1,25 @@
 """What the step's own code uses, in order: which module it calls the language model by, and what around that call.
 
 It refuses steps whose code calls a modality before what that feeds from, and models that cannot be cut off.
+
+What is found in a module: its modalities, their boundaries and their layers.
+
+Where the language model is cut off from what runs after it.
+
+A modality that feeds from the language model (a speech talker, an image head) runs after it. So the language model has
+a boundary as encoders have one: the innermost module that the step calls and that holds its layers, without the other
+modality. What the step uses before that call belongs to the language model, what it uses after it to the loss modality.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import nn
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.partition.parts import is_in
+from lightning_mm5d.partition.parts import Parts, is_in
 from lightning_mm5d.source.order import accesses, calls
 from lightning_mm5d.source.trees import Source
 
@@ -144,3 +153,106 @@ def _matched(used: str, path: str) -> int:
 
 def _join(*parts: str) -> str:
     return ".".join(part for part in parts if part)
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """A callable whose result is all that other modalities need: `method` of the module at `path`."""
+
+    path: str
+    method: str = "forward"
+
+    @property
+    def name(self) -> str:
+        return self.path if self.method == "forward" else f"{self.path}.{self.method}" if self.path else self.method
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """A modality that another one consumes.
+
+    Attributes:
+        owns: paths of the modules and parameters that belong to it.
+        boundaries: where its result leaves it.
+        precedes: whether its result is made before the first layers of the modalities that it feeds run.
+        used_late: whether its result is used after the last layer of the modality that it feeds.
+        runs_after: whether encoders feed it: it is the language model, or runs after that. Shards of its result are
+            gathered in its own stage, too, where the step goes on with it.
+    """
+
+    owns: tuple[str, ...]
+    boundaries: tuple[Boundary, ...]
+    precedes: bool = True
+    used_late: bool = False
+    runs_after: bool = False
+
+
+@dataclass(frozen=True)
+class Found:
+    """The modalities of a module: the `loss_modality` one, and the `encoders`.
+
+    Attributes:
+        layers: the list of layers of each, if any.
+        parts: what each can be cut between.
+        ends: the loss modality, where it feeds from another; beside this it owns what no other one does.
+        main: the language model, where another modality computes the loss.
+        used_again: paths inside of the language model that the step uses after its boundary, in the loss modality.
+        step: what the step's own code uses, with a `main`.
+    """
+
+    loss_modality: str
+    encoders: dict[str, Encoder]
+    layers: dict[str, str | None]
+    parts: dict[str, Parts]
+    ends: Encoder | None = None
+    main: str | None = None
+    used_again: tuple[str, ...] = ()
+    step: StepUses | None = None
+
+
+# What runs after the language model; the module's own call is the boundary.
+_DECODERS = {"talker": "talker", "image_head": "generation_head"}
+
+
+def cut_language(
+    step: StepUses,
+    name: str,
+    given: Encoder | None,
+    layers: str | None,
+    encoders: Mapping[str, Encoder],
+    decoders: Mapping[str, tuple[str, ...]],
+) -> Encoder:
+    """Return the language model as what other modalities feed from.
+
+    Args:
+        step: what the step uses.
+        name: of the language model's modality.
+        given: where the user said that it is cut, if at all.
+        layers: path of its list of layers.
+        encoders: what was found of the other modalities.
+        decoders: those that feed from others, with the names of these.
+
+    Raises:
+        ConfigError: the step calls nothing that it could be cut at, or calls a modality before what that feeds from.
+    """
+    found = given
+    if found is None:
+        others = [path for one in decoders for path in encoders[one].owns]
+        path = step.boundary(f"modalities.{name}.boundary", layers, others)
+        found = Encoder((path,), (Boundary(path),))
+    paths = {one: encoders[one].boundaries[-1].path for one in decoders} | {name: found.boundaries[-1].path}
+    for decoder, sources in decoders.items():
+        for source in (one for one in sources if one in paths):
+            step.check_order(decoder, paths[decoder], source, paths[source])
+    return found
+
+
+def named_decoders(root: nn.Module) -> dict[str, Encoder]:
+    """Return what `root` has under the customary names of modalities that run after the language model."""
+    found: dict[str, Encoder] = {}
+    for path, module in root.named_modules():
+        for name, attribute in _DECODERS.items():
+            if isinstance(getattr(module, attribute, None), nn.Module) and name not in found:
+                inner = f"{path}.{attribute}" if path else attribute
+                found[name] = Encoder((inner,), (Boundary(inner),))
+    return found

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from lightning_mm5d.config.feeding import Where, consumers_of, running_order
-from lightning_mm5d.config.modality import Modality
+from lightning_mm5d.config.modality import Modality, Where, consumers_of, running_order
 from lightning_mm5d.layout import Layout
 from lightning_mm5d.partition import Partition, StageCut
 from lightning_mm5d.schedule import Action, Schedule, pp_rank_of

@@ -13,8 +13,8 @@ import lightning as L
 from torch.utils.data import DataLoader
 
 from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.models.chat import MessagesFile
 from lightning_mm5d.models.collating import MultimodalCollator
-from lightning_mm5d.models.messages_file import MessagesFile
 from lightning_mm5d.models.processing import MultimodalProcessor
 
 

@@ -27,8 +27,8 @@ from transformers import (
 import lightning_mm5d
 from lightning_mm5d.config.errors import CheckpointUntrustedError, ConfigError
 from lightning_mm5d.models.multimodal_model import MultimodalModel
+from lightning_mm5d.models.processing import NAME as PROCESSOR_FILE
 from lightning_mm5d.models.processing import MultimodalProcessor
-from lightning_mm5d.models.saved_processor import NAME as PROCESSOR_FILE
 
 
 @dataclass(frozen=True, kw_only=True)

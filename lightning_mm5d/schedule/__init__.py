@@ -4,8 +4,7 @@ This is pure Python over plain values without torch, so any machine can plan for
 be executed are refused before a rank starts one.
 """
 
-from lightning_mm5d.schedule.actions import Action, Kind, Schedule, dependencies
-from lightning_mm5d.schedule.bound import lower_bound
+from lightning_mm5d.schedule.auto import lower_bound
 from lightning_mm5d.schedule.builders import (
     SCHEDULES,
     UNSPLIT_SCHEDULES,
@@ -17,16 +16,13 @@ from lightning_mm5d.schedule.builders import (
     pp_rank_of,
     table_text,
 )
-from lightning_mm5d.schedule.custom import from_csv, to_csv
 from lightning_mm5d.schedule.fields import check_fields
-from lightning_mm5d.schedule.graph import Graph, Node
-from lightning_mm5d.schedule.grouping import Grouping, side_by_side
-from lightning_mm5d.schedule.issue_order import IssueOrder, Message
-from lightning_mm5d.schedule.plain import in_flight_limits
+from lightning_mm5d.schedule.graph import Action, Graph, Kind, Node, Schedule, dependencies
+from lightning_mm5d.schedule.greedy import held_limits, in_flight_limits
+from lightning_mm5d.schedule.issue_order import Grouping, IssueOrder, Message, side_by_side
 from lightning_mm5d.schedule.report import Outcome, compare, name_of
 from lightning_mm5d.schedule.simulate import Simulation, Span, measured, simulate
-from lightning_mm5d.schedule.validate import ScheduleError, execution_order, validate
-from lightning_mm5d.schedule.zero_bubble import held_limits
+from lightning_mm5d.schedule.validate import ScheduleError, execution_order, from_csv, to_csv, validate
 
 __all__ = [
     "SCHEDULES",

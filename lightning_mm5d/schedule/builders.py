@@ -13,14 +13,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from lightning_mm5d.config.errors import ConfigError, did_you_mean
-from lightning_mm5d.schedule.actions import Kind, Schedule
 from lightning_mm5d.schedule.auto import auto
-from lightning_mm5d.schedule.custom import from_csv, from_function
-from lightning_mm5d.schedule.graph import Graph
-from lightning_mm5d.schedule.greedy import Pipeline, Rules
-from lightning_mm5d.schedule.interleaved import interleaved
-from lightning_mm5d.schedule.plain import gpipe, one_f_one_b
-from lightning_mm5d.schedule.zero_bubble import zero_bubble
+from lightning_mm5d.schedule.graph import Graph, Kind, Schedule
+from lightning_mm5d.schedule.greedy import Pipeline, Rules, gpipe, interleaved, one_f_one_b, zero_bubble
+from lightning_mm5d.schedule.validate import from_csv, from_function
 
 _RULES: dict[str, Callable[[Graph], list[Rules]]] = {
     "gpipe": gpipe,

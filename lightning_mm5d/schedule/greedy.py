@@ -7,19 +7,54 @@ Its schedules never deadlock, for any placement and any limits. All instances ru
 *front* is the first microbatch whose backwards have not all ended; some action of it is always ready. An instance's
 limit never holds it back, because nothing earlier is in flight. A rank's limit lets it pass once no action on that rank
 could free an activation. Names and numbers break all ties, so processes with equal graphs get equal schedules.
+
+The schedules with full backwards and one chunk a rank: ``gpipe`` and ``1f1b``.
+
+``gpipe`` runs backwards after the rank's last forward (Huang et al. 2019, arXiv:1811.06965). Its order is the simplest,
+and a rank holds the activations of all microbatches at once.
+
+``1f1b`` alternates. A stage starts no forward while as many of its microbatches are in flight as there are stages from
+it to the end (PipeDream-Flush, Narayanan et al. 2021, arXiv:2006.09503). In a graph the longest path to the end counts,
+so that encoders side by side fill the language model's pipeline together, as in Cornstarch (Jang et al. 2025,
+arXiv:2503.11367).
+
+Within this limit forwards come first. A rank that ran all backwards that have arrived would hold back the next forward,
+for which all later ranks wait.
+
+``interleaved``: several chunks of a modality on each rank, which shortens the pipeline's ramps.
+
+Stage k of a modality lies on rank k mod P (Narayanan et al. 2021, arXiv:2104.04473). Each chunk runs P microbatches,
+then the rank's next chunk has its turn. A rank holds as many activations as stages follow its first chunk, plus as
+many as follow its last one, plus one: Megatron's warm-up, written with distances so that it applies to any graph of
+stages. On a chain of P ranks with v chunks each and M microbatches, a multiple of P, ranks idle for (P - 1)(f + b) / v,
+where f and b are the forward and backward of all chunks of a rank.
+
+Modalities with one stage on a rank run as under ``1f1b``.
+
+``zero_bubble`` and ``zbv``: split backwards, so that weight gradients fill the bubbles.
+
+Other stages wait for the input gradient only. A weight gradient runs where the rank has nothing else to do, or where it
+may hold no more activations. On a chain with one stage a rank this is ZB-H1 (Qi et al. 2023, arXiv:2401.10241): no rank
+holds more than the first one under ``1f1b``, and ranks idle for (P - 1)(f + i - w) where w is at most i, instead of
+(P - 1)(f + i + w), with f, i and w of a forward, an input gradient and a weight gradient.
+
+``zbv`` is the same on a graph whose chunks lie in a V: stage k of 2P on rank min(k, 2P - 1 - k) (Qi et al. 2024,
+arXiv:2405.15362). The rank that starts the forward of a microbatch also ends it, which evens out activations. With
+f = i = w of a chunk, ranks idle for (P - 1) f only, during the first forwards.
+
+Stages that pass no gradient on and stages in which nothing is trained run full backwards.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from lightning_mm5d.schedule.actions import Action, Kind, Schedule
-from lightning_mm5d.schedule.graph import Graph
+from lightning_mm5d.schedule.graph import Action, Graph, Kind, Schedule
 from lightning_mm5d.schedule.simulate import simulate
 from lightning_mm5d.schedule.stage_key import StageKey
 
@@ -299,3 +334,126 @@ class _Run:
                 f"{node.stage} on rank {node.rank} stopped after {self.forwards[index]} forwards and "
                 f"{self.backwards[index]} backwards of {count} microbatches: nothing can run any more"
             )
+
+
+def gpipe(graph: Graph) -> list[Rules]:
+    """All forwards, then all backwards."""
+    return [Rules(flush=True)]
+
+
+def one_f_one_b(graph: Graph) -> list[Rules]:
+    """One forward, one backward, within `in_flight_limits`.
+
+    The order by count does not depend on estimated costs. The other one may be shorter where stages on one rank, or
+    instances that serve several replicas, compete for it. Stages of a modality that follow each other on one rank, as
+    unlike pipelines have them, count as one.
+    """
+    limits = in_flight_limits(graph, joined=True)
+    return [Rules(in_flight=limits, eager=True, by_count=by_count) for by_count in (True, False)]
+
+
+def in_flight_limits(graph: Graph, *, joined: bool = False) -> dict[StageKey, int]:
+    """Return for each stage with backward the most microbatches in flight per instance under ``1f1b``.
+
+    A microbatch is in flight from the start of its forward to the end of its backward. The limit is the number of
+    stages on the longest path to the end, times the loss replicas per instance, rounded up. A chain of 3 has 3, 2, 1.
+
+    Args:
+        graph: the stages.
+        joined: whether stages of a modality that follow each other on one rank count as one.
+    """
+    depths: dict[StageKey, int] = {}
+    for stage in sorted(graph.stages, key=graph.distance_to_end):
+        later = graph.successors(stage)
+        steps = [depths[other] + (not joined or _is_apart(graph, stage, other)) for other in later]
+        depths[stage] = max(steps, default=1)
+    return {stage: per_instance(graph, stage, depths[stage]) for stage in graph.stages if graph.has_backward(stage)}
+
+
+def _is_apart(graph: Graph, stage: StageKey, other: StageKey) -> bool:
+    """Whether two stages are of different modalities, or any of their instances on different ranks."""
+    ranks = [{node.replica: node.rank for node in graph.instances(one)} for one in (stage, other)]
+    return stage.modality != other.modality or ranks[0] != ranks[1]
+
+
+def per_instance(graph: Graph, stage: StageKey, count: int) -> int:
+    """Return how many microbatches each instance of ``stage`` has if each loss replica has ``count``; rounded up."""
+    ends = [end for end in graph.stages if not graph.successors(end)]
+    loss_replicas = max(len(graph.instances(end)) for end in ends)
+    return math.ceil(count * loss_replicas / len(graph.instances(stage)))
+
+
+def interleaved(graph: Graph) -> list[Rules]:
+    """Chunks take turns of P microbatches, or of one, which is better where M is no multiple of P."""
+    limits = in_flight_limits(graph)
+    chunked = {stage for rank in graph.ranks for mine in chunks(graph, rank) if len(mine) > 1 for stage in mine}
+    in_flight = {stage: limit for stage, limit in limits.items() if stage not in chunked}
+    if not chunked:
+        return one_f_one_b(graph)
+    held = {rank: warm_up(graph, rank) for rank in graph.ranks}
+    return [Rules(in_flight=in_flight, held=held, eager=True, groups=groups) for groups in (turns(graph), {})]
+
+
+def chunks(graph: Graph, rank: int) -> list[list[StageKey]]:
+    """Return for each modality its stages on ``rank`` that run backwards, in the order of the pipeline."""
+    found: dict[str, list[StageKey]] = {}
+    for stage in graph.stages_of(rank):
+        if graph.has_backward(stage):
+            found.setdefault(stage.modality, []).append(stage)
+    return list(found.values())
+
+
+def turns(graph: Graph) -> dict[StageKey, int]:
+    """Return P, the pipeline ranks of its modality, for each stage that shares its rank with others of its modality."""
+    depths = Counter(stage.modality for stage in graph.stages)
+    found: dict[StageKey, int] = {}
+    for rank in graph.ranks:
+        for mine in chunks(graph, rank):
+            if len(mine) > 1:
+                turn = math.ceil(depths[mine[0].modality] / len(mine))
+                found |= {stage: max(turn, found.get(stage, 1)) for stage in mine}
+    return found
+
+
+def warm_up(graph: Graph, rank: int) -> int:
+    """Return the most activations that ``rank`` holds under ``interleaved``: as many as fill the pipeline after it."""
+    total = 0
+    for mine in chunks(graph, rank):
+        first, last = (graph.distance_to_end(stage) for stage in (mine[0], mine[-1]))
+        total += per_instance(graph, mine[0], first + 1 if len(mine) == 1 else first + last + 1)
+    return total
+
+
+PATIENCE = 0.5
+"""A weight gradient waits if a gradient arrives within this share of its duration."""
+STRETCHES = ((1.2, 1.4), (1.4, 1.4))
+"""Values of `Rules.stretch` that shortened the schedules of the most graphs, of the few that were tried."""
+
+
+def zero_bubble(graph: Graph) -> list[Rules]:
+    """Split backwards in several orders, and full backwards, all within `held_limits`."""
+    plain = Rules(in_flight=in_flight_limits(graph), held=held_limits(graph))
+    split = replace(plain, split=True, patience=PATIENCE)
+    shorter, longer = STRETCHES
+    return [
+        *(replace(split, eager=eager, lazy=lazy) for lazy in (False, True) for eager in (True, False)),
+        replace(split, eager=True, lazy=True, patience=0.0),
+        replace(split, eager=True, lazy=True, patience=0.0, stretch=shorter),
+        *(replace(split, eager=eager, stretch=longer) for eager in (True, False)),
+        plain,
+    ]
+
+
+def held_limits(graph: Graph) -> dict[int, int]:
+    """Return for each rank the most activations that it may hold.
+
+    It is the depth of the pipeline times the loss replicas that the rank serves, as for the first stage under ``1f1b``;
+    or `warm_up`, where that is more.
+    """
+    depth = 1 + max((graph.distance_to_end(stage) for stage in graph.stages), default=0)
+    found = {}
+    for rank in graph.ranks:
+        firsts = [mine[0] for mine in chunks(graph, rank)]
+        deep = max((per_instance(graph, stage, depth) for stage in firsts), default=0)
+        found[rank] = max(deep, warm_up(graph, rank))
+    return found

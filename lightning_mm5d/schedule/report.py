@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_mm5d.schedule.actions import Schedule
 from lightning_mm5d.schedule.builders import SCHEDULES, AnySchedule, build
-from lightning_mm5d.schedule.custom import label
-from lightning_mm5d.schedule.graph import Graph
+from lightning_mm5d.schedule.graph import Graph, Schedule
 from lightning_mm5d.schedule.simulate import Simulation, simulate
 from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.schedule.validate import label
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from lightning_mm5d.schedule.actions import Action, Kind, Schedule, cost, dependencies
-from lightning_mm5d.schedule.graph import Graph
+from lightning_mm5d.schedule.graph import Action, Graph, Kind, Schedule, cost, dependencies
 from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.schedule.validate import execution_order
 

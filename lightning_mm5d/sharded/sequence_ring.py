@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_mm5d.sharded.backends import message_device
-from lightning_mm5d.sharded.collectives import TensorGroup
+from lightning_mm5d.sharded.collectives import TensorGroup, message_device
 
 
 class Hop:

@@ -1,4 +1,7 @@
-"""Which names the code of modules mentions: functions that it calls, attributes and variables that it uses."""
+"""Which names the code of modules mentions: functions that it calls, attributes and variables that it uses.
+
+The code of a user's step: its own, and that of methods and functions beside it that it names.
+"""
 
 from __future__ import annotations
 
@@ -86,3 +89,23 @@ def _words(node: ast.AST) -> Iterator[str]:
         yield node.arg
     elif isinstance(node, ast.Constant) and isinstance(node.value, str):
         yield from re.findall(r"\w+", node.value)
+
+
+def reached(source: Source, cls: type, step: str) -> Iterator[FunctionType]:
+    """Yield the code of `step`, and the methods and functions beside it that it names, directly or through others."""
+    first = method_of(cls, step)
+    waiting, known = [first] if first is not None else [], set[FunctionType]()
+    while waiting:
+        function = waiting.pop()
+        if function in known:
+            continue
+        known.add(function)
+        yield function
+        for name in names(source, function) or ():
+            beside = function_of(function.__globals__.get(name))
+            own = method_of(cls, name) if not hasattr(nn.Module, name) or name == "forward" else None
+            waiting += [
+                one
+                for one in (own, beside)
+                if one is not None and one.__module__.partition(".")[0] not in ("torch", "lightning", "transformers")
+            ]

@@ -21,18 +21,15 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mm5d.config.errors import ConfigError, private
-from lightning_mm5d.expert_parallel.expert_lookup import holds_experts
-from lightning_mm5d.expert_parallel.expert_plan import LISTS
+from lightning_mm5d.expert_parallel.expert_lookup import LISTS, holds_experts
 from lightning_mm5d.partition.compiled import IN_PLACE, is_compiled, is_compiled_in_place
 from lightning_mm5d.partition.parts import is_in
 from lightning_mm5d.sharded.collectives import dry_run
 from lightning_mm5d.sharded.remote_value import Origin, is_remote
 from lightning_mm5d.sharded.tensor import Sharded
 from lightning_mm5d.source.order import used_fields
-from lightning_mm5d.stage.deferred import Deferred, deferred_linear, defers, is_linear
-from lightning_mm5d.stage.deferred_products import DeferredProducts
-from lightning_mm5d.stage.layer_call import hidden_of
-from lightning_mm5d.stage.layer_results import LayerResults
+from lightning_mm5d.stage.deferred import Deferred, DeferredProducts, deferred_linear, defers, is_linear
+from lightning_mm5d.stage.layer_results import LayerResults, hidden_of
 from lightning_mm5d.stage.payload import tensors_in
 from lightning_mm5d.stage.remote import ShapeMemory
 from lightning_mm5d.stage.runtime import Runtime

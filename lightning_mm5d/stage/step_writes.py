@@ -9,19 +9,51 @@ Not seen are writes that a structure's first call does not make, and objects tha
 
 In a stage that is not the last, the first step of each structure goes on after its layers only to look for what later
 stages need: what it writes there is put back (`Tail`).
+
+Buffers that every stage's run of the user's step would write, on a rank that runs several stages.
+
+A counter in the step would count once for each stage there. So all stages of the rank but one write to copies, which
+are thrown away. The last one writes to the buffers, because it runs most of the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_mm5d.sharded.remote_value import RemoteValue, make_plain
 from lightning_mm5d.stage.runtime import Runtime
 from lightning_mm5d.stage.written import StaleAttributes, Written, attributes, written
+
+
+class SharedBuffers:
+    """The buffers of a module that stages write beside each other.
+
+    Args:
+        root: the LightningModule.
+        names: of these buffers.
+    """
+
+    def __init__(self, root: nn.Module, names: Collection[str]) -> None:
+        self._places = [(root.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
+
+    @contextmanager
+    def spared(self) -> Iterator[None]:
+        """Put copies in place of the buffers meanwhile."""
+        kept = [(module._buffers, name, module._buffers[name]) for module, name in self._places]
+        copies: dict[int, Tensor] = {}
+        for buffers, name, buffer in kept:
+            if buffer is not None:
+                copy = copies.get(id(buffer))
+                buffers[name] = copies[id(buffer)] = buffer.clone() if copy is None else copy
+        try:
+            yield
+        finally:
+            for buffers, name, buffer in kept:
+                buffers[name] = buffer
 
 
 class StepWrites:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_mm5d.sharded.value_functions import LEAVING
+from lightning_mm5d.sharded.remote_value import LEAVING
 from lightning_mm5d.stage.payload import tensors_in
 
 Call = tuple[str, str, int, int]

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lightning_mm5d.partition.frameworks import holds_metrics, is_lightnings
+from lightning_mm5d.partition.parts import holds_metrics, is_lightnings
 from lightning_mm5d.sharded.remote_value import Guard, Origin, marked
 
 _OWN = frozenset(vars(nn.Module())) | {"forward"}

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_mm5d.storage.files import WrittenFile, corrupt, opened, read_into, write_at
-from lightning_mm5d.storage.source import Region, checked_region
+from lightning_mm5d.storage.files import Region, WrittenFile, checked_region, corrupt, opened, read_into, write_at
 from lightning_mm5d.storage.tensor_header import (
     BLOCK_BYTES,
     Entry,

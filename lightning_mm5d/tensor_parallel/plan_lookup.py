@@ -19,8 +19,7 @@ from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.source.names import names
 from lightning_mm5d.source.reads import is_handling
 from lightning_mm5d.source.trees import Source, own_functions
-from lightning_mm5d.tensor_parallel.family_plans import family_plan
-from lightning_mm5d.tensor_parallel.layer_plan import TensorParallelPlan
+from lightning_mm5d.tensor_parallel.family_plans import TensorParallelPlan, family_plan
 from lightning_mm5d.tensor_parallel.plan_rules import metadata, rules, sizes
 
 Plans = tuple[TensorParallelPlan, ...]

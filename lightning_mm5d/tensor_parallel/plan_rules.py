@@ -19,8 +19,7 @@ from transformers.pytorch_utils import Conv1D  # the projections of GPT-2 and it
 from lightning_mm5d.source.order import accesses
 from lightning_mm5d.source.reads import HEAD_WIDTHS, HEADS, Reads, between, reads
 from lightning_mm5d.source.trees import Source
-from lightning_mm5d.tensor_parallel.family_plans import PLAIN_LINEARS
-from lightning_mm5d.tensor_parallel.layer_plan import Part, TensorParallelPlan
+from lightning_mm5d.tensor_parallel.family_plans import PLAIN_LINEARS, Part, TensorParallelPlan
 
 _PROJECTIONS = (
     ("q_proj", "k_proj", "v_proj"),

@@ -23,7 +23,7 @@ from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.sharded.shards import Range, Shard, joined
 from lightning_mm5d.source.reads import weights_read
 from lightning_mm5d.source.trees import Source
-from lightning_mm5d.tensor_parallel.layer_plan import TensorParallelPlan
+from lightning_mm5d.tensor_parallel.family_plans import TensorParallelPlan
 from lightning_mm5d.tensor_parallel.plan_rules import linear_of
 from lightning_mm5d.tensor_parallel.region import Region
 from lightning_mm5d.tensor_parallel.units import Units

@@ -13,7 +13,7 @@ from torch import nn
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.layout.even_split import even_ranges
 from lightning_mm5d.sharded.shards import HeadRanges, Range, Shard, heads_of, joined, scaled
-from lightning_mm5d.tensor_parallel.layer_plan import TensorParallelPlan
+from lightning_mm5d.tensor_parallel.family_plans import TensorParallelPlan
 
 
 class OwnHeads(int):

@@ -32,23 +32,22 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
 
-from lightning_mm5d.checkpoint.buffer_state import BufferState
+from lightning_mm5d.checkpoint.module_state import BufferState
 from lightning_mm5d.config.errors import ConfigError, RankMismatchError, RemoteParameterError
 from lightning_mm5d.data_parallel.shared_parameters import SharedParameters
 from lightning_mm5d.expert_parallel.expert_layer import parameters_of
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.remote_value import Guard, Placeholder, is_remote, plain
-from lightning_mm5d.trainer.awaited_parameter import Awaited, Kind
-from lightning_mm5d.trainer.full_states import FullStates
-from lightning_mm5d.trainer.hidden_gradients import is_stand_in, stand_in
-from lightning_mm5d.trainer.part_exchange import (
+from lightning_mm5d.trainer.full_states import (
     SUMMED_LATE,
+    FullStates,
     Moving,
     PartExchange,
     hooks_of_all,
     is_summed_late,
     partial_names,
 )
+from lightning_mm5d.trainer.hidden_gradients import Awaited, Kind, is_stand_in, stand_in
 
 _KINDS: tuple[Kind, ...] = ("values", "gradients", "states")
 _DTYPES = (

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitException
 
-from lightning_mm5d.checkpoint import rank_reports
+from lightning_mm5d.checkpoint import sharded_save
 from lightning_mm5d.config.errors import FAILED_FIRST, RankLostError, RankMismatchError, WatchdogTimeoutError, private
 from lightning_mm5d.engine.agreement import Agreement
 from lightning_mm5d.engine.ordered_transport import OrderedTransport
@@ -45,7 +45,7 @@ _BLOCKING = {
     OrderedTransport.recv.__code__: "recv",
     OrderedTransport.flush.__code__: "flush",
     Agreement.check.__code__: "check",
-    rank_reports.WAITING: "check",
+    sharded_save.WAITING: "check",
     saves.WAITING: "check",
 }
 _WORDS = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe", "Timed out waiting")

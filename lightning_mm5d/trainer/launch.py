@@ -14,6 +14,13 @@ After a `fit` in spawned or forked processes, each node's local rank 0 sends ``l
 process that called `fit`, once `Strategy.teardown` is over. So `teardown` gathers the weights of all stages into the
 module, on the local rank 0 of every node. (`on_train_end` is not called when `fit` has nothing to do.) Where ranks keep
 their shards instead, no weights are sent, and the module of the process that called `fit` says so when it is used.
+
+Lightning's tuners: how a run ends that a `Tuner` began, and what its ranks send back of what they have found.
+
+A `Tuner` ends its run by an exception, and Lightning handles that in the process that called `fit`. Where ranks are
+processes of their own, each ends its run itself, and what was found goes back to the callback and the module of the
+process that waits for them. A learning rate is searched on any layout. Batch sizes are searched by one process alone,
+as with Lightning's own distributed strategies.
 """
 
 from __future__ import annotations
@@ -33,20 +40,73 @@ from typing import Any, Literal, Protocol, cast
 import lightning
 import lightning.fabric.utilities.distributed as fabric_distributed
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.tuner import lr_finder
 from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitException
+from lightning.pytorch.utilities.parsing import lightning_hasattr, lightning_setattr
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 from typing_extensions import override
 
 from lightning_mm5d.config.errors import ConfigError, RankLostError, private
+from lightning_mm5d.monitor.board import ended_how, state_of
 from lightning_mm5d.monitor.losses import LAUNCHED_BY
 from lightning_mm5d.monitor.monitor import ERRORS
-from lightning_mm5d.monitor.processes import ended_how, state_of
 from lightning_mm5d.trainer.kept_shards import has_kept_shards, left_elsewhere
 from lightning_mm5d.trainer.other_package import check_package
 from lightning_mm5d.trainer.process_group import free_port
-from lightning_mm5d.trainer.tuning import check_tuners, end_tuning, found_by_tuner, take_found
+
+
+def check_tuners(callbacks: Sequence[Callback], world_size: int) -> None:
+    """Refuse to search a batch size on several ranks, of which one alone may run out of memory.
+
+    Raises:
+        ConfigError: there is a `BatchSizeFinder`.
+    """
+    if world_size > 1 and any(isinstance(callback, BatchSizeFinder) for callback in callbacks):
+        rule = f"Batch sizes are searched on one process, and there are {world_size} ranks"
+        fix = "Leave it out, and ask `mm5d plan` how much memory a batch takes on each rank"
+        raise ConfigError("callbacks", BatchSizeFinder.__name__, rule, fix)
+
+
+def end_tuning(trainer: Trainer) -> None:
+    """End a run that a tuner has left, as Lightning does in the process that called `fit`; collective."""
+    private(call, "_call_teardown_hook")(trainer)
+    private(trainer, "_teardown")()
+    trainer.state.status, trainer.state.stage = TrainerStatus.FINISHED, None
+
+
+def found_by_tuner(trainer: Trainer) -> Any:
+    """Return what the callback of a `Tuner` has found, None without one."""
+    callback = _callback_of_tuner(trainer)
+    if callback is None:
+        return None
+    return callback.optimal_lr if isinstance(callback, LearningRateFinder) else callback.optimal_batch_size
+
+
+def take_found(trainer: Trainer, found: Any) -> None:
+    """Give the callback of a `Tuner`, and the module of this process, what was found in another one."""
+    module, callback = trainer.lightning_module, _callback_of_tuner(trainer)
+    if isinstance(callback, LearningRateFinder):
+        callback.optimal_lr = found
+        rate = found.suggestion() if private(callback, "_update_attr") else None
+        if rate is not None:
+            chosen = private(callback, "_attr_name")
+            lightning_setattr(module, private(lr_finder, "_determine_lr_attr_name")(module, chosen), rate)
+    elif callback is not None:
+        callback.optimal_batch_size = found
+        if lightning_hasattr(module, private(callback, "_batch_arg_name")):
+            lightning_setattr(module, private(callback, "_batch_arg_name"), found)
+
+
+def _callback_of_tuner(trainer: Trainer) -> LearningRateFinder | BatchSizeFinder | None:
+    for callback in vars(trainer)["callbacks"]:
+        if isinstance(callback, LearningRateFinder | BatchSizeFinder) and private(callback, "_early_exit"):
+            return callback
+    return None
 
 
 def _moved(what: str) -> ImportError:

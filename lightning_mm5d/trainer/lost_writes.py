@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_mm5d.source.reached import reached
+from lightning_mm5d.source.names import reached
 from lightning_mm5d.source.trees import Source, decorated
 
 if TYPE_CHECKING:

@@ -39,10 +39,10 @@ from torchmetrics.utilities.exceptions import TorchMetricsUserError
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.engine.codec import broadcast_tree
-from lightning_mm5d.sharded.backends import message_device
+from lightning_mm5d.sharded.collectives import message_device
 from lightning_mm5d.sharded.remote_value import Guard, Origin, remote_value
-from lightning_mm5d.trainer.joined_metrics import JoinedMetrics
-from lightning_mm5d.trainer.metric_state import (
+from lightning_mm5d.trainer.joined_metrics import (
+    JoinedMetrics,
     Kept,
     begin_sync,
     check_torchmetrics,

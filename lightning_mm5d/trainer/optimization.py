@@ -1,4 +1,7 @@
-"""Gradients and optimizers between Lightning's hooks: synchronised, clipped and checked over all ranks."""
+"""Gradients and optimizers between Lightning's hooks: synchronised, clipped and checked over all ranks.
+
+What features do around the steps of optimizers: the door of the optimization.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,41 @@ from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.gradients.gradients import Gradients
 from lightning_mm5d.gradients.parameter_hooks import ParameterHooks, called, has_hooks
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.sharded.backends import message_device
-from lightning_mm5d.trainer.around_updates import AroundUpdates, SkippedUpdate
+from lightning_mm5d.sharded.collectives import message_device
+from lightning_mm5d.trainer.full_states import SUMMED_LATE, is_summed_late
 from lightning_mm5d.trainer.hidden_gradients import HiddenGradients
 from lightning_mm5d.trainer.optimizer_probe import dependence
-from lightning_mm5d.trainer.part_exchange import SUMMED_LATE, is_summed_late
 from lightning_mm5d.trainer.sharing_guards import hooked
+
+
+class SkippedUpdate(Exception):  # noqa: N818 - no error: it ends the optimizer's step
+    """Leaves an optimizer's step before it changes anything; raised on all ranks or on none."""
+
+
+class AroundUpdates:
+    """Is called at each step of an optimizer; what a subclass leaves out does nothing."""
+
+    def begin(self, optimizers: Sequence[Optimizer]) -> None:
+        """A training step begins; `optimizers` are all of the trainer's."""
+
+    def stepping(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Return what is entered around a step of `optimizer`, in which it gets its gradients."""
+        return nullcontext()
+
+    def stepped(self) -> None:
+        """An optimizer has stepped."""
+
+    def ready(self, optimizer: Optimizer, *, is_scaled: bool) -> None:
+        """The gradients of `optimizer` are there, summed over ranks, and it has not stepped.
+
+        Args:
+            optimizer: that is about to step.
+            is_scaled: whether a scaler looks at the gradients itself, which it lets overflow now and then.
+
+        Raises:
+            SkippedUpdate: the optimizer must not step.
+        """
+
 
 # by name, where one cannot be tried
 _OVER_FULL_MATRICES = {

@@ -2,6 +2,19 @@
 
 Ranks meet at a store, which the first of them serves. The process group is made over it; what ranks compare before any
 collective goes through it as well.
+
+The name of a round of torchrun's workers, which all of them know and no other round has.
+
+torchrun's agents keep one store over all restarts, in which keys of earlier rounds remain. The environment does not
+tell rounds apart: a restart after nodes have come or gone is not counted, and agents count for themselves. So the
+workers agree on a name through that store:
+
+1. ask: each rank publishes a number that it has drawn.
+2. answer: rank 0 publishes its own number, the name, under the number of every rank. It also answers numbers of earlier
+   rounds, which nobody reads any more, and goes on until every rank of this round says that it has heard.
+3. hear: each rank reads the name under its own number, and says so under the name.
+
+Checks of the environment variables that tell a process its rank, where Lightning itself starts the processes.
 """
 
 from __future__ import annotations
@@ -10,6 +23,9 @@ import gc
 import os
 import random
 import socket
+import time
+import uuid
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
@@ -18,10 +34,101 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 
-from lightning_mm5d.data.order_stream import packed_state
-from lightning_mm5d.data.random_state import seed_of
-from lightning_mm5d.sharded.backends import message_device
-from lightning_mm5d.trainer.torchrun_round import has_agent_store
+from lightning_mm5d.config.errors import ConfigError, RankLostError
+from lightning_mm5d.data.random_state import packed_state, seed_of
+from lightning_mm5d.engine.agreement import pauses, ranks_of
+from lightning_mm5d.sharded.collectives import message_device
+
+
+def check_environment(environment: Mapping[str, str], *, num_processes: int, num_nodes: int) -> None:
+    """Refuse ranks and ports that contradict the trainer, since a process would wait for others that never come.
+
+    Args:
+        environment: variables of this process.
+        num_processes: ranks on each node.
+        num_nodes: nodes.
+
+    Raises:
+        ConfigError: at the first variable that is no number or out of range.
+    """
+    world = num_processes * num_nodes
+    limits = {
+        "LOCAL_RANK": (0, num_processes - 1, f"The trainer has {num_processes} devices on each node"),
+        "NODE_RANK": (0, num_nodes - 1, f"The trainer has num_nodes={num_nodes}"),
+        "GROUP_RANK": (0, num_nodes - 1, f"The trainer has num_nodes={num_nodes}"),
+        "MASTER_PORT": (1, 65535, "A port is a number up to 65535"),
+    }
+    if "LOCAL_RANK" in environment:  # else the processes that will be started get a new one
+        limits["WORLD_SIZE"] = (world, world, f"The trainer has {num_processes} devices on each of {num_nodes} nodes")
+    for name, (least, most, rule) in limits.items():
+        got = environment.get(name)
+        if got is None or (got.isdecimal() and least <= int(got) <= most):
+            continue
+        between = f"{least}" if least == most else f"a number from {least} to {most}"
+        raise ConfigError(
+            name, got, f"{rule}, so it is {between}", "Leave the environment variable unset, or correct it"
+        )
+
+
+NAMED = "LIGHTNING_MM5D_ROUND"
+"""variable of a process: its number, and the name of its round"""
+
+
+def has_agent_store() -> bool:
+    """Return whether torchrun's agent hosts the store that workers meet at."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def round_name(store: dist.Store, *, rank: int, world_size: int, timeout: timedelta) -> str:
+    """Return the name of the round that this process belongs to; the first call waits for all ranks.
+
+    Arguments and errors are those of `agreed_name`.
+    """
+    process, _, name = os.environ.get(NAMED, "").partition(" ")
+    if process != str(os.getpid()):  # that of a process above this one
+        name = agreed_name(store, rank=rank, world_size=world_size, timeout=timeout)
+        os.environ[NAMED] = f"{os.getpid()} {name}"
+    return name
+
+
+def agreed_name(store: dist.Store, *, rank: int, world_size: int, timeout: timedelta) -> str:
+    """Return a new name, equal on all ranks; waits for all of them.
+
+    Args:
+        store: the agents' own, with the same keys in every round.
+        rank: global rank in this round.
+        world_size: number of ranks in this round.
+        timeout: how long to wait for other ranks.
+
+    Raises:
+        RankLostError: a rank did not come within the timeout.
+    """
+    own = uuid.uuid4().hex
+    end = time.monotonic() + timeout.total_seconds()
+    if rank > 0:
+        store.set(f"asks {rank}", own)
+        for pause in pauses():
+            if store.check([f"answer {own}"]):
+                name = store.get(f"answer {own}").decode()
+                store.set(f"{name} heard by {rank}", "")
+                return name
+            if time.monotonic() > end:
+                raise RankLostError(f"rank 0 did not come to this round of torchrun within {timeout}")
+            time.sleep(pause)
+    away = set(range(1, world_size))
+    for pause in pauses():
+        for other in sorted(away):
+            if store.check([f"{own} heard by {other}"]):
+                away.remove(other)
+            elif store.check([f"asks {other}"]):
+                store.set(f"answer {store.get(f'asks {other}').decode()}", own)
+        if not away:
+            return own
+        if time.monotonic() > end:
+            raise RankLostError(f"{ranks_of(sorted(away))} did not come to this round of torchrun within {timeout}")
+        time.sleep(pause)
+    raise AssertionError("pauses never end")
+
 
 _LATEST: dict[tuple[int, int], dist.TCPStore] = {}
 """the store that was opened last, by process and rank: a fork may not end one that it inherits"""

@@ -29,10 +29,16 @@ from torch.utils.data import DataLoader
 
 from lightning_mm5d.checkpoint.huggingface_record import KEY
 from lightning_mm5d.config.errors import ConfigError, private
-from lightning_mm5d.data.order_stream import OrderStream, packed_state
-from lightning_mm5d.data.position import Position
-from lightning_mm5d.data.random_state import all_states, pack_states, seed_all, seed_of, unpack_states
-from lightning_mm5d.data.resumable import Resumable, with_own
+from lightning_mm5d.data.random_state import (
+    OrderStream,
+    all_states,
+    pack_states,
+    packed_state,
+    seed_all,
+    seed_of,
+    unpack_states,
+)
+from lightning_mm5d.data.resumable import Position, Resumable, with_own
 from lightning_mm5d.engine.codec import receive_tree, send_tree
 
 RESUME = "resume"  # checkpoint[KEY][RESUME]

@@ -21,21 +21,19 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_mm5d.checkpoint.buffer_state import BufferState
-from lightning_mm5d.checkpoint.module_state import restore_full, share_buffers
+from lightning_mm5d.checkpoint.module_state import BufferState, restore_full, share_buffers
 from lightning_mm5d.config.errors import private
 from lightning_mm5d.data.batches import per_replica
 from lightning_mm5d.data_parallel.main_parameters import MainParameters, computing_dtypes
 from lightning_mm5d.engine.engine import Engine
-from lightning_mm5d.engine.groups import Groups, Wish
-from lightning_mm5d.engine.run_groups import RunGroups, make_groups
+from lightning_mm5d.engine.run_groups import Groups, RunGroups, Wish, make_groups
 from lightning_mm5d.engine.step_gathers import StepGathers, make_gathering
 from lightning_mm5d.gradients.gradients import SumGroups, make_gradients
 from lightning_mm5d.gradients.parameter_hooks import ParameterHooks
 from lightning_mm5d.plan.data_shards import DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import UNSPLIT_SCHEDULES, Graph, Schedule
-from lightning_mm5d.sharded.backends import backend_of, message_device
+from lightning_mm5d.sharded.collectives import backend_of, message_device
 from lightning_mm5d.stage import is_placeholder
 from lightning_mm5d.trainer.batch_parts import BatchParts, Splitting, Weighing
 from lightning_mm5d.trainer.cut_module import CutModule
@@ -49,10 +47,9 @@ from lightning_mm5d.trainer.replica_collectives import ReplicaCollectives
 from lightning_mm5d.trainer.sample_proof import SampleProof
 from lightning_mm5d.trainer.saves import Saves
 from lightning_mm5d.trainer.sharing_guards import SharingGuards
-from lightning_mm5d.trainer.step_result import ResultChannel
 from lightning_mm5d.trainer.steps import Replica, Steps
 from lightning_mm5d.trainer.turns import Turns
-from lightning_mm5d.trainer.user_step import Context
+from lightning_mm5d.trainer.user_step import Context, ResultChannel
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,7 @@
-"""Sharded checkpoints of a run on one rank: what the strategy's hooks call."""
+"""Sharded checkpoints of a run on one rank: what the strategy's hooks call.
+
+The checkpoints beside another one: the last good one before it, and links to them.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_mm5d.checkpoint.buffer_state import BufferState
-from lightning_mm5d.checkpoint.module_state import collect_others
+from lightning_mm5d.checkpoint.module_state import BufferState, collect_others
 from lightning_mm5d.checkpoint.own_shards import AVERAGES, OwnShards, labels_of, own_state
-from lightning_mm5d.checkpoint.rank_reports import RankReports
 from lightning_mm5d.checkpoint.sharded_load import ShardedCheckpoint
-from lightning_mm5d.checkpoint.sharded_save import Save, decide
-from lightning_mm5d.checkpoint.siblings import earlier_checkpoints, link
+from lightning_mm5d.checkpoint.sharded_save import RankReports, Save, decide
 from lightning_mm5d.config.errors import (
     CheckpointCorruptError,
     CheckpointUntrustedError,
@@ -32,8 +32,47 @@ from lightning_mm5d.config.errors import (
 )
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.storage.directory import CheckpointDirectory
-from lightning_mm5d.storage.replacement import remove_checkpoint
+from lightning_mm5d.storage.files import flush_folder
+from lightning_mm5d.storage.replacement import new_save_id, remove_checkpoint, resolve
 from lightning_mm5d.trainer.saves import Saves
+
+
+def earlier_checkpoints(path: str | os.PathLike[str]) -> list[Path]:
+    """Return the sharded checkpoints in the folder of `path` that are not it, those of later steps first.
+
+    Those of later steps than that of `path`, where it still says its step, are left out.
+    """
+    place = resolve(path)
+    limit = _step(place)
+    found: dict[Path, float] = {}
+    for entry in sorted(place.parent.iterdir()) if place.parent.is_dir() else ():
+        other = Path(os.path.realpath(entry))
+        if entry.name.startswith(".") or not other.is_dir() or other == Path(os.path.realpath(place)):
+            continue
+        step = _step(other)
+        if step is not None and (limit is None or step <= limit):
+            found[other] = step
+    return sorted(found, key=lambda other: (found[other], other.lstat().st_mtime_ns), reverse=True)
+
+
+def link(target: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
+    """Make `path` a symbolic link to `target` in place of what it is, in one step where that is no directory."""
+    place = Path(os.path.abspath(path))
+    aside = place.with_name(f".{place.name}.{new_save_id()}.link")
+    os.symlink(os.path.relpath(os.path.abspath(target), place.parent), aside)
+    if place.is_dir() and not place.is_symlink():
+        remove_checkpoint(place)
+    os.replace(aside, place)
+    flush_folder(place.parent)
+
+
+def _step(path: Path) -> float | None:
+    try:
+        step = CheckpointDirectory(path).fields.get("step")
+    except (CheckpointCorruptError, OSError):
+        return None
+    return step if isinstance(step, int) else None
+
 
 T = TypeVar("T")
 _SHARED_ERRORS = {kind.__name__: kind for kind in (CheckpointCorruptError, CheckpointUntrustedError)}

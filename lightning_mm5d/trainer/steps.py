@@ -30,10 +30,9 @@ from lightning_mm5d.data.microbatch import Microbatch, batch_samples, counted, m
 from lightning_mm5d.engine.engine import Ending, Engine
 from lightning_mm5d.engine.kept_casts import CastingOnce
 from lightning_mm5d.gradients.gradients import Gradients
-from lightning_mm5d.gradients.parameter_hooks import set_aside
-from lightning_mm5d.gradients.publish import published, skipped
+from lightning_mm5d.gradients.parameter_hooks import published, set_aside, skipped
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.sharded.backends import message_device
+from lightning_mm5d.sharded.collectives import message_device
 from lightning_mm5d.sharded.data_accesses import refused_writes
 from lightning_mm5d.sharded.remote_value import is_remote, plain
 from lightning_mm5d.source.appends import appended_by_data
@@ -47,8 +46,7 @@ from lightning_mm5d.trainer.lost_writes import tell_of_lost_writes
 from lightning_mm5d.trainer.mean_check import JoinedStep, compare, put_back
 from lightning_mm5d.trainer.metrics import MetricSync
 from lightning_mm5d.trainer.optimization import Summing
-from lightning_mm5d.trainer.step_result import ResultChannel, StepResult, Weights
-from lightning_mm5d.trainer.user_step import Context, TrainingStep, UserStep
+from lightning_mm5d.trainer.user_step import Context, ResultChannel, StepResult, TrainingStep, UserStep, Weights
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule

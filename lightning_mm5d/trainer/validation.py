@@ -3,30 +3,136 @@
 Checks that need only the configuration are in `config.checks` and `layout`. This module refuses manual optimization
 where a schedule runs, losses that need all layers on one rank, callbacks that save a copy of the module, and batches
 that are too small to be split.
+
+Refuses a `backward` that takes the norm of gradients where ranks hold parts of the module.
+
+Hooks see the gradients of all ranks. An overridden `LightningModule.backward` sees those of its rank, before ranks sum
+them: with another norm on each rank weights drift from those of one process. What the method does is read from its
+source and from that of the methods that it calls.
+
+Refuses an `on_fit_start` that changes the parameters of a module, which ranks have shared out before.
+
+Lightning calls it after `Strategy.setup`. A module that resizes embeddings there, or adds tokens or adapters, has then
+parameters that no rank holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import ast
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FunctionType
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelPruning
+from lightning.pytorch.utilities import grad_norm
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.errors import ConfigError, RemoteParameterError
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.plan.data_shards import DataShards
 from lightning_mm5d.plan.issued import check_messages
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Graph, Schedule, build, is_table
+from lightning_mm5d.source.names import names
+from lightning_mm5d.source.trees import Source, decorated, method_of
 from lightning_mm5d.trainer.averages import check_averages
-from lightning_mm5d.trainer.own_norms import check_norms
 from lightning_mm5d.trainer.sharing_guards import check_shared
+
+
+def watch_fit_start(module: pl.LightningModule) -> None:
+    """Check the module's parameters around its `on_fit_start`, once.
+
+    Raises:
+        ConfigError: from the hook, when it replaces, adds or removes parameters, or reads those of other ranks.
+    """
+    hook = module.on_fit_start
+    before = _parameters(module)
+
+    @functools.wraps(hook)
+    def watched() -> None:
+        vars(module).pop("on_fit_start", None)
+        cause: RemoteParameterError | None = None
+        try:
+            hook()
+        except RemoteParameterError as error:
+            cause = error
+        after = _parameters(module)
+        changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+        if cause is not None or changed:
+            rule = "Ranks share the parameters out before on_fit_start, so it cannot resize, add or replace them"
+            got = f"other parameters than before: {', '.join(changed[:4])}" if changed else "parameters of other ranks"
+            fix = "Do it in configure_model, or in __init__ (resize_token_embeddings, added tokens and adapters too)"
+            raise ConfigError("on_fit_start", got, rule, fix) from cause
+
+    vars(module)["on_fit_start"] = watched
+
+
+def _parameters(module: pl.LightningModule) -> dict[str, int]:
+    return {name: id(parameter) for name, parameter in module.named_parameters(remove_duplicate=False)}
+
+
+_CLIPS = {"clip_grad_norm_", "clip_grads_with_norm_", "get_total_norm"}
+_NORMS = {"norm", "vector_norm", "_foreach_norm"}
+
+
+def check_norms(module: pl.LightningModule, plan: Plan) -> None:
+    """Refuse a module whose `backward` takes a norm of gradients of one rank alone.
+
+    Raises:
+        ConfigError: where ranks hold several stages, shards or rows.
+    """
+    parts = plan.division.shards or DataShards(plan).exist
+    if plan.topology.is_replicated and not parts:
+        return
+    if found := _norm_in(Source(), type(module), "backward"):
+        raise ConfigError(
+            f"{type(module).__name__}.backward",
+            found,
+            "It takes the norm of the gradients of one rank, before they are summed over ranks",
+            "Do it in on_after_backward or on_before_optimizer_step, which see full gradients",
+        )
+
+
+def _norm_in(source: Source, cls: type, hook: str) -> str:
+    """Return the name of what takes a norm in a hook, "" where nothing does or where its source is unknown."""
+    for function in _called(source, cls, hook):
+        named = names(source, function, variables=False) or frozenset()
+        for name in sorted(named):
+            if name in _CLIPS or (name == "grad_norm" and "strategy" not in named and _is_lightnings(function)):
+                return name
+        if "grad" in named and _calls_norm(source, function):
+            return "the norm of .grad"
+    return ""
+
+
+def _called(source: Source, cls: type, hook: str) -> Iterator[FunctionType]:
+    """Yield the functions of a hook, and those that it names: methods of the same class, and functions beside it."""
+    waiting, seen = [getattr(cls, hook, None)], set[Any]()
+    while waiting:
+        for function in decorated(waiting.pop()):
+            if function in seen or function.__module__.startswith(("lightning.", "torch.")):
+                continue
+            seen.add(function)
+            yield function
+            named = names(source, function, variables=False) or frozenset()
+            waiting += [method_of(cls, name) or function.__globals__.get(name) for name in named]
+
+
+def _calls_norm(source: Source, function: FunctionType) -> bool:
+    tree = source.tree(function)
+    calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)] if tree is not None else []
+    return any(isinstance(call, ast.Attribute) and call.attr in _NORMS for call in calls)
+
+
+def _is_lightnings(function: FunctionType) -> bool:
+    return function.__globals__.get("grad_norm", grad_norm) is grad_norm
+
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from features.toys import LANGUAGE, PIPE, TWINS, VISION, Layout, Toy
 from layouts import build
 from lightning_mm5d import Modality
 from lightning_mm5d.checkpoint.own_shards import OwnShards
-from lightning_mm5d.checkpoint.pieces import Saved, pieces_of
+from lightning_mm5d.checkpoint.stored_tensors import Saved, pieces_of
 from lightning_mm5d.plan.plan import Plan
 
 DP = Layout({"vision": Modality(colocate_with="language", **VISION), "language": Modality(**LANGUAGE)}, 4, 4)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_mm5d.checkpoint.saved_state import SavedOptimizerState, SavedWeights
-from lightning_mm5d.storage.source import StateDictSource
+from lightning_mm5d.storage.files import StateDictSource
 
 
 class Counting(StateDictSource):

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from clusters.cluster_job import EPOCHS, SAMPLES, train
-from lightning_mm5d.monitor.processes import state_of
+from lightning_mm5d.monitor.board import state_of
 
 ROOT = Path(__file__).parents[2]
 JOB = Path(__file__).with_name("cluster_job.py")

@@ -8,8 +8,7 @@ import pytest
 
 from lightning_mm5d import ConfigError, Modality
 from lightning_mm5d.config.checks import check
-from lightning_mm5d.config.feeding import consumers_of, running_order
-from lightning_mm5d.config.modality import loss_modality_of
+from lightning_mm5d.config.modality import consumers_of, loss_modality_of, running_order
 
 
 def make(**said: dict[str, Any]) -> dict[str, Modality]:

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_mm5d.context_parallel.balance.distributions import uniform, zigzag
-from lightning_mm5d.context_parallel.exchange import allgather
+from lightning_mm5d.context_parallel.exchange import attention
 from lightning_mm5d.context_parallel.exchange.attention import ContextGroups, context_attention
 from lightning_mm5d.context_parallel.masks.mask import Mask
 from lightning_mm5d.sharded.collectives import TensorGroup
-from lightning_mm5d.sharded.token_split import TokenSplit
+from lightning_mm5d.sharded.sequence import TokenSplit
 
 B, S, D, DV = 2, 301, 8, 6
 LIMIT_S = 60
@@ -117,7 +117,7 @@ def call(case: Case, groups: ContextGroups) -> list[Tensor]:
     """Output of one rank, and gradients of its queries, keys, values and of sinks."""
     split, (q, k, v, d_out, sinks) = own_part(case, groups.whole.index, groups.whole.size)
     leaves = [x.requires_grad_() for x in (q, k, v, sinks)]
-    allgather.STEP_BYTES = case.step_bytes
+    attention.STEP_BYTES = case.step_bytes
     chosen = groups if case.nested or case.mode == "hybrid" else ContextGroups(groups.whole)
     options: Any = {"mode": case.mode, "scale": 0.3, "softcap": case.softcap, "sinks": sinks if case.sinks else None}
     arguments = q, k, v, mask_of(case), split, chosen

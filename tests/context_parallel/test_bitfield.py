@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 from transformers import masking_utils as hf
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.context_parallel.masks.bitfield import mask_function, pack
+from lightning_mm5d.context_parallel.hooks.context_mask import mask_function, pack
 from lightning_mm5d.context_parallel.masks.mask import EMPTY, FULL, PARTIAL, TILE, Mask
 
 

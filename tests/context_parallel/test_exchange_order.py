@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from context_parallel.exchange_cases import DV, LIMIT_S, B, Case, D, call, groups_of, mask_of, own_part
-from lightning_mm5d.context_parallel.exchange import allgather, ring
+from lightning_mm5d.context_parallel.exchange import attention, ring
 from lightning_mm5d.context_parallel.exchange.attention import context_attention
 from lightning_mm5d.context_parallel.exchange.local import Local
 from lightning_mm5d.context_parallel.exchange.transfers import Gather
@@ -85,7 +85,7 @@ def order_of_work(rank: int, world: int, case: Case) -> tuple[list[str], float]:
         return call_noted
 
     # in this process only
-    ring.Hop, allgather.Gather = Noted, NotedGather  # type: ignore[misc]
+    ring.Hop, attention.Gather = Noted, NotedGather  # type: ignore[misc]
     Local.attend, Local.gradients = noted(Local.attend), noted(Local.gradients)  # type: ignore[method-assign]
     call(case, groups)
     return events, groups.whole.moved
@@ -146,7 +146,7 @@ def whole_keys_held(rank: int, world: int, case: Case) -> int:
             time.sleep(0.001)
         most = max(most, now)
 
-    allgather.Gather = Counted  # type: ignore[misc]
+    attention.Gather = Counted  # type: ignore[misc]
     call(case, groups)
     return most
 

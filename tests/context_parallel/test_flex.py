@@ -13,7 +13,7 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from context_parallel.test_kernel import Case, Given, assert_close, documents, give
 from lightning_mm5d.context_parallel.kernels import flex, kernel
-from lightning_mm5d.context_parallel.kernels.flex_blocks import blocks_of, padded_length
+from lightning_mm5d.context_parallel.kernels.flex import blocks_of, padded_length
 from lightning_mm5d.context_parallel.masks.mask import TILE
 
 CPU = torch.device("cpu")

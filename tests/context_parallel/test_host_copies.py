@@ -15,13 +15,12 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.masking_utils import create_causal_mask
 
-from lightning_mm5d.context_parallel.hooks.context_mask import ContextMask
+from lightning_mm5d.context_parallel.hooks.context_mask import ContextMask, StepMasks
 from lightning_mm5d.context_parallel.hooks.interface import Interface
 from lightning_mm5d.context_parallel.hooks.private_names import name_attention
-from lightning_mm5d.context_parallel.hooks.step_masks import StepMasks
 from lightning_mm5d.context_parallel.masks.mask import Mask
 from lightning_mm5d.sharded.host_copies import HostCopies
-from lightning_mm5d.sharded.token_split import TokenSplit
+from lightning_mm5d.sharded.sequence import TokenSplit
 from lightning_mm5d.trainer.cut_module import CutModule
 
 META, TOKENS = torch.device("meta"), 300

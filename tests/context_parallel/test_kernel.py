@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_mm5d.context_parallel.kernels import kernel, rectangles
-from lightning_mm5d.context_parallel.kernels.kernel import attend, attend_backward, merge
-from lightning_mm5d.context_parallel.kernels.rectangles import plan
+from lightning_mm5d.context_parallel.kernels import kernel
+from lightning_mm5d.context_parallel.kernels.kernel import attend, attend_backward, merge, plan
 from lightning_mm5d.context_parallel.masks.mask import EMPTY, FULL, PARTIAL, TILE, Mask
 from lightning_mm5d.context_parallel.masks.tiles import Tiles
 
@@ -287,7 +286,7 @@ def test_cases_have_long_stretches_without_a_mask() -> None:
         for band in row
         for span in band.spans
     ]
-    assert any(not span.is_mixed and span.at.stop - span.at.start >= rectangles.LONG * TILE for span in spans)
+    assert any(not span.is_mixed and span.at.stop - span.at.start >= kernel.LONG * TILE for span in spans)
     assert any(span.is_mixed for span in spans)
 
 
@@ -340,19 +339,19 @@ def test_no_tensor_grows_with_the_square_of_the_sequence(softcap: float | None) 
     with Largest() as largest:
         out, lse = attend(values, values, values, tiles, scale=SCALE, softcap=softcap)
         attend_backward(values, values, values, values, out, lse, tiles, scale=SCALE, softcap=softcap)
-    assert largest.elements <= rectangles.MIXED_PAIRS
-    assert length**2 >= rectangles.MIXED_PAIRS * 16
+    assert largest.elements <= kernel.MIXED_PAIRS
+    assert length**2 >= kernel.MIXED_PAIRS * 16
 
 
 def test_wide_masks_are_taken_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(q_length=900, k_length=1100, heads=1, groups=1, rows=2)
     allowed = torch.rand(2, case.q_length, case.k_length) < 0.5
-    monkeypatch.setattr(rectangles, "MIXED_PAIRS", 3 * TILE * TILE)
+    monkeypatch.setattr(kernel, "MIXED_PAIRS", 3 * TILE * TILE)
     given = give(case, allowed)
     sizes: list[int] = []
-    made = rectangles.Bias.__init__
+    made = kernel.Bias.__init__
     monkeypatch.setattr(
-        rectangles.Bias,
+        kernel.Bias,
         "__init__",
         lambda self, values, blind: (sizes.append(values.numel()), made(self, values, blind))[1],
     )
@@ -361,7 +360,7 @@ def test_wide_masks_are_taken_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None
     for actual, expected in zip(given.gradients_of(), given.gradients, strict=True):
         assert_close(actual, expected)
     assert sizes
-    assert max(sizes) <= rectangles.MIXED_PAIRS
+    assert max(sizes) <= kernel.MIXED_PAIRS
 
 
 def test_plans_and_masks_are_made_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,6 +368,6 @@ def test_plans_and_masks_are_made_once_for_all_layers(monkeypatch: pytest.Monkey
     tiles = given.tiles()
     first = attend(given.q, given.k, given.v, tiles, scale=SCALE)
     monkeypatch.setattr(Tiles, "allowed", lambda *_: pytest.fail("the mask is asked again"))
-    monkeypatch.setattr(rectangles, "Plan", lambda *_: pytest.fail("a plan is made again"))
+    monkeypatch.setattr(kernel, "Plan", lambda *_: pytest.fail("a plan is made again"))
     second = attend(given.q, given.k, given.v, tiles, scale=SCALE)
     assert torch.equal(first[0], second[0])

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from lightning_mm5d.sharded.sequence import Holders, ShardedSequence, refined
-from lightning_mm5d.sharded.token_split import TokenSplit
+from lightning_mm5d.sharded.sequence import Holders, ShardedSequence, TokenSplit, refined
 
 
 def fake(split: TokenSplit, rank: int, degree: int | None = None) -> ShardedSequence:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_mm5d.data.digests import digests
+from lightning_mm5d.trainer.sample_proof import digests
 
 
 @dataclass

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_mm5d.engine.bridge import WHOLE_BYTES, Bridge
-from lightning_mm5d.engine.groups import Groups
+from lightning_mm5d.engine.run_groups import Groups
 from lightning_mm5d.engine.transport import Channel, Transport, TransportError
 from ranks import run_ranks
 

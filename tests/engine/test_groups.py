@@ -17,9 +17,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from lightning_mm5d import Modality
-from lightning_mm5d.engine import groups as module
-from lightning_mm5d.engine.groups import Groups, Wish, communicators, disjoint
-from lightning_mm5d.engine.run_groups import wanted_groups
+from lightning_mm5d.engine import run_groups as module
+from lightning_mm5d.engine.run_groups import Groups, Wish, communicators, disjoint, wanted_groups
 from lightning_mm5d.layout import Layout
 from lightning_mm5d.tools.planner.sketch import sketched_plan
 from ranks import run_ranks
@@ -179,5 +178,5 @@ def test_groups_are_made_in_one_place() -> None:
     making = re.compile(r"\b(?:new_group|split_group|new_subgroups\w*|init_device_mesh|DeviceMesh)\(")
     package = Path(module.__file__).parents[1]
     assert [str(path.relative_to(package)) for path in package.rglob("*.py") if making.search(path.read_text())] == [
-        "engine/groups.py"
+        "engine/run_groups.py"
     ]

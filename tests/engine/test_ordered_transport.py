@@ -19,9 +19,9 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 import nccl_order
 from lightning_mm5d import Modality
-from lightning_mm5d.engine.groups import Groups
 from lightning_mm5d.engine.ordered_transport import OrderedTransport
 from lightning_mm5d.engine.promises import Promises, _ShapesOfValues
+from lightning_mm5d.engine.run_groups import Groups
 from lightning_mm5d.engine.transport import UNKNOWN, Channel, Shapes
 from lightning_mm5d.stage import Payload
 from parity.harness import fit, strategy

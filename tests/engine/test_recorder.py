@@ -12,8 +12,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from lightning_mm5d.engine.around import Course
 from lightning_mm5d.engine.engine import named
+from lightning_mm5d.engine.flight import Course
 from lightning_mm5d.engine.recorder import Recorder
 from lightning_mm5d.engine.step import Step
 from lightning_mm5d.schedule import Action, Kind

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_mm5d.engine.codec import HEADER_SLOTS, PACK_BYTES
-from lightning_mm5d.engine.groups import Groups
+from lightning_mm5d.engine.run_groups import Groups
 from lightning_mm5d.engine.transport import FIRST_BYTES, Channel, Transport, TransportError
 from ranks import run_ranks
 

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from export.families import FAMILIES, Wrapped, build
 from lightning_mm5d.checkpoint.huggingface_record import describe
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.export.huggingface_folder import write_model
-from lightning_mm5d.export.model_tensors import ModelTensors
-from lightning_mm5d.storage.source import StateDictSource
+from lightning_mm5d.export.huggingface_folder import ModelTensors, write_model
+from lightning_mm5d.storage.files import StateDictSource
 from zoo import CASES
 
 FAST = ("llama_tied", "gpt2", "bert", "t5", "whisper", "llava", "gemma3", "internvl", "qwen2_5_vl", "mixtral")

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from features.toys import PAIR, SHARED, Layout, Run, Samples, Toy, alone, assert_same, outcomes, weights
 from lightning_mm5d import Modality
 from lightning_mm5d.config.errors import ConfigError, private
-from lightning_mm5d.trainer import tuning
+from lightning_mm5d.trainer import launch
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's, of small loaders and steps without data
 
@@ -115,5 +115,5 @@ def test_lightning_has_what_the_results_of_tuners_are_known_by() -> None:
         private(finder, name)
     for name in ("_early_exit", "_batch_arg_name"):
         private(sizes, name)
-    private(tuning.lr_finder, "_determine_lr_attr_name")
+    private(launch.lr_finder, "_determine_lr_attr_name")
     private(L.Trainer(logger=False, enable_checkpointing=False), "_teardown")

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_mm5d.gradients.flat import Flat
-from lightning_mm5d.gradients.side_stream import SideStream
+from lightning_mm5d.gradients.flat import Flat, SideStream
 
 SIDE = SideStream(torch.device("cpu"))
 

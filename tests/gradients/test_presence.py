@@ -15,7 +15,7 @@ from torch import Tensor
 from features.toys import LANGUAGE, SHARED, VISION, WIDTH, Layout, Run, Samples, Toy, assert_same, outcomes, weights
 from host_reads import HostReads
 from lightning_mm5d import Modality
-from lightning_mm5d.gradients.presence import Presence
+from lightning_mm5d.gradients.reduction import Presence
 from ranks import run_ranks
 
 
@@ -190,4 +190,4 @@ def test_only_messages_of_the_host_are_read() -> None:
     for rank in outcome.ranks:
         assert rank["exchanges"] == STRUCTURES
         assert rank["reads"]
-        assert all(where.startswith("gradients/presence.py") for where in rank["reads"]), rank["reads"]
+        assert all(where.startswith("gradients/reduction.py") for where in rank["reads"]), rank["reads"]

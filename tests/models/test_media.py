@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.models.media import read_item, read_sound, resampled, spaced
+from lightning_mm5d.models.item_inputs import read_item, read_sound, resampled, spaced
 
 
 def wav(path: Path, samples: np.ndarray, width: int, rate: int = 8000) -> Path:

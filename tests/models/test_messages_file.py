@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.models.chat import Item, Message
-from lightning_mm5d.models.messages_file import MessagesFile, messages_of
+from lightning_mm5d.models.chat import Item, Message, MessagesFile, messages_of
 
 NAMES = ("vision", "audio")
 

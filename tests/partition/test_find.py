@@ -11,7 +11,7 @@ from features.toys import LANGUAGE, Toy
 from lightning_mm5d import ConfigError, Modality
 from lightning_mm5d.partition import partition
 from lightning_mm5d.partition.find import discover
-from lightning_mm5d.partition.found import Boundary
+from lightning_mm5d.partition.step_uses import Boundary
 
 
 @pytest.mark.parametrize(

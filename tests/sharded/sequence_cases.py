@@ -20,9 +20,8 @@ from torch import Tensor
 
 from lightning_mm5d.context_parallel.balance.distributions import uniform, zigzag
 from lightning_mm5d.sharded.collectives import TensorGroup
-from lightning_mm5d.sharded.sequence import Holders, ShardedSequence
+from lightning_mm5d.sharded.sequence import Holders, ShardedSequence, TokenSplit
 from lightning_mm5d.sharded.tensor import Sharded
-from lightning_mm5d.sharded.token_split import TokenSplit
 from ranks import run_ranks
 
 WORLD, B, S, W = 4, 2, 7, 5

@@ -14,8 +14,7 @@ from transformers import GptOssConfig, MixtralConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from lightning_mm5d.stage.deferred import Deferred
-from lightning_mm5d.stage.deferred_products import DeferredProducts
+from lightning_mm5d.stage.deferred import Deferred, DeferredProducts
 
 EXPERTS, WIDTH, INNER, TOKENS = 3, 8, 12, 7
 SIZES = {"hidden_size": WIDTH, "intermediate_size": INNER, "num_local_experts": EXPERTS}

@@ -16,8 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lightning_mm5d.config.errors import CheckpointCorruptError
-from lightning_mm5d.storage.files import opened
-from lightning_mm5d.storage.source import StateDictSource, TensorSource
+from lightning_mm5d.storage.files import StateDictSource, TensorSource, opened
 from lightning_mm5d.storage.tensor_file import TensorFile, TensorFileWriter, WrittenFile
 from lightning_mm5d.storage.tensor_header import BLOCK_BYTES, DTYPES
 

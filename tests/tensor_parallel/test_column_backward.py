@@ -27,7 +27,7 @@ from lightning_mm5d.sharded.collectives import TensorGroup, reduce
 from lightning_mm5d.sharded.tensor import from_local
 from lightning_mm5d.stage.deferred import Deferred
 from lightning_mm5d.tensor_parallel.apply import TensorParallel
-from lightning_mm5d.tensor_parallel.layer_plan import TensorParallelPlan
+from lightning_mm5d.tensor_parallel.family_plans import TensorParallelPlan
 from lightning_mm5d.tensor_parallel.resolve import resolve
 from ranks import run_ranks
 

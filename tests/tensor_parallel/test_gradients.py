@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from lightning_mm5d import Modality
 from lightning_mm5d.gradients.gradients import SumGroups, make_gradients
-from lightning_mm5d.plan.ownership import Ownership
 from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.plan.stage_graph import Ownership
 from lightning_mm5d.plan.sums import Rows, Summed, counted_of, sum_groups, sums_of
 from lightning_mm5d.sharded.shards import Segment, Shard
 from lightning_mm5d.tensor_parallel.resolve import Division

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from lightning_mm5d.tensor_parallel.layer_plan import TensorParallelPlan
+from lightning_mm5d.tensor_parallel.family_plans import TensorParallelPlan
 from lightning_mm5d.tensor_parallel.plan_lookup import plans_of, register_tensor_parallel_plan, unplanned
 from lightning_mm5d.tensor_parallel.plan_rules import linear_of
 from zoo import CASES

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_mm5d.source.reads import between, reads
 from lightning_mm5d.source.trees import Source
-from lightning_mm5d.tensor_parallel.layer_plan import TensorParallelPlan
+from lightning_mm5d.tensor_parallel.family_plans import TensorParallelPlan
 from lightning_mm5d.tensor_parallel.plan_lookup import plans_of
 
 from .rule_modules import (

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from features.toys import Layout, Run, alone, assert_same, figures, outcomes, together, weights
 from lightning_mm5d import Modality
-from lightning_mm5d.tensor_parallel.layer_plan import TensorParallelPlan
+from lightning_mm5d.tensor_parallel.family_plans import TensorParallelPlan
 from lightning_mm5d.tensor_parallel.plan_lookup import register_tensor_parallel_plan
 from sweeps import swept
 

@@ -12,8 +12,7 @@ from lightning.pytorch.utilities import grad_norm
 
 from features.toys import PIPE, SHARED, Run, Toy
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.trainer.own_norms import check_norms
-from lightning_mm5d.trainer.validation import check_callbacks, check_module
+from lightning_mm5d.trainer.validation import check_callbacks, check_module, check_norms
 
 
 def plan_of(layout: Any) -> Any:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning_mm5d.engine import codec
 from lightning_mm5d.stage.payload import Packer
 from lightning_mm5d.trainer.logs import LogOptions, MergedLog
-from lightning_mm5d.trainer.step_result import ResultChannel, StepResult, Weights
+from lightning_mm5d.trainer.user_step import ResultChannel, StepResult, Weights
 from ranks import run_ranks
 
 

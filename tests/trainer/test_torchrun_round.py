@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_mm5d.config.errors import RankLostError
-from lightning_mm5d.trainer.torchrun_round import NAMED, agreed_name, round_name
+from lightning_mm5d.trainer.process_group import NAMED, agreed_name, round_name
 
 LIMIT = timedelta(seconds=20)
 

@@ -27,8 +27,8 @@ from torch import Tensor
 from lightning_mm5d.context_parallel.exchange.local import Local, nothing, precise
 from lightning_mm5d.context_parallel.kernels.kernel import merge
 from lightning_mm5d.sharded.collectives import TensorGroup
+from lightning_mm5d.sharded.sequence import TokenSplit
 from lightning_mm5d.sharded.sequence_ring import Hop
-from lightning_mm5d.sharded.token_split import TokenSplit
 
 Visit = Callable[[int, Tensor], "Tensor | None"]
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.sharded.renamed import all_gather_single, reduce_scatter_single
-from lightning_mm5d.sharded.token_split import TokenSplit
+from lightning_mm5d.sharded.sequence import TokenSplit
 
 
 class Places(NamedTuple):

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightning_mm5d.context_parallel.exchange.transfers import AllToAll, Places, heads_first, tokens_first
 from lightning_mm5d.sharded.collectives import TensorGroup
-from lightning_mm5d.sharded.token_split import TokenSplit
+from lightning_mm5d.sharded.sequence import TokenSplit
 
 Range = tuple[int, int]
 

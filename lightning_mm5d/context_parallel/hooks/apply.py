@@ -36,11 +36,10 @@ from lightning_mm5d.context_parallel.hooks.layer_tensors import (
     local_argument,
     local_state,
     shard_entries,
+    sharded_records,
     sharded_result,
 )
-from lightning_mm5d.context_parallel.hooks.layer_ways import LayerWays
-from lightning_mm5d.context_parallel.hooks.probe import LayerInput
-from lightning_mm5d.context_parallel.hooks.recorded_states import sharded_records
+from lightning_mm5d.context_parallel.hooks.layer_ways import LayerInput, LayerWays
 from lightning_mm5d.context_parallel.hooks.support import takes_products
 from lightning_mm5d.context_parallel.hooks.whole_modules import WholeCall, WholeModules
 from lightning_mm5d.context_parallel.masks.caches import Cache

@@ -3,7 +3,7 @@
 Beside its hidden state ``[B, S, W]`` a layer takes rotary tables and positions, with an entry for each token, and
 others without, such as masks or the states of an encoder. All families of transformers use the same names. The dim of
 tokens is the last but one in tables and the last in indices. Names decide first, then shapes; running the layer on some
-of its tokens checks it (probe.py).
+of its tokens checks it (layer_ways.py).
 """
 
 from __future__ import annotations

@@ -24,10 +24,9 @@ from lightning_mm5d.context_parallel.exchange.attention import ContextGroups
 from lightning_mm5d.context_parallel.hooks.layer_attention import Call
 from lightning_mm5d.context_parallel.masks.caches import Cache, Caches
 from lightning_mm5d.sharded.collectives import TensorGroup
-from lightning_mm5d.sharded.sequence import Holders, ShardedSequence
+from lightning_mm5d.sharded.sequence import Holders, ShardedSequence, TokenSplit
 from lightning_mm5d.sharded.sequence_operations import is_tokens
 from lightning_mm5d.sharded.tensor import Sharded
-from lightning_mm5d.sharded.token_split import TokenSplit
 
 
 @dataclass(frozen=True)

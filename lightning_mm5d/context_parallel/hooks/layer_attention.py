@@ -24,14 +24,13 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.context_parallel.exchange.attention import ContextGroups, Mode, context_attention, local_attention
-from lightning_mm5d.context_parallel.hooks.context_mask import ContextMask
+from lightning_mm5d.context_parallel.hooks.context_mask import ContextMask, StepMasks
 from lightning_mm5d.context_parallel.hooks.private_names import saved_tensor_hooks
-from lightning_mm5d.context_parallel.hooks.step_masks import StepMasks
 from lightning_mm5d.context_parallel.masks.caches import Cache, Caches
 from lightning_mm5d.context_parallel.masks.mask import Mask
 from lightning_mm5d.sharded.kept_results import unseen
+from lightning_mm5d.sharded.sequence import TokenSplit
 from lightning_mm5d.sharded.tensor import Sharded
-from lightning_mm5d.sharded.token_split import TokenSplit
 
 
 class TorchAttention(TorchFunctionMode):

@@ -2,7 +2,7 @@
 
 An attention that goes through transformers' attention interface, or through torch's ``scaled_dot_product_attention``,
 is replaced by one of this library that knows the tokens of other ranks. Other modules that mix tokens run on whole
-sequences (whole_modules.py). What code does not show, the first step does (probe.py).
+sequences (whole_modules.py). What code does not show, the first step does (layer_ways.py).
 
 It refuses (`ConfigError`) attention weights that are dropped out while they lie on several ranks.
 """

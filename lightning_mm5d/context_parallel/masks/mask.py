@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from lightning_mm5d.context_parallel.masks.blocks import Condition, Every, Function
 from lightning_mm5d.context_parallel.masks.caches import Cache, Caches
-from lightning_mm5d.context_parallel.masks.nodes import Condition, Every, Function
 from lightning_mm5d.context_parallel.masks.tiles import EMPTY, FULL, PARTIAL, TILE, Tiles, count
 from lightning_mm5d.context_parallel.masks.trace import MaskFunction, Untraceable, trace
 

@@ -16,9 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_mm5d.context_parallel.masks.blocks import Judge, Where, judge
+from lightning_mm5d.context_parallel.masks.blocks import Condition, Judge, Where, judge
 from lightning_mm5d.context_parallel.masks.caches import Caches
-from lightning_mm5d.context_parallel.masks.nodes import Condition
 from lightning_mm5d.sharded.host_copies import on_device
 
 TILE = 128

@@ -54,8 +54,8 @@ from lightning_mm5d.features.cached_features.feature_items import (
     take,
 )
 from lightning_mm5d.partition.compiled import IN_PLACE, is_compiled_in_place
-from lightning_mm5d.partition.found import Boundary
-from lightning_mm5d.partition.frameworks import is_metric
+from lightning_mm5d.partition.parts import is_metric
+from lightning_mm5d.partition.step_uses import Boundary
 from lightning_mm5d.sharded.remote_value import is_remote
 from lightning_mm5d.source.order import used_fields
 from lightning_mm5d.stage.payload import NotSent, Packer, rebuild, tensors_in

@@ -31,7 +31,7 @@ import transformers
 from torch import Tensor, nn
 
 from lightning_mm5d.partition.compiled import IN_PLACE
-from lightning_mm5d.partition.frameworks import holds_metrics, hyperparameters, is_lightnings
+from lightning_mm5d.partition.parts import holds_metrics, hyperparameters, is_lightnings
 from lightning_mm5d.sharded.remote_value import is_remote
 from lightning_mm5d.source.order import is_followed
 from lightning_mm5d.source.trees import function_of

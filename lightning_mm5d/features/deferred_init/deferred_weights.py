@@ -21,9 +21,9 @@ import torch
 from torch import Generator, Tensor, UntypedStorage, nn
 
 from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.features.deferred_init.journal import Replay, sliced
 from lightning_mm5d.features.deferred_init.recipe import Cast, Recipe
 from lightning_mm5d.features.deferred_init.recorded import Memory, Operation, View, default_generator
-from lightning_mm5d.features.deferred_init.replay import Replay, sliced
 
 Kind = Literal["parameter", "buffer", "attribute"]
 # Objects of these packages hold no tensors that a constructor of user code made, or the whole run.

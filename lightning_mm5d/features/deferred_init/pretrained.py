@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from lightning_mm5d.config.errors import CheckpointCorruptError, CheckpointUntrustedError, ConfigError, private
 from lightning_mm5d.config.imported import imported
 from lightning_mm5d.features.deferred_init.recipe import Recipe, Stored, TracedTensor
-from lightning_mm5d.storage.source import Region
+from lightning_mm5d.storage.files import Region
 from lightning_mm5d.storage.tensor_file import TensorFile
 
 _log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lightning_mm5d.config.errors import private
-from lightning_mm5d.storage.source import Region
+from lightning_mm5d.storage.files import Region
 from lightning_mm5d.storage.tensor_file import TensorFile
 
 _aten = torch.ops.aten

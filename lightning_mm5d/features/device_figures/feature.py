@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import DeviceStatsMonitor
 
-from lightning_mm5d.engine.around import AroundStep, AroundSteps, Course
+from lightning_mm5d.engine.flight import AroundStep, AroundSteps, Course
 from lightning_mm5d.engine.recorder import Recorder
 from lightning_mm5d.expert_parallel.shared_experts import LoadFigures
-from lightning_mm5d.sharded.backends import message_device
+from lightning_mm5d.sharded.collectives import message_device
 from lightning_mm5d.stage.put import put
 from lightning_mm5d.trainer.feature import Attached, Feature, Running
 

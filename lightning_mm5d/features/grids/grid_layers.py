@@ -25,9 +25,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers.pytorch_utils import Conv1D  # the projections of GPT-2 and its kin
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.features.grids.block import Block, Frame, even_frame, scattered
+from lightning_mm5d.features.grids.block import Axis, Block, Frame, GridShape, Kind, Side, even_frame, scattered
 from lightning_mm5d.features.grids.grid_operations import Cube, Line, Norm, Panels, normed, on_full_width
-from lightning_mm5d.features.grids.grid_shape import Axis, GridShape, Kind, Side
 from lightning_mm5d.layout.even_split import even_lengths
 from lightning_mm5d.partition.hidden_state import Place, at, hidden_place, with_state
 from lightning_mm5d.sharded.collectives import differentiable

@@ -19,12 +19,11 @@ from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.engine.step import Scope, Step
 from lightning_mm5d.features.interleaving.copies import Copies
 from lightning_mm5d.features.interleaving.fields import check_beside
-from lightning_mm5d.partition.frameworks import holds_metrics
+from lightning_mm5d.partition.parts import holds_metrics
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import is_table
 from lightning_mm5d.schedule.stage_key import StageKey
-from lightning_mm5d.sharded.backends import warn_on_first_rank
-from lightning_mm5d.sharded.collectives import TensorGroup
+from lightning_mm5d.sharded.collectives import TensorGroup, warn_on_first_rank
 from lightning_mm5d.sharded.remote_value import is_remote
 from lightning_mm5d.stage import Runtime
 from lightning_mm5d.stage.written import written

@@ -44,18 +44,17 @@ from lightning_mm5d.engine.codec import TreeChannel
 from lightning_mm5d.engine.step import Step
 from lightning_mm5d.features.lock_step.answers import Differentiable, Effects
 from lightning_mm5d.schedule.stage_key import StageKey
-from lightning_mm5d.sharded.backends import message_device
+from lightning_mm5d.sharded.collectives import message_device
 from lightning_mm5d.sharded.remote_value import settled
-from lightning_mm5d.source.names import names
-from lightning_mm5d.source.reached import reached
+from lightning_mm5d.source.names import names, reached
 from lightning_mm5d.source.trees import Source
 from lightning_mm5d.stage import StageError
 from lightning_mm5d.stage.payload import map_tensors, unsharded
 from lightning_mm5d.stage.put import put
-from lightning_mm5d.trainer.around_updates import AroundUpdates
 from lightning_mm5d.trainer.feature import Attached, Feature, Running
 from lightning_mm5d.trainer.kept_values import KeptValues
 from lightning_mm5d.trainer.metrics import MetricSync
+from lightning_mm5d.trainer.optimization import AroundUpdates
 
 
 @dataclass(frozen=True, eq=False)

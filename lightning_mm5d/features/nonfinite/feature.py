@@ -18,11 +18,11 @@ from torch.optim import Optimizer
 
 from lightning_mm5d.checkpoint.optimizer_state import names_of
 from lightning_mm5d.config.errors import NonFiniteError
-from lightning_mm5d.engine.groups import gather_texts
-from lightning_mm5d.sharded.backends import message_device
+from lightning_mm5d.engine.run_groups import gather_texts
+from lightning_mm5d.sharded.collectives import message_device
 from lightning_mm5d.stage.put import put
-from lightning_mm5d.trainer.around_updates import AroundUpdates, SkippedUpdate
 from lightning_mm5d.trainer.feature import Attached, Feature, Running
+from lightning_mm5d.trainer.optimization import AroundUpdates, SkippedUpdate
 
 _NAMED = 3  # ranks in one message
 

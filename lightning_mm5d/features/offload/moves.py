@@ -15,8 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_mm5d.engine.around import AroundStep, AroundSteps, Course
-from lightning_mm5d.engine.flight import Forward
+from lightning_mm5d.engine.flight import AroundStep, AroundSteps, Course, Forward
 from lightning_mm5d.features.offload.host_memory import HostMemory, SavedActivations, Stored
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Action, Kind

@@ -23,7 +23,7 @@ from lightning_mm5d.config.errors import private
 from lightning_mm5d.features.offload.host_memory import SMALLEST, HostMemory, Stored
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.stage.put import put
-from lightning_mm5d.trainer.around_updates import AroundUpdates
+from lightning_mm5d.trainer.optimization import AroundUpdates
 
 _BY_PARAMETER = (
     optim.Adadelta,

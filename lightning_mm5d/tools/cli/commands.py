@@ -12,29 +12,26 @@ from pathlib import Path
 
 import torch
 
-from lightning_mm5d.config.byte_sizes import bytes_of
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality, for_schedule
 from lightning_mm5d.config.pipelines import UNLIKE_SCHEDULES
 from lightning_mm5d.config.tables import Page
-from lightning_mm5d.engine.groups import communicators
-from lightning_mm5d.engine.run_groups import wanted_groups
+from lightning_mm5d.engine.run_groups import communicators, wanted_groups
 from lightning_mm5d.partition.costs import units
 from lightning_mm5d.partition.find import find
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import SCHEDULES, AnySchedule, Graph, Outcome, compare, name_of
 from lightning_mm5d.schedule.drawing import COSTS, MILLISECONDS, WORK, TimeUnit, chrome_trace, draw
 from lightning_mm5d.tools.cli.configuration import Source
-from lightning_mm5d.tools.cli.estimates import may_share, step_of, tracer
-from lightning_mm5d.tools.cli.first_batch import first_microbatch
+from lightning_mm5d.tools.cli.estimates import first_microbatch, may_share, step_of, tracer
 from lightning_mm5d.tools.cli.job import Job, load
-from lightning_mm5d.tools.cli.terminal import show, warn
-from lightning_mm5d.tools.planner.comparison import STAGES_NOTE, comparison, num_stages, ranks
+from lightning_mm5d.tools.cli.terminal import bytes_of, show, warn
 from lightning_mm5d.tools.planner.inspect import as_json, holdings, report, warnings
 from lightning_mm5d.tools.planner.memory_tables import memory_table, options_table
 from lightning_mm5d.tools.planner.profile import Measured, measure
 from lightning_mm5d.tools.planner.proposal import propose
 from lightning_mm5d.tools.planner.rank_memory import memory_of
+from lightning_mm5d.tools.planner.search import STAGES_NOTE, comparison, num_stages, ranks
 from lightning_mm5d.tools.planner.sketch import sketch
 
 _FORWARDS = TimeUnit("units", "units of a forward on one rank of any modality")

@@ -19,9 +19,8 @@ import yaml
 
 from lightning_mm5d.config.checks import MOST
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.config.modality import Modality, for_schedule, loss_modality_of
+from lightning_mm5d.config.modality import Modality, as_modalities, for_schedule, loss_modality_of
 from lightning_mm5d.config.options import FUNCTIONS
-from lightning_mm5d.config.shorthand import as_modalities
 from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.schedule import check_fields, is_table
 

@@ -6,10 +6,9 @@ import sys
 from pathlib import Path
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.config.shorthand import as_modalities
+from lightning_mm5d.config.modality import as_modalities
 from lightning_mm5d.schedule import check_fields
-from lightning_mm5d.tools.convert.conversion import read_configuration
-from lightning_mm5d.tools.convert.converted_yaml import as_lines, as_yaml
+from lightning_mm5d.tools.convert.conversion import as_lines, as_yaml, read_configuration
 
 
 def convert(file: Path, out: Path | None) -> None:

@@ -77,7 +77,7 @@ def _run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         if arguments.command == "inspect" and arguments.model is not None and not arguments.configs:
             if (file := configuration_file(arguments.model)) is not None:
                 read_fields(file)
-            from lightning_mm5d.tools.cli.inspected_model import inspect_model  # imports torch
+            from lightning_mm5d.tools.cli.model_findings import inspect_model  # imports torch
 
             inspect_model(arguments)
             return 0

@@ -2,11 +2,18 @@
 
 Every degree is tried on its own by the checks of a run, with all that they refuse. Nothing is computed, and the module
 may be on the meta device.
+
+What ``mm5d inspect --model`` prints: findings in a model, and a layout of it.
 """
 
 from __future__ import annotations
 
+import json
+import logging
+import sys
+from argparse import Namespace
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -17,10 +24,15 @@ from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.config.tables import Page, Table, memory_text
 from lightning_mm5d.partition.find import discover, find
 from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.schedule import name_of
 from lightning_mm5d.source.trees import Source
 from lightning_mm5d.strategy import MultimodalStrategy
 from lightning_mm5d.tensor_parallel.plan_lookup import origins
-from lightning_mm5d.tools.cli.job import needed_ranks, settle
+from lightning_mm5d.tools.cli.configuration import prepare
+from lightning_mm5d.tools.cli.job import load, needed_ranks, settle
+from lightning_mm5d.tools.cli.named_model import named_model
+from lightning_mm5d.tools.cli.terminal import show
+from lightning_mm5d.tools.planner.inspect import as_json, holdings, report
 
 _LOSS = "language"
 """Name of the modality that owns what no other does, where there are several."""
@@ -181,3 +193,30 @@ def _how(module: nn.Module, plan: Plan, name: str, setting: Mapping[str, Any]) -
 
 def _listed(paths: list[str]) -> str:
     return ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
+
+
+def inspect_model(arguments: Namespace) -> None:
+    """Print what is found in the model that `arguments` name.
+
+    Raises:
+        ConfigError: there is no such model, or the layout does not fit it.
+    """
+    for name in ("tp", "pp"):
+        if getattr(arguments, name) < 2:
+            rule = "It is a degree that is tried, of at least 2"
+            raise ConfigError(f"--{name}", getattr(arguments, name), rule, f"Use --{name} 2, or leave it out")
+    sys.path.insert(0, str(Path().resolve()))  # as `python -m` does
+    logging.getLogger("lightning_mm5d").setLevel(logging.ERROR)  # what stays full is in the table
+    job = None if arguments.config is None else load(prepare([arguments.config], None, (), sizes_will_do=True))
+    module = named_model(arguments.model)
+    found = findings(module, tp_size=arguments.tp, pp_size=arguments.pp)
+    page, said = found.page(), found.as_json()
+    if job is not None:
+        plan = job.strategy.validate(module)
+        name = name_of(job.strategy.schedule)
+        page += report(plan, module, schedule=name, num_microbatches=job.strategy.usual_microbatches())
+        said["places"] = as_json(holdings(plan, module), [])
+    if arguments.json:
+        print(json.dumps(said, indent=2))
+    else:
+        show(page)

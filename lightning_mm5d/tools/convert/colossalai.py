@@ -9,8 +9,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_mm5d.tools.convert.kernel_switches import KERNELS, convert_kernels
-from lightning_mm5d.tools.convert.knobs import Conversion, Draft, Knob, always, costs, elsewhere, results, ruled, same
+from lightning_mm5d.tools.convert.knobs import (
+    KERNELS,
+    Conversion,
+    Draft,
+    Knob,
+    always,
+    convert_kernels,
+    costs,
+    elsewhere,
+    results,
+    ruled,
+    same,
+)
 
 _SCALER = "The scaler is the Trainer's: plugins=MixedPrecision('16-mixed', 'cuda', scaler=torch.amp.GradScaler(...))"
 _NO_SCALER = "torch's GradScaler has no such setting"

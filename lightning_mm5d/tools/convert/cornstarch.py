@@ -19,8 +19,19 @@ from lightning_mm5d.tools.convert.colossalai import (
     convert_precision,
     convert_vocabulary,
 )
-from lightning_mm5d.tools.convert.kernel_switches import KERNELS, convert_kernels
-from lightning_mm5d.tools.convert.knobs import Conversion, Draft, Entry, Knob, always, costs, results, ruled, same
+from lightning_mm5d.tools.convert.knobs import (
+    KERNELS,
+    Conversion,
+    Draft,
+    Entry,
+    Knob,
+    always,
+    convert_kernels,
+    costs,
+    results,
+    ruled,
+    same,
+)
 
 MODAL_KNOBS: tuple[Knob, ...] = (
     same("tp_size", "modality.tp_size"),

@@ -12,8 +12,18 @@ from typing import Any
 from lightning_mm5d.config.errors import ConfigError, did_you_mean
 from lightning_mm5d.config.features import check_features
 from lightning_mm5d.config.modality import Modality
-from lightning_mm5d.tools.convert.kernel_switches import choose_kernel
-from lightning_mm5d.tools.convert.knobs import Conversion, Draft, Knob, always, costs, elsewhere, results, ruled, same
+from lightning_mm5d.tools.convert.knobs import (
+    Conversion,
+    Draft,
+    Knob,
+    always,
+    choose_kernel,
+    costs,
+    elsewhere,
+    results,
+    ruled,
+    same,
+)
 
 _P, _R, _M, _A = "parallel_config.", "recompute_config.", "parallel.", "model.model_config."
 _COMPILER = "It steers MindSpore's compiler"

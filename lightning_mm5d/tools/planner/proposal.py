@@ -32,8 +32,7 @@ from lightning_mm5d.schedule.drawing import COSTS, WORK, TimeUnit
 from lightning_mm5d.tensor_parallel.division import divide
 from lightning_mm5d.tensor_parallel.resolve import Division
 from lightning_mm5d.tools.planner.activation_trace import Trace
-from lightning_mm5d.tools.planner.memory_limit import MemoryLimit
-from lightning_mm5d.tools.planner.memory_tables import memory_table
+from lightning_mm5d.tools.planner.memory_tables import MemoryLimit, memory_table
 from lightning_mm5d.tools.planner.rank_memory import RankMemory, memory_of
 from lightning_mm5d.tools.planner.rank_memory import Step as MemoryStep
 from lightning_mm5d.tools.planner.search import Found, NothingFitsError, search

@@ -28,7 +28,7 @@ from torch import nn
 from lightning_mm5d.partition import StageCut
 from lightning_mm5d.partition.costs import Kept
 from lightning_mm5d.plan.data_shards import DataShard, DataShards
-from lightning_mm5d.plan.meetings import why_apart
+from lightning_mm5d.plan.issued import why_apart
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.plan.sums import summed_by
 from lightning_mm5d.schedule import AnySchedule, Graph

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_mm5d.engine.bridge import Bridge
-from lightning_mm5d.engine.groups import Groups
+from lightning_mm5d.engine.run_groups import Groups
 from lightning_mm5d.engine.transport import Transport
 from lightning_mm5d.features.compressed_communication.encoding import CompressedEncoding
 from ranks import run_ranks

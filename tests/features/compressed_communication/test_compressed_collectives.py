@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_mm5d.features.compressed_communication.compression import Compression
 from lightning_mm5d.features.compressed_communication.encoding import (
     CompressedEncoding,
     CompressedGather,
     CompressedScatter,
     CompressedSum,
+    Compression,
 )
 from lightning_mm5d.sharded.collectives import TensorGroup
 from ranks import run_ranks

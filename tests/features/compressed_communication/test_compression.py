@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from lightning_mm5d.features.compressed_communication.compression import BLOCK, Compression
+from lightning_mm5d.features.compressed_communication.encoding import BLOCK, Compression
 
 FLOAT8 = {torch.float8_e4m3fn: 2.0**-4, torch.float8_e5m2: 2.0**-3}
 """largest relative error of a number that is not far below the largest of its block"""

@@ -9,7 +9,7 @@ from torch.nn.utils import parametrizations
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.features.deferred_init import replay
+from lightning_mm5d.features.deferred_init import journal
 from lightning_mm5d.features.deferred_init.initializers import initialize_meta
 from lightning_mm5d.features.deferred_init.recorded import Memory
 from zoo import CASES
@@ -83,7 +83,7 @@ def test_modules_of_torch_initialise_themselves_as_ever(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llava", "whisper", "clip"])
 def test_nothing_of_a_family_is_left_undefined(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = replay._made
+    made = journal._made
 
     def poisoned(memory: Memory) -> UntypedStorage:
         storage = made(memory)
@@ -93,7 +93,7 @@ def test_nothing_of_a_family_is_left_undefined(name: str, monkeypatch: pytest.Mo
         return storage
 
     poisoned_memories: list[int] = []
-    monkeypatch.setattr(replay, "_made", poisoned)
+    monkeypatch.setattr(journal, "_made", poisoned)
     seed_all()
     expected = CASES[name].make_module()
     module = on_meta(CASES[name].make_module)

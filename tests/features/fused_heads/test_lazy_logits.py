@@ -14,8 +14,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_mm5d import ConfigError
-from lightning_mm5d.features.fused_heads.chunked_cross_entropy import RowLosses, chunk_rows, linear_row_losses
-from lightning_mm5d.features.fused_heads.lazy_logits import Head, LazyLogits, lazy_logits, settle
+from lightning_mm5d.features.fused_heads.lazy_logits import (
+    Head,
+    LazyLogits,
+    RowLosses,
+    chunk_rows,
+    lazy_logits,
+    linear_row_losses,
+    settle,
+)
 
 B, S, D, C = 3, 7, 8, 37
 

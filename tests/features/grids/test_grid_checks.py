@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.features.grids.block import GridShape
 from lightning_mm5d.features.grids.grid_layers import GridChecks
-from lightning_mm5d.features.grids.grid_shape import GridShape
 
 WIDTH = 12
 

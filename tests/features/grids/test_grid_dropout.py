@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from features.toys import Layout, Run, alone, assert_same, together, weights
 from lightning_mm5d import Modality
-from lightning_mm5d.features.grids.grid_shape import GridShape
+from lightning_mm5d.features.grids.block import GridShape
 from lightning_mm5d.layout.even_split import even_ranges
 from parity.harness import Batches
 from tensor_parallel.test_dropout import Drawn, Noted, checkpointed, differ, recorded

@@ -18,8 +18,8 @@ from torch import nn
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality
+from lightning_mm5d.features.grids.block import AXES, GridShape
 from lightning_mm5d.features.grids.grid_operations import Line
-from lightning_mm5d.features.grids.grid_shape import AXES, GridShape
 from lightning_mm5d.features.grids.layers_in_blocks import Grids
 from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.tensor_parallel.plan_lookup import plans_of

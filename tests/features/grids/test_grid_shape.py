@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_mm5d.config.modality import Modality
-from lightning_mm5d.features.grids.grid_shape import AXES, GridShape
+from lightning_mm5d.features.grids.block import AXES, GridShape
 from lightning_mm5d.layout.even_split import even_ranges
 from lightning_mm5d.sharded.shards import Shard
 

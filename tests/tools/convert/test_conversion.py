@@ -16,8 +16,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning_mm5d import Modality, MultimodalStrategy, PipelineTemplate
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.tools.convert import colossalai_legacy
-from lightning_mm5d.tools.convert.conversion import read_configuration
-from lightning_mm5d.tools.convert.converted_yaml import as_yaml
+from lightning_mm5d.tools.convert.conversion import as_yaml, read_configuration
 from tools.convert.foreign_files import CORNSTARCH, LEGACY, MINDFORMERS, SMALL, ZBV, sized
 
 

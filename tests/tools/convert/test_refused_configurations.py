@@ -9,8 +9,7 @@ import pytest
 import yaml
 
 from lightning_mm5d import ConfigError, MultimodalStrategy
-from lightning_mm5d.tools.convert.conversion import read_configuration
-from lightning_mm5d.tools.convert.converted_yaml import as_yaml
+from lightning_mm5d.tools.convert.conversion import as_yaml, read_configuration
 from tools.convert.foreign_files import SMALL, sized
 
 

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from lightning_mm5d.tools.planner.cuts import Group, fewest
+from lightning_mm5d.tools.planner.placements import Group, fewest
 
 
 def sums(costs: Sequence[int]) -> tuple[int, ...]:

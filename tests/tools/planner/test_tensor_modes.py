@@ -19,8 +19,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_mm5d import Modality
 from lightning_mm5d.config.tables import as_text
+from lightning_mm5d.features.grids.block import AXES, GridShape
 from lightning_mm5d.features.grids.grid_operations import Line
-from lightning_mm5d.features.grids.grid_shape import AXES, GridShape
 from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.collectives import TensorGroup
