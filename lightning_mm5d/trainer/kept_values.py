@@ -20,6 +20,7 @@ modules other than the root.
 from __future__ import annotations
 
 import random
+import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -45,6 +46,10 @@ _LEFT_ALONE = frozenset(
 _LONG = 100  # elements of longer containers are not looked into
 _DEEP = 3
 _MISSING = object()
+_CONSTANT = (
+    "the step put {got!r} into {name!r} for each microbatch, as many entries as there are samples, so it holds "
+    "those of the batch: {joined!r}. If this is no list of samples, keep a tuple"
+)
 
 
 @dataclass(frozen=True)
@@ -207,6 +212,8 @@ class _Object:
             held = before.values if isinstance(before, _Row) else self._values.get(name)
             if (joined := _joined_rows(values, samples, held)) is not _MISSING:
                 now[name] = joined
+                if len(values) > 1 and _may_be_constant(values):
+                    warnings.warn(_CONSTANT.format(name=name, got=last, joined=joined), stacklevel=2)
             elif isinstance(last, list) and isinstance(now.get(name), list):
                 row = _Row(now[name], _DEEP, values=before.values if isinstance(before, _Row) else [])
                 row.marks = [row.values if value is None else value for value in values]
@@ -429,6 +436,13 @@ def _joined_rows(values: Sequence[Any], samples: Sequence[int], before: Any) -> 
         return _MISSING
     joined = merge([detached(value) for value in values], samples)
     return joined if type(joined) is type(first) else _MISSING
+
+
+def _may_be_constant(values: Sequence[Any]) -> bool:
+    """Whether lists of all microbatches are equal and plain, as `list(images.shape)` is, which tells of no sample."""
+    first = values[0]
+    is_plain = isinstance(first, list) and all(isinstance(one, (bool, int, float, str)) for one in first)
+    return is_plain and all(value == first for value in values)
 
 
 def _hold_rows(value: Any, size: int) -> bool:

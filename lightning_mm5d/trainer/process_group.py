@@ -33,6 +33,7 @@ from functools import cache
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
+from torch import Tensor
 
 from lightning_mm5d.config.errors import ConfigError, RankLostError
 from lightning_mm5d.data.random_state import packed_state, seed_of
@@ -214,19 +215,25 @@ def connect(
 
 
 def agreed_seed(device: torch.device) -> int:
-    """Return rank 0's seed on every rank; collective."""
-    own = int(os.environ.get("PL_GLOBAL_SEED") or torch.initial_seed() % 2**62)
-    seed = torch.tensor([own], device=message_device(device))
+    """Return a seed of all random streams of a run on every rank, by rank 0's random state; collective.
+
+    So a second run of a script draws other numbers than the first, as on one process, whose state goes on.
+    """
+    seed = torch.tensor([seed_of(_digest(torch.get_rng_state()))], device=message_device(device))
     dist.broadcast(seed, 0)
     return int(seed)
 
 
 def random_states_agree(device: torch.device) -> bool:
     """Return whether random generators have the same state on all ranks; collective."""
-    own = seed_of(packed_state().numpy().tobytes().hex())
+    own = seed_of(_digest(packed_state()))
     ends = torch.tensor([own, -own], device=message_device(device))
     dist.all_reduce(ends, dist.ReduceOp.MAX)
     return bool(ends.sum() == 0)
+
+
+def _digest(state: Tensor) -> str:
+    return state.numpy().tobytes().hex()
 
 
 def decided(decision: bool, all_ranks: bool, device: torch.device) -> bool:

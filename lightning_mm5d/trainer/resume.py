@@ -99,6 +99,7 @@ class Resume:
         self._foreign: list[Any] = []
         self._is_loaded = False
         self._watch: Watch | None = None
+        self._first: Tensor | None = None  # the random state with which training began
 
     def watch(self, trainer: pl.Trainer) -> Watch:
         """Return what training dataloaders of this trainer tell, and are told, about its steps."""
@@ -107,12 +108,15 @@ class Resume:
         return self._watch
 
     def end(self) -> None:
-        """Leave the random state as the orders of a run on one process leave it: a second run draws other ones.
+        """Leave the random state as the orders of a run on one process leave it: a second run draws other numbers.
 
         A state that code of the run has changed stays as it is.
         """
         if self._watch is not None and self._watch.stream is not None:
             self._watch.stream.leave()
+        if self._first is not None and torch.equal(packed_state(), self._first):  # a seed gave all orders
+            torch.rand(())
+        self._first = None
 
     def on_validation(self, trainer: pl.Trainer) -> None:
         """Draw what a validation in the midst of training draws on one process."""
@@ -195,7 +199,8 @@ class Resume:
         saved, self.saved = self.saved, None
         is_loaded, self._is_loaded = self._is_loaded, False
         loaders = list(training_loaders(trainer))
-        watch, state = self.watch(trainer), packed_state().to(wire)
+        watch, self._first = self.watch(trainer), packed_state()
+        state = self._first.to(wire)
         watch.forget()
         if dist.is_initialized():
             dist.broadcast(state, 0)

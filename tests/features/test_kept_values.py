@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,3 +153,30 @@ def test_hooks_read_what_the_steps_of_the_whole_replica_kept(found: Any) -> None
         elif rank > 0:  # each replica has its own samples
             assert len(got[-2]["classes"]) == 12
             assert_same(got_file[0], outcome.ranks[1][0][-2]["classes"])
+
+
+class Plain(Toy):
+    """Puts lists of four into attributes, where microbatches have four samples: of samples, and of a shape."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.shape, self.fixed = [*batch["images"].shape, *batch["tokens"].shape], (4, 3)
+        self.rows = [float(image.sum()) for image in batch["images"]]
+        return super().training_step(batch, batch_idx)
+
+
+def plain(run: Run) -> Any:
+    module = Plain()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        run.trainer().fit(module, run.training(8))
+    told = [str(one.message) for one in seen if "the step put" in str(one.message)]
+    return told, module.rows, module.fixed
+
+
+def test_a_list_that_may_tell_of_no_sample_is_told_of() -> None:
+    outcome = outcomes(PAIR, plain)["plain"]
+    assert outcome.one[0] == []
+    for (told, *kept), ends_here in zip(outcome.ranks, (False, True), strict=True):
+        assert_same(kept, [*outcome.one[1:]])
+        assert len(told) == ends_here
+        assert all("'shape'" in one and "keep a tuple" in one for one in told)

@@ -235,3 +235,38 @@ def collected(run: Run) -> Any:
 def test_nothing_of_a_run_is_left_once_its_module_and_trainer_are_dropped(layout: Layout) -> None:
     """A module that is left keeps its weights, and groups of ranks with their threads."""
     assert together(layout, collected) == [[]] * layout.world
+
+
+class Noisy(Toy):
+    """Keeps a number that its step draws, and saves after the first batch where it has a path."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        super().__init__()
+        self.path, self.seen = path, list[float]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("noise", torch.rand(()), on_step=True)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(float(self.trainer.callback_metrics["noise"]))
+        if self.path is not None and batch_idx == 0:
+            self.trainer.save_checkpoint(self.path)
+
+
+def fits_after_one_seed(run: Run) -> Any:
+    modules = [Noisy(), Noisy(run.folder / "first.ckpt"), Noisy(), Noisy()]
+    for index, module in enumerate(modules):
+        if index in (0, 3):
+            L.seed_everything(3, verbose=False)
+        resumed = run.folder / "first.ckpt" if index == 2 else None
+        run.trainer(log_every_n_steps=1).fit(module, run.training(), ckpt_path=resumed)
+    return [module.seen for module in modules]
+
+
+def test_a_second_fit_draws_other_numbers_and_goes_on_from_a_checkpoint_with_them(tmp_path: Path) -> None:
+    """vision: rank 0, language: rank 1"""
+    for first, second, resumed, reseeded in together(PAIR, fits_after_one_seed, tmp_path):
+        assert len({*first, *second}) == 4
+        assert resumed == second[1:]
+        assert reseeded == first
