@@ -82,12 +82,11 @@ class Losses:
 
     def _host(self, board: Board, now: float, patient: bool) -> Entry | None:
         """Judge by the store, which answers no more when its host is gone."""
-        silent = now - board.synced
-        if board.error is None and silent < STOPPED_S:
-            return None
         host = board.entries.get(0)
         here = state_of(host["pid"]) if host and host["machine"] == machine() and machine() else "unknown"
-        if here == "alive" and patient:
+        # a host that has not told of itself yet may be starting on a machine under load
+        longest = SILENT_S if here == "unknown" and patient else STOPPED_S
+        if (board.error is None and now - board.synced < longest) or (here == "alive" and patient):
             return None
         how = {"gone": "its process is gone", "stopped": "its process is stopped (SIGSTOP)"}.get(
             here, "the store of the ranks no longer answers"

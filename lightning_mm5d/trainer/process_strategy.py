@@ -1,6 +1,4 @@
-"""The hooks of Lightning that start processes and connect them, whatever these then compute.
-
-How a rank comes to its own weights.
+"""The hooks of Lightning that start processes, connect them and give each its own weights, whatever these then compute.
 
 The module is built in contexts of `trainer.construction`, without memory where a feature can make its weights later. In
 `setup`, on all ranks: (1) tensors with memory get the values of rank 0; (2) those without are made, cut to this rank's
@@ -72,7 +70,7 @@ def _known_to_other_package(strategies: Any) -> None:
 
 
 class ProcessStrategy(ParallelStrategy, ABC):
-    """A strategy of one process for each device, over torch.distributed.
+    """A strategy of one process for each device, over torch.distributed, which builds modules and shares out weights.
 
     Args:
         accelerator: set by the trainer.
@@ -126,16 +124,17 @@ class ProcessStrategy(ParallelStrategy, ABC):
         self._seed = 0
         self._stages: tuple[str, ...] = ()  # that this rank runs
         self._agreement: Agreement | None = None
+        self._construction = made_construction()
+        self._is_building = False
+        self._builds = False  # between `setup_environment` and `setup`
+        self._loads: list[tuple[TensorSource, bool]] = []
+        self.main_params: str | None = None
 
     @abstractmethod
     def validate_before_launch(
         self, module: pl.LightningModule, *data: Any, callbacks: Sequence[pl.Callback] = ()
     ) -> Any:
         """Raise `ConfigError` when the module cannot run under this configuration."""
-
-    @abstractmethod
-    def build_in_full(self, module: pl.LightningModule) -> None:
-        """Give `module` the tensors that ranks have built, in full, for weights that come back from them."""
 
     @property
     def is_distributed(self) -> bool:
@@ -309,6 +308,7 @@ class ProcessStrategy(ParallelStrategy, ABC):
         if not random_states_agree(self.root_device):  # else a second run goes on, as on one process
             reset_seed()
         self._seed = agreed_seed(self.root_device)
+        self._builds = True
 
     def take_random_state(self, state: Tensor) -> None:
         """Give all ranks the random state that rank 0 gives; collective.
@@ -344,66 +344,7 @@ class ProcessStrategy(ParallelStrategy, ABC):
         assert self._session is not None
         self._session.turns.begin_batch()  # for a SIGTERM in the last batch
 
-    @override
-    def teardown(self) -> None:
-        super().teardown()
-        if self._guard is not None:
-            self._guard.close()
-            self._guard = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_agreement": None, "_guard": None, "_session": None}
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        return decided(decision, all, self.root_device) if dist.is_initialized() else decision
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        if dist.is_initialized():
-            dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
-
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return the object of rank `src` on every rank; collective. It travels as JSON and tensors, never pickled.
-
-        Raises:
-            ConfigError: on all ranks, when it holds something other than tensors, numbers, strings, bytes, paths, None,
-                dicts, lists, tuples, sets and dataclasses of these.
-        """
-        if not dist.is_initialized():
-            return obj
-        try:
-            return broadcast_tree(obj, src, message_device(self.root_device))
-        except ValueError as error:
-            fix = "Send what the object is made of, such as its `state_dict()` or `str()`"
-            raise ConfigError("broadcast", type(obj).__name__, str(error), fix) from None
-
-
-# where it is another package, its trainer asks the strategy, which says what to change
-register_post_import_hook(_known_to_other_package, "pytorch_lightning.strategies")
-
-
-class WeightsStrategy(ProcessStrategy, ABC):
-    """Builds modules, and gives each rank its own weights in `setup`.
-
-    Args:
-        processes: arguments of `ProcessStrategy`, in its order.
-        options: keywords of `ProcessStrategy`.
-    """
-
-    def __init__(self, *processes: Any, **options: Any) -> None:
-        super().__init__(*processes, **options)
-        self._construction = made_construction()
-        self._is_building = False
-        self._builds = False  # between `setup_environment` and `setup`
-        self._loads: list[tuple[TensorSource, bool]] = []
-        self.main_params: str | None = None
-
-    @override
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        self._builds = True
+    # --- how a rank comes to its own weights ---
 
     @override
     @contextmanager
@@ -477,6 +418,9 @@ class WeightsStrategy(ProcessStrategy, ABC):
             self._lightning_module = None  # a run that failed before `setup`: nothing can be moved off the device
         try:
             super().teardown()
+            if self._guard is not None:
+                self._guard.close()
+                self._guard = None
         finally:
             self._lightning_module = module
             self._forget()
@@ -484,4 +428,35 @@ class WeightsStrategy(ProcessStrategy, ABC):
     def __getstate__(self) -> dict[str, Any]:
         if self.lightning_module is not None:  # spawned ranks get what this process keeps alive meanwhile
             self._end_construction()
-        return super().__getstate__()
+        return {**super().__getstate__(), "_agreement": None, "_guard": None, "_session": None}
+
+    # --- communication ---
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return decided(decision, all, self.root_device) if dist.is_initialized() else decision
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if dist.is_initialized():
+            dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return the object of rank `src` on every rank; collective. It travels as JSON and tensors, never pickled.
+
+        Raises:
+            ConfigError: on all ranks, when it holds something other than tensors, numbers, strings, bytes, paths, None,
+                dicts, lists, tuples, sets and dataclasses of these.
+        """
+        if not dist.is_initialized():
+            return obj
+        try:
+            return broadcast_tree(obj, src, message_device(self.root_device))
+        except ValueError as error:
+            fix = "Send what the object is made of, such as its `state_dict()` or `str()`"
+            raise ConfigError("broadcast", type(obj).__name__, str(error), fix) from None
+
+
+# where it is another package, its trainer asks the strategy, which says what to change
+register_post_import_hook(_known_to_other_package, "pytorch_lightning.strategies")

@@ -199,40 +199,20 @@ class Resume:
         saved, self.saved = self.saved, None
         is_loaded, self._is_loaded = self._is_loaded, False
         loaders = list(training_loaders(trainer))
-        watch, self._first = self.watch(trainer), packed_state()
-        state = self._first.to(wire)
+        watch, state = self.watch(trainer), packed_state().to(wire)
         watch.forget()
         if dist.is_initialized():
             dist.broadcast(state, 0)
         watch.stream = OrderStream(state.cpu()) if len(loaders) == 1 else None
-        if not is_loaded:
-            return
-        if saved is None:
+        if is_loaded and saved is None:
             self._begin_foreign(trainer, loaders)
-            return
-        if not saved["loaders"]:  # saved before training began, as tuners do
-            return
-        same_layout = saved["layout"] == layout
-        positions = [Position.load(one) for one in saved["loaders"]]
-        if len(positions) != len(loaders):
-            raise ConfigError(
-                "train_dataloader",
-                f"{len(loaders)} dataloaders",
-                f"The checkpoint was saved with {len(positions)}",
-                "Return the same dataloaders",
-            )
-        epoch = _epochs(trainer)
-        for loader, position in zip(loaders, positions, strict=True):
-            loader.resume(position, int(saved["seed"]), epoch)
-        if any(position.epoch == epoch for position in positions):
-            _place(trainer, loaders)
-        else:
-            _place_at_beginning(trainer)
-        _fetch_again(trainer)
-        if same_layout:
-            unpack_states(saved["random"][rank], device)
-        else:
-            seed_all(seed_of(int(saved["seed"]), "resumed", trainer.fit_loop.total_batch_idx, replica), device)
+        elif is_loaded and saved is not None and saved["loaders"]:  # tuners save before training begins
+            _place_loaders(trainer, loaders, saved)
+            if saved["layout"] == layout:
+                unpack_states(saved["random"][rank], device)
+            else:
+                seed_all(seed_of(int(saved["seed"]), "resumed", trainer.fit_loop.total_batch_idx, replica), device)
+        self._first = packed_state()
 
     def _begin_foreign(self, trainer: pl.Trainer, loaders: list[Resumable]) -> None:
         """Go on from a checkpoint that does not say which samples were consumed."""
@@ -306,6 +286,26 @@ def _begins_epoch(trainer: pl.Trainer, loops: dict[str, Any]) -> bool:
     saved = loops["epoch_progress"]
     loops["epoch_progress"] = {name: {**saved[name], "ready": saved[name]["started"]} for name in saved}
     return True
+
+
+def _place_loaders(trainer: pl.Trainer, loaders: list[Resumable], saved: Mapping[str, Any]) -> None:
+    """Have dataloaders go on where those of a checkpoint were."""
+    positions = [Position.load(one) for one in saved["loaders"]]
+    if len(positions) != len(loaders):
+        raise ConfigError(
+            "train_dataloader",
+            f"{len(loaders)} dataloaders",
+            f"The checkpoint was saved with {len(positions)}",
+            "Return the same dataloaders",
+        )
+    epoch = _epochs(trainer)
+    for loader, position in zip(loaders, positions, strict=True):
+        loader.resume(position, int(saved["seed"]), epoch)
+    if any(position.epoch == epoch for position in positions):
+        _place(trainer, loaders)
+    else:
+        _place_at_beginning(trainer)
+    _fetch_again(trainer)
 
 
 def _place(trainer: pl.Trainer, loaders: list[Resumable]) -> None:

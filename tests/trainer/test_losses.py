@@ -20,7 +20,7 @@ from lightning.pytorch.loops import _EvaluationLoop, _FitLoop
 
 from lightning_mm5d.config.errors import CheckpointCorruptError, RankLostError, repeated
 from lightning_mm5d.monitor.board import Board, machine
-from lightning_mm5d.monitor.losses import LAUNCHED_BY, Losses
+from lightning_mm5d.monitor.losses import LAUNCHED_BY, SILENT_S, STOPPED_S, Losses
 from lightning_mm5d.monitor.monitor import Monitor
 from lightning_mm5d.monitor.stack import PHASES
 from lightning_mm5d.trainer.guard import first_cause
@@ -54,6 +54,18 @@ def test_a_child_that_ends_well_before_it_met_the_others_is_lost(ended: Any) -> 
         assert found is not None
         assert found["line"].endswith("its process ended with exit code 0 before it met the other ranks")
     assert losses.find(board(rank0=RUNNING, rank1={**RUNNING, "state": "ended"}), patient=True) is None
+
+
+def test_a_store_of_which_nothing_is_known_may_be_slow_at_the_start() -> None:
+    losses = Losses(1, dict)
+    slow, gone = board(rank1=RUNNING), board(rank1=RUNNING)
+    slow.synced -= STOPPED_S + 1
+    gone.synced -= SILENT_S + 1
+    assert losses.find(slow, patient=True) is None
+    for known, patient in ((slow, False), (gone, True)):
+        found = losses.find(known, patient=patient)
+        assert found is not None
+        assert found["line"] == "rank 0 failed first: the store of the ranks no longer answers"
 
 
 def test_a_rank_that_came_after_the_last_look_has_met_the_others(ended: Any) -> None:
