@@ -417,7 +417,7 @@ class MultimodalStrategy(CheckpointStrategy):
         if self._session is None:
             return per_replica(move)(batch)
         with self._session.host_copies():
-            return per_replica(move)(batch)
+            return self._session.shown.show(per_replica(move)(batch))
 
     # --- steps ---
 

@@ -64,6 +64,7 @@ FEATURES = (
     Registered("unread"),
     Registered("nonfinite", {"on_nonfinite": "propagate"}),
     Registered("device_figures"),
+    Registered("throughput"),
     Registered("timeline", {"timeline": None}, by_rank=("timeline",)),
 )
 """In the order in which they are checked and attached; they are removed in the reverse one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -42,10 +42,41 @@ def split_replicas(batch: Any, count: int) -> list[Any]:
     if count == 1:
         return [batch]
 
-    def of_replica(batches: ReplicaBatches, index: int) -> Any:
-        return batches[index] if index < len(batches) else None
+    return [apply_to_collection(batch, ReplicaBatches, _of_replica, index) for index in range(count)]
 
-    return [apply_to_collection(batch, ReplicaBatches, of_replica, index) for index in range(count)]
+
+def _of_replica(batches: ReplicaBatches, index: int) -> Any:
+    return batches[index] if index < len(batches) else None
+
+
+class Shown:
+    """Shows hooks one batch where a rank has one for each of several replicas: that of the first of them."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._all: Any = None
+        self._first: Any = None
+
+    def show(self, batch: Any) -> Any:
+        """Return what Lightning is to pass on of a batch that has moved to its device."""
+        if self._count == 1:
+            return batch
+        self._all, self._first = batch, apply_to_collection(batch, ReplicaBatches, _of_replica, 0)
+        return self._first
+
+    def all(self, arguments: Sequence[Any]) -> Sequence[Any]:
+        """Return the arguments of a step, with the batches of all replicas in place of the one that was shown.
+
+        Raises:
+            ValueError: it is another batch, as a hook may pass that calls the strategy's step.
+        """
+        if self._count == 1:
+            return arguments
+        if arguments[0] is not self._first:
+            raise ValueError(
+                f"this rank works for {self._count} replicas, and takes the batch that Lightning moved last"
+            )
+        return [self._all, *arguments[1:]]
 
 
 def per_replica(hook: Callable[..., Any]) -> Callable[..., Any]:

@@ -23,7 +23,7 @@ from torchmetrics import Metric
 
 from lightning_mm5d.checkpoint.module_state import BufferState, restore_full, share_buffers
 from lightning_mm5d.config.errors import private
-from lightning_mm5d.data.batches import per_replica
+from lightning_mm5d.data.batches import Shown, per_replica
 from lightning_mm5d.data_parallel.main_parameters import MainParameters, computing_dtypes
 from lightning_mm5d.engine.engine import Engine
 from lightning_mm5d.engine.run_groups import Groups, RunGroups, Wish, make_groups
@@ -207,6 +207,7 @@ class Session:
             for number in plan.layout.replicas_of_rank(rank)
             if not self.is_plain
         }
+        self.shown = Shown(len(plan.layout.replicas_of_rank(rank)))
         runs = self._engine, gradients, replicas, self._metrics
         self.steps = Steps(
             module,
@@ -313,7 +314,7 @@ class Session:
         scale: Callable[[Tensor], Tensor] = scaler.scale if scaler is not None else lambda loss: loss
         summing = self.optimization.summing(precision)
         with self.host_copies(), self._mains.computing():
-            output = self.steps.train(arguments, precision.train_step_context, scale, summing)
+            output = self.steps.train(self.shown.all(arguments), precision.train_step_context, scale, summing)
         self._shared.show_own()
         return output
 
@@ -326,7 +327,7 @@ class Session:
         """
         self.turns.begin_training_step()
         with self.host_copies():
-            return self.steps.optimize(arguments, context)
+            return self.steps.optimize(self.shown.all(arguments), context)
 
     def stepped(self) -> None:
         """Take note that an optimizer has stepped."""
@@ -351,7 +352,7 @@ class Session:
             self._shared.settle()
             self._shared.show_whole()
         with self.host_copies(), self._mains.computing():
-            output = self.steps.evaluate(name, arguments, context)
+            output = self.steps.evaluate(name, self.shown.all(arguments), context)
         if not self._predicts:
             self._shared.rest()
         return output
