@@ -9,8 +9,9 @@ rank's work is the number of (query, key) pairs that its queries may see.
 
 Beside the makespan: the largest number of tokens of a rank over the mean, the time of the assignment (median), and the
 time of finding the work of the blocks from the function of a mask that was not met before (one mask each; a mask that
-was costs a digest). Last, both together over the time of the attention that they balance: one layer of 8 heads of 64,
-forward and backward, at 128k tokens on this CPU, measured with one head on every 32nd block of queries and multiplied.
+was costs a digest). Last, both together over the time of the attention that they balance: 16 layers of 8 heads of 64,
+forward and backward, on this CPU, measured with one head on every 32nd block of queries and multiplied; and the same
+for a mask whose function is evaluated for all pairs, in stripes of 128 queries by all keys.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ RANKS = 8
 SIZES = (16 * 1024, 64 * 1024, 256 * 1024)
 SEEDS = 20
 AIM = 1.01
-HEADS, WIDTH = 8, 64
+HEADS, WIDTH, LAYERS = 8, 64, 16
 
 Result = TypeVar("Result")
 
@@ -152,25 +153,39 @@ def main() -> None:
     share_of_attention()
 
 
-def share_of_attention(size: int = 128 * 1024, every: int = 32) -> None:
-    """Print the time of a new mask and the assignment over one layer's attention."""
-    print(f"\n| mask of {size:,} tokens | new mask and assignment / attention of one layer | measured |")
-    print("| --- | --- | --- |")
-    for kind, make in KINDS.items():
+def share_of_attention(every: int = 32) -> None:
+    """Print the time of a new mask over the attention of a step, traced, and evaluated on stripes of queries."""
+    print(f"\n| mask | tokens | new mask and assignment, traced | the same on stripes | attention of {LAYERS} layers |")
+    print("| --- " * 5 + "|")
+    for (kind, make), size in ((item, size) for item in KINDS.items() for size in (16 * 1024, 128 * 1024)):
         function = mask_function(make(size, np.random.default_rng([0, size])))
         finding, work = timed(work_of, function, size)
         dealing, _ = timed(balanced, work.tolist(), size, RANKS)
         mask = Mask(function, batch=1, q_length=size, k_length=size, device="cpu")
-        some = torch.arange(size).view(-1, BLOCK)[every // 2 :: every].flatten()
-        tiles = mask.tiles(some, torch.arange(size))
-        q, k, v = (torch.randn(1, 1, length, WIDTH) for length in (len(some), size, size))
+        some = torch.arange(size).view(-1, BLOCK)[every // 2 :: every]
+        striping, striped = timed(stripes, mask, some)
+        assert torch.equal(striped, work[every // 2 :: every])
+        tiles = mask.tiles(some.flatten(), torch.arange(size))
+        q, k, v = (torch.randn(1, 1, length, WIDTH) for length in (some.numel(), size, size))
         attend(q, k, v, tiles, scale=WIDTH**-0.5)  # plans once for all layers
         forward, (out, lse) = timed(partial(attend, q, k, v, tiles, scale=WIDTH**-0.5))
         attend_backward(out, q, k, v, out, lse, tiles, scale=WIDTH**-0.5)
         backward, _ = timed(partial(attend_backward, out, q, k, v, out, lse, tiles, scale=WIDTH**-0.5))
-        whole = (forward + backward) * every * HEADS
-        share = (finding + dealing) / whole
-        print(f"| {kind} | {share:.4%} | {(finding + dealing) * 1e3:.0f} ms / {whole:.0f} s |", flush=True)
+        whole = (forward + backward) * every * HEADS * LAYERS
+        ways = [
+            f"{seconds:.3f} s, {seconds / whole:.4%}" for seconds in (finding + dealing, striping * every + dealing)
+        ]
+        print(f"| {kind} | {size:,} | {' | '.join(ways)} | {whole:.0f} s |", flush=True)
+
+
+def stripes(mask: Mask, some: Tensor) -> Tensor:
+    """Pairs of blocks of queries, from the mask's function on each of them by all keys; tiles have their kinds too."""
+    k, counts = torch.arange(mask.k_length), []
+    for q in some:
+        tiles = mask.allowed(0, q, k).view(len(q), -1, BLOCK).sum(2).sum(0)
+        (tiles == 0) | (tiles == len(q) * BLOCK)
+        counts.append(tiles.sum())
+    return torch.stack(counts)
 
 
 def work_of(function: MaskFunction, size: int) -> Tensor:
