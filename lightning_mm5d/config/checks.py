@@ -2,11 +2,7 @@
 
 Each check refuses by the path of the field, with the nearest thing that would work. Imports no torch, so that a wrong
 configuration is refused before anything slow starts. `layout` refuses what depends on the number of ranks, `partition`
-what depends on the model.
-
-Checks of what a modality shares. Imports no torch.
-
-What a modality may compile, and what goes together. Imports no torch.
+what depends on the model. Here is also what a modality may share and compile, and what of it goes together.
 """
 
 from __future__ import annotations

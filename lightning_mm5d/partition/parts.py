@@ -4,7 +4,7 @@ The members of a list of layers are its parts. A modality without such a list is
 their submodules, in the order in which the code calls them. An ``nn.Sequential`` or ``nn.ModuleList`` among them is
 taken apart into its members. Registration order proves nothing, so it never stands in for the code.
 
-Whether a step really enters the parts in this order shows when it runs (`stage.passes`).
+Whether a step really enters the parts in this order shows when it runs (`stage.run`).
 
 What belongs to Lightning and torchmetrics in a user's module: below the trainer, only this file tells it apart.
 

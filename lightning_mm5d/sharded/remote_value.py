@@ -12,7 +12,7 @@ strides in place of memory, and what a step that is thrown away computes of it i
 A result is `exact` while NaN stands exactly where a value is remote. Parts without NaN that are cut out of such a
 tensor, after a ``torch.stack`` of states of which some are remote, say, are plain tensors again.
 
-Torch functions by what they do with the values of tensors, for `lightning_mm5d.sharded.remote_value`.
+Torch's functions are told apart by what they do with the values of tensors.
 
 A set of functions holds the objects that torch passes to ``__torch_function__``. A set of names covers methods of
 tensors and functions of torch at once.

@@ -5,7 +5,7 @@ A feature is a package below ``features``; `config.features` lists them, and not
 1. check: after the core's own checks, on every process, before processes and again when the module is set up;
 2. cut: on each rank of a run, while its module is cut down to what it computes;
 3. attach: when module, engine and optimizers are ready. While the run lasts, the engine and the optimization call what
-   a feature has appended to their doors (`engine.around`, `trainer.around_updates`). What it has put in front of an
+   a feature has appended to their doors (`Engine.around`, `Optimization.around`). What it has put in front of an
    attribute (`stage.put`) is called in place of it;
 4. remove: when the run has ended or failed, in reverse order;
 5. finish: after a run that has not failed, when the weights are where they belong; collective.
