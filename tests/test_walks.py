@@ -44,7 +44,7 @@ def described() -> set[str]:
     walks = re.findall(r"^## The walk of .*?(?=^## )", text, re.MULTILINE | re.DOTALL)
     assert len(walks) == 2
     found, room = set[str](), ""
-    for name in re.findall(r"`(\w+/)?(\w+\.py)?`", "".join(walks)):
+    for name in re.findall(r"`(?!tests/)(\w+/)?(\w+\.py)?`", "".join(walks)):
         room = name[0] or room
         if name[1]:
             found.add("strategy.py" if name[1] == "strategy.py" else room + name[1])

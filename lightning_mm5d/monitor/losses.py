@@ -82,11 +82,14 @@ class Losses:
 
     def _host(self, board: Board, now: float, patient: bool) -> Entry | None:
         """Judge by the store, which answers no more when its host is gone."""
+        silent = now - board.synced
+        if board.error is None and silent < STOPPED_S:
+            return None
         host = board.entries.get(0)
         here = state_of(host["pid"]) if host and host["machine"] == machine() and machine() else "unknown"
         # a host that has not told of itself yet may be starting on a machine under load
-        longest = SILENT_S if here == "unknown" and patient else STOPPED_S
-        if (board.error is None and now - board.synced < longest) or (here == "alive" and patient):
+        is_slow = here == "unknown" and board.error is None and silent < SILENT_S
+        if patient and (here == "alive" or is_slow):
             return None
         how = {"gone": "its process is gone", "stopped": "its process is stopped (SIGSTOP)"}.get(
             here, "the store of the ranks no longer answers"

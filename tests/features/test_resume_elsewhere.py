@@ -61,7 +61,7 @@ def seen(chain: Chain, cases: dict[str, Case], folder: Path) -> dict[str, Any]:
             return results
 
         ranks = together(layout, everything, folder, limit=200, **{"num_microbatches": 1, **options})
-        for rank in ranks if len(layout.modalities) == 1 else ranks[:1]:
+        for rank in ranks[-layout.replicas :]:  # one of each replica
             for name, steps in rank.items():
                 for epoch in range(2):
                     found[name][epoch].update(samples(steps, epoch))

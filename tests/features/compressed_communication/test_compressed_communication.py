@@ -147,6 +147,7 @@ def resumed(run: Run) -> dict[str, Any]:
     run.folder.mkdir(parents=True, exist_ok=True)
     found = {}
     for name, epochs, start in (("whole", 4, None), ("first", 2, None), ("second", 4, run.folder / "half.ckpt")):
+        torch.manual_seed(3)
         module = Single()
         trainer = run.trainer(max_epochs=epochs)
         trainer.fit(module, run.training(32), ckpt_path=start, weights_only=False)
