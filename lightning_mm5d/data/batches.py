@@ -41,7 +41,6 @@ def split_replicas(batch: Any, count: int) -> list[Any]:
     """
     if count == 1:
         return [batch]
-
     return [apply_to_collection(batch, ReplicaBatches, _of_replica, index) for index in range(count)]
 
 

@@ -4,7 +4,7 @@ The monitor multiplies what rank 0 saw by the number of ranks. Here all ranks of
 stages would count three times the samples. Figures of the whole are those of rank 0 times the replicas, and those of a
 device are the whole divided by the ranks: ``samples_per_sec``, ``items_per_sec``, ``flops_per_sec`` and ``mfu``.
 ``device/batches_per_sec`` stays what the loop of rank 0 does. ``flops_per_batch`` of the module is what a batch of one
-replica takes, in forwards and backwards of the whole model.
+replica takes, in forwards and backwards of the whole model. With unlike pipelines rank 0's counts for each.
 """
 
 from __future__ import annotations
