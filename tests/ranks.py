@@ -22,19 +22,24 @@ import warnings
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pkgutil import walk_packages
 from typing import Any, cast
 
 import torch
 from torch.utils._pytree import tree_map
 
+import lightning_mm5d
 from lightning_mm5d.sharded.remote_value import is_remote
 from lightning_mm5d.trainer.process_group import free_port
 from lightning_mm5d.trainer.statements import package_digest
 
 LIMIT_S = 120
+SATELLITES = ("tools", "models", "recipes", "export")
 GRACE_S = 10
 """how long ranks may take to fail after another has failed, for their tracebacks, and to end after their last call"""
 
@@ -155,6 +160,7 @@ def _forked(indices: Iterable[int], call: Call | None = None) -> list[_Rank]:
     """Fork a process per rank; each runs `call` and ends, or without one waits for calls on its pipe."""
     context = get_context("fork")
     package_digest()  # which each rank would read
+    _package()  # which each rank would import
     gc.collect()
     gc.freeze()  # the processes do not collect these objects, which would copy the memory of them all
     ranks = []
@@ -165,6 +171,14 @@ def _forked(indices: Iterable[int], call: Call | None = None) -> list[_Rank]:
         theirs.close()
         ranks.append(_Rank(index, process, ours))
     return ranks
+
+
+@cache
+def _package() -> None:
+    """Import what a run may need of the package: each rank would do so by itself, and again after each fork."""
+    for module in walk_packages(lightning_mm5d.__path__, "lightning_mm5d."):
+        if module.name.split(".")[1] not in SATELLITES:
+            import_module(module.name)
 
 
 def _end(ranks: list[_Rank], *, kill: bool = False) -> None:

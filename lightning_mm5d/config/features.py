@@ -16,7 +16,8 @@ feature.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -70,12 +71,14 @@ FEATURES = (
 """In the order in which they are checked and attached; they are removed in the reverse one."""
 
 
-def parts(part: str) -> Iterator[ModuleType]:
-    """Yield the module `part` of each feature that is there and has one, in the order of the list."""
-    for feature in FEATURES:
-        name = f"{_PACKAGES}.{feature.name}.{part}"
-        if _is_there(feature) and find_spec(name) is not None:
-            yield import_module(name)
+@cache
+def parts(part: str) -> tuple[ModuleType, ...]:
+    """Return the module `part` of each feature that is there and has one, in the order of the list.
+
+    Kept for the process, as modules are: plans ask for each parameter, and a look at the files takes longer than those.
+    """
+    names = [f"{_PACKAGES}.{feature.name}.{part}" for feature in FEATURES if _is_there(feature)]
+    return tuple(import_module(name) for name in names if find_spec(name) is not None)
 
 
 def owned(fields: Mapping[str, Any]) -> dict[str, Any]:

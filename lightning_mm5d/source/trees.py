@@ -62,33 +62,24 @@ def own_functions(cls: type) -> Iterator[tuple[str, FunctionType]]:
 
 
 class Source:
-    """Parses functions, each once."""
-
-    def __init__(self) -> None:
-        self._trees: dict[FunctionType, ast.FunctionDef | None] = {}
+    """The syntax trees of functions; each function is parsed once in a process."""
 
     def tree(self, function: FunctionType) -> ast.FunctionDef | None:
         """Return the syntax tree of `function`, None where it has no source of its own (also for a ``lambda``)."""
-        if function not in self._trees:
-            self._trees[function] = _parsed(function)
-        return self._trees[function]
+        if function.__code__ not in _TREES:
+            _TREES[function.__code__] = _parsed(function)
+        return _TREES[function.__code__]
 
 
-_TEXTS: dict[CodeType, str] = {}
-"""What each code object was written as, which stays, and which `inspect` takes milliseconds to cut from its file."""
-
-
-def _text(function: FunctionType) -> str:
-    if function.__code__ not in _TEXTS:
-        # of a decorator's function `inspect` would return what it wraps
-        code = function.__code__ if hasattr(function, "__wrapped__") else function
-        _TEXTS[function.__code__] = inspect.getsource(code)
-    return _TEXTS[function.__code__]
+_TREES: dict[CodeType, ast.FunctionDef | None] = {}
+"""What each code object was written as, which stays; each plan asks again, and reading and parsing take milliseconds."""
 
 
 def _parsed(function: FunctionType) -> ast.FunctionDef | None:
+    # of a decorator's function `inspect` would return what it wraps
+    code = function.__code__ if hasattr(function, "__wrapped__") else function
     try:
-        text = _text(function)
+        text = inspect.getsource(code)
         # not by `dedent`, which fails where a docstring has lines without indent
         tree = ast.parse(f"if 1:\n{text}" if text[:1].isspace() else text).body[0]
     except (OSError, TypeError, SyntaxError):

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lightning_mm5d.config.features import FEATURES
+from lightning_mm5d.config.features import FEATURES, parts
 
 ALL = "all"
 NAMES = [feature.name for feature in FEATURES]
@@ -20,6 +20,7 @@ NAMES = [feature.name for feature in FEATURES]
 
 def block(names: list[str]) -> None:
     """Let imports of these features fail, as where their folders are deleted, and of no others."""
+    parts.cache_clear()
     for module in [name for name in sys.modules if name.startswith("lightning_mm5d.features")]:
         del sys.modules[module]
     for name in names:
