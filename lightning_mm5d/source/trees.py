@@ -72,7 +72,7 @@ class Source:
 
 
 _TREES: dict[CodeType, ast.FunctionDef | None] = {}
-"""What each code object was written as, which stays; each plan asks again, and reading and parsing take milliseconds."""
+"""What each code object was written as, which stays: each plan asks again, and parsing takes milliseconds."""
 
 
 def _parsed(function: FunctionType) -> ast.FunctionDef | None:
