@@ -52,6 +52,7 @@ class Registered(NamedTuple):
 
 FEATURES = (
     Registered("deferred_init", builds=True),
+    Registered("compile", modality={"compile": False}),
     Registered("fused_heads", modality={"fused_linear_cross_entropy": False}),
     Registered("recomputation", modality={"activation_checkpointing": "none"}),
     Registered("interleaving", modality={"interleaved_microbatches": 1}),
