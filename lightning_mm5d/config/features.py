@@ -62,6 +62,7 @@ FEATURES = (
     Registered("kernels", modality={"kernels": None}),
     Registered("cached_features", modality={"cache_features": None}),
     Registered("lock_step"),
+    Registered("first_batch"),
     Registered("unread"),
     Registered("nonfinite", {"on_nonfinite": "propagate"}),
     Registered("device_figures"),
