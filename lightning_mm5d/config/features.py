@@ -63,6 +63,7 @@ FEATURES = (
     Registered("cached_features", modality={"cache_features": None}),
     Registered("lock_step"),
     Registered("first_batch"),
+    Registered("row_indices"),
     Registered("unread"),
     Registered("nonfinite", {"on_nonfinite": "propagate"}),
     Registered("device_figures"),

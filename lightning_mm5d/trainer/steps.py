@@ -43,7 +43,7 @@ from lightning_mm5d.trainer.logs import LogCapture, replay
 from lightning_mm5d.trainer.lost_writes import tell_of_lost_writes
 from lightning_mm5d.trainer.metrics import MetricSync
 from lightning_mm5d.trainer.optimization import Summing
-from lightning_mm5d.trainer.user_step import Context, ResultChannel, StepResult, TrainingStep, UserStep, Weights
+from lightning_mm5d.trainer.user_step import Context, ResultChannel, StepResult, TrainingStep, UserStep, Watch, Weights
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -135,6 +135,7 @@ class Steps:
         writes: whether steps that end here write files for all ranks.
         unscheduled: runs steps that no schedule can run; None where nothing does.
         first: looks at the first batch of a run; None where nothing does.
+        watch: returns for the name of a step and its microbatches what is entered around each run; None for nothing.
         batch_parts: splits batches, and weighs their parts.
     """
 
@@ -158,6 +159,7 @@ class Steps:
         self._loss_group, self.batch_parts, self._seed = loss_group, batch_parts, seed
         self.unscheduled: Unscheduled | None = None
         self.first: FirstWatch | None = None
+        self.watch: Callable[[str, Parts], Watch | None] | None = None
         self._several = dict[str, set[int]]()
         last = plan.topology.instances(plan.topology.last_stage)
         self._is_shared = any(len(ranks) > 1 for ranks in last)
@@ -246,7 +248,7 @@ class Steps:
                 "Return a loss that depends on a trainable parameter; frozen ones, `detach` and `no_grad` cut it off",
             )
         if first is not None:
-            options |= {"watches": False, "context": plain_context}
+            options |= {"watch": None, "context": plain_context}
             first.stepped(FirstBatch(batch, parts, arguments, weights, options, result.loss is not None, is_gathered))
         factor = 1.0 / scaled(torch.ones((), device=self._device))
 
@@ -374,7 +376,7 @@ class Steps:
         apart = () if name == "training_step" else (name,)
         key = None if self._seed is None else (self._seed, module.current_epoch, index, *apart)
         options = {"context": context, "capture": self._capture, "metrics": self._metrics, "random_key": key}
-        options |= {"watches": self.batch_parts.watches(name, parts.values())}
+        options |= {"watch": None if self.watch is None else self.watch(name, parts)}
         return {**options, "copies": self._writing.get(name, True)}
 
     def run(self, step: UserStep, trainable: frozenset[str], ending: Ending | None = None) -> None:
