@@ -61,6 +61,7 @@ FEATURES = (
     Registered("compressed_communication", modality={"communication_dtype": None}),
     Registered("kernels", modality={"kernels": None}),
     Registered("cached_features", modality={"cache_features": None}),
+    Registered("sample_proof"),
     Registered("lock_step"),
     Registered("first_batch"),
     Registered("row_indices"),

@@ -26,13 +26,14 @@ import torch
 from lightning_mm5d.config.features import parts
 from lightning_mm5d.engine.engine import Engine
 from lightning_mm5d.engine.ordered_transport import Wire
-from lightning_mm5d.engine.run_groups import RunGroups
+from lightning_mm5d.engine.run_groups import Groups, RunGroups
 from lightning_mm5d.expert_parallel.shared_experts import SharedExperts
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import AnySchedule
 from lightning_mm5d.stage import Runtime
 from lightning_mm5d.trainer.optimization import Optimization
 from lightning_mm5d.trainer.steps import Steps
+from lightning_mm5d.trainer.turns import Turns
 
 BEFORE_TRANSFER = "_on_before_batch_transfer"
 """of the LightningModule: what calls the user's hook, right before a batch moves to its device"""
@@ -57,6 +58,8 @@ class Running:
         optimization: gradients and optimizers.
         steps: run the steps of the module.
         groups: of ranks, of this rank.
+        more_groups: makes further groups; collective.
+        turns: what ranks agree on when a batch begins.
         is_plain: whether every rank is a replica of the full model and steps need no schedule.
     """
 
@@ -74,6 +77,8 @@ class Running:
     optimization: Optimization
     steps: Steps
     groups: RunGroups
+    more_groups: Groups
+    turns: Turns
     is_plain: bool
 
 
