@@ -66,7 +66,7 @@ class Report(L.Callback):
                 writer.writerows((step, f"{loss:.9g}") for step, loss in self.losses)
         draw_answers(self.shown, folder / "answers.png")
         if simulation is not None:
-            from lightning_mm5d.schedule.drawing import WORK, draw
+            from lightning_mm5d.features.timeline.drawing import WORK, draw
 
             draw(simulation, folder / "timeline.png", unit=WORK)
         accuracy = float(trainer.callback_metrics["val_accuracy"])

@@ -2,7 +2,7 @@
 
 Each check refuses by the path of the field, with the nearest thing that would work. Imports no torch, so that a wrong
 configuration is refused before anything slow starts. `layout` refuses what depends on the number of ranks, `partition`
-what depends on the model. Here is also what a modality may share and compile, and what of it goes together.
+what depends on the model. Here is also what a modality may share, and what of it goes together.
 """
 
 from __future__ import annotations
@@ -22,19 +22,6 @@ from lightning_mm5d.config.modality import (
     main_modality_of,
 )
 from lightning_mm5d.config.pipelines import check_pipelines
-
-
-def check_compile(field: str, modality: Modality) -> None:
-    """Refuse a `compile` that names no backend or does not go with other fields; raise ConfigError."""
-    said = modality.compile
-    if not isinstance(said, bool | str) or not (isinstance(said, bool) or said.strip()):
-        rule = "It is true, false or the name of a backend of torch.compile"
-        raise ConfigError(field, said, rule, f"Use {bool(said)}")
-    if said and modality.sequence_parallel:
-        rule = (
-            "With sequence_parallel layers take hidden states that stand for shards of other ranks, and run uncompiled"
-        )
-        raise ConfigError(field, said, rule, "Leave out compile, or sequence_parallel")
 
 
 def check_memory(field: str, modality: Modality) -> None:
@@ -120,7 +107,6 @@ def check(
         _check_context(f"modalities.{name}", modality, is_encoder=is_encoder)
         check_memory(f"modalities.{name}", modality)
         _check_sequence_parallel(f"modalities.{name}", modality)
-        check_compile(f"modalities.{name}.compile", modality)
         _check_vocabulary(f"modalities.{name}.make_vocab_size_divisible_by", modality)
     check_pipelines(modalities, schedule)
     _check_owners(modalities)

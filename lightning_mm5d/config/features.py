@@ -53,6 +53,7 @@ class Registered(NamedTuple):
 
 FEATURES = (
     Registered("deferred_init", builds=True),
+    Registered("compile", modality={"compile": False}),
     Registered("fused_heads", modality={"fused_linear_cross_entropy": False}),
     Registered("recomputation", modality={"activation_checkpointing": "none"}),
     Registered("interleaving", modality={"interleaved_microbatches": 1}),
@@ -61,7 +62,10 @@ FEATURES = (
     Registered("compressed_communication", modality={"communication_dtype": None}),
     Registered("kernels", modality={"kernels": None}),
     Registered("cached_features", modality={"cache_features": None}),
+    Registered("sample_proof"),
     Registered("lock_step"),
+    Registered("first_batch"),
+    Registered("row_indices"),
     Registered("unread"),
     Registered("nonfinite", {"on_nonfinite": "propagate"}),
     Registered("device_figures"),

@@ -24,7 +24,7 @@ for each, by a loader of its own, in place of one loader with k times the worker
 
 It refuses, for several shards: the samplers that `samplers` refuses, iterable data sets whose loader has a state of its
 own, and objects that are no DataLoader. What a data set draws from a generator of its own, or has read of ranks before,
-is not seen here: `trainer.sample_proof` compares the batches.
+is not seen here: the proof of samples compares the batches.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ are read, and in workers for as long as they live, `torch.distributed.get_rank` 
 how many there are. ``LOCAL_RANK`` still tells the rank's device.
 
 Only the thread that reads sees them so, and neither torch.distributed nor Lightning does, whose collectives are between
-ranks. A rank that was read before (in a script, in `setup`) is not changed; see `trainer.sample_proof`.
+ranks. A rank that was read before (in a script, in `setup`) is not changed; see `trainer.turns`.
 """
 
 from __future__ import annotations

@@ -8,15 +8,12 @@ everything else that is compiled and holds parameters, where a modality is split
 from __future__ import annotations
 
 import inspect
-import os
-import shutil
 from collections.abc import Iterator, Mapping
 
-import torch
 from torch import nn
 from torch._dynamo import OptimizedModule
 
-from lightning_mm5d.config.errors import ConfigError, did_you_mean, private
+from lightning_mm5d.config.errors import ConfigError, private
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.partition.parts import is_in
 from lightning_mm5d.partition.split import Partition
@@ -70,21 +67,6 @@ def check_compiled(
                 "The model is split over stages, and what is compiled there is not inside of one layer",
                 f"Compile the layers instead, for instance {some!r}, or let every rank hold the full model",
             )
-
-
-def check_backends(modalities: Mapping[str, Modality]) -> None:
-    """Refuse a backend of `compile` that torch does not know, and ``inductor`` on a machine without a compiler."""
-    for name, modality in modalities.items():
-        if not modality.compile:
-            continue
-        field, known = f"modalities.{name}.compile", torch.compiler.list_backends(exclude_tags=None)
-        backend = modality.compile if isinstance(modality.compile, str) else "inductor"
-        if backend not in known:
-            raise ConfigError(field, backend, "torch knows no such backend", did_you_mean(backend, known))
-        compilers = [os.environ.get("CXX", "g++"), "clang++", "c++"]
-        if backend == "inductor" and not torch.accelerator.is_available() and not any(map(shutil.which, compilers)):
-            rule = "On CPU inductor needs a C++ compiler, and this machine has none"
-            raise ConfigError(field, modality.compile, rule, "Install g++, or use 'aot_eager' or false")
 
 
 def _may_stay(path: str, partition: Partition) -> bool:

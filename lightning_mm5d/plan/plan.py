@@ -21,7 +21,7 @@ from lightning_mm5d.context_parallel.hooks.support import check_layers
 from lightning_mm5d.expert_parallel.expert_layer import ExpertLayer, find_experts
 from lightning_mm5d.layout import Layout
 from lightning_mm5d.partition import Partition, partition
-from lightning_mm5d.partition.compiled import check_backends, check_compiled
+from lightning_mm5d.partition.compiled import check_compiled
 from lightning_mm5d.plan.stage_graph import Ownership, StageGraphs
 from lightning_mm5d.plan.topology import Topology
 from lightning_mm5d.sharded.collectives import Encoding
@@ -84,7 +84,6 @@ class Plan:
         shapes = {name: tuple(p.shape) for name, p in parameters.items()}
         plan = cls(layout, cut, modalities, sizes, v_shaped=v_shaped, shapes=shapes, main_params=main_params, tied=tied)
         check_compiled(module, cut, modalities, is_split=bool(plan.topology.edges))
-        check_backends(modalities)
         experts = find_experts(module, cut, modalities)
         names = {path: layer.parameters + layer.factors for path, layer in experts.items()}
         return replace(plan, division=divide(module, cut, modalities, names), experts=experts)

@@ -12,6 +12,7 @@ from lightning_mm5d.schedule.builders import (
     build,
     is_table,
     loaded,
+    name_of,
     place,
     pp_rank_of,
     table_text,
@@ -20,7 +21,6 @@ from lightning_mm5d.schedule.fields import check_fields
 from lightning_mm5d.schedule.graph import Action, Graph, Kind, Node, Schedule, dependencies
 from lightning_mm5d.schedule.greedy import held_limits, in_flight_limits
 from lightning_mm5d.schedule.issue_order import Grouping, IssueOrder, Message, side_by_side
-from lightning_mm5d.schedule.report import Outcome, compare, name_of
 from lightning_mm5d.schedule.simulate import Simulation, Span, measured, simulate
 from lightning_mm5d.schedule.validate import ScheduleError, execution_order, from_csv, to_csv, validate
 
@@ -35,14 +35,12 @@ __all__ = [
     "Kind",
     "Message",
     "Node",
-    "Outcome",
     "Schedule",
     "ScheduleError",
     "Simulation",
     "Span",
     "build",
     "check_fields",
-    "compare",
     "dependencies",
     "execution_order",
     "from_csv",

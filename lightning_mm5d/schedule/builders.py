@@ -95,6 +95,13 @@ def is_table(schedule: object) -> bool:
     return isinstance(schedule, str) and re.search(r"\.csv$|^\s*\d+\s*,|\n", schedule) is not None
 
 
+def name_of(schedule: AnySchedule) -> str:
+    """Return a schedule's name, the path of its table, ``table`` for a table's text, or the name of its function."""
+    if not isinstance(schedule, str):
+        return getattr(schedule, "__name__", type(schedule).__name__)
+    return schedule if schedule in SCHEDULES or schedule.endswith(".csv") else "table"
+
+
 def place(schedule: str, stages: int, ranks: int) -> list[int]:
     """Return the pipeline rank of each stage: for 4 stages on 2 ranks [0, 1, 1, 0] under ``zbv``, else [0, 1, 0, 1].
 

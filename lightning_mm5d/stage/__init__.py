@@ -1,6 +1,5 @@
 """One stage on one rank: local and remote modules, placeholders, what is received and where the step stops."""
 
-from lightning_mm5d.stage.compiled_layers import CompiledLayers
 from lightning_mm5d.stage.deferred import Deferred, DeferredProducts
 from lightning_mm5d.stage.patches import Patches
 from lightning_mm5d.stage.payload import Payload
@@ -12,7 +11,6 @@ from lightning_mm5d.stage.torch_encoders import TorchEncoders
 from lightning_mm5d.stage.view import StageError, StageView, views
 
 __all__ = [
-    "CompiledLayers",
     "Deferred",
     "DeferredProducts",
     "Patches",

@@ -3,31 +3,16 @@
 The strategy's arguments say it first, then the module's methods ``split_batch`` and ``loss_weight``, then the code of
 the model's loss (`source.token_means`), and the names and lengths in the batch. Refuses label tokens that it would have
 to guess: the labels are what `training_step` passes as ``labels=``, or the one tensor of that name in the batch.
-
-Refuses batches with positions of samples in them, which would be wrong once the batch is split.
-
-A field such as ``hate_indices`` may name rows of the batch. Split into microbatches, it looks like any other field with
-a value for each sample, but its values count from the first sample of the batch. Neither its length nor its values tell
-it from labels; its use does. So the first step of each structure of batches watches which integer fields index dim 0
-of something that is made of the batch. The index of a class in a table is none: the table is not made of the batch.
-
-Labels are also written by, into a tensor with a place for each class. So a tensor of as many places as samples,
-which is not made of the batch, is refused where an index lies outside of it; otherwise a warning names the field.
-
-It does not see indices that code computes from such a field otherwise than by moving, casting or shaping it.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from torch import Tensor, nn
-from torch.nn import Parameter
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.data.batches import LoaderBatches, VaryingCollator
@@ -36,7 +21,6 @@ from lightning_mm5d.data.microbatch import (
     batch_samples,
     counted,
     first_samples,
-    leaves,
     part_samples,
     split,
     split_each,
@@ -45,131 +29,13 @@ from lightning_mm5d.data.microbatch import (
 from lightning_mm5d.data.packed_images import describe
 from lightning_mm5d.layout import Layout
 from lightning_mm5d.partition.compiled import is_compiled, is_compiled_in_place
-from lightning_mm5d.sharded.remote_value import is_remote
 from lightning_mm5d.source.names import reached
-from lightning_mm5d.source.passed import KEEP_VALUES, TARGET, Path, passed
+from lightning_mm5d.source.passed import TARGET, Path, passed
 from lightning_mm5d.source.token_means import Counting, counting
 from lightning_mm5d.source.trees import Source
-from lightning_mm5d.stage.payload import tensors_in
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
-
-_MADE_OF_BATCH, _FIELD = "_mm5d_rows", "_mm5d_field"
-_SAME = (*KEEP_VALUES, "unsqueeze", "expand")
-_SUBSCRIPTS = ("__getitem__", "__setitem__")
-_BY_DIM = ("index_select", "gather", "index_copy", "index_fill", "scatter", "take_along_dim")
-_ADDING = ("index_add", "scatter_add", "scatter_reduce", "index_reduce")
-_WRITING = ("__setitem__", "index_fill", "index_copy", "scatter")
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
-
-
-class RowIndices(TorchFunctionMode):
-    """Watches one run of a step on a microbatch.
-
-    Args:
-        module: whose buffers are tables.
-        microbatch: that the step gets.
-    """
-
-    def __init__(self, module: nn.Module, microbatch: Microbatch) -> None:
-        super().__init__()
-        self._samples, self._lists = microbatch.samples, dict[int, str]()
-        self._buffers = {id(buffer) for buffer in module.buffers()}
-        for path, value in leaves(microbatch.batch):
-            name = "batch" + "".join(f"[{step!r}]" for step in path)
-            if isinstance(value, Tensor):
-                setattr(value, _MADE_OF_BATCH, True)
-                if value.dtype in _INTEGERS and 0 < value.dim() < 3:
-                    setattr(value, _FIELD, name)
-            elif isinstance(value, (list, tuple)) and value and all(type(one) is int for one in value):
-                self._lists[id(value)] = name
-
-    def __torch_function__(
-        self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        name = name if name.startswith("__") else name.removesuffix("_")
-        self._check(name, args, kwargs)
-        result = func(*args, **kwargs)
-        made = any(self._is_made_of_batch(tensor) for _, tensor in tensors_in((args, kwargs)))
-        written = args[0] if result is None and args else result
-        for _, tensor in tensors_in(written):
-            if not isinstance(tensor, Parameter) and not is_remote(tensor):
-                setattr(tensor, _MADE_OF_BATCH, made or (result is None and self._is_made_of_batch(tensor)))
-        keeps = name in (*_SAME, "tensor", "as_tensor") or (name == "__getitem__" and _adds_dims(args[1]))
-        field = self._field(args[0]) if args and keeps else None
-        if field is not None and isinstance(result, Tensor) and result.dtype in _INTEGERS:
-            setattr(result, _FIELD, field)
-        return result
-
-    def _field(self, value: Any) -> str | None:
-        """The name of the field of the batch that `value` is."""
-        if isinstance(value, Tensor):
-            return None if is_remote(value) else getattr(value, _FIELD, None)
-        return self._lists.get(id(value)) if isinstance(value, (list, tuple)) else None
-
-    def _check(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if name in _SUBSCRIPTS:
-            source, index = args[0], args[1]
-            index = index[0] if isinstance(index, tuple) and index and self._field(index) is None else index
-        elif name in (*_BY_DIM, *_ADDING):
-            source = args[0] if args else kwargs.get("input")
-            given = [*args[1:3], None, None]
-            first, second = ("indices", "dim") if name == "take_along_dim" else ("dim", "index")
-            pair = {first: given[0], second: given[1], **{k: v for k, v in kwargs.items() if k in (first, second)}}
-            index = pair.get("index", pair.get("indices"))
-            if not isinstance(source, Tensor) or pair["dim"] not in (0, -source.dim()):
-                return
-        else:
-            return
-        field = self._field(index)
-        if field is None or not isinstance(source, Tensor) or isinstance(source, Parameter):
-            return
-        if id(source) in self._buffers:
-            return
-        is_rows = self._is_made_of_batch(source)
-        if not is_rows and name in _WRITING and source.dim() > 0 and len(source) == self._samples:
-            is_rows = _exceeds(index, self._samples)
-            if not is_rows:
-                warnings.warn(
-                    f"{field} chooses where the step writes into a tensor of {self._samples} rows, and the microbatch "
-                    "has as many samples. This is right for labels. Positions of samples in the batch are wrong in a "
-                    "microbatch: give a function that splits such a batch, microbatching=function",
-                    stacklevel=4,
-                )
-        if is_rows:
-            raise ConfigError(
-                field,
-                "an index of rows",
-                "The step picks rows by it of what it makes of the batch, and in a microbatch these rows are others",
-                "Give a function that splits a batch and counts such positions anew: microbatching=function of (batch, "
-                "num_microbatches), in YAML its import path; or use num_microbatches=1",
-            )
-
-    def _is_made_of_batch(self, tensor: Tensor) -> bool:
-        if isinstance(tensor, Parameter) or is_remote(tensor) or id(tensor) in self._buffers:
-            return False
-        known = getattr(tensor, _MADE_OF_BATCH, None)
-        # what other stages sent has a mark of its own; an autograd function of one's own hides its arguments
-        return bool(known) if known is not None else hasattr(tensor, "_mm5d_mark") or tensor.grad_fn is not None
-
-
-def _exceeds(index: Any, size: int) -> bool:
-    """Whether an index of integers lies outside of `size` places."""
-    if not isinstance(index, Tensor):
-        return any(not -size <= one < size for one in index)
-    if index.is_meta or not index.numel():
-        return False
-    return bool(((index < -size) | (index >= size)).any())
-
-
-def _adds_dims(index: Any) -> bool:
-    """Whether a subscript takes all values, like ``[:, None]``."""
-    parts = index if isinstance(index, tuple) else (index,)
-    return all(part is None or part is Ellipsis or (isinstance(part, slice) and part == slice(None)) for part in parts)
-
 
 Splitting = Literal["split", "loader"] | Callable[[Any, int], Any]
 """``microbatching`` of the strategy."""
@@ -219,6 +85,7 @@ class BatchParts:
         counts_samples: whether every microbatch weighs as many samples as it holds, or may.
         counts_equally: whether all replicas then weigh the same.
         is_compiled: whether any part of the module is.
+        splits: whether batches are split here, and not by a function of the user's.
     """
 
     def __init__(
@@ -242,8 +109,7 @@ class BatchParts:
         is_mean = self.is_auto and None not in self._passed and bool(self._passed) and module.automatic_optimization
         self.counts_equally = self.counts_samples and not self.deals and not is_mean
         self.is_compiled = any(is_compiled(one) or is_compiled_in_place(one) for one in module.modules())
-        self._splits = given == "split" and self._splitter is None
-        self._watched: set[Any] = set()
+        self.splits = given == "split" and self._splitter is None
 
     def split(self, batch: Any, *, is_first: bool = False) -> list[Microbatch]:
         """Return the microbatches of one replica's batch.
@@ -315,21 +181,6 @@ class BatchParts:
         loaders = CombinedLoader(self._module.trainer.train_dataloader).flattened
         collators = [getattr(loader, "collate_fn", None) for loader in loaders]
         return any(isinstance(one, VaryingCollator) and one.varies for one in collators)
-
-    def watches(self, name: str, replicas: Iterable[Sequence[Microbatch]]) -> bool:
-        """Return whether a step is watched for positions of samples: the first of each structure of split batches.
-
-        Args:
-            name: of the step.
-            replicas: the microbatches of each.
-        """
-        if not self._splits or self.is_compiled:
-            return False
-        split = [part.batch for parts in replicas if len(parts) > 1 for part in parts]
-        found = {(name, *((path, type(value)) for path, value in leaves(batch))) for batch in split}
-        is_new = not found <= self._watched
-        self._watched |= found
-        return is_new
 
     def has_labels(self, parts: Sequence[Microbatch]) -> bool:
         """Return whether it is certain which tensors hold the label tokens that the loss is a mean over."""

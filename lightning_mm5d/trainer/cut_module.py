@@ -20,7 +20,7 @@ from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.sharded.host_copies import HostCopies
 from lightning_mm5d.sharded.remote_value import Guard
-from lightning_mm5d.stage import CompiledLayers, Patches, Runtime, StageView, TorchEncoders, drop_parameters, views
+from lightning_mm5d.stage import Patches, Runtime, StageView, TorchEncoders, drop_parameters, views
 from lightning_mm5d.tensor_parallel.apply import TensorParallel
 from lightning_mm5d.trainer.feature import Feature
 
@@ -29,7 +29,7 @@ class CutModule:
     """Cuts a module down to the stages of one rank, until `remove`.
 
     Phases: (1) parameters that this rank does not hold become placeholders; (2) layers are sharded over tensor parallel
-    ranks; (3) layers are compiled; (4) sequences are sharded over context parallel
+    ranks; (3) features stand before layers, as to compile them; (4) sequences are sharded over context parallel
     ranks; (5) what features stand before is patched, then other
     callables; (6) the hidden states between layers are sharded, with ``sequence_parallel``.
 
@@ -82,9 +82,9 @@ class CutModule:
         self._encoders = TorchEncoders(module, () if self._tensor is None else plan.division.roles)
         every = views(plan.partition, plan.topology.members, plan.topology.consumes, plan.topology.consumers)
         self.views: dict[StageKey, StageView] = {key: every[key] for key in stages}
-        self._compiled = CompiledLayers(
-            module, self._own_layers(), plan.modalities, plan.partition.kept, lambda: self.runtime.in_lock_step
-        )
+        layers = self._own_layers()
+        around = [feature.layers(module, layers, plan, lambda: self.runtime.in_lock_step) for feature in features]
+        self._layer_removals = [remove for remove in around if remove is not None]
         # compiled code would be compiled again for what watches functions around it
         compiles = any(modality.compile for modality in plan.modalities.values())
         self._is_compiled = compiles or any(is_compiled(one) or is_compiled_in_place(one) for one in module.modules())
@@ -141,7 +141,8 @@ class CutModule:
             shared.remove()
         if self._interface is not None:
             self._interface.remove()
-        self._compiled.remove()
+        for remove in reversed(self._layer_removals):
+            remove()
         self._encoders.remove()
         if self._tensor is not None:
             self._tensor.remove()

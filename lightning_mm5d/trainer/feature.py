@@ -3,7 +3,7 @@
 A feature is a package below ``features``; `config.features` lists them, and nothing else names one. Its phases:
 
 1. check: after the core's own checks, on every process, before processes and again when the module is set up;
-2. cut: on each rank of a run, while its module is cut down to what it computes;
+2. layers, cut: on each rank of a run, while its module is cut down to what it computes;
 3. attach: when module, engine and optimizers are ready. While the run lasts, the engine and the optimization call what
    a feature has appended to their doors (`Engine.around`, `Optimization.around`). What it has put in front of an
    attribute (`stage.put`) is called in place of it;
@@ -26,13 +26,14 @@ import torch
 from lightning_mm5d.config.features import parts
 from lightning_mm5d.engine.engine import Engine
 from lightning_mm5d.engine.ordered_transport import Wire
-from lightning_mm5d.engine.run_groups import RunGroups
+from lightning_mm5d.engine.run_groups import Groups, RunGroups
 from lightning_mm5d.expert_parallel.shared_experts import SharedExperts
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import AnySchedule
 from lightning_mm5d.stage import Runtime
 from lightning_mm5d.trainer.optimization import Optimization
 from lightning_mm5d.trainer.steps import Steps
+from lightning_mm5d.trainer.turns import Turns
 
 BEFORE_TRANSFER = "_on_before_batch_transfer"
 """of the LightningModule: what calls the user's hook, right before a batch moves to its device"""
@@ -57,6 +58,8 @@ class Running:
         optimization: gradients and optimizers.
         steps: run the steps of the module.
         groups: of ranks, of this rank.
+        more_groups: makes further groups; collective.
+        turns: what ranks agree on when a batch begins.
         is_plain: whether every rank is a replica of the full model and steps need no schedule.
     """
 
@@ -74,6 +77,8 @@ class Running:
     optimization: Optimization
     steps: Steps
     groups: RunGroups
+    more_groups: Groups
+    turns: Turns
     is_plain: bool
 
 
@@ -108,10 +113,25 @@ class Feature:
         """Whether a schedule runs the steps of replicas of the full model, too, which else run as they are."""
         return False
 
+    def layers(
+        self, module: pl.LightningModule, layers: Mapping[str, list[str]], plan: Plan, in_lock_step: Callable[[], bool]
+    ) -> Callable[[], None] | None:
+        """Stand before the forwards of this rank's layers, which tensor parallel ranks have sharded, and nothing else.
+
+        Args:
+            module: of the user, without the parameters of other ranks.
+            layers: the paths of this rank's layers, by modality.
+            plan: all stages.
+            in_lock_step: whether all ranks of a replica run the same code at the moment.
+
+        Returns:
+            What undoes it; None where nothing was done.
+        """
+
     def cut(self, runtime: Runtime, plan: Plan, device: torch.device) -> Callable[[], None] | None:
         """Stand before callables of the module on one rank.
 
-        Layers are sharded and compiled by then, and what other ranks compute has not been patched yet: so what stands
+        It comes after the `layers` of all features, and before what other ranks compute is patched: so what stands
         before a callable is called wherever the callable is.
 
         Returns:

@@ -26,7 +26,7 @@ from lightning_mm5d.config.errors import private
 from lightning_mm5d.data.batches import Shown, per_replica
 from lightning_mm5d.data_parallel.main_parameters import MainParameters, computing_dtypes
 from lightning_mm5d.engine.engine import Engine
-from lightning_mm5d.engine.run_groups import Groups, RunGroups, Wish, make_groups
+from lightning_mm5d.engine.run_groups import Groups, RunGroups, make_groups
 from lightning_mm5d.engine.step_gathers import StepGathers, make_gathering
 from lightning_mm5d.gradients.gradients import SumGroups, make_gradients
 from lightning_mm5d.gradients.parameter_hooks import ParameterHooks
@@ -44,7 +44,6 @@ from lightning_mm5d.trainer.main_precision import main_dtype
 from lightning_mm5d.trainer.metrics import MetricSync
 from lightning_mm5d.trainer.optimization import Optimization
 from lightning_mm5d.trainer.replica_collectives import ReplicaCollectives
-from lightning_mm5d.trainer.sample_proof import SampleProof
 from lightning_mm5d.trainer.saves import Saves
 from lightning_mm5d.trainer.sharing_guards import SharingGuards
 from lightning_mm5d.trainer.steps import Replica, Steps
@@ -150,22 +149,12 @@ class Session:
         # on ranks without such layers too, which are asked for their numbers of microbatches
         meets = any(modality.reshard_after_forward for modality in plan.modalities.values()) or plan.experts
         self._meets = self._groups.get(world, "gathers of a step", backend="gloo") if meets else None
-        predicts_apart = self._predicts and not self.is_plain and plan.layout.num_replicas > 1
-        samples = {
-            number: Wish(ranks, f"samples of replica {number}", "gloo")
-            for number in range(plan.layout.num_replicas)
-            if predicts_apart and len(ranks := plan.layout.replica_ranks(number)) > 1
-        }
-        if samples:
-            self._groups.make(samples.values())  # in one agreement of all ranks
-        apart = {number: self._groups.get(wish.ranks, wish.tag) for number, wish in samples.items()}
         self.turns = Turns(
             module.trainer,
             together,
             torch.device("cpu"),
             steps_together=not self.is_plain,
             predicts_together=not self.is_plain and plan.layout.num_replicas == 1,
-            proof=SampleProof(module.trainer, plan.layout, rank, apart),
             saves=options.saves,
         )
 
@@ -266,13 +255,7 @@ class Session:
         owners = [self._module, *vars(trainer)["callbacks"]]
         self.views.attach(owners, self.buffers, predicts_apart=self.plan.layout.num_replicas > 1)
         # not the user's hook itself, which would then count as overridden
-        before_transfer = per_replica(private(self._module, BEFORE_TRANSFER))
-
-        def prepared(batch: Any, dataloader_idx: int = 0) -> Any:
-            self.turns.proof.note(batch)
-            return before_transfer(batch, dataloader_idx)
-
-        vars(self._module)[BEFORE_TRANSFER] = prepared
+        vars(self._module)[BEFORE_TRANSFER] = per_replica(private(self._module, BEFORE_TRANSFER))
         running = Running(
             trainer=trainer,
             module=self._module,
@@ -288,6 +271,8 @@ class Session:
             optimization=self.optimization,
             steps=self.steps,
             groups=self._run_groups,
+            more_groups=self._groups,
+            turns=self.turns,
             is_plain=self.is_plain,
         )
         for feature in self._options.features:

@@ -15,10 +15,9 @@ It knows the LightningModule and nothing of the trainer. `user_step.py` refuses 
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,9 +31,8 @@ from lightning_mm5d.engine.kept_casts import CastingOnce
 from lightning_mm5d.gradients.gradients import Gradients
 from lightning_mm5d.gradients.parameter_hooks import published, set_aside, skipped
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.sharded.collectives import message_device
 from lightning_mm5d.sharded.data_accesses import refused_writes
-from lightning_mm5d.sharded.remote_value import is_remote, plain
+from lightning_mm5d.sharded.remote_value import plain
 from lightning_mm5d.source.appends import appended_by_data
 from lightning_mm5d.source.trees import Source
 from lightning_mm5d.stage import StageError
@@ -43,16 +41,14 @@ from lightning_mm5d.trainer.guard import position
 from lightning_mm5d.trainer.kept_values import KeptValues
 from lightning_mm5d.trainer.logs import LogCapture, replay
 from lightning_mm5d.trainer.lost_writes import tell_of_lost_writes
-from lightning_mm5d.trainer.mean_check import JoinedStep, compare, put_back
 from lightning_mm5d.trainer.metrics import MetricSync
 from lightning_mm5d.trainer.optimization import Summing
-from lightning_mm5d.trainer.user_step import Context, ResultChannel, StepResult, TrainingStep, UserStep, Weights
+from lightning_mm5d.trainer.user_step import Context, ResultChannel, StepResult, TrainingStep, UserStep, Watch, Weights
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
 Parts = Mapping[int, list[Microbatch]]
-_log = logging.getLogger("lightning.pytorch")  # shows what it is told, where Lightning does
 _ROUNDED = 0.01  # how much a factor may differ from 1 by the dtype of a loss
 
 
@@ -84,6 +80,41 @@ class Unscheduled(Protocol):
         """Run all microbatches of a step, which may run backwards and optimizers itself."""
 
 
+class FirstBatch(NamedTuple):
+    """The first batch of a run, whose step has run.
+
+    Attributes:
+        batch: as the dataloader gave it.
+        parts: its microbatches, of each replica that this rank serves.
+        arguments: of `training_step` after the batch.
+        weights: of the microbatches.
+        options: of `UserStep`.
+        has_loss: whether the batch was not skipped.
+        is_gathered: whether parameters are gathered within a step.
+    """
+
+    batch: Any
+    parts: Parts
+    arguments: Sequence[Any]
+    weights: Weights
+    options: dict[str, Any]
+    has_loss: bool
+    is_gathered: bool
+
+
+class FirstWatch(Protocol):
+    """Looks at the first batch of a run; all of it is collective."""
+
+    def begin(self, *, is_gathered: bool) -> None:
+        """The training step begins."""
+
+    def ran(self, runs: int) -> None:
+        """The step has run `runs` times on this rank, for each microbatch and stage."""
+
+    def stepped(self, first: FirstBatch) -> None:
+        """The step has ended well on all ranks."""
+
+
 class Steps:
     """Runs the steps of a LightningModule.
 
@@ -103,6 +134,9 @@ class Steps:
     Attributes:
         writes: whether steps that end here write files for all ranks.
         unscheduled: runs steps that no schedule can run; None where nothing does.
+        first: looks at the first batch of a run; None where nothing does.
+        watch: returns for the name of a step and its microbatches what is entered around each run; None for nothing.
+        batch_parts: splits batches, and weighs their parts.
     """
 
     def __init__(
@@ -122,8 +156,10 @@ class Steps:
     ) -> None:
         self._module, self._plan, self._engine, self._gradients = module, plan, engine, gradients
         self._replicas, self._metrics, self._rank, self._device = replicas, metrics, rank, device
-        self._loss_group, self._batch_parts, self._seed = loss_group, batch_parts, seed
+        self._loss_group, self.batch_parts, self._seed = loss_group, batch_parts, seed
         self.unscheduled: Unscheduled | None = None
+        self.first: FirstWatch | None = None
+        self.watch: Callable[[str, Parts], Watch | None] | None = None
         self._several = dict[str, set[int]]()
         last = plan.topology.instances(plan.topology.last_stage)
         self._is_shared = any(len(ranks) > 1 for ranks in last)
@@ -167,7 +203,9 @@ class Steps:
         # a resumed run may begin with the last batch of an epoch
         is_first = not self._has_trained and self._module.global_step == 0
         parts = self._split(batch, is_first=is_first)
-        frozen = self._frozen() if is_first and not is_gathered else {}
+        first = self.first if is_first else None
+        if first is not None:
+            first.begin(is_gathered=is_gathered)
         self._has_trained = True
         share = summing.share or 1.0
 
@@ -185,10 +223,10 @@ class Steps:
             shows_copies = is_gathered or self._plan.main_params is not None
             watched = refused_writes(self._named) if shows_copies else self._casting_once.step()
             with set_aside(self._gradients.parameters), watched:
-                self._run(step, self.trainable(), reduction.ending)
+                self.run(step, self.trainable(), reduction.ending)
             rows = self._gradients.finish(reduction)
-            if is_first:
-                _check_frozen(frozen, self._frozen() if frozen else {}, step.runs, self._device)
+            if first is not None:
+                first.ran(step.runs)
         finally:
             self._gradients.leave()
             fresh = [
@@ -209,12 +247,9 @@ class Steps:
                 "No microbatch's loss has a gradient, so that nothing would be trained",
                 "Return a loss that depends on a trainable parameter; frozen ones, `detach` and `no_grad` cut it off",
             )
-        if is_first:
-            can_compare = not is_gathered and result.loss is not None
-            options |= {"watches": False, "context": plain_context}
-            joined = self._joined(batch, parts) if can_compare else {}
-            if not self._check_mean(joined, parts, arguments, weights, options) and result.loss is not None:
-                self._say_unchecked(parts, joined, is_gathered=is_gathered)
+        if first is not None:
+            options |= {"watch": None, "context": plain_context}
+            first.stepped(FirstBatch(batch, parts, arguments, weights, options, result.loss is not None, is_gathered))
         factor = 1.0 / scaled(torch.ones((), device=self._device))
 
         def publish(gradient: Tensor) -> None:
@@ -248,7 +283,7 @@ class Steps:
             step = UserStep(self._module, name, arguments, piped, weights, **options)
             step.kept = values
             step.forgives = (StageError, RemoteParameterError) if undo is not None and self._plan.topology.edges else ()
-            self._run(step, frozenset())
+            self.run(step, frozenset())
             results = self._share(piped, self._merged(step, None, values) if self._own in piped else None)
             failed = {number for number in piped if results[number].fails}
             walking |= failed
@@ -263,14 +298,6 @@ class Steps:
                 self.unscheduled.execute(step)
             results |= self._share(walked, self._merged(step, None, values) if self._own in walked else None)
         return self._shown(results, values).outputs
-
-    def _frozen(self) -> dict[str, Tensor]:
-        """Return the norms of the frozen parameters that this rank has."""
-        with plain():
-            found = {name: p for name, p in self._named if not (p.requires_grad or is_remote(p))}
-            found = {name: p for name, p in found.items() if p.dtype in _NORMED and p.layout == torch.strided}
-            norms = torch._foreach_norm([p.detach() for p in found.values()]) if found else ()
-        return dict(zip(found, norms, strict=True))
 
     def optimize(self, arguments: Sequence[Any], context: Context) -> Any:
         """Run a `training_step` with backwards and optimizers of its own, for the full batch; return its result.
@@ -293,60 +320,12 @@ class Steps:
         merged = None if self._own is None else self._merged(step, None, values)
         return self._shown(self._share(parts, merged), values).outputs
 
-    def _joined(self, batch: Any, parts: Parts) -> Parts:
-        """Return the first two microbatches, both as one and the first again, of replicas where these are known."""
-        is_equal = self._plan.layout.num_replicas == 1 or self._batch_parts.is_equal_everywhere()
-        if self._batch_parts.is_compiled or not is_equal:
-            return {}
-        batches = zip(parts.items(), split_replicas(batch, len(self._replicas)), strict=True)
-        joined = {number: (found, self._batch_parts.joined(one, found)) for (number, found), one in batches}
-        return {number: [*found[:2], both, found[0]] for number, (found, both) in joined.items() if both is not None}
-
-    def _check_mean(
-        self, given: Parts, parts: Parts, arguments: Sequence[Any], weights: Weights, options: dict[str, Any]
-    ) -> bool:
-        """Compare, if all ranks can, the loss of the first two microbatches with that of both as one: `mean_check`.
-
-        Returns:
-            Whether nothing stood in the way.
-        """
-        lacking = torch.tensor(len(parts) - len(given), device=message_device(self._device))
-        dist.all_reduce(lacking, dist.ReduceOp.MAX)
-        if lacking:
-            return False
-        writes, self.writes = self.writes, False
-        try:
-            with put_back(self._module, self._device) as state:
-                step = JoinedStep(self._module, "training_step", arguments, given, weights, state=state, **options)
-                with step.uncounted():
-                    self._run(step, frozenset())
-        finally:
-            self.writes = writes
-        if writes:
-            compare(self._module, step)
-        return not step.fails
-
-    def _say_unchecked(self, parts: Parts, joined: Parts, *, is_gathered: bool) -> None:
-        """Say once, where warnings are written, why the losses of several microbatches were not compared."""
-        if not self.writes or all(len(found) < 2 for found in parts.values()):
-            return
-        why = "training_step draws random numbers, or fails on a batch of another size"
-        if is_gathered:
-            why = "parameters are gathered within a step (zero_stage: 3)"
-        elif not joined:
-            is_compiled, unlike = self._batch_parts.is_compiled, "replicas may have batches of unlike sizes"
-            why = "modules are compiled" if is_compiled else f"two of them cannot be joined to one, or {unlike}"
-        _log.info(
-            f"Not checked: whether the loss of a batch is the mean of its microbatches' losses, because {why}. "
-            'See "Losses that are no mean" in the documentation of batches.'
-        )
-
     # --- phase 1 ---
 
     def _split(self, batch: Any, *, is_first: bool = False) -> dict[int, list[Microbatch]]:
         batches = split_replicas(batch, len(self._replicas))
         return {
-            number: [] if one is None else self._batch_parts.split(one, is_first=is_first)
+            number: [] if one is None else self.batch_parts.split(one, is_first=is_first)
             for number, one in zip(self._replicas, batches, strict=True)
         }
 
@@ -357,14 +336,14 @@ class Steps:
         """
         if name == "predict_step":
             return Weights()
-        deals = name == "training_step" and self._batch_parts.deals
+        deals = name == "training_step" and self.batch_parts.deals
         tokens = self._counts_tokens(parts, name)
         for found in parts.values():
-            self._batch_parts.check(found, tokens=tokens, deals=deals)
+            self.batch_parts.check(found, tokens=tokens, deals=deals)
         if self._own is None or self._own not in parts:
             return Weights()
-        own = self._batch_parts.weights(parts[self._own], tokens=tokens)
-        if self._batch_parts.counts_samples and not tokens and not deals:
+        own = self.batch_parts.weights(parts[self._own], tokens=tokens)
+        if self.batch_parts.counts_samples and not tokens and not deals:
             return Weights(own, sum(own) * self._plan.layout.num_replicas)
         samples = sum(part.samples for part in parts[self._own])
         totals = torch.tensor([sum(own), samples], dtype=torch.float64, device=self._device)
@@ -375,10 +354,10 @@ class Steps:
 
     def _counts_tokens(self, parts: Parts, name: str) -> bool:
         """Whether label tokens weigh microbatches of a step, which its first batches tell all ranks where steps end."""
-        if not self._batch_parts.is_auto:
-            return not self._batch_parts.counts_samples
+        if not self.batch_parts.is_auto:
+            return not self.batch_parts.counts_samples
         if name not in self._tokens:
-            found = torch.tensor([all(map(self._batch_parts.has_labels, parts.values()))], device=self._device).int()
+            found = torch.tensor([all(map(self.batch_parts.has_labels, parts.values()))], device=self._device).int()
             if self._own in parts and self._loss_group is not None:
                 dist.all_reduce(found, dist.ReduceOp.MIN, group=self._loss_group)
             self._tokens[name] = bool(found)
@@ -397,10 +376,10 @@ class Steps:
         apart = () if name == "training_step" else (name,)
         key = None if self._seed is None else (self._seed, module.current_epoch, index, *apart)
         options = {"context": context, "capture": self._capture, "metrics": self._metrics, "random_key": key}
-        options |= {"watches": self._batch_parts.watches(name, parts.values())}
+        options |= {"watch": None if self.watch is None else self.watch(name, parts)}
         return {**options, "copies": self._writing.get(name, True)}
 
-    def _run(self, step: UserStep, trainable: frozenset[str], ending: Ending | None = None) -> None:
+    def run(self, step: UserStep, trainable: frozenset[str], ending: Ending | None = None) -> None:
         with self._capture.capture(), self._metrics.local(self._capture.joined if step.is_split else None):
             self._engine.execute(step, trainable, ending)
         self._writing[step.name] = self._writing.get(step.name, False) or step.writes
@@ -487,24 +466,6 @@ class Steps:
         # only now: with sync_dist a log is collective over all ranks, and others wait for the next replica's result
         replay(self._module, found[shown].logs)
         return found[shown]
-
-
-_NORMED = frozenset((torch.float64, torch.float32, torch.float16, torch.bfloat16))
-
-
-def _check_frozen(before: Mapping[str, Tensor], after: Mapping[str, Tensor], runs: int, device: torch.device) -> None:
-    """Refuse, on all ranks, a step that writes to frozen weights, a momentum encoder's, where it runs several times."""
-    names = [name for name in before if name in after] if runs > 1 else []
-    changed = [name for name in names if bool(before[name] != after[name])]
-    most = torch.tensor(runs if changed else 0, device=message_device(device))
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    if most:
-        raise ConfigError(
-            "training_step",
-            f"a write to {changed[0]!r}" if changed else "a write to a frozen parameter of another rank",
-            f"The step runs {int(most)} times a batch, for each microbatch and stage, and would write as often",
-            "Write in on_train_batch_start or on_train_batch_end, which run once and see all weights",
-        )
 
 
 def _by_name(outputs: Any) -> dict[str, Any] | None:

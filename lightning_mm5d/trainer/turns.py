@@ -7,12 +7,13 @@ Lightning asks rank 0; then all of them raise `SIGTERMException` at the same pla
 The agreement uses a group of its own, so that a call that only some ranks make (a checkpoint, a log) never meets it.
 
 It refuses ranks that are not in the same batch, which would mix the gradients of different batches, and ranks of one
-replica that have read different samples (see `sample_proof`).
+replica that have read different samples (see `BatchProof`).
 """
 
 from __future__ import annotations
 
 from types import FrameType
+from typing import Protocol
 
 import lightning.pytorch as pl
 import torch
@@ -23,8 +24,23 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_mm5d.config.errors import RankMismatchError, private
 from lightning_mm5d.monitor.verdict import named
 from lightning_mm5d.trainer.guard import position
-from lightning_mm5d.trainer.sample_proof import SampleProof
 from lightning_mm5d.trainer.saves import Saves
+
+
+class BatchProof(Protocol):
+    """Compares what ranks of a replica have read; raises RankMismatchError on all of them where it differs."""
+
+    def slots(self) -> list[int]:
+        """Return numbers of this rank, as many on all, of which the ranks take the largest."""
+
+    def check(self, agreed: list[int], group: dist.ProcessGroup) -> None:
+        """Look at the largest `slots` of all ranks, which are `group`."""
+
+    def compare(self, group: dist.ProcessGroup | None) -> None:
+        """Compare before a step of all ranks, `group`; a round of its own."""
+
+    def compare_alone(self) -> None:
+        """Compare among the ranks of each replica, before an evaluation that other replicas may not have."""
 
 
 class Turns:
@@ -36,8 +52,10 @@ class Turns:
         device: where messages of the group live.
         steps_together: whether evaluation steps involve all ranks, which then agree in them too.
         predicts_together: whether prediction steps do. Where data is divided among replicas, some have one more.
-        proof: compares what ranks of a replica have read.
         saves: whose errors all ranks raise at the start of a batch; None where nothing is saved meanwhile.
+
+    Attributes:
+        proof: compares what ranks of a replica have read; None where nothing does.
     """
 
     def __init__(
@@ -48,10 +66,10 @@ class Turns:
         *,
         steps_together: bool,
         predicts_together: bool,
-        proof: SampleProof,
         saves: Saves | None = None,
     ) -> None:
-        self._saves, self.proof = saves, proof
+        self._saves = saves
+        self.proof: BatchProof | None = None
         self._trainer, self._group, self._device = trainer, group, device
         self._steps_together = predicts_together if trainer.predicting else steps_together
         self._terminates = False
@@ -104,7 +122,8 @@ class Turns:
             RankMismatchError: on all ranks, when they are not at the same batch, or have read different samples.
         """
         if not self._steps_together:
-            self.proof.compare_alone()
+            if self.proof is not None:
+                self.proof.compare_alone()
         elif self._agreed(self._trainer.current_epoch, position(self._trainer).get("batch", 0)) is not None:
             self._connector.received_sigterm = True
 
@@ -114,7 +133,8 @@ class Turns:
         Raises:
             RankMismatchError: on all ranks, when those of a replica have read different samples.
         """
-        self.proof.compare(self._group)
+        if self.proof is not None:
+            self.proof.compare(self._group)
 
     def _agreed(self, epoch: int, batch: int) -> int | None:
         """Return a rank that was told to terminate; None where none was."""
@@ -126,13 +146,15 @@ class Turns:
         stage = list(RunningStage).index(self._trainer.state.stage) if self._trainer.state.stage is not None else -1
         place = [stage, epoch, batch]
         told = rank + 1 if self._terminates else 0
-        slots = [told, save_failed, *place, *(-value for value in place), *self.proof.slots()]
+        slots = [told, save_failed, *place, *(-value for value in place)]
+        slots += [] if self.proof is None else self.proof.slots()
         agreed = torch.tensor(slots, device=self._device)
         dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self._group)
         told, save_failed, *bounds = agreed.tolist()
         if bounds[:3] != [-value for value in bounds[3:6]]:
             raise RankMismatchError(self._differences(place))
-        self.proof.check(bounds[6:], self._group)
+        if self.proof is not None:
+            self.proof.check(bounds[6:], self._group)
         self._raise_failed_save(save_failed)
         return told - 1 if told else None
 

@@ -23,7 +23,6 @@ from lightning_mm5d.engine.step import Scope
 from lightning_mm5d.sharded.remote_value import is_remote, settled
 from lightning_mm5d.stage import StageError
 from lightning_mm5d.stage.payload import Packer, detached, map_tensors, unsharded
-from lightning_mm5d.trainer.batch_parts import RowIndices
 from lightning_mm5d.trainer.kept_values import KeptValues
 from lightning_mm5d.trainer.logs import LogCapture, LogOptions, MergedLog
 from lightning_mm5d.trainer.metrics import MetricSync
@@ -163,6 +162,7 @@ def _from_tree(tree: Any) -> StepResult:
 
 
 Context = Callable[[], AbstractContextManager[Any]]
+Watch = Callable[[Microbatch], AbstractContextManager[Any]]
 
 
 class UserStep:
@@ -178,7 +178,7 @@ class UserStep:
         capture: records what the step logs.
         metrics: the module's metrics.
         random_key: what random state depends on; None leaves generators alone.
-        watches: whether it refuses fields that hold positions of samples, see `RowIndices`.
+        watch: returns for a microbatch what is entered around a run on it; None for nothing.
         copies: whether each run gets tensors of its own, because a step that writes to its batch in place would do so
             in each stage of this rank, and under backwards of other microbatches.
 
@@ -209,13 +209,13 @@ class UserStep:
         capture: LogCapture,
         metrics: MetricSync,
         random_key: tuple[int | str, ...] | None,
-        watches: bool = False,
+        watch: Watch | None = None,
         copies: bool = False,
     ) -> None:
         self.microbatches, self.random_key, self.context = microbatches, random_key, context
         self.weights, self.results, self.epoch = weights, dict[int, Any](), module.current_epoch
         self._module, self.name, self._arguments = module, name, arguments
-        self._capture, self._metrics, self._watches = capture, metrics, watches
+        self._capture, self._metrics, self._watch = capture, metrics, watch
         self._unchanged: dict[int, Any] = {}
         self._copies, self.writes = copies, False
         self.runs = 0
@@ -263,7 +263,7 @@ class UserStep:
         if self._copies:
             batch = with_tensors(batch, lambda _, tensor: _copied(tensor, copies))
         try:
-            with RowIndices(self._module, replace(microbatch, batch=batch)) if self._watches else nullcontext():
+            with nullcontext() if self._watch is None else self._watch(replace(microbatch, batch=batch)):
                 result = unsharded(getattr(self._module, self.name)(batch, *self._arguments))
         except StopIteration as error:  # Lightning would take it for the end of the data, on this rank only
             raise RuntimeError(f"{self.name} raised StopIteration") from error

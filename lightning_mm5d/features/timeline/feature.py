@@ -24,9 +24,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.engine.recorder import Recorder
+from lightning_mm5d.features.timeline.drawing import SECONDS, chrome_trace, draw
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Action, AnySchedule, Graph, Kind, Schedule, Simulation, Span, measured, simulate
-from lightning_mm5d.schedule.drawing import SECONDS, chrome_trace, draw
 from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.sharded.collectives import message_device
 from lightning_mm5d.trainer.feature import Attached, Feature, Running

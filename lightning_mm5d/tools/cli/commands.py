@@ -17,17 +17,18 @@ from lightning_mm5d.config.modality import Modality, for_schedule
 from lightning_mm5d.config.pipelines import UNLIKE_SCHEDULES
 from lightning_mm5d.config.tables import Page
 from lightning_mm5d.engine.run_groups import communicators, wanted_groups
+from lightning_mm5d.features.timeline.drawing import COSTS, MILLISECONDS, WORK, TimeUnit, chrome_trace, draw
 from lightning_mm5d.partition.costs import units
 from lightning_mm5d.partition.find import find
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.schedule import SCHEDULES, AnySchedule, Graph, Outcome, compare, name_of
-from lightning_mm5d.schedule.drawing import COSTS, MILLISECONDS, WORK, TimeUnit, chrome_trace, draw
+from lightning_mm5d.schedule import SCHEDULES, AnySchedule, Graph, name_of
 from lightning_mm5d.tools.cli.configuration import Source
 from lightning_mm5d.tools.cli.estimates import first_microbatch, may_share, step_of, tracer
 from lightning_mm5d.tools.cli.job import Job, load
 from lightning_mm5d.tools.cli.terminal import bytes_of, show, warn
 from lightning_mm5d.tools.planner.inspect import as_json, holdings, report, warnings
 from lightning_mm5d.tools.planner.memory_tables import memory_table, options_table
+from lightning_mm5d.tools.planner.outcomes import Outcome, compare
 from lightning_mm5d.tools.planner.profile import Measured, measure
 from lightning_mm5d.tools.planner.proposal import propose
 from lightning_mm5d.tools.planner.rank_memory import memory_of

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lightning_mm5d.config.checks import check_compile
 from lightning_mm5d.config.errors import ConfigError, did_you_mean
 from lightning_mm5d.config.features import check_features
 from lightning_mm5d.config.modality import Modality, as_modalities
@@ -282,7 +281,9 @@ def convert_kernels(draft: Draft) -> None:
     if draft.get("enable_fused_normalization", False):
         choose_kernel(draft, "enable_fused_normalization", "rms_norm")
     name = "enable_jit_fused"
-    if draft.get(name, False) and draft.accepts(name, lambda one: check_compile("", one), compile=True):
+    if draft.get(name, False) and draft.accepts(
+        name, lambda one: check_features({"modalities": {"": one}}), compile=True
+    ):
         draft.put(name, "modality.compile", True)
 
 

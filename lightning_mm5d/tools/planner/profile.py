@@ -28,10 +28,10 @@ from torch import nn
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.tables import Table
+from lightning_mm5d.features.timeline.drawing import SECONDS
 from lightning_mm5d.partition.costs import Unit
 from lightning_mm5d.partition.parts import Parts
 from lightning_mm5d.partition.step_uses import Encoder, Found
-from lightning_mm5d.schedule.drawing import SECONDS
 
 
 @contextmanager

@@ -22,17 +22,18 @@ from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality, PipelineTemplate, decoders_of
 from lightning_mm5d.config.tables import Page, Table, memory_text
 from lightning_mm5d.expert_parallel.expert_layer import find_experts
+from lightning_mm5d.features.timeline.drawing import COSTS, WORK, TimeUnit
 from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.partition import StageCut, partition
 from lightning_mm5d.partition.costs import Unit, costed, depends_on_cut, units
 from lightning_mm5d.partition.find import find
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.schedule import AnySchedule, Outcome, compare
-from lightning_mm5d.schedule.drawing import COSTS, WORK, TimeUnit
+from lightning_mm5d.schedule import AnySchedule
 from lightning_mm5d.tensor_parallel.division import divide
 from lightning_mm5d.tensor_parallel.resolve import Division
 from lightning_mm5d.tools.planner.activation_trace import Trace
 from lightning_mm5d.tools.planner.memory_tables import MemoryLimit, memory_table
+from lightning_mm5d.tools.planner.outcomes import Outcome, compare
 from lightning_mm5d.tools.planner.rank_memory import RankMemory, memory_of
 from lightning_mm5d.tools.planner.rank_memory import Step as MemoryStep
 from lightning_mm5d.tools.planner.search import Found, NothingFitsError, search

@@ -15,8 +15,9 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 
-from lightning_mm5d.schedule import SCHEDULES, build, report, to_csv
+from lightning_mm5d.schedule import SCHEDULES, build, to_csv
 from lightning_mm5d.tools.cli.main import main
+from lightning_mm5d.tools.planner import outcomes
 from schedule.graphs import chain
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -60,7 +61,7 @@ class Simulate:
 def built_once() -> Iterator[None]:
     """Most tests simulate the same graphs, whose schedules are built once for all of them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "build", cache(report.build))
+        patch.setattr(outcomes, "build", cache(outcomes.build))
         yield
 
 

@@ -1,5 +1,7 @@
 """Compares the loss of the first training batch with the mean of its microbatches' losses, and warns where it is none.
 
+It also refuses a step that writes to frozen weights, which would write for each microbatch and stage.
+
 A schedule trains the weighted mean of the losses of microbatches. That is the loss of the batch only where this is a
 mean over samples, or over what ``loss_weight`` counts: not a sum, not a comparison of samples with each other, not
 what batch statistics or counters change. Nobody would see the difference in a falling loss. Phases, once in a run,
@@ -15,6 +17,7 @@ draw unlike ones; so does an error, as of code that knows the size of microbatch
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 import warnings
@@ -24,16 +27,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.data.batches import split_replicas
 from lightning_mm5d.data.microbatch import Microbatch, with_tensors
 from lightning_mm5d.data.random_state import kept_random_state
+from lightning_mm5d.sharded.collectives import message_device
 from lightning_mm5d.sharded.remote_value import is_remote, plain
 from lightning_mm5d.stage.payload import tensors_in
+from lightning_mm5d.trainer.feature import Attached, Feature, Running
 from lightning_mm5d.trainer.kept_values import KeptState
+from lightning_mm5d.trainer.steps import FirstBatch
 from lightning_mm5d.trainer.user_step import UserStep
 
 if TYPE_CHECKING:
@@ -61,7 +70,107 @@ _DRAWING = frozenset(
 _SEE = 'See "Losses that are no mean" in the documentation of batches.'
 
 
-class JoinedStep(UserStep):
+_NORMED = frozenset((torch.float64, torch.float32, torch.float16, torch.bfloat16))
+_log = logging.getLogger("lightning.pytorch")  # shows what it is told, where Lightning does
+
+
+class FirstBatchChecks(Feature):
+    """Looks at the first batch of each fit that begins with untrained weights."""
+
+    def attach(self, running: Running) -> Attached:
+        """Watch the first training step."""
+        return _Checks(running)
+
+
+class _Checks(Attached):
+    def __init__(self, running: Running) -> None:
+        self._module, self._device, self._layout = running.module, running.device, running.plan.layout
+        self._frozen = dict[str, Tensor]()
+        self._steps = running.steps
+        self._steps.first = self
+
+    def remove(self) -> None:
+        """Watch no longer."""
+        self._steps.first = None
+
+    def begin(self, *, is_gathered: bool) -> None:
+        """Keep the norms of frozen parameters."""
+        self._frozen = {} if is_gathered else self._norms()
+
+    def _norms(self) -> dict[str, Tensor]:
+        """Return the norms of the frozen parameters that this rank has."""
+        with plain():
+            named = self._module.named_parameters(remove_duplicate=False)
+            found = {name: p for name, p in named if not (p.requires_grad or is_remote(p))}
+            found = {name: p for name, p in found.items() if p.dtype in _NORMED and p.layout == torch.strided}
+            norms = torch._foreach_norm([p.detach() for p in found.values()]) if found else ()
+        return dict(zip(found, norms, strict=True))
+
+    def ran(self, runs: int) -> None:
+        """Refuse, on all ranks, a step that writes to frozen weights (a momentum encoder's) and runs several times."""
+        before, self._frozen = self._frozen, {}
+        after = self._norms() if before and runs > 1 else {}
+        changed = [name for name in before if name in after and bool(before[name] != after[name])]
+        most = torch.tensor(runs if changed else 0, device=message_device(self._device))
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        if most:
+            raise ConfigError(
+                "training_step",
+                f"a write to {changed[0]!r}" if changed else "a write to a frozen parameter of another rank",
+                f"The step runs {int(most)} times a batch, for each microbatch and stage, and would write as often",
+                "Write in on_train_batch_start or on_train_batch_end, which run once and see all weights",
+            )
+
+    def stepped(self, first: FirstBatch) -> None:
+        """Compare, if all ranks can, the losses of two microbatches with that of both as one; or say why not."""
+        joined = self._joined(first) if first.has_loss and not first.is_gathered else {}
+        lacking = torch.tensor(len(first.parts) - len(joined), device=message_device(self._device))
+        dist.all_reduce(lacking, dist.ReduceOp.MAX)
+        if (lacking or not self._compares(first, joined)) and first.has_loss:
+            self._say_unchecked(first, joined)
+
+    def _joined(self, first: FirstBatch) -> dict[int, list[Microbatch]]:
+        """Return the first two microbatches, both as one and the first again, of replicas where these are known."""
+        batch_parts = self._steps.batch_parts
+        is_equal = self._layout.num_replicas == 1 or batch_parts.is_equal_everywhere()
+        if batch_parts.is_compiled or not is_equal:
+            return {}
+        batches = zip(first.parts.items(), split_replicas(first.batch, len(first.parts)), strict=True)
+        joined = {number: (found, batch_parts.joined(one, found)) for (number, found), one in batches}
+        return {number: [*found[:2], both, found[0]] for number, (found, both) in joined.items() if both is not None}
+
+    def _compares(self, first: FirstBatch, joined: Mapping[int, list[Microbatch]]) -> bool:
+        """Run the joined step, and compare; return whether nothing stood in the way."""
+        writes, self._steps.writes = self._steps.writes, False
+        given = self._module, "training_step", first.arguments, joined, first.weights
+        try:
+            with _put_back(self._module, self._device) as state:
+                step = _JoinedStep(*given, state=state, **first.options)
+                with step.uncounted():
+                    self._steps.run(step, frozenset())
+        finally:
+            self._steps.writes = writes
+        if writes:
+            _compare(self._module, step)
+        return not step.fails
+
+    def _say_unchecked(self, first: FirstBatch, joined: Mapping[int, list[Microbatch]]) -> None:
+        """Say once, where warnings are written, why the losses of several microbatches were not compared."""
+        if not self._steps.writes or all(len(found) < 2 for found in first.parts.values()):
+            return
+        why = "training_step draws random numbers, or fails on a batch of another size"
+        if first.is_gathered:
+            why = "parameters are gathered within a step (zero_stage: 3)"
+        elif not joined:
+            is_compiled, unlike = self._steps.batch_parts.is_compiled, "replicas may have batches of unlike sizes"
+            why = "modules are compiled" if is_compiled else f"two of them cannot be joined to one, or {unlike}"
+        _log.info(
+            f"Not checked: whether the loss of a batch is the mean of its microbatches' losses, because {why}. "
+            'See "Losses that are no mean" in the documentation of batches.'
+        )
+
+
+class _JoinedStep(UserStep):
     """A training step without gradients, on two microbatches, on both as one, and on the first one again.
 
     Args:
@@ -113,7 +222,7 @@ class _Watched(TorchFunctionMode):
         module: whose parameters are put back at the end.
     """
 
-    def __init__(self, step: JoinedStep, module: nn.Module) -> None:
+    def __init__(self, step: _JoinedStep, module: nn.Module) -> None:
         super().__init__()
         self._step = step
         self._data: dict[int, list[tuple[nn.Parameter, Tensor]]] = {}  # by address
@@ -172,8 +281,8 @@ def _address(tensor: Tensor) -> int:
 
 
 @contextmanager
-def put_back(module: LightningModule, device: torch.device) -> Iterator[KeptState]:
-    """Enter around a `JoinedStep`; everything is then as it was, but metrics and logs, of which nothing counts.
+def _put_back(module: LightningModule, device: torch.device) -> Iterator[KeptState]:
+    """Enter around a `_JoinedStep`; everything is then as it was, but metrics and logs, of which nothing counts.
 
     Args:
         module: the user's module; its loggers log nothing meanwhile.
@@ -190,7 +299,7 @@ def put_back(module: LightningModule, device: torch.device) -> Iterator[KeptStat
         module.trainer.loggers = loggers
 
 
-def compare(module: LightningModule, step: JoinedStep) -> None:
+def _compare(module: LightningModule, step: _JoinedStep) -> None:
     """Warn where the loss of two microbatches as one is not the mean of theirs.
 
     Args:
@@ -245,3 +354,6 @@ def _rounding(module: LightningModule, loss: torch.dtype) -> float:
     if is_full and (module.device.type == "cpu" or dtypes == {torch.float64}):
         return _ROUNDING
     return max(_LOW_ROUNDING, 4 * torch.finfo(loss).eps)
+
+
+FEATURE = FirstBatchChecks

@@ -9,9 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_mm5d.schedule.builders import SCHEDULES, AnySchedule, build
-from lightning_mm5d.schedule.graph import Graph, Schedule
-from lightning_mm5d.schedule.simulate import Simulation, simulate
+from lightning_mm5d.schedule import SCHEDULES, AnySchedule, Graph, Schedule, Simulation, build, name_of, simulate
 from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.schedule.validate import label
 
@@ -89,13 +87,6 @@ def compare(
         played = [_play(schedule, placed, transfer_cost) for placed in _graphs(graph, schedule, schedules)]
         outcomes.append(min(played, key=lambda outcome: outcome.simulation.makespan))
     return outcomes
-
-
-def name_of(schedule: AnySchedule) -> str:
-    """Return a schedule's name, the path of its table, ``table`` for a table's text, or the name of its function."""
-    if not isinstance(schedule, str):
-        return getattr(schedule, "__name__", type(schedule).__name__)
-    return schedule if schedule in SCHEDULES or schedule.endswith(".csv") else "table"
 
 
 def _graphs(

@@ -17,7 +17,7 @@ from lightning.pytorch import seed_everything
 from torch import Tensor, nn
 
 from features.toys import CLASSES, PAIR, WIDTH, Layout, Run, Toy, alone
-from lightning_mm5d.trainer.steps import Steps
+from lightning_mm5d.features.first_batch.feature import FirstBatchChecks
 from ordinary.uses import Memory
 from ranks import call_ranks
 
@@ -135,7 +135,7 @@ def test_a_loss_that_is_no_mean_is_told_of_once_and_what_draws_or_fails_is_not(w
 def _unchecked(rank: int, world: int) -> dict[str, list[str]]:
     found = {}
     for name, count in (("a mean", 2), ("a sum with noise", 2), ("a sum with noise", 1), ("code for four samples", 2)):
-        with patch("lightning_mm5d.trainer.steps._log.info") as info, warnings.catch_warnings():
+        with patch("lightning_mm5d.features.first_batch.feature._log.info") as info, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             run = Run(LAYOUTS[world], {"num_microbatches": count})
             run.trainer(max_steps=2, use_distributed_sampler=False).fit(Lossy(name), run.loader(16, 4 * count))
@@ -203,7 +203,7 @@ def _both(rank: int, world: int, folder: str) -> list[Any]:
             path = Path(folder, name)
             path.mkdir(exist_ok=True)
             if name == "without":
-                with patch.object(Steps, "_check_mean", lambda *_: None):
+                with patch.object(FirstBatchChecks, "attach", lambda *_: None):
                     found.append(_after(world, path))
             else:
                 found.append(_after(world, path))

@@ -12,8 +12,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from lightning_mm5d.features.timeline.drawing import COSTS, SECONDS, WORK, TimeUnit, chrome_trace, draw
 from lightning_mm5d.schedule import Graph, Node, Simulation, build, simulate
-from lightning_mm5d.schedule.drawing import COSTS, SECONDS, WORK, TimeUnit, chrome_trace, draw
 from schedule.graphs import chain, chunked, tree
 
 

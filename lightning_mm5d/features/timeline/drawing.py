@@ -116,7 +116,7 @@ def draw(
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
-            "lightning_mm5d.schedule.drawing.draw: matplotlib cannot be imported. It draws the "
+            "lightning_mm5d.features.timeline.drawing.draw: matplotlib cannot be imported. It draws the "
             "pictures. Install it with: pip install 'lightning_mm5d[plot]'."
         ) from error
     ranks = sorted(simulation.busy)

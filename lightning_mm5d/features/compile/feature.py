@@ -15,18 +15,24 @@ each structure over stages (`taint`), and in evaluations that all ranks run in l
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from types import MethodType
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
+from lightning_mm5d.config.errors import ConfigError, did_you_mean
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.context_parallel.hooks.context_mask import ContextMask
 from lightning_mm5d.partition.compiled import is_compiled
+from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.stage.payload import tensors_in
+from lightning_mm5d.trainer.feature import Feature
 
 RECOMPILATIONS = 64
 """for a class of layers: training and evaluation, frozen and trained layers, shapes"""
@@ -34,7 +40,31 @@ _OUTSIDE = "_mm5d_outside"
 _TAKES = (Tensor, nn.Parameter, ContextMask)  # a mask goes through to the attention
 
 
-class CompiledLayers:
+class Compile(Feature):
+    """The field `compile` of modalities: a switch, or the name of a backend."""
+
+    def check(self, module: pl.LightningModule, plan: Plan, device: torch.device) -> None:
+        """Refuse a backend that torch does not know, and ``inductor`` on a machine without a compiler."""
+        for name, modality in plan.modalities.items():
+            if not modality.compile:
+                continue
+            field, known = f"modalities.{name}.compile", torch.compiler.list_backends(exclude_tags=None)
+            backend = modality.compile if isinstance(modality.compile, str) else "inductor"
+            if backend not in known:
+                raise ConfigError(field, backend, "torch knows no such backend", did_you_mean(backend, known))
+            compilers = [os.environ.get("CXX", "g++"), "clang++", "c++"]
+            if backend == "inductor" and not torch.accelerator.is_available() and not any(map(shutil.which, compilers)):
+                rule = "On CPU inductor needs a C++ compiler, and this machine has none"
+                raise ConfigError(field, modality.compile, rule, "Install g++, or use 'aot_eager' or false")
+
+    def layers(
+        self, module: pl.LightningModule, layers: Mapping[str, list[str]], plan: Plan, in_lock_step: Callable[[], bool]
+    ) -> Callable[[], None]:
+        """Compile the forwards of this rank's layers."""
+        return _CompiledLayers(module, layers, plan.modalities, plan.partition.kept, in_lock_step).remove
+
+
+class _CompiledLayers:
     """The compiled layers of one rank, from the making of this object to `remove`.
 
     Made after layers are sharded over tensor parallel ranks, and before anything else is put in front of them.
@@ -134,3 +164,6 @@ def _is_plain(values: tuple[Any, ...]) -> bool:
     if any(hasattr(value, "get_seq_length") for value in values):
         return False
     return all(type(tensor) in _TAKES for _, tensor in tensors_in(values))
+
+
+FEATURE = Compile

@@ -23,7 +23,6 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import lightning.pytorch as pl
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -34,8 +33,10 @@ from lightning_mm5d.config.errors import RankMismatchError
 from lightning_mm5d.data.batches import split_replicas
 from lightning_mm5d.data.microbatch import leaves
 from lightning_mm5d.engine.codec import broadcast_tree
-from lightning_mm5d.layout.layout import Layout
+from lightning_mm5d.engine.run_groups import Wish
 from lightning_mm5d.monitor.verdict import named
+from lightning_mm5d.stage.put import put
+from lightning_mm5d.trainer.feature import BEFORE_TRANSFER, Attached, Feature, Running
 
 _WHOLE = 1 << 15  # elements of a tensor up to which all are read, and as many of a larger one
 _STRIDE = 2654435761  # a prime, so that no row or column of a tensor is passed over (D. Knuth's multiplicative hash)
@@ -111,31 +112,40 @@ _NONE = torch.iinfo(torch.int64).min
 _CPU = torch.device("cpu")
 
 
-class SampleProof:
-    """Digests of the batch that is about to be computed.
+class SampleProof(Feature):
+    """Digests batches, and compares them among the ranks of each replica."""
 
-    Args:
-        trainer: that runs.
-        layout: which ranks work for which replica.
-        rank: global rank.
-        replica_groups: for predictions of several replicas, which do not wait for each other: the ranks of each of
-            them that this rank serves, by number.
-    """
+    def attach(self, running: Running) -> Attached:
+        """Note each batch before the user's hook gets it."""
+        return _Digested(running)
 
-    def __init__(
-        self,
-        trainer: pl.Trainer,
-        layout: Layout,
-        rank: int,
-        replica_groups: Mapping[int, dist.ProcessGroup | None] | None = None,
-    ) -> None:
-        self._trainer, self._layout, self._rank = trainer, layout, rank
+
+class _Digested(Attached):
+    """Digests of the batch that is about to be computed."""
+
+    def __init__(self, running: Running) -> None:
+        self._trainer, layout, self._rank = running.trainer, running.plan.layout, running.rank
+        self._layout, self._turns = layout, running.turns
         self._shared = [n for n in range(layout.num_replicas) if len(layout.replica_ranks(n)) > 1]
-        self._served = layout.replicas_of_rank(rank)
-        self._replica_groups = replica_groups or {}
+        self._served = layout.replicas_of_rank(self._rank)
+        # of predictions of several replicas, which do not wait for each other
+        self._replica_groups = _replica_groups(running)
         self._compared = dict[str, int]()
         self._fields: dict[int, dict[str, list[str]]] | None = None
         self._where = ""
+        running.turns.proof = self
+        before_transfer = getattr(running.module, BEFORE_TRANSFER)
+
+        def prepared(batch: Any, dataloader_idx: int = 0) -> Any:
+            self.note(batch)
+            return before_transfer(batch, dataloader_idx)
+
+        self._take_away = put(running.module, BEFORE_TRANSFER, prepared)
+
+    def remove(self) -> None:
+        """Compare no longer."""
+        self._take_away()
+        self._turns.proof = None
 
     @property
     def is_due(self) -> bool:
@@ -243,6 +253,21 @@ class SampleProof:
         )
 
 
+def _replica_groups(running: Running) -> dict[int, dist.ProcessGroup | None]:
+    """Return by number a group of the ranks of each replica that predicts without the others; collective."""
+    layout = running.plan.layout
+    if not running.trainer.predicting or running.is_plain or layout.num_replicas == 1:
+        return {}
+    wishes = {
+        number: Wish(ranks, f"samples of replica {number}", "gloo")
+        for number in range(layout.num_replicas)
+        if len(ranks := layout.replica_ranks(number)) > 1
+    }
+    if wishes:
+        running.more_groups.make(wishes.values())  # in one agreement of all ranks
+    return {number: running.more_groups.get(wish.ranks, wish.tag) for number, wish in wishes.items()}
+
+
 def _slots(fields: dict[str, list[str]] | None) -> tuple[int, int]:
     """Return a number of what was read, and its negative; what does not count for a rank that reads nothing of it."""
     if fields is None:
@@ -268,3 +293,6 @@ def _differences(found: Mapping[int, dict[str, list[str]]]) -> str:
             )
     more = [f"{len(told) - _NAMED} more fields differ"] if len(told) > _NAMED else []
     return "; ".join([*told[:_NAMED], *more])
+
+
+FEATURE = SampleProof

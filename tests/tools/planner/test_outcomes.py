@@ -14,12 +14,11 @@ from lightning_mm5d.schedule import (
     Schedule,
     ScheduleError,
     build,
-    compare,
     simulate,
     to_csv,
 )
-
-from .graphs import case, chain, tree
+from lightning_mm5d.tools.planner.outcomes import compare
+from schedule.graphs import case, chain, tree
 
 _PAPER = {"vision": Modality(pp_size=2), "audio": Modality(), "language": Modality(pp_size=3)}
 

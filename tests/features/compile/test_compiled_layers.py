@@ -19,8 +19,9 @@ from torch._dynamo import utils
 from context_parallel.runs import steps, text
 from features.toys import LANGUAGE, VISION, Layout, Run, Toy, assert_same, outcomes, together, weights
 from lightning_mm5d import ConfigError, Modality
-from lightning_mm5d.config.checks import check
 from lightning_mm5d.config.errors import private
+from lightning_mm5d.features.compile.feature import Compile
+from lightning_mm5d.features.compile.fields import check
 from lightning_mm5d.layout import Layout as Ranks
 from lightning_mm5d.plan.plan import Plan
 from zoo import CASES
@@ -173,7 +174,7 @@ def test_a_backend_that_does_not_exist_and_a_missing_compiler_are_refused(monkey
         modalities = {"vision": Modality(**VISION), "language": Modality(compile=said, **LANGUAGE)}
         ranks = Ranks.build(modalities, world_size=2, loss_modality="language")
         with pytest.raises(ConfigError, match=rule):
-            Plan.of(Toy(), ranks, modalities)
+            Compile({}).check(Toy(), Plan.of(Toy(), ranks, modalities), torch.device("cpu"))
 
 
 def drops(run: Run) -> Any:
@@ -219,5 +220,5 @@ def test_frozen_encoders_and_dropout_give_what_uncompiled_layers_give(
 )
 def test_what_cannot_be_compiled_is_refused_by_its_field(modality: Modality, rule: str) -> None:
     with pytest.raises(ConfigError, match=rule) as caught:
-        check({"language": modality}, num_microbatches=1, schedule="1f1b", schedules=["1f1b"])
+        check({"modalities": {"language": modality}})
     assert caught.value.field == "modalities.language.compile"

@@ -1,0 +1,1 @@
+"""What the first batch of a run shows of its losses and frozen weights."""

@@ -1,0 +1,1 @@
+"""Ranks of a replica prove that they have read the same samples."""
