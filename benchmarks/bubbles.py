@@ -20,7 +20,7 @@ from statistics import mean
 
 from turns import row
 
-from lightning_mm5d.schedule import Graph, Node, build, lower_bound, place, simulate
+from lightning_mm5d.schedule import Graph, Node, build, place, simulate
 from lightning_mm5d.schedule.stage_key import StageKey
 
 SIZES = [(ranks, ranks * times) for ranks, times in product((4, 8, 16), (1, 2, 4))]
@@ -103,7 +103,7 @@ def over_bound(make: Make, schedule: str, placement: str, more: float = 1.0) -> 
         graph = make(ranks, microbatches, times, head, placement)
         held = max(simulate(build(placement, graph), graph).peak_activations.values())
         makespan = simulate(build(schedule, graph, max_activations=int(more * held)), graph).makespan
-        yield bubble(graph, makespan) / bubble(graph, lower_bound(graph))
+        yield bubble(graph, makespan) / bubble(graph(graph))
 
 
 def show(figure: str, ratios: Iterable[float]) -> None:

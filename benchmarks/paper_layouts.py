@@ -27,10 +27,11 @@ from itertools import accumulate, pairwise, product
 from paper_models import Model
 
 from lightning_mm5d.config.modality import Modality, PipelineTemplate
+from lightning_mm5d.features.auto_schedule.schedules import lower_bound
 from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.partition import Encoder, Partition, StageCut, Unit, balance, stage_costs, step_costs
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.schedule import Graph, Node, build, lower_bound, simulate
+from lightning_mm5d.schedule import Graph, Node, build, simulate
 from lightning_mm5d.tools.planner.search import search
 
 _FORESEEN = 12  # numbers of ranks, best balanced first, whose step is simulated before one is chosen

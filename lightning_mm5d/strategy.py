@@ -36,7 +36,7 @@ from lightning_mm5d.data.replica_view import as_replica, seen_replica
 from lightning_mm5d.gradients.parameter_hooks import skipped
 from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.schedule import AnySchedule, Simulation, check_fields, loaded, name_of
+from lightning_mm5d.schedule import AnySchedule, Simulation, check_fields, loaded
 from lightning_mm5d.trainer.checkpoint_strategy import CheckpointStrategy
 from lightning_mm5d.trainer.construction import configured, is_configured, try_configured
 from lightning_mm5d.trainer.dataloader_hooks import DataloaderHooks, put_in_no_sampler
@@ -47,7 +47,6 @@ from lightning_mm5d.trainer.main_precision import check_main_params
 from lightning_mm5d.trainer.other_package import check_package, explain_other_modules
 from lightning_mm5d.trainer.replica_collectives import ReplicaCollectives
 from lightning_mm5d.trainer.session import RunOptions, Session
-from lightning_mm5d.trainer.start_summary import show_start
 from lightning_mm5d.trainer.statements import layout_fields, loader, optimizers, structure
 from lightning_mm5d.trainer.validation import (
     batch_sizes,
@@ -355,11 +354,6 @@ class MultimodalStrategy(CheckpointStrategy):
         self._attach_averages(trainer)
         if fits and not self._session.is_plain and is_overridden("on_fit_start", module):
             watch_fit_start(module)
-        if fits and self.global_rank == 0:
-            parts = (
-                f"of {self.microbatch_size} samples" if self.num_microbatches is None else str(self.num_microbatches)
-            )
-            show_start(vars(trainer)["callbacks"], plan, schedule=name_of(self.schedule), microbatches=parts)
 
     @override
     def model_to_device(self) -> None:

@@ -219,10 +219,11 @@ def test_the_list_names_every_feature_and_each_has_its_hooks() -> None:
     packages = {path.parent.name for path in (ROOT / "features").glob("*/__init__.py")}
     assert [feature.name for feature in FEATURES if feature.name not in packages] == []
     assert packages == {feature.name for feature in FEATURES}
-    named = ("feature", "construction", "encoding")
+    named = ("feature", "construction", "encoding", "schedules")
     hooks = {part: [module.__name__.split(".")[2] for module in parts(part)] for part in named}
-    assert {*hooks["feature"], *hooks["construction"], *hooks["encoding"]} == packages
+    assert {name for names in hooks.values() for name in names} == packages
     assert hooks["construction"] == [feature.name for feature in FEATURES if feature.builds]
+    assert hooks["schedules"] == [feature.name for feature in FEATURES if feature.schedules]
     assert [one.__name__.split(".")[2] for one in parts("costs")] == ["recomputation"]
     assert len([*parts("fields")]) == sum(bool(one.options or one.modality) for one in FEATURES)
 

@@ -7,6 +7,7 @@ The core imports no feature. It goes through this list, in this order, and calls
 - ``construction.py`` says how modules are built (`trainer.construction.Construction`);
 - ``costs.py`` says which layers run again in their backward (`partition.costs`);
 - ``layers_in_blocks.py`` divides layers over tensor parallel ranks (`tensor_parallel.division.OtherDivision`);
+- ``schedules.py`` builds schedules by name (`schedule.builders`);
 - ``encoding.py`` says how numbers travel (`sharded.collectives.Encoding`);
 - ``feature.py`` has the hooks of a run (`trainer.feature.Feature`).
 
@@ -37,6 +38,7 @@ class Registered(NamedTuple):
         modality: what a user says of it to a modality, with the values that leave it out.
         by_rank: options whose values may differ between ranks, which compare only whether they are set.
         builds: whether it builds modules, and gives values to tensors without memory.
+        schedules: names of schedules that it builds.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Registered(NamedTuple):
     modality: Mapping[str, Any] = {}
     by_rank: tuple[str, ...] = ()
     builds: bool = False
+    schedules: tuple[str, ...] = ()
 
     def said(self, modality: object) -> dict[str, Any]:
         """Return what `modality` says of the feature, without values that leave it out."""
@@ -53,6 +56,7 @@ class Registered(NamedTuple):
 
 FEATURES = (
     Registered("deferred_init", builds=True),
+    Registered("auto_schedule", schedules=("auto",)),
     Registered("compile", modality={"compile": False}),
     Registered("fused_heads", modality={"fused_linear_cross_entropy": False}),
     Registered("recomputation", modality={"activation_checkpointing": "none"}),
@@ -62,7 +66,9 @@ FEATURES = (
     Registered("compressed_communication", modality={"communication_dtype": None}),
     Registered("kernels", modality={"kernels": None}),
     Registered("cached_features", modality={"cache_features": None}),
+    Registered("start_summary"),
     Registered("sample_proof"),
+    Registered("kept_casts"),
     Registered("lock_step"),
     Registered("first_batch"),
     Registered("row_indices"),
@@ -83,6 +89,11 @@ def parts(part: str) -> tuple[ModuleType, ...]:
     """
     names = [f"{_PACKAGES}.{feature.name}.{part}" for feature in FEATURES if _is_there(feature)]
     return tuple(import_module(name) for name in names if find_spec(name) is not None)
+
+
+def schedules() -> list[str]:
+    """Return the names of schedules that features build which are there."""
+    return [name for feature in FEATURES if _is_there(feature) for name in feature.schedules]
 
 
 def owned(fields: Mapping[str, Any]) -> dict[str, Any]:

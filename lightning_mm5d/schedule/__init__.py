@@ -4,7 +4,6 @@ This is pure Python over plain values without torch, so any machine can plan for
 be executed are refused before a rank starts one.
 """
 
-from lightning_mm5d.schedule.auto import lower_bound
 from lightning_mm5d.schedule.builders import (
     SCHEDULES,
     UNSPLIT_SCHEDULES,
@@ -48,7 +47,6 @@ __all__ = [
     "in_flight_limits",
     "is_table",
     "loaded",
-    "lower_bound",
     "measured",
     "name_of",
     "place",

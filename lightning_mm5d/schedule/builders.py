@@ -1,6 +1,7 @@
 """Builds schedules by name, from a table or from a function.
 
-Each name stands for one or more sets of rules for the greedy scheduler; `build` takes the shortest schedule. The graph
+Each name stands for one or more sets of rules for the greedy scheduler, or is that of a feature, which says how it is
+built; `build` takes the shortest schedule. The graph
 has the placement of stages: ``interleaved`` is made for chunks in turn and ``zbv`` for two chunks in a V (see `place`).
 With one chunk a rank they equal ``1f1b`` and ``zero_bubble``.
 """
@@ -13,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from lightning_mm5d.config.errors import ConfigError, did_you_mean
-from lightning_mm5d.schedule.auto import auto
+from lightning_mm5d.config.features import parts, schedules
 from lightning_mm5d.schedule.graph import Graph, Kind, Schedule
 from lightning_mm5d.schedule.greedy import Pipeline, Rules, gpipe, interleaved, one_f_one_b, zero_bubble
 from lightning_mm5d.schedule.validate import from_csv, from_function
@@ -28,8 +29,8 @@ _RULES: dict[str, Callable[[Graph], list[Rules]]] = {
 
 AnySchedule = str | Callable[[Graph], Schedule]
 """What a user may give: a name, a table, or a function of the graph."""
-SCHEDULES = (*_RULES, "auto")
-"""The names that `build` knows."""
+SCHEDULES = (*_RULES, *schedules())
+"""The names that `build` knows, of its own and of features."""
 UNSPLIT_SCHEDULES = ("gpipe", "1f1b", "interleaved")
 """The named schedules that never split a backward."""
 
@@ -64,9 +65,11 @@ def build(
     check_schedule(schedule)
     if forward_only:
         return Pipeline(graph, forward_only=True).play(Rules()).schedule
-    if schedule == "auto":
-        return auto(graph, max_activations).schedule
-    return Pipeline(graph).best(_RULES[schedule](graph)).schedule
+    if schedule in _RULES:
+        return Pipeline(graph).best(_RULES[schedule](graph)).schedule
+    builders = {name: builder for one in parts("schedules") for name, builder in one.BUILDERS.items()}
+    found: Schedule = builders[schedule](graph, max_activations)
+    return found
 
 
 def check_schedule(schedule: object) -> None:

@@ -15,7 +15,8 @@ It knows the LightningModule and nothing of the trainer. `user_step.py` refuses 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -27,7 +28,6 @@ from lightning_mm5d.config.errors import ConfigError, RemoteParameterError
 from lightning_mm5d.data.batches import split_replicas
 from lightning_mm5d.data.microbatch import Microbatch, batch_samples, counted, merge
 from lightning_mm5d.engine.engine import Ending, Engine
-from lightning_mm5d.engine.kept_casts import CastingOnce
 from lightning_mm5d.gradients.gradients import Gradients
 from lightning_mm5d.gradients.parameter_hooks import published, set_aside, skipped
 from lightning_mm5d.plan.plan import Plan
@@ -78,6 +78,16 @@ class Unscheduled(Protocol):
 
     def execute(self, step: UserStep, *, optimizes: bool = False) -> None:
         """Run all microbatches of a step, which may run backwards and optimizers itself."""
+
+
+class Casting(Protocol):
+    """Keeps copies of weights in another dtype over the microbatches of a training step."""
+
+    def step(self) -> AbstractContextManager[None]:
+        """Return what is entered around a step."""
+
+    def entered(self, context: Context, stage: Callable[[], Hashable]) -> AbstractContextManager[None]:
+        """Return what enters `context` around a microbatch of the `stage`."""
 
 
 class FirstBatch(NamedTuple):
@@ -135,6 +145,7 @@ class Steps:
         writes: whether steps that end here write files for all ranks.
         unscheduled: runs steps that no schedule can run; None where nothing does.
         first: looks at the first batch of a run; None where nothing does.
+        casting: lets microbatches share copies of weights; None where each casts for itself.
         watch: returns for the name of a step and its microbatches what is entered around each run; None for nothing.
         batch_parts: splits batches, and weighs their parts.
     """
@@ -159,12 +170,12 @@ class Steps:
         self._loss_group, self.batch_parts, self._seed = loss_group, batch_parts, seed
         self.unscheduled: Unscheduled | None = None
         self.first: FirstWatch | None = None
+        self.casting: Casting | None = None
         self.watch: Callable[[str, Parts], Watch | None] | None = None
         self._several = dict[str, set[int]]()
         last = plan.topology.instances(plan.topology.last_stage)
         self._is_shared = any(len(ranks) > 1 for ranks in last)
         self._capture = LogCapture(module)
-        self._casting_once = CastingOnce(module, device)
         self._tokens: dict[str, bool] = {}  # whether they count, by step
         self._writing: dict[str, bool] = {}  # whether it writes to its batch in place, by step
         self._has_trained = False
@@ -197,8 +208,9 @@ class Steps:
         """
         # parameters that are gathered in a step may be NaN where only shapes are asked for
         is_gathered, plain_context = any(one.rests_own for one in self._gradients.shared.all), context
-        if not is_gathered:
-            context = partial(self._casting_once.entered, context, self._engine.stage)
+        casting = None if is_gathered else self.casting
+        if casting is not None:
+            context = partial(casting.entered, context, self._engine.stage)
         batch, *arguments = arguments
         # a resumed run may begin with the last batch of an epoch
         is_first = not self._has_trained and self._module.global_step == 0
@@ -221,7 +233,9 @@ class Steps:
         step.kept = values = KeptValues(self._module, self._apart)
         try:
             shows_copies = is_gathered or self._plan.main_params is not None
-            watched = refused_writes(self._named) if shows_copies else self._casting_once.step()
+            watched: AbstractContextManager[None] = refused_writes(self._named) if shows_copies else nullcontext()
+            if not shows_copies and casting is not None:
+                watched = casting.step()
             with set_aside(self._gradients.parameters), watched:
                 self.run(step, self.trainable(), reduction.ending)
             rows = self._gradients.finish(reduction)

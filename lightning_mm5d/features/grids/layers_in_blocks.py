@@ -38,6 +38,7 @@ from transformers.pytorch_utils import Conv1D  # the projections of GPT-2 and it
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.features.grids.block import AXES, GridShape, Kind
+from lightning_mm5d.features.grids.called import PRODUCT, around, called
 from lightning_mm5d.features.grids.grid_layers import GridChecks, GridLayers, GridPlan
 from lightning_mm5d.features.grids.grid_operations import Line, Norm, norm_of, normed
 from lightning_mm5d.partition import Partition
@@ -45,7 +46,6 @@ from lightning_mm5d.partition.hidden_state import with_state
 from lightning_mm5d.partition.parts import is_in
 from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.sharded.shards import Shard
-from lightning_mm5d.source.called import PRODUCT, around, called
 from lightning_mm5d.source.trees import Source
 from lightning_mm5d.tensor_parallel.region import Region
 from lightning_mm5d.tensor_parallel.resolve import Division, LayersInBlocks

@@ -21,12 +21,13 @@ from itertools import accumulate, pairwise
 from lightning_mm5d.config.errors import ConfigError, nearest, one_of
 from lightning_mm5d.config.modality import Modality, Owner, PipelineTemplate
 from lightning_mm5d.config.tables import Table
+from lightning_mm5d.features.auto_schedule.schedules import lower_bound
 from lightning_mm5d.features.timeline.drawing import TimeUnit
 from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.partition import Encoder, Partition, Parts, StageCut
 from lightning_mm5d.partition.costs import Unit, costed, depends_on_cut, kept_of, step_costs
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.schedule import AnySchedule, Graph, build, lower_bound, simulate
+from lightning_mm5d.schedule import AnySchedule, Graph, build, simulate
 from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.tools.planner.outcomes import Outcome
 from lightning_mm5d.tools.planner.placements import Placement, Space

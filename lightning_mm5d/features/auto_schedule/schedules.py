@@ -21,7 +21,7 @@ from graphlib import TopologicalSorter
 from itertools import accumulate, cycle, product
 from typing import NamedTuple
 
-from lightning_mm5d.schedule.graph import Graph, Node
+from lightning_mm5d.schedule.graph import Graph, Node, Schedule
 from lightning_mm5d.schedule.greedy import (
     PATIENCE,
     Pipeline,
@@ -178,7 +178,7 @@ _FIRST = (
 encoders, trained or frozen, that feed a language model, on their own ranks and colocated."""
 
 
-def auto(graph: Graph, max_activations: int | Mapping[int, int] | None = None) -> Played:
+def auto(graph: Graph, max_activations: int | Mapping[int, int] | None = None) -> Schedule:
     """Searches for the shortest schedule.
 
     Args:
@@ -192,7 +192,7 @@ def auto(graph: Graph, max_activations: int | Mapping[int, int] | None = None) -
     """
     search = _Search(graph, max_activations)
     search.run()
-    return search.answer()
+    return search.answer().schedule
 
 
 class _Search:
@@ -299,3 +299,4 @@ class _Search:
 
 
 _NAMED = (one_f_one_b, interleaved, zero_bubble)
+BUILDERS = {"auto": auto}

@@ -8,9 +8,9 @@ from random import Random
 
 import pytest
 
-from lightning_mm5d.schedule import Graph, Node, build, lower_bound, simulate
-
-from .graphs import chain, chunked, random_graph, tree
+from lightning_mm5d.features.auto_schedule.schedules import lower_bound
+from lightning_mm5d.schedule import Graph, Node, build, simulate
+from schedule.graphs import chain, chunked, random_graph, tree
 
 
 @pytest.mark.parametrize("seed", range(30))

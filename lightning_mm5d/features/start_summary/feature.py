@@ -6,20 +6,38 @@ executes anyway.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelSummary, RichModelSummary
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_mm5d.config.tables import Table, spans
 from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.schedule import name_of
+from lightning_mm5d.trainer.feature import Feature, Running
 
 _ROWS = 10
 _RANKS = 4  # runs of ranks in a cell
 
 
-def show_start(callbacks: Sequence[pl.Callback], plan: Plan, *, schedule: str, microbatches: str) -> None:
+class StartSummary(Feature):
+    """Prints one table at the start of a fit."""
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        count, size = fields["num_microbatches"], fields["microbatch_size"]
+        self._microbatches = str(count or 1) if count or size is None else f"of {size} samples"
+
+    def attach(self, running: Running) -> None:
+        """Print on rank 0."""
+        if running.trainer.state.fn == TrainerFn.FITTING and running.rank == 0:
+            callbacks, schedule = vars(running.trainer)["callbacks"], name_of(running.schedule)
+            _show(callbacks, running.plan, schedule=schedule, microbatches=self._microbatches)
+
+
+def _show(callbacks: Sequence[pl.Callback], plan: Plan, *, schedule: str, microbatches: str) -> None:
     """Print the summary on rank 0, where Lightning prints its own.
 
     Args:
@@ -90,3 +108,6 @@ def _degrees(plan: Plan, modality: str) -> str:
     pp = "+".join(map(str, plan.layout.pipelines.get(modality, (axes.pp,))))  # of unlike pipelines each
     found = {"dp": axes.dp, "pp": pp, "cp": axes.cp, "tp": axes.tp, "ep": ep}
     return " ".join(f"{name} {size}" for name, size in found.items() if size not in (None, 0, 1, "1")) or "whole"
+
+
+FEATURE = StartSummary

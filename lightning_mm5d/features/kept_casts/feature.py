@@ -15,12 +15,32 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.sharded.data_accesses import accesses
 from lightning_mm5d.sharded.remote_value import is_remote, plain
+from lightning_mm5d.trainer.feature import Attached, Feature, Running
+
+
+class KeptCasts(Feature):
+    """Keeps autocast's copies of weights within the training steps of a fit."""
+
+    def attach(self, running: Running) -> Attached | None:
+        """Let the microbatches of a step share copies."""
+        return _Kept(running) if running.trainer.state.fn == TrainerFn.FITTING else None
+
+
+class _Kept(Attached):
+    def __init__(self, running: Running) -> None:
+        self._steps = running.steps
+        self._steps.casting = CastingOnce(running.module, running.device)
+
+    def remove(self) -> None:
+        """Let each microbatch cast for itself."""
+        self._steps.casting = None
 
 
 class CastingOnce:
@@ -157,3 +177,6 @@ class _Uses(TorchDispatchMode):
             self.repeat |= id(args[0]) in self._cast
             self._cast.add(id(args[0]))
         return func(*args, **(kwargs or {}))
+
+
+FEATURE = KeptCasts

@@ -1,0 +1,1 @@
+"""The schedule ``auto``, which is searched for."""

@@ -1,0 +1,1 @@
+"""Copies that autocast makes of weights, kept over the microbatches of a step."""

@@ -1,0 +1,1 @@
+"""What a run prints at its start: which rank holds what."""
