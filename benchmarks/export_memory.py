@@ -21,8 +21,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 from turns import Side, row, run
 
 from lightning_mm5d import Modality, MultimodalStrategy
-from lightning_mm5d.checkpoint.sharded_load import ShardedCheckpoint
 from lightning_mm5d.export.exported import export
+from lightning_mm5d.features.sharded_checkpoints.sharded_load import ShardedCheckpoint
 
 
 def llama() -> Any:

@@ -25,7 +25,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.config.features import owned
 from lightning_mm5d.config.modality import Modality, as_modalities, for_schedule, loss_modality_of
 from lightning_mm5d.config.options import BACKENDS
 from lightning_mm5d.config.pipelines import as_said, completed
@@ -134,9 +133,7 @@ class MultimodalStrategy(CheckpointStrategy):
             backend=process_group_backend,
             timeout=timeout,
             watchdog=watchdog,
-            checkpoint=checkpoint,
-            async_checkpoint=async_checkpoint,
-            on_corrupt_checkpoint=on_corrupt_checkpoint,
+            fields=fields,
         )
         self.schedule = schedule
         self.microbatch_size = microbatch_size
@@ -147,7 +144,6 @@ class MultimodalStrategy(CheckpointStrategy):
         self.microbatching, self.loss_weight = microbatching, loss_weight
         self.bucket_bytes, self.main_params = bucket_bytes, main_params
         self._placement = placement
-        vars(self).update(owned(fields))
         self.modalities: dict[str, Modality] = {}
         try:
             made = as_modalities({"model": Modality()} if modalities is None else modalities)
@@ -339,7 +335,7 @@ class MultimodalStrategy(CheckpointStrategy):
             timeout=self._timeout,
             seed=self._seed,
             features=self._features,
-            saves=self._checkpoints.saves,
+            checkpoints=self._checkpoints,
             bucket_bytes=self.bucket_bytes,
         )
         self._session = Session(module, plan, options)
@@ -362,8 +358,7 @@ class MultimodalStrategy(CheckpointStrategy):
     @override
     def teardown(self) -> None:
         if self._session is not None:
-            keeps = self.checkpoint == "sharded"
-            targets = () if keeps else range(0, self.layout.size, self.num_processes)
+            targets = () if self._checkpoints.in_shards else range(0, self.layout.size, self.num_processes)
             self._end_averages(targets)
             self._session.close(targets, failed=self._failed)
             self._session = None

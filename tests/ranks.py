@@ -177,7 +177,8 @@ def _forked(indices: Iterable[int], call: Call | None = None) -> list[_Rank]:
 def _package() -> None:
     """Import what a run may need of the package: each rank would do so by itself, and again after each fork."""
     for module in walk_packages(lightning_mm5d.__path__, "lightning_mm5d."):
-        if module.name.split(".")[1] not in SATELLITES:
+        room = module.name.split(".")[1]
+        if room not in SATELLITES and sys.modules.get(f"lightning_mm5d.{room}", sys) is not None:
             import_module(module.name)
 
 

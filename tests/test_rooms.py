@@ -219,9 +219,10 @@ def test_the_list_names_every_feature_and_each_has_its_hooks() -> None:
     packages = {path.parent.name for path in (ROOT / "features").glob("*/__init__.py")}
     assert [feature.name for feature in FEATURES if feature.name not in packages] == []
     assert packages == {feature.name for feature in FEATURES}
-    named = ("feature", "construction", "encoding", "schedules")
+    named = ("feature", "construction", "encoding", "schedules", "checkpoints")
     hooks = {part: [module.__name__.split(".")[2] for module in parts(part)] for part in named}
     assert {name for names in hooks.values() for name in names} == packages
+    assert hooks["checkpoints"] == [feature.name for feature in FEATURES if feature.saves]
     assert hooks["construction"] == [feature.name for feature in FEATURES if feature.builds]
     assert hooks["schedules"] == [feature.name for feature in FEATURES if feature.schedules]
     assert [one.__name__.split(".")[2] for one in parts("costs")] == ["recomputation"]
@@ -231,6 +232,7 @@ def test_the_list_names_every_feature_and_each_has_its_hooks() -> None:
 def test_file_names_are_unique() -> None:
     names = Counter(path.name for path in ROOT.rglob("*.py") if path.name != "__init__.py")
     same_kind = {"apply.py", "balance.py", "costs.py", "features.py", "feature.py", "fields.py", "construction.py"}
+    same_kind |= {"checkpoints.py"}
     assert {name for name, count in names.items() if count > 1} <= same_kind
 
 

@@ -7,8 +7,8 @@ all ranks of the parameter.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,13 +16,33 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mm5d.checkpoint.module_state import HOST, in_host_memory, pieces
-from lightning_mm5d.checkpoint.saved_state import SavedOptimizerState
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.engine.codec import receive_tree, send_tree
 from lightning_mm5d.plan.holdings import Holding, Holdings, narrowed
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.stage.remote import is_placeholder
-from lightning_mm5d.storage.files import StateDictSource
+from lightning_mm5d.storage.files import StateDictSource, TensorSource
+
+
+class StoredStates(Mapping[int, dict[str, Any]], ABC):
+    """The states of an optimizer's parameters by position, of which a tensor is read when it is asked for."""
+
+    @abstractmethod
+    def check(self, optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], names: Mapping[int, str]) -> None:
+        """Compare the parameters in each group of `optimizer` with those that were saved.
+
+        Args:
+            optimizer: that gets the states.
+            groups: that were saved.
+            names: of the parameters of `optimizer`, by identity.
+
+        Raises:
+            ConfigError: they are others.
+        """
+
+    @abstractmethod
+    def parts(self, index: int) -> tuple[TensorSource, Mapping[str, str], Mapping[str, Any]]:
+        """Return a source, the names of one parameter's tensors in it by key, and other values by key."""
 
 
 def drop_remote_state(optimizer: Optimizer) -> None:
@@ -105,8 +125,8 @@ def load_optimizer(optimizer: Optimizer, full: Mapping[str, Any], root: nn.Modul
     if not optimizer.param_groups:
         return
     names, holdings, states = names_of(root), Holdings(plan, root), full["state"]
-    if isinstance(states, SavedOptimizerState):
-        _check_names(optimizer, states.labels, full["param_groups"], names)
+    if isinstance(states, StoredStates):
+        states.check(optimizer, full["param_groups"], names)
     state = {}
     for group, saved in zip(optimizer.param_groups, full["param_groups"], strict=False):
         for parameter, index in zip(group["params"], saved["params"], strict=False):
@@ -119,7 +139,7 @@ def load_optimizer(optimizer: Optimizer, full: Mapping[str, Any], root: nn.Modul
 
 def _own(states: Mapping[int, Any], index: int, holding: Holding | None) -> dict[str, Any]:
     """Return what this rank holds of the state of one parameter."""
-    if isinstance(states, SavedOptimizerState):
+    if isinstance(states, StoredStates):
         source, keys, rest = states.parts(index)
     else:
         source = StateDictSource(states[index])
@@ -134,37 +154,6 @@ def _own(states: Mapping[int, Any], index: int, holding: Holding | None) -> dict
         for held, region in pieces(found[key], holding):
             held.copy_(source.read(stored, region))
     return found
-
-
-def _check_names(
-    optimizer: Optimizer, labels: Sequence[str], groups: Sequence[Mapping[str, Any]], names: Mapping[int, str]
-) -> None:
-    """Compare the parameters in each group with those that were saved, by name.
-
-    Raises:
-        ConfigError: they are others.
-    """
-    sizes = [len(group["params"]) for group in groups]
-    ends = list(accumulate(sizes))
-    saved = [list(labels[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
-    own, position = list[list[str]](), 0
-    for group in optimizer.param_groups:
-        own.append([names.get(id(one), f"@{position + number}") for number, one in enumerate(group["params"])])
-        position += len(group["params"])
-    if own == saved:
-        return
-    here = [name for group in own for name in group]
-    lost, new = set(labels) - set(here), set(here) - set(labels)
-    parts = [f"It has no {', '.join(sorted(new)[:3])}"] if new else []
-    parts += [f"It has {', '.join(sorted(lost)[:3])}, which this optimizer has not"] if lost else []
-    if not parts:
-        parts = [f"Its groups have {sizes} parameters, or others in each, and here they have {list(map(len, own))}"]
-    raise ConfigError(
-        "checkpoint.optimizer_states",
-        f"a state of {len(labels)} parameters",
-        ". ".join(parts),
-        "Make the same groups of the same trainable parameters, or load the weights alone",
-    )
 
 
 def _merged(states: Mapping[int, Mapping[str, Any]], held: Mapping[int, Holding]) -> dict[str, Any]:

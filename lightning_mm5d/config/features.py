@@ -5,6 +5,7 @@ The core imports no feature. It goes through this list, in this order, and calls
 - ``fields.py`` checks what a user says, without torch; its ``alone``, if any, says why the stages of a modality cannot
   compute microbatches side by side;
 - ``construction.py`` says how modules are built (`trainer.construction.Construction`);
+- ``checkpoints.py`` says how checkpoints are saved and loaded that are folders (`trainer.checkpoints.Checkpoints`);
 - ``costs.py`` says which layers run again in their backward (`partition.costs`);
 - ``layers_in_blocks.py`` divides layers over tensor parallel ranks (`tensor_parallel.division.OtherDivision`);
 - ``schedules.py`` builds schedules by name (`schedule.builders`);
@@ -39,6 +40,7 @@ class Registered(NamedTuple):
         by_rank: options whose values may differ between ranks, which compare only whether they are set.
         builds: whether it builds modules, and gives values to tensors without memory.
         schedules: names of schedules that it builds.
+        saves: whether it saves and loads checkpoints that are folders.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Registered(NamedTuple):
     by_rank: tuple[str, ...] = ()
     builds: bool = False
     schedules: tuple[str, ...] = ()
+    saves: bool = False
 
     def said(self, modality: object) -> dict[str, Any]:
         """Return what `modality` says of the feature, without values that leave it out."""
@@ -76,6 +79,11 @@ FEATURES = (
     Registered("nonfinite", {"on_nonfinite": "propagate"}),
     Registered("device_figures"),
     Registered("throughput"),
+    Registered(
+        "sharded_checkpoints",
+        {"checkpoint": "full", "async_checkpoint": False, "on_corrupt_checkpoint": "raise"},
+        saves=True,
+    ),
     Registered("timeline", {"timeline": None}, by_rank=("timeline",)),
 )
 """In the order in which they are checked and attached; they are removed in the reverse one."""

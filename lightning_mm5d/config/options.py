@@ -17,8 +17,6 @@ CHOICES = {
     "microbatching": ("split", "loader"),
     "loss_weight": ("auto", "samples", "tokens"),
     "start_method": ("popen", "spawn", "fork"),
-    "checkpoint": ("full", "sharded"),
-    "on_corrupt_checkpoint": ("raise", "previous"),
 }
 """Options that are one of a few words."""
 FUNCTIONS = ("microbatching", "loss_weight")
@@ -47,9 +45,7 @@ def check_options(options: Mapping[str, Any], backends: Collection[str] = BACKEN
         got = options.get(name, known[0])
         if name in FUNCTIONS and callable(got):
             continue
-        if not isinstance(got, str) or got not in known:
-            rule = f"It is one of {', '.join(known)}" + (", or a function" if name in FUNCTIONS else "")
-            raise ConfigError(name, got, rule, did_you_mean(got, known))
+        check_choice(name, got, known, ", or a function" if name in FUNCTIONS else "")
     if options.get("microbatching") == "loader" and options.get("microbatch_size") is not None:
         rule = "With microbatching='loader' a batch of the dataloader is a microbatch, and its samples are the size"
         fix = "Set num_microbatches, the batches of a step, or microbatching='split'"
@@ -63,21 +59,17 @@ def check_options(options: Mapping[str, Any], backends: Collection[str] = BACKEN
             _check_duration(name, options[name], usual)
     _check_main_params(options.get("main_params"))
     check_count("bucket_bytes", options.get("bucket_bytes", 1), most=2**40)
-    _check_async(options.get("async_checkpoint", False), options.get("checkpoint", "full"))
+
+
+def check_choice(name: str, got: object, known: Collection[str], more: str = "") -> None:
+    """Refuse an option that is none of the words `known`, nor what the rule says `more`; raise ConfigError."""
+    if not isinstance(got, str) or got not in known:
+        raise ConfigError(name, got, f"It is one of {', '.join(known)}{more}", did_you_mean(got, known))
 
 
 def _check_main_params(got: object) -> None:
-    if got is not None and (not isinstance(got, str) or got not in MAIN_PARAMS):
-        rule = f"It is one of {', '.join(MAIN_PARAMS)}"
-        raise ConfigError("main_params", got, rule, did_you_mean(got, MAIN_PARAMS))
-
-
-def _check_async(wanted: object, kind: str) -> None:
-    if not isinstance(wanted, bool):
-        raise ConfigError("async_checkpoint", wanted, "It is true or false", "Use True or False")
-    if wanted and kind != "sharded":
-        rule = "Only sharded checkpoints are written while training goes on"
-        raise ConfigError("async_checkpoint", wanted, rule, 'Set checkpoint="sharded" too, or leave it unset')
+    if got is not None:
+        check_choice("main_params", got, MAIN_PARAMS)
 
 
 def _check_placement(placement: object) -> None:

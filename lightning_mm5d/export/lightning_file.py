@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode  # torch.serialization.skip_data is documented with it
 
-from lightning_mm5d.checkpoint.saved_state import SavedOptimizerState, SavedWeights
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.export.plain_file import map_base, member_place, tensors_in
+from lightning_mm5d.features.sharded_checkpoints.saved_state import SavedOptimizerState, SavedWeights
 from lightning_mm5d.storage.files import TensorSource
 
 

@@ -1,1 +1,1 @@
-"""Files of checkpoints and weights: tensors read and written in parts, manifests, and state as JSON."""
+"""Files of checkpoints and weights: tensors read and written in parts, replaced as a whole, and state as JSON."""

@@ -119,6 +119,11 @@ def resolve(path: str | os.PathLike[str]) -> Path:
     return max(aside, key=lambda entry: entry.lstat().st_mtime_ns, default=place)
 
 
+def is_checkpoint_directory(path: str | os.PathLike[str]) -> bool:
+    """Return whether `path`, or what was put aside for it, is a directory."""
+    return resolve(path).is_dir()
+
+
 def remove_checkpoint(path: str | os.PathLike[str]) -> None:
     """Delete a file or directory; a process killed meanwhile leaves no half of it under its name.
 

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial, wraps
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -18,31 +18,24 @@ from typing_extensions import override
 
 from lightning_mm5d.checkpoint.fingerprint import fingerprint
 from lightning_mm5d.checkpoint.huggingface_record import describe, with_record
-from lightning_mm5d.checkpoint.module_state import (
-    check_weights,
-    collect_module,
-    is_partial,
-    load_module,
-    load_weights,
-    void_weights,
-)
+from lightning_mm5d.checkpoint.module_state import collect_module, is_partial, load_module
 from lightning_mm5d.checkpoint.optimizer_state import collect_optimizer, load_optimizers
-from lightning_mm5d.checkpoint.saved_state import SavedWeights
-from lightning_mm5d.checkpoint.sharded_save import OptimizerPart, RankReports
-from lightning_mm5d.config.errors import CheckpointCorruptError, RemoteParameterError, private
+from lightning_mm5d.checkpoint.rank_reports import RankReports
+from lightning_mm5d.config.errors import RemoteParameterError, private
+from lightning_mm5d.config.features import owned
 from lightning_mm5d.plan.data_shards import DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.collectives import message_device
 from lightning_mm5d.sharded.remote_value import is_remote
 from lightning_mm5d.stage.put import put
-from lightning_mm5d.storage.directory import is_checkpoint_directory
 from lightning_mm5d.storage.files import StateDictSource
+from lightning_mm5d.storage.replacement import is_checkpoint_directory
 from lightning_mm5d.trainer.averages import Averages
+from lightning_mm5d.trainer.checkpoints import SavedRun, made_checkpoints
 from lightning_mm5d.trainer.kept_shards import has_kept_shards
 from lightning_mm5d.trainer.process_strategy import ProcessStrategy
 from lightning_mm5d.trainer.resume import Resume
 from lightning_mm5d.trainer.session import Session
-from lightning_mm5d.trainer.sharded_checkpoints import ShardedCheckpoints, reads_weights_early
 from lightning_mm5d.trainer.validation import lost_weights, required
 
 T = TypeVar("T")
@@ -67,31 +60,20 @@ class CheckpointStrategy(ProcessStrategy, ABC):
 
     Args:
         processes: arguments of `ProcessStrategy`, in its order.
-        checkpoint: ``"full"`` or ``"sharded"``.
-        async_checkpoint: whether training goes on while a sharded checkpoint is written.
-        on_corrupt_checkpoint: ``"raise"``, or load the ``"previous"`` good checkpoint.
+        fields: of the strategy, by name, of which features own some.
         options: keywords of `ProcessStrategy`.
     """
 
-    def __init__(
-        self,
-        *processes: Any,
-        checkpoint: Literal["full", "sharded"],
-        async_checkpoint: bool,
-        on_corrupt_checkpoint: Literal["raise", "previous"],
-        **options: Any,
-    ) -> None:
+    def __init__(self, *processes: Any, fields: Mapping[str, Any], **options: Any) -> None:
         super().__init__(*processes, **options)
-        self.checkpoint, self.async_checkpoint = checkpoint, async_checkpoint
-        self.on_corrupt_checkpoint = on_corrupt_checkpoint
+        vars(self).update(owned(fields))
         self._fit_plan: Plan | None = None
         self._last_plan: Plan | None = None
         self._failed = False
         self._described: tuple[pl.LightningModule, dict[str, Any]] | None = None
         self._resume = Resume()
-        self._checkpoints = ShardedCheckpoints(self._open_reports)
+        self._checkpoints = made_checkpoints(self._open_reports, fields)
         self._store: dist.Store | None = None  # for checkpoints alone, because a thread may use it
-        self._waiting: SavedWeights | None = None  # to load once the module is cut
         self._averages: Averages | None = None
         self._saving = ExitStack()  # of hooks after a run
 
@@ -111,8 +93,8 @@ class CheckpointStrategy(ProcessStrategy, ABC):
         self._averages = averages
 
     def _state_of_average(self, averages: Averages, plan: Plan, name: str) -> Mapping[str, Any]:
-        if self.checkpoint == "sharded":
-            return self._checkpoints.state_of_average(averages.roots[name], plan, name, self._wire)
+        if self._checkpoints.in_shards:
+            return self._checkpoints.state_dict(averages.roots[name], plan, self._wire, name)
         buffers = None if self._session is None else self._session.buffers
         return collect_module(averages.roots[name], plan, self.global_rank, wire=self._wire, buffers=buffers)
 
@@ -149,7 +131,7 @@ class CheckpointStrategy(ProcessStrategy, ABC):
             raise lost_weights()
         if self._session is not None:
             self._session.leave_step()
-        if self.checkpoint == "sharded":
+        if self._checkpoints.in_shards:
             return self._checkpoints.state_dict(module, self._shards_plan(), self._wire)
         if self._session is None and not self.is_global_zero:
             self._let_hooks_end(module)
@@ -193,7 +175,7 @@ class CheckpointStrategy(ProcessStrategy, ABC):
         if has_kept_shards(self._module("state_dict")):
             return self._last_plan
         # states of optimizers are shared also where no parameter is
-        shares = self.checkpoint == "sharded" and self._fit_plan is not None and DataShards(self._fit_plan).exist
+        shares = self._checkpoints.in_shards and self._fit_plan is not None and DataShards(self._fit_plan).exist
         return self._last_plan if shares else None
 
     @override
@@ -201,8 +183,9 @@ class CheckpointStrategy(ProcessStrategy, ABC):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         module, plan = self._module("optimizer_state"), self._fitted("optimizer_state")
         inner = getattr(optimizer, "optimizer", optimizer)
-        if self.checkpoint == "sharded":
-            return OptimizerPart(inner, next(n for n, one in enumerate(self.optimizers) if one is optimizer))
+        if self._checkpoints.in_shards:
+            number = next(n for n, one in enumerate(self.optimizers) if one is optimizer)
+            return self._checkpoints.optimizer_state(inner, number)
         return collect_optimizer(inner, module, plan, self.global_rank, self._wire)
 
     @override
@@ -212,7 +195,7 @@ class CheckpointStrategy(ProcessStrategy, ABC):
         self._note_position(checkpoint)
         if self.is_global_zero:
             with_record(checkpoint, self._models_record())
-        if self.checkpoint == "full":
+        if not self._checkpoints.in_shards:
             write = partial(super().save_checkpoint, checkpoint, filepath, storage_options)
             self._checkpoints.together("full save", write)  # an error of rank 0 is one on all ranks
             return
@@ -220,18 +203,17 @@ class CheckpointStrategy(ProcessStrategy, ABC):
         trainer, optimizers = module.trainer, [getattr(one, "optimizer", one) for one in self.optimizers]
         fields = {"step": trainer.global_step, "epoch": trainer.current_epoch, "layout": self._layout_fields()}
         with self._exact():
-            self._checkpoints.save(
-                checkpoint,
-                filepath,
-                module,
-                optimizers,
-                self._shards_plan(),
+            run = SavedRun(
+                module=module,
+                optimizers=optimizers,
+                plan=self._shards_plan(),
                 buffers=None if session is None else session.buffers,
                 wire=self._wire,
                 fields={**fields, "optimizers": [type(one).__name__ for one in optimizers]},
                 averages={} if self._averages is None else self._averages.roots,
-                in_thread=self.async_checkpoint and session is not None,
+                goes_on=session is not None,
             )
+            self._checkpoints.save(checkpoint, filepath, run)
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -263,7 +245,7 @@ class CheckpointStrategy(ProcessStrategy, ABC):
             CheckpointUntrustedError: it would run code.
         """
         checkpoint = (
-            self._load_sharded(checkpoint_path, weights_only)
+            self._load_folder(checkpoint_path, weights_only)
             if is_checkpoint_directory(checkpoint_path)
             else self._load_file(checkpoint_path, weights_only)
         )
@@ -274,9 +256,8 @@ class CheckpointStrategy(ProcessStrategy, ABC):
             self._seed = seed
         return checkpoint
 
-    def _load_sharded(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
-        falls_back = self.on_corrupt_checkpoint == "previous"
-        found, files = self._checkpoints.load(path, weights_only=weights_only is not False, falls_back=falls_back)
+    def _load_folder(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
+        found, files = self._checkpoints.load(path, weights_only=weights_only is not False)
         if self._agreement is not None:
             self._agreement.check("checkpoint", files)
         return found
@@ -302,15 +283,12 @@ class CheckpointStrategy(ProcessStrategy, ABC):
         module, state = self._module("load_model_state_dict"), checkpoint["state_dict"]
         if self._session is None and self.main_params is not None:
             self._converted(module)  # or what is loaded now would be rounded in `setup`
-        if isinstance(state, SavedWeights):
-            check_weights(module, state, strict, self._shards_plan())
-            if self._session is None and reads_weights_early(module) and not self.must_load_in_setup(module):
-                self._load_together("weights", partial(module.load_state_dict, state, strict=strict))
-                return
-            self._waiting = state
+        plan, in_setup = self._shards_plan(), self._session is None and self.must_load_in_setup(module)
+        before_run = self._session is None and not in_setup
+        if self._checkpoints.take_weights(module, state, plan, strict=strict, before_run=before_run):
             if self._session is not None:
                 self._load_waiting()
-        elif self._session is None and self.must_load_in_setup(module):
+        elif in_setup:
             self.load_in_setup(StateDictSource(state), strict=strict)
         elif self._session is None:  # before anything is cut
             module.load_state_dict(state, strict=strict)
@@ -319,19 +297,8 @@ class CheckpointStrategy(ProcessStrategy, ABC):
 
     def _load_waiting(self) -> None:
         """Read the weights that were to be loaded once the module is cut; collective."""
-        if self._waiting is not None:
-            state, self._waiting = self._waiting, None
-            module, plan = self._module("load_model_state_dict"), self._run("load_model_state_dict").plan
-            self._load_together("weights", partial(load_weights, module, state, plan, self.global_rank))
-
-    def _load_together(self, topic: str, load: Callable[[], object]) -> None:
-        """Load on all ranks; where the checkpoint proves to be damaged meanwhile, no rank keeps a part of it."""
-        try:
-            self._checkpoints.together(topic, load)
-        except CheckpointCorruptError as error:
-            void_weights(self._module("load_model_state_dict"))
-            error.add_note("Some of it was loaded before. So the module's weights are NaN now: build it again")
-            raise
+        module, plan = self._module("load_model_state_dict"), self._run("load_model_state_dict").plan
+        self._checkpoints.load_waiting(module, plan, self.global_rank)
 
     @override
     @_on_parts
@@ -339,7 +306,7 @@ class CheckpointStrategy(ProcessStrategy, ABC):
         module, plan = self._module("load_optimizer_state_dict"), self._fitted("load_optimizer_state_dict")
         states = checkpoint["optimizer_states"]
         load = partial(load_optimizers, self.optimizers, states, module, plan, self.global_rank)
-        self._load_together("optimizers", load)
+        self._checkpoints.load_states(module, load)
 
     @override
     def on_train_start(self) -> None:
@@ -364,14 +331,12 @@ class CheckpointStrategy(ProcessStrategy, ABC):
     def on_train_end(self) -> None:
         super().on_train_end()
         self._resume.end()
-        self._checkpoints.saves.finish()
+        self._checkpoints.finish()
 
     @override
     def teardown(self) -> None:
-        self._waiting = None
-        self._checkpoints.detach()
         try:
-            self._checkpoints.saves.close(failed=self._failed)
+            self._checkpoints.close(failed=self._failed)
         finally:
             super().teardown()
 
@@ -380,7 +345,7 @@ class CheckpointStrategy(ProcessStrategy, ABC):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._checkpoints, self._saving = ShardedCheckpoints(self._open_reports), ExitStack()
+        self._checkpoints, self._saving = made_checkpoints(self._open_reports, vars(self)), ExitStack()
 
     def _layout_of_states(self) -> dict[str, Any]:
         """Return what decides which random numbers each rank draws."""

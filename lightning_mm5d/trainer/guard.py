@@ -27,7 +27,7 @@ import torch.distributed as dist
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitException
 
-from lightning_mm5d.checkpoint import sharded_save
+from lightning_mm5d.checkpoint.rank_reports import WAITING
 from lightning_mm5d.config.errors import FAILED_FIRST, RankLostError, RankMismatchError, WatchdogTimeoutError, private
 from lightning_mm5d.engine.agreement import Agreement
 from lightning_mm5d.engine.ordered_transport import OrderedTransport
@@ -35,7 +35,6 @@ from lightning_mm5d.engine.transport import Transport, TransportError
 from lightning_mm5d.monitor.monitor import Monitor, one_line
 from lightning_mm5d.monitor.stack import failed_in_communication, is_installed, place_of
 from lightning_mm5d.monitor.verdict import said
-from lightning_mm5d.trainer import saves
 
 _REPEATED = (RankLostError, RankMismatchError, WatchdogTimeoutError)
 _BLOCKING = {
@@ -45,8 +44,7 @@ _BLOCKING = {
     OrderedTransport.recv.__code__: "recv",
     OrderedTransport.flush.__code__: "flush",
     Agreement.check.__code__: "check",
-    sharded_save.WAITING: "check",
-    saves.WAITING: "check",
+    **dict.fromkeys(WAITING, "check"),
 }
 _WORDS = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe", "Timed out waiting")
 TERMINATED = "terminated"

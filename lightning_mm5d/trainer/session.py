@@ -36,6 +36,7 @@ from lightning_mm5d.schedule import UNSPLIT_SCHEDULES, Graph, Schedule
 from lightning_mm5d.sharded.collectives import backend_of, message_device
 from lightning_mm5d.stage import is_placeholder
 from lightning_mm5d.trainer.batch_parts import BatchParts, Splitting, Weighing
+from lightning_mm5d.trainer.checkpoints import Checkpoints
 from lightning_mm5d.trainer.cut_module import CutModule
 from lightning_mm5d.trainer.feature import BEFORE_TRANSFER, Attached, Feature, Running
 from lightning_mm5d.trainer.full_views import FullViews, partial_names
@@ -44,7 +45,6 @@ from lightning_mm5d.trainer.main_precision import main_dtype
 from lightning_mm5d.trainer.metrics import MetricSync
 from lightning_mm5d.trainer.optimization import Optimization
 from lightning_mm5d.trainer.replica_collectives import ReplicaCollectives
-from lightning_mm5d.trainer.saves import Saves
 from lightning_mm5d.trainer.sharing_guards import SharingGuards
 from lightning_mm5d.trainer.steps import Replica, Steps
 from lightning_mm5d.trainer.turns import Turns
@@ -65,7 +65,7 @@ class RunOptions:
         timeout: of operations between ranks.
         seed: for random state, the same on all ranks.
         features: of the strategy.
-        saves: that may be under way.
+        checkpoints: of which a save may be under way.
         bucket_bytes: how much of gradients and parameters is summed or exchanged at once.
     """
 
@@ -79,7 +79,7 @@ class RunOptions:
     timeout: timedelta
     seed: int
     features: Sequence[Feature] = ()
-    saves: Saves | None = None
+    checkpoints: Checkpoints | None = None
     bucket_bytes: int = 25 * 2**20
 
 
@@ -155,7 +155,7 @@ class Session:
             torch.device("cpu"),
             steps_together=not self.is_plain,
             predicts_together=not self.is_plain and plan.layout.num_replicas == 1,
-            saves=options.saves,
+            checkpoints=options.checkpoints,
         )
 
     def _connect(self, groups: RunGroups) -> None:

@@ -23,8 +23,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_mm5d.config.errors import RankMismatchError, private
 from lightning_mm5d.monitor.verdict import named
+from lightning_mm5d.trainer.checkpoints import Checkpoints
 from lightning_mm5d.trainer.guard import position
-from lightning_mm5d.trainer.saves import Saves
 
 
 class BatchProof(Protocol):
@@ -52,7 +52,7 @@ class Turns:
         device: where messages of the group live.
         steps_together: whether evaluation steps involve all ranks, which then agree in them too.
         predicts_together: whether prediction steps do. Where data is divided among replicas, some have one more.
-        saves: whose errors all ranks raise at the start of a batch; None where nothing is saved meanwhile.
+        checkpoints: whose errors all ranks raise at the start of a batch; None where nothing is saved.
 
     Attributes:
         proof: compares what ranks of a replica have read; None where nothing does.
@@ -66,9 +66,9 @@ class Turns:
         *,
         steps_together: bool,
         predicts_together: bool,
-        saves: Saves | None = None,
+        checkpoints: Checkpoints | None = None,
     ) -> None:
-        self._saves = saves
+        self._checkpoints = checkpoints
         self.proof: BatchProof | None = None
         self._trainer, self._group, self._device = trainer, group, device
         self._steps_together = predicts_together if trainer.predicting else steps_together
@@ -139,7 +139,7 @@ class Turns:
     def _agreed(self, epoch: int, batch: int) -> int | None:
         """Return a rank that was told to terminate; None where none was."""
         rank = self._trainer.global_rank
-        save_failed = self._saves is not None and self._saves.has_failed
+        save_failed = self._checkpoints is not None and self._checkpoints.has_failed
         if self._group is None:
             self._raise_failed_save(save_failed)
             return rank if self._terminates else None
@@ -159,8 +159,8 @@ class Turns:
         return told - 1 if told else None
 
     def _raise_failed_save(self, failed: bool) -> None:
-        if failed and self._saves is not None:
-            self._saves.finish()
+        if failed and self._checkpoints is not None:
+            self._checkpoints.finish()
 
     def _differences(self, place: list[int]) -> str:
         assert self._group is not None

@@ -14,7 +14,7 @@ from features.built_in_parts import Late
 from features.toys import LANGUAGE, VISION, Layout, Run, Toy, assert_same, figures, outcomes, together, weights
 from layouts import build
 from lightning_mm5d import Modality, RemoteParameterError
-from lightning_mm5d.checkpoint.sharded_load import ShardedCheckpoint
+from lightning_mm5d.features.sharded_checkpoints.sharded_load import ShardedCheckpoint
 from lightning_mm5d.plan.data_shards import DataShards
 from lightning_mm5d.plan.holdings import Holdings
 from lightning_mm5d.plan.plan import Plan

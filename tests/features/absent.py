@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -74,6 +75,19 @@ def refused_without_values() -> str:
     raise AssertionError("a module without values was trained")
 
 
+def refused_folder() -> str:
+    """The error of a run that is to begin with a folder, where no feature reads it."""
+    from features.toys import Layout, Run, Toy
+    from lightning_mm5d import ConfigError, Modality
+
+    run = Run(Layout({"model": Modality()}, 1))
+    try:
+        run.trainer().fit(Toy(), run.training(), ckpt_path=str(Path(__file__).parent))
+    except ConfigError as error:
+        return str(error)
+    raise AssertionError("a folder was loaded")
+
+
 def _refusals(names: list[str]) -> dict[str, str]:
     from features.toys import PAIR, Run
     from lightning_mm5d import ConfigError
@@ -110,6 +124,7 @@ def main() -> None:
         assert all("comes without the feature" in error for error in errors[name].values()), errors
         print(f"{name}: equal")
     assert "gets its value from the feature 'deferred_init'" in refused_without_values()
+    assert "A folder is read by the feature 'sharded_checkpoints'" in refused_folder()
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from features.toys import (
     weights,
 )
 from lightning_mm5d import Modality
-from lightning_mm5d.checkpoint.sharded_load import ShardedCheckpoint
+from lightning_mm5d.features.sharded_checkpoints.sharded_load import ShardedCheckpoint
 
 ROWS = {"zero_stage": 3, "dp_shard_size": 2}
 SHARING = Layout(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_mm5d.config.errors import ConfigError, did_you_mean
+from lightning_mm5d.config.options import check_choice
 
 REACTIONS = ("propagate", "raise", "skip")
 
@@ -16,6 +16,4 @@ def check(fields: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: it is none of them.
     """
-    got = fields.get("on_nonfinite", "propagate")
-    if not isinstance(got, str) or got not in REACTIONS:
-        raise ConfigError("on_nonfinite", got, f"It is one of {', '.join(REACTIONS)}", did_you_mean(got, REACTIONS))
+    check_choice("on_nonfinite", fields.get("on_nonfinite", "propagate"), REACTIONS)

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from checkpoint.moves import AFTER, BEFORE, GRIDS, LAYOUTS, MODELS, SHARING, assert_same_bits, run, saved, tensors
-from lightning_mm5d.checkpoint.sharded_load import ShardedCheckpoint
+from lightning_mm5d.features.sharded_checkpoints.sharded_load import ShardedCheckpoint
 from ranks import call_ranks
 
 BESIDE_SHARING = {

@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_mm5d.features.sharded_checkpoints.directory import CheckpointDirectory
 from lightning_mm5d.layout.even_split import even_ranges
 from lightning_mm5d.plan.data_shards import DataShards
 from lightning_mm5d.plan.holdings import Box
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.shards import Range, Shard
-from lightning_mm5d.storage.directory import CheckpointDirectory
 from lightning_mm5d.storage.files import Region, checked_region, corrupt
 from lightning_mm5d.storage.tensor_file import TensorFile
 

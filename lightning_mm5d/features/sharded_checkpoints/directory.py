@@ -261,8 +261,3 @@ class CheckpointDirectory:
         if name not in self.files:
             raise corrupt(self.path / name, "the manifest of the checkpoint does not name this file")
         return self.path / name, self.files[name]
-
-
-def is_checkpoint_directory(path: str | os.PathLike[str]) -> bool:
-    """Return whether `path`, or what was put aside for it, is a directory."""
-    return resolve(path).is_dir()

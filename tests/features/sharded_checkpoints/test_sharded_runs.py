@@ -18,8 +18,8 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 
 from features.test_checkpoints import Adaptive
 from features.toys import PAIR, PIPE, SHARED, Run, Toy, alone, assert_same, together, weights
-from lightning_mm5d.checkpoint.sharded_load import ShardedCheckpoint
-from lightning_mm5d.checkpoint.sharded_save import Save
+from lightning_mm5d.features.sharded_checkpoints.sharded_load import ShardedCheckpoint
+from lightning_mm5d.features.sharded_checkpoints.sharded_save import Save
 from lightning_mm5d.sharded.remote_value import is_remote
 from lightning_mm5d.storage.tensor_file import TensorFileWriter
 from sweeps import swept

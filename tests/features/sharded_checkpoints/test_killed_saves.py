@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from checkpoint.test_sharded_runs import train
+from features.sharded_checkpoints.test_sharded_runs import train
 from features.test_checkpoints import Adaptive
 from features.toys import LANGUAGE, VISION, Layout, Run
 from lightning_mm5d import Modality
-from lightning_mm5d.checkpoint.sharded_save import RankReports, Save
+from lightning_mm5d.checkpoint.rank_reports import RankReports
+from lightning_mm5d.features.sharded_checkpoints.sharded_save import Save
 from lightning_mm5d.storage.tensor_file import TensorFileWriter
 from ranks import run_ranks
 

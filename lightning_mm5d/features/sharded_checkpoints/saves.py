@@ -10,9 +10,9 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-from lightning_mm5d.checkpoint.sharded_save import Save
+from lightning_mm5d.checkpoint.rank_reports import joined
+from lightning_mm5d.features.sharded_checkpoints.sharded_save import Save
 
-_POLL_S = 0.05
 FAILED_RUN_S = 20.0
 """how long a run that has failed waits for a save that other ranks may never finish"""
 
@@ -79,7 +79,8 @@ class Saves:
 
     def finish(self) -> None:
         """Wait for the save that is under way; raise the error that a thread ended with."""
-        self._join(None)
+        joined(self._thread)
+        self._thread = None
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -90,16 +91,5 @@ class Saves:
             self.finish()
             return
         with suppress(BaseException):
-            self._join(FAILED_RUN_S)
-
-    def _join(self, limit: float | None) -> None:
-        """Wait in small steps, so that the monitor can end the wait."""
-        waited = 0.0
-        while self._thread is not None and self._thread.is_alive() and (limit is None or waited < limit):
-            self._thread.join(_POLL_S)
-            waited += _POLL_S
+            joined(self._thread, FAILED_RUN_S)
         self._thread = None
-
-
-WAITING = Saves._join.__code__
-"""The function that waits, for the monitor."""

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
 
+from lightning_mm5d.checkpoint.optimizer_state import StoredStates
+from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.storage.files import Region, StateDictSource, TensorSource
 
 
@@ -77,7 +82,7 @@ class SavedWeights(MutableMapping[str, Any]):
         return source.read(name, region)
 
 
-class SavedOptimizerState(Mapping[int, dict[str, Any]]):
+class SavedOptimizerState(StoredStates):
     """The states of an optimizer's parameters, by position; a tensor is read when it is asked for.
 
     Args:
@@ -107,6 +112,30 @@ class SavedOptimizerState(Mapping[int, dict[str, Any]]):
     def __contains__(self, index: object) -> bool:
         return index in self._entries  # without reading it
 
+    @override
+    def check(self, optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], names: Mapping[int, str]) -> None:
+        sizes = [len(group["params"]) for group in groups]
+        ends = list(accumulate(sizes))
+        saved = [list(self.labels[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
+        own, position = list[list[str]](), 0
+        for group in optimizer.param_groups:
+            own.append([names.get(id(one), f"@{position + number}") for number, one in enumerate(group["params"])])
+            position += len(group["params"])
+        if own == saved:
+            return
+        here = [name for group in own for name in group]
+        lost, new = set(self.labels) - set(here), set(here) - set(self.labels)
+        parts = [f"It has no {', '.join(sorted(new)[:3])}"] if new else []
+        parts += [f"It has {', '.join(sorted(lost)[:3])}, which this optimizer has not"] if lost else []
+        if not parts:
+            parts = [f"Its groups have {sizes} parameters, or others in each, and here they have {list(map(len, own))}"]
+        raise ConfigError(
+            "checkpoint.optimizer_states",
+            f"a state of {len(self.labels)} parameters",
+            ". ".join(parts),
+            "Make the same groups of the same trainable parameters, or load the weights alone",
+        )
+
+    @override
     def parts(self, index: int) -> tuple[TensorSource, Mapping[str, str], Mapping[str, Any]]:
-        """Return a source, the names of one parameter's tensors in it by key, and other values by key."""
         return (self._source, *self._entries[index])

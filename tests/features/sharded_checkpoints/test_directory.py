@@ -15,12 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_mm5d.storage.directory import (
+from lightning_mm5d.features.sharded_checkpoints.directory import (
     CheckpointDirectory,
     DirectoryWriter,
-    is_checkpoint_directory,
 )
-from lightning_mm5d.storage.replacement import new_save_id, remove_checkpoint
+from lightning_mm5d.storage.replacement import is_checkpoint_directory, new_save_id, remove_checkpoint
 
 
 def save(path: Path, value: float) -> None:

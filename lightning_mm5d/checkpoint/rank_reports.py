@@ -1,0 +1,96 @@
+"""What ranks tell each other about a checkpoint, as JSON in the store that they met at.
+
+There is no collective in it, so that a thread may talk while its rank trains, and a rank that failed still can. A rank
+that dies meanwhile is the monitor's business: it ends the ranks that wait here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_mm5d.config.errors import RankLostError
+
+_LONGEST_PAUSE_S = 0.1
+_POLL_S = 0.05
+_GRACE_S = 5.0  # for all ranks to hear the end before rank 0, whose process may hold the store, goes on
+
+
+class RankReports:
+    """Messages of one occasion. All ranks open their occasions of a topic in the same order.
+
+    Args:
+        store: used by no other thread meanwhile; None for a single rank.
+        topic: names the kind of occasion.
+        rank: global rank.
+        world_size: number of ranks.
+        timeout: how long a rank waits for another.
+    """
+
+    def __init__(self, store: dist.Store | None, topic: str, *, rank: int, world_size: int, timeout: timedelta) -> None:
+        self.rank, self.world_size, self._timeout = rank, world_size, timeout
+        self._own: dict[str, str] = {}
+        self._store: dist.Store | None = None
+        if store is not None and world_size > 1:
+            number = store.add(f"{topic}s of {rank}", 1)
+            self._store = dist.PrefixStore(f"{topic} {number}", store)
+
+    def tell(self, key: str, value: Any) -> None:
+        """Publish a JSON value of this rank."""
+        self._own[key] = json.dumps(value)
+        if self._store is not None:
+            self._store.set(f"{key} {self.rank}", self._own[key])
+
+    def hear(self, key: str, rank: int = 0) -> Any:
+        """Return what a rank tells under a key, once it does."""
+        if self._store is None or rank == self.rank:
+            return json.loads(self._own[key])
+        return json.loads(self._wait(f"{key} {rank}"))
+
+    def exchange(self, key: str, value: Any) -> list[Any]:
+        """Return what all ranks tell under a key, in their order; this one tells `value`."""
+        self.tell(key, value)
+        found = [self.hear(key, rank) for rank in range(self.world_size)]
+        self.part(key)
+        return found
+
+    def part(self, key: str) -> None:
+        """Wait on rank 0 until all ranks come here, but not long."""
+        if self._store is None:
+            return
+        heard = self._store.add(f"{key} heard", 1)
+        end = time.monotonic() + _GRACE_S
+        while self.rank == 0 and heard < self.world_size and time.monotonic() < end:
+            time.sleep(0.002)
+            heard = self._store.add(f"{key} heard", 0)
+
+    def _wait(self, key: str) -> str:
+        """Return the text under a key; it looks again and again, so that the monitor can end it."""
+        assert self._store is not None
+        end, pause = time.monotonic() + self._timeout.total_seconds(), 0.001
+        while not self._store.check([key]):
+            if time.monotonic() > end:
+                raise RankLostError(
+                    f"{key.rpartition(' ')[0]!r}: rank {key.rpartition(' ')[2]} said nothing for {self._timeout}"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+        return self._store.get(key).decode()
+
+
+def joined(thread: threading.Thread | None, limit: float = math.inf) -> None:
+    """Wait for a thread that saves, at most `limit` seconds, in small steps, so that the monitor can end the wait."""
+    waited = 0.0
+    while thread is not None and thread.is_alive() and waited < limit:
+        thread.join(_POLL_S)
+        waited += _POLL_S
+
+
+WAITING = RankReports._wait.__code__, joined.__code__
+"""The functions that wait, for the monitor."""

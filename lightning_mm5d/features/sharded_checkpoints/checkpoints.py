@@ -1,0 +1,234 @@
+"""Sharded checkpoints of a run on one rank: what the strategy's hooks call, and the checkpoints beside another one."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_mm5d.checkpoint.module_state import collect_others
+from lightning_mm5d.checkpoint.rank_reports import RankReports
+from lightning_mm5d.config.errors import CheckpointCorruptError, private
+from lightning_mm5d.features.sharded_checkpoints.directory import CheckpointDirectory
+from lightning_mm5d.features.sharded_checkpoints.own_shards import AVERAGES, OwnShards, labels_of, own_state
+from lightning_mm5d.features.sharded_checkpoints.saved_state import SavedWeights
+from lightning_mm5d.features.sharded_checkpoints.saves import Saves
+from lightning_mm5d.features.sharded_checkpoints.sharded_load import (
+    ShardedCheckpoint,
+    check_weights,
+    load_weights,
+    void_weights,
+)
+from lightning_mm5d.features.sharded_checkpoints.sharded_save import OptimizerPart, Save, decide
+from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.storage.files import flush_folder
+from lightning_mm5d.storage.replacement import new_save_id, remove_checkpoint, resolve
+from lightning_mm5d.trainer.checkpoints import Checkpoints, SavedRun
+
+
+def earlier_checkpoints(path: str | os.PathLike[str]) -> list[Path]:
+    """Return the sharded checkpoints in the folder of `path` that are not it, those of later steps first.
+
+    Those of later steps than that of `path`, where it still says its step, are left out.
+    """
+    place = resolve(path)
+    limit = _step(place)
+    found: dict[Path, float] = {}
+    for entry in sorted(place.parent.iterdir()) if place.parent.is_dir() else ():
+        other = Path(os.path.realpath(entry))
+        if entry.name.startswith(".") or not other.is_dir() or other == Path(os.path.realpath(place)):
+            continue
+        step = _step(other)
+        if step is not None and (limit is None or step <= limit):
+            found[other] = step
+    return sorted(found, key=lambda other: (found[other], other.lstat().st_mtime_ns), reverse=True)
+
+
+def link(target: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
+    """Make `path` a symbolic link to `target` in place of what it is, in one step where that is no directory."""
+    place = Path(os.path.abspath(path))
+    aside = place.with_name(f".{place.name}.{new_save_id()}.link")
+    os.symlink(os.path.relpath(os.path.abspath(target), place.parent), aside)
+    if place.is_dir() and not place.is_symlink():
+        remove_checkpoint(place)
+    os.replace(aside, place)
+    flush_folder(place.parent)
+
+
+def _step(path: Path) -> float | None:
+    try:
+        step = CheckpointDirectory(path).fields.get("step")
+    except (CheckpointCorruptError, OSError):
+        return None
+    return step if isinstance(step, int) else None
+
+
+class ShardedCheckpoints(Checkpoints):
+    """Saves and loads the shards of one rank."""
+
+    def __init__(self, open_reports: Callable[[str], RankReports], fields: Mapping[str, Any]) -> None:
+        super().__init__(open_reports, fields)
+        self.in_shards = fields["checkpoint"] == "sharded"
+        self._in_thread, self._falls_back = fields["async_checkpoint"], fields["on_corrupt_checkpoint"] == "previous"
+        self._saves = Saves()
+        self._stand_ins: dict[str, Tensor] = {}
+        self._linked: list[ModelCheckpoint] = []
+        self._waiting: SavedWeights | None = None  # to load once the module is cut
+
+    # --- saving ---
+
+    @override
+    def state_dict(self, root: nn.Module, plan: Plan | None, wire: torch.device, average: str = "") -> dict[str, Any]:
+        state = own_state(root, plan, self._stand_ins, f"{AVERAGES}/{average}/" if average else "")
+        if plan is not None:
+            collect_others(root, state, plan, dist.get_rank(), wire=wire)
+        return state
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer, number: int) -> dict[str, Any]:
+        return OptimizerPart(optimizer, number)
+
+    @override
+    def save(self, checkpoint: Mapping[str, Any], path: str | os.PathLike[str], run: SavedRun) -> None:
+        self.finish()
+        in_thread = self._in_thread and run.goes_on  # which returns once this rank's shards are copied
+        reports = self._open_reports("save")
+        sources = {} if run.buffers is None else run.buffers.sources(run.wire)
+        shards = OwnShards(run.module, run.plan, reports.rank, sources, self._stand_ins, run.averages)
+        save = Save(reports, run.optimizers, run.fields)
+        labels = [labels_of(optimizer, run.module) for optimizer in run.optimizers]
+        save.announce(os.fspath(path), lambda: decide(checkpoint, shards, labels))
+        save.take(shards, copies=in_thread)
+        self._saves.run(save, in_thread=in_thread)
+
+    @override
+    def remove(self, path: str | os.PathLike[str], remove_file: Callable[[Any], None]) -> None:
+        """Delete a checkpoint, once the one that replaces it stands."""
+        remove = remove_checkpoint if os.path.isdir(path) and not os.path.islink(path) else remove_file
+        self._saves.then(partial(remove, path))
+
+    @override
+    def attach(self, trainer: pl.Trainer) -> None:
+        """Let links to checkpoints be made in one step, and once what they lead to stands; until `close`."""
+
+        def link_checkpoint(trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
+            if trainer.is_global_zero and os.path.abspath(filepath) != os.path.abspath(linkpath):
+                self._saves.then(partial(link, filepath, linkpath))
+            trainer.strategy.barrier()
+
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint):
+                private(callback, "_link_checkpoint")
+                vars(callback)["_link_checkpoint"] = link_checkpoint
+                self._linked.append(callback)
+
+    @property
+    @override
+    def has_failed(self) -> bool:
+        return self._saves.has_failed
+
+    @override
+    def finish(self) -> None:
+        self._saves.finish()
+
+    @override
+    def close(self, *, failed: bool) -> None:
+        for callback in self._linked:
+            vars(callback).pop("_link_checkpoint", None)  # and Lightning makes links again
+        self._linked.clear()
+        self._stand_ins.clear()
+        self._waiting = None
+        self._saves.close(failed=failed)
+
+    # --- loading ---
+
+    @override
+    def load(self, path: str | os.PathLike[str], *, weights_only: bool) -> tuple[dict[str, Any], Mapping[str, Any]]:
+        """Return what a folder holds, or the last good one beside it where it is damaged and the user allows that."""
+        candidates, problem = [Path(path)], None
+        for number, candidate in enumerate(candidates):  # it grows
+            try:
+                return self.together("load", partial(self._opened, candidate, weights_only))
+            except CheckpointCorruptError as error:
+                problem = problem or error
+                if number == 0 and self._falls_back:
+                    reports = self._open_reports("earlier checkpoints")
+                    own = [os.fspath(one) for one in earlier_checkpoints(path)] if reports.rank == 0 else []
+                    candidates += map(Path, reports.exchange("found", own)[0])
+                if candidate == candidates[-1]:
+                    raise problem from None
+                following = candidates[number + 1]
+                warnings.warn(f"{candidate} is damaged, so that {following} is loaded: {error}", stacklevel=2)
+        raise AssertionError("the last candidate is returned or raises")
+
+    def _opened(self, path: Path, weights_only: bool) -> tuple[dict[str, Any], Mapping[str, Any]]:
+        checkpoint = ShardedCheckpoint(path, weights_only=weights_only)
+        directory = CheckpointDirectory(path)
+        if self._falls_back:  # all bytes now, because nothing can be loaded instead later on
+            world = dist.get_world_size() if dist.is_initialized() else 1
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            for name in sorted(directory.tensor_files())[rank::world]:
+                directory.tensor_file(name).verify()
+        written = {name: [file.size, file.checksum] for name, file in directory.files.items()}
+        return checkpoint.state, {"files": written}
+
+    @override
+    def take_weights(
+        self, module: pl.LightningModule, state: Mapping[str, Any], plan: Plan | None, *, strict: bool, before_run: bool
+    ) -> bool:
+        if not isinstance(state, SavedWeights):
+            return False
+        check_weights(module, state, strict, plan)
+        if before_run and reads_weights_early(module):
+            self._load_together(module, "weights", partial(module.load_state_dict, state, strict=strict))
+        else:
+            self._waiting = state
+        return True
+
+    @override
+    def load_waiting(self, module: pl.LightningModule, plan: Plan, rank: int) -> None:
+        if self._waiting is not None:
+            state, self._waiting = self._waiting, None
+            self._load_together(module, "weights", partial(load_weights, module, state, plan, rank))
+
+    @override
+    def load_states(self, module: pl.LightningModule, load: Callable[[], object]) -> None:
+        self._load_together(module, "optimizers", load)
+
+    def _load_together(self, module: pl.LightningModule, topic: str, load: Callable[[], object]) -> None:
+        """Load on all ranks; where the checkpoint proves to be damaged meanwhile, no rank keeps a part of it."""
+        try:
+            self.together(topic, load)
+        except CheckpointCorruptError as error:
+            void_weights(module)
+            error.add_note("Some of it was loaded before. So the module's weights are NaN now: build it again")
+            raise
+
+
+def reads_weights_early(module: pl.LightningModule) -> bool:
+    """Return whether code of the user's own, or an average of weights, expects them loaded before `Strategy.setup`."""
+    if type(module).load_state_dict is not nn.Module.load_state_dict:
+        return True
+    usual = pl.Callback.on_load_checkpoint, pl.Callback.load_state_dict
+    return any(
+        isinstance(one, WeightAveraging)
+        or (
+            not type(one).__module__.startswith("lightning.")
+            and (type(one).on_load_checkpoint, type(one).load_state_dict) != usual
+        )
+        for one in vars(module.trainer)["callbacks"]
+    )
+
+
+CHECKPOINTS = ShardedCheckpoints

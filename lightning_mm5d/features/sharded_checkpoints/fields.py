@@ -1,0 +1,27 @@
+"""Checks of `checkpoint`, `async_checkpoint` and `on_corrupt_checkpoint`: words, and what goes together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.options import check_choice
+
+CHOICES = {"checkpoint": ("full", "sharded"), "on_corrupt_checkpoint": ("raise", "previous")}
+
+
+def check(fields: Mapping[str, Any]) -> None:
+    """Refuse other words, and saves in a thread of what one rank writes.
+
+    Raises:
+        ConfigError: at the first field that cannot work.
+    """
+    for name, known in CHOICES.items():
+        check_choice(name, fields.get(name, known[0]), known)
+    wanted = fields.get("async_checkpoint", False)
+    if not isinstance(wanted, bool):
+        raise ConfigError("async_checkpoint", wanted, "It is true or false", "Use True or False")
+    if wanted and fields.get("checkpoint", "full") != "sharded":
+        rule = "Only sharded checkpoints are written while training goes on"
+        raise ConfigError("async_checkpoint", wanted, rule, 'Set checkpoint="sharded" too, or leave it unset')
