@@ -55,6 +55,7 @@ from lightning_mm5d.trainer.validation import (
     check_callbacks,
     check_computed,
     check_module,
+    required,
     watch_fit_start,
 )
 
@@ -475,7 +476,7 @@ class MultimodalStrategy(CheckpointStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         result, run = None, self._run("optimizer_step")
         with (
-            run.views.suspended("the step of an optimizer"),
+            run.guard.suspended("the step of an optimizer"),
             run.optimization.stepping(optimizer, closure, self.precision_plugin) as agreed,
         ):
             result = super().optimizer_step(optimizer, agreed, model, **kwargs)
@@ -510,7 +511,7 @@ class MultimodalStrategy(CheckpointStrategy):
         Raises:
             ConfigError: nothing runs.
         """
-        return self._run("full_parameters").views.entered("the end of full_parameters()", "values")
+        return self._full_view("full_parameters", "values")
 
     def full_gradients(self) -> AbstractContextManager[None]:
         """Return what is entered to see full gradients on every rank, outside of steps; collective.
@@ -521,7 +522,11 @@ class MultimodalStrategy(CheckpointStrategy):
         Raises:
             ConfigError: nothing runs.
         """
-        return self._run("full_gradients").views.entered("the end of full_gradients()", "gradients")
+        return self._full_view("full_gradients", "gradients")
+
+    def _full_view(self, method: str, kind: str) -> AbstractContextManager[None]:
+        rule, fix = "This installation comes without what shows full tensors", "Install the whole package"
+        return required(self._run(method).guard.entered, method, rule, fix)(f"the end of {method}()", kind)
 
     # --- communication of Lightning's own ---
 

@@ -56,7 +56,7 @@ def _on_parts(method: Callable[..., T]) -> Callable[..., T]:
         session = self._session
         if session is None:
             return method(self, *args, **kwargs)
-        with session.views.suspended(f"strategy.{method.__name__}()"):
+        with session.guard.suspended(f"strategy.{method.__name__}()"):
             return method(self, *args, **kwargs)
 
     return called

@@ -23,7 +23,9 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
+from lightning_mm5d.checkpoint.module_state import BufferState
 from lightning_mm5d.config.features import parts
+from lightning_mm5d.data_parallel.shared_parameters import SharedParameters
 from lightning_mm5d.engine.engine import Engine
 from lightning_mm5d.engine.ordered_transport import Wire
 from lightning_mm5d.engine.run_groups import Groups, RunGroups
@@ -60,6 +62,8 @@ class Running:
         groups: of ranks, of this rank.
         more_groups: makes further groups; collective.
         turns: what ranks agree on when a batch begins.
+        shared: the parameters of which this rank owns rows.
+        buffers: which ranks have the values of buffers.
         is_plain: whether every rank is a replica of the full model and steps need no schedule.
     """
 
@@ -79,6 +83,8 @@ class Running:
     groups: RunGroups
     more_groups: Groups
     turns: Turns
+    shared: SharedParameters
+    buffers: BufferState
     is_plain: bool
 
 
