@@ -217,7 +217,7 @@ class MultimodalStrategy(CheckpointStrategy):
             if not is_overridden("setup", module):
                 raise
         else:
-            check_callbacks(callbacks, plan)
+            self._check_callbacks(callbacks, plan)
 
     def validate(self, module: pl.LightningModule, *data: Any) -> Plan:
         """Check everything that needs no processes; return the plan.
@@ -249,6 +249,11 @@ class MultimodalStrategy(CheckpointStrategy):
         for feature in self._features:
             feature.check(module, plan, self.root_device)
         return plan
+
+    def _check_callbacks(self, callbacks: Sequence[pl.Callback], plan: Plan) -> None:
+        check_callbacks(callbacks, plan)
+        for feature in self._features:
+            feature.check_callbacks(callbacks, plan)
 
     def plan(self, module: pl.LightningModule) -> Plan:
         """Return which rank runs which stage of `module`; a `configure_model` runs on a copy without memory.
@@ -319,7 +324,7 @@ class MultimodalStrategy(CheckpointStrategy):
         module = self._converted(self.lightning_module)
         self.model = module
         plan = self._checked(module)  # `setup` and `configure_model` may have changed it
-        check_callbacks(vars(trainer)["callbacks"], plan)
+        self._check_callbacks(vars(trainer)["callbacks"], plan)
         self._last_plan = plan
         self._stages = plan.topology.stages_of(self.global_rank)
         fits = trainer.state.fn == TrainerFn.FITTING
@@ -352,7 +357,6 @@ class MultimodalStrategy(CheckpointStrategy):
         self._session.share(self.optimizers if fits else ())
         self.setup_precision_plugin()
         self._session.attach(trainer)
-        self._attach_averages(trainer)
         if fits and not self._session.is_plain and is_overridden("on_fit_start", module):
             watch_fit_start(module)
 
@@ -365,7 +369,6 @@ class MultimodalStrategy(CheckpointStrategy):
         if self._session is not None:
             keeps = self.checkpoint == "sharded"
             targets = () if keeps else range(0, self.layout.size, self.num_processes)
-            self._end_averages(targets)
             self._session.close(targets, failed=self._failed)
             self._session = None
         if self._dataloader_hooks is not None:

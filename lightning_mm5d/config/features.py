@@ -67,6 +67,7 @@ FEATURES = (
     Registered("kernels", modality={"kernels": None}),
     Registered("cached_features", modality={"cache_features": None}),
     Registered("start_summary"),
+    Registered("averages"),
     Registered("sample_proof"),
     Registered("kept_casts"),
     Registered("lock_step"),

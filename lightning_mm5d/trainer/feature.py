@@ -7,7 +7,7 @@ A feature is a package below ``features``; `config.features` lists them, and not
 3. attach: when module, engine and optimizers are ready. While the run lasts, the engine and the optimization call what
    a feature has appended to their doors (`Engine.around`, `Optimization.around`). What it has put in front of an
    attribute (`stage.put`) is called in place of it;
-4. remove: when the run has ended or failed, in reverse order;
+4. leave, remove: when the run has ended or failed, the latter in reverse order;
 5. finish: after a run that has not failed, when the weights are where they belong; collective.
 
 All ranks attach features in the order of the list, so that these may be collective. They import the core
@@ -16,7 +16,7 @@ and never each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +91,14 @@ class Running:
 class Attached:
     """A feature on one rank, from `Feature.attach` on; what a subclass leaves out does nothing."""
 
+    def leave(self, targets: Sequence[int], *, failed: bool) -> None:
+        """A run ends, and the module is still that of this rank; collective unless it has failed.
+
+        Args:
+            targets: ranks that get the full weights; without any, all ranks keep their shards.
+            failed: whether the run has failed, after which nothing can be gathered.
+        """
+
     def remove(self) -> None:
         """Undo what `Feature.attach` did; not collective, because the run may have failed."""
 
@@ -113,6 +121,13 @@ class Feature:
 
         Raises:
             ConfigError: names the field of the feature.
+        """
+
+    def check_callbacks(self, callbacks: Sequence[pl.Callback], plan: Plan) -> None:
+        """Refuse callbacks of the trainer that cannot work with this plan.
+
+        Raises:
+            ConfigError: names the callback.
         """
 
     def needs_schedule(self, plan: Plan) -> bool:

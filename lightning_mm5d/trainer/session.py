@@ -360,6 +360,8 @@ class Session:
             targets: ranks that get the full weights; without any, all ranks keep their shards.
             failed: whether the run has failed, after which nothing can be gathered.
         """
+        for one in self._attached:
+            one.leave(targets, failed=failed)
         for one in reversed(self._attached):
             one.remove()
         self._cut.remove()
