@@ -54,6 +54,7 @@ from lightning_mm5d.trainer.validation import (
     check_callbacks,
     check_computed,
     check_module,
+    required,
     watch_fit_start,
 )
 
@@ -212,7 +213,7 @@ class MultimodalStrategy(CheckpointStrategy):
             if not is_overridden("setup", module):
                 raise
         else:
-            check_callbacks(callbacks, plan)
+            self._check_callbacks(callbacks, plan)
 
     def validate(self, module: pl.LightningModule, *data: Any) -> Plan:
         """Check everything that needs no processes; return the plan.
@@ -244,6 +245,11 @@ class MultimodalStrategy(CheckpointStrategy):
         for feature in self._features:
             feature.check(module, plan, self.root_device)
         return plan
+
+    def _check_callbacks(self, callbacks: Sequence[pl.Callback], plan: Plan) -> None:
+        check_callbacks(callbacks, plan)
+        for feature in self._features:
+            feature.check_callbacks(callbacks, plan)
 
     def plan(self, module: pl.LightningModule) -> Plan:
         """Return which rank runs which stage of `module`; a `configure_model` runs on a copy without memory.
@@ -314,7 +320,7 @@ class MultimodalStrategy(CheckpointStrategy):
         module = self._converted(self.lightning_module)
         self.model = module
         plan = self._checked(module)  # `setup` and `configure_model` may have changed it
-        check_callbacks(vars(trainer)["callbacks"], plan)
+        self._check_callbacks(vars(trainer)["callbacks"], plan)
         self._last_plan = plan
         self._stages = plan.topology.stages_of(self.global_rank)
         fits = trainer.state.fn == TrainerFn.FITTING
@@ -347,7 +353,6 @@ class MultimodalStrategy(CheckpointStrategy):
         self._session.share(self.optimizers if fits else ())
         self.setup_precision_plugin()
         self._session.attach(trainer)
-        self._attach_averages(trainer)
         if fits and not self._session.is_plain and is_overridden("on_fit_start", module):
             watch_fit_start(module)
 
@@ -359,7 +364,6 @@ class MultimodalStrategy(CheckpointStrategy):
     def teardown(self) -> None:
         if self._session is not None:
             targets = () if self._checkpoints.in_shards else range(0, self.layout.size, self.num_processes)
-            self._end_averages(targets)
             self._session.close(targets, failed=self._failed)
             self._session = None
         if self._dataloader_hooks is not None:
@@ -470,7 +474,7 @@ class MultimodalStrategy(CheckpointStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         result, run = None, self._run("optimizer_step")
         with (
-            run.views.suspended("the step of an optimizer"),
+            run.guard.suspended("the step of an optimizer"),
             run.optimization.stepping(optimizer, closure, self.precision_plugin) as agreed,
         ):
             result = super().optimizer_step(optimizer, agreed, model, **kwargs)
@@ -505,7 +509,7 @@ class MultimodalStrategy(CheckpointStrategy):
         Raises:
             ConfigError: nothing runs.
         """
-        return self._run("full_parameters").views.entered("the end of full_parameters()", "values")
+        return self._full_view("full_parameters", "values")
 
     def full_gradients(self) -> AbstractContextManager[None]:
         """Return what is entered to see full gradients on every rank, outside of steps; collective.
@@ -516,7 +520,11 @@ class MultimodalStrategy(CheckpointStrategy):
         Raises:
             ConfigError: nothing runs.
         """
-        return self._run("full_gradients").views.entered("the end of full_gradients()", "gradients")
+        return self._full_view("full_gradients", "gradients")
+
+    def _full_view(self, method: str, kind: str) -> AbstractContextManager[None]:
+        rule, fix = "This installation comes without what shows full tensors", "Install the whole package"
+        return required(self._run(method).guard.entered, method, rule, fix)(f"the end of {method}()", kind)
 
     # --- communication of Lightning's own ---
 

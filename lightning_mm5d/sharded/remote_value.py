@@ -96,6 +96,8 @@ class Guard:
         received: parameters of other ranks that the step under way has received, by name.
         shows_full: whether a hook runs in which every rank sees full parameters.
         suspended: entered, with a place in words, around what works on local tensors within such a hook.
+        entered: entered, with a place in words and what is gathered at once, to see full parameters; None where nothing
+            shows them.
     """
 
     def __init__(self, where: Callable[[str], str], parameters: Callable[[], Iterable[Tensor]] = tuple) -> None:
@@ -105,10 +107,11 @@ class Guard:
         self.received: Mapping[str, Tensor] = {}
         self.shows_full = False
         self.suspended: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
+        self.entered: Callable[..., AbstractContextManager[None]] | None = None
 
     def close(self) -> None:
         """Let go of the module and its run, which placeholders would keep alive through this."""
-        self._parameters, self.suspended = tuple, lambda _: nullcontext()
+        self._parameters, self.suspended, self.entered = tuple, lambda _: nullcontext(), None
 
     @contextmanager
     def dry_run(self) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial, wraps
 from typing import Any, TypeVar
@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -30,7 +30,6 @@ from lightning_mm5d.sharded.remote_value import is_remote
 from lightning_mm5d.stage.put import put
 from lightning_mm5d.storage.files import StateDictSource
 from lightning_mm5d.storage.replacement import is_checkpoint_directory
-from lightning_mm5d.trainer.averages import Averages
 from lightning_mm5d.trainer.checkpoints import SavedRun, made_checkpoints
 from lightning_mm5d.trainer.kept_shards import has_kept_shards
 from lightning_mm5d.trainer.process_strategy import ProcessStrategy
@@ -49,7 +48,7 @@ def _on_parts(method: Callable[..., T]) -> Callable[..., T]:
         session = self._session
         if session is None:
             return method(self, *args, **kwargs)
-        with session.views.suspended(f"strategy.{method.__name__}()"):
+        with session.guard.suspended(f"strategy.{method.__name__}()"):
             return method(self, *args, **kwargs)
 
     return called
@@ -62,6 +61,9 @@ class CheckpointStrategy(ProcessStrategy, ABC):
         processes: arguments of `ProcessStrategy`, in its order.
         fields: of the strategy, by name, of which features own some.
         options: keywords of `ProcessStrategy`.
+
+    Attributes:
+        copies: of the module, into which callbacks average weights, by names that are the same on all ranks.
     """
 
     def __init__(self, *processes: Any, fields: Mapping[str, Any], **options: Any) -> None:
@@ -74,7 +76,7 @@ class CheckpointStrategy(ProcessStrategy, ABC):
         self._resume = Resume()
         self._checkpoints = made_checkpoints(self._open_reports, fields)
         self._store: dist.Store | None = None  # for checkpoints alone, because a thread may use it
-        self._averages: Averages | None = None
+        self.copies: Mapping[str, nn.Module] = {}
         self._saving = ExitStack()  # of hooks after a run
 
     def _open_reports(self, topic: str) -> RankReports:
@@ -83,33 +85,20 @@ class CheckpointStrategy(ProcessStrategy, ABC):
             self._store = dist.PrefixStore("checkpoints", self.new_store())
         return RankReports(self._store, topic, rank=self.global_rank, world_size=world, timeout=self._timeout)
 
-    # --- averages of weights ---
-
-    def _attach_averages(self, trainer: pl.Trainer) -> None:
-        """Let callbacks average what this rank holds of the module; collective."""
-        module, plan = self._module("setup"), self._run("setup").plan
-        averages = Averages(module, plan, self.global_rank, vars(trainer)["callbacks"])
-        averages.attach(partial(self._state_of_average, averages, plan), self._wire)
-        self._averages = averages
-
-    def _state_of_average(self, averages: Averages, plan: Plan, name: str) -> Mapping[str, Any]:
-        if self._checkpoints.in_shards:
-            return self._checkpoints.state_dict(averages.roots[name], plan, self._wire, name)
-        buffers = None if self._session is None else self._session.buffers
-        return collect_module(averages.roots[name], plan, self.global_rank, wire=self._wire, buffers=buffers)
-
-    def _end_averages(self, targets: Iterable[int]) -> None:
-        """Leave averages as the module is left; collective unless the run has failed."""
-        if self._averages is not None:
-            buffers = None if self._session is None else self._session.buffers
-            self._averages.end(targets, buffers, self._wire, failed=self._failed)
-
     @property
     def _wire(self) -> torch.device:
         """Where messages of the default group live, also after a run has moved the module to host memory."""
         return message_device(self.root_device)
 
     # --- saving ---
+
+    def state_of_copy(self, name: str) -> Mapping[str, Any]:
+        """Return what a checkpoint holds of one of the `copies` of the module; collective."""
+        plan = required(self._last_plan, "state_of_copy", "Copies are cut when a run begins", "Call the trainer first")
+        if self._checkpoints.in_shards:
+            return self._checkpoints.state_dict(self.copies[name], plan, self._wire, name)
+        buffers = None if self._session is None else self._session.buffers
+        return collect_module(self.copies[name], plan, self.global_rank, wire=self._wire, buffers=buffers)
 
     def _note_position(self, checkpoint: dict[str, Any]) -> None:
         """Add what exact resuming needs; collective."""
@@ -210,7 +199,7 @@ class CheckpointStrategy(ProcessStrategy, ABC):
                 buffers=None if session is None else session.buffers,
                 wire=self._wire,
                 fields={**fields, "optimizers": [type(one).__name__ for one in optimizers]},
-                averages={} if self._averages is None else self._averages.roots,
+                averages=self.copies,
                 goes_on=session is not None,
             )
             self._checkpoints.save(checkpoint, filepath, run)
@@ -341,7 +330,7 @@ class CheckpointStrategy(ProcessStrategy, ABC):
             super().teardown()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_checkpoints": None, "_store": None, "_averages": None, "_saving": None}
+        return {**super().__getstate__(), "_checkpoints": None, "_store": None, "copies": {}, "_saving": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

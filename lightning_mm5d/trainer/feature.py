@@ -7,7 +7,7 @@ A feature is a package below ``features``; `config.features` lists them, and not
 3. attach: when module, engine and optimizers are ready. While the run lasts, the engine and the optimization call what
    a feature has appended to their doors (`Engine.around`, `Optimization.around`). What it has put in front of an
    attribute (`stage.put`) is called in place of it;
-4. remove: when the run has ended or failed, in reverse order;
+4. leave, remove: when the run has ended or failed, the latter in reverse order;
 5. finish: after a run that has not failed, when the weights are where they belong; collective.
 
 All ranks attach features in the order of the list, so that these may be collective. They import the core
@@ -16,14 +16,16 @@ and never each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 
+from lightning_mm5d.checkpoint.module_state import BufferState
 from lightning_mm5d.config.features import parts
+from lightning_mm5d.data_parallel.shared_parameters import SharedParameters
 from lightning_mm5d.engine.engine import Engine
 from lightning_mm5d.engine.ordered_transport import Wire
 from lightning_mm5d.engine.run_groups import Groups, RunGroups
@@ -60,6 +62,8 @@ class Running:
         groups: of ranks, of this rank.
         more_groups: makes further groups; collective.
         turns: what ranks agree on when a batch begins.
+        shared: the parameters of which this rank owns rows.
+        buffers: which ranks have the values of buffers.
         is_plain: whether every rank is a replica of the full model and steps need no schedule.
     """
 
@@ -79,11 +83,21 @@ class Running:
     groups: RunGroups
     more_groups: Groups
     turns: Turns
+    shared: SharedParameters
+    buffers: BufferState
     is_plain: bool
 
 
 class Attached:
     """A feature on one rank, from `Feature.attach` on; what a subclass leaves out does nothing."""
+
+    def leave(self, targets: Sequence[int], *, failed: bool) -> None:
+        """A run ends, and the module is still that of this rank; collective unless it has failed.
+
+        Args:
+            targets: ranks that get the full weights; without any, all ranks keep their shards.
+            failed: whether the run has failed, after which nothing can be gathered.
+        """
 
     def remove(self) -> None:
         """Undo what `Feature.attach` did; not collective, because the run may have failed."""
@@ -107,6 +121,13 @@ class Feature:
 
         Raises:
             ConfigError: names the field of the feature.
+        """
+
+    def check_callbacks(self, callbacks: Sequence[pl.Callback], plan: Plan) -> None:
+        """Refuse callbacks of the trainer that cannot work with this plan.
+
+        Raises:
+            ConfigError: names the callback.
         """
 
     def needs_schedule(self, plan: Plan) -> bool:

@@ -22,9 +22,10 @@ from lightning_mm5d.checkpoint.optimizer_state import drop_remote_state, names_o
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.gradients.gradients import Gradients
 from lightning_mm5d.gradients.parameter_hooks import ParameterHooks, called, has_hooks
+from lightning_mm5d.plan.data_shards import DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.collectives import message_device
-from lightning_mm5d.trainer.full_states import SUMMED_LATE, is_summed_late
+from lightning_mm5d.sharded.remote_value import Guard
 from lightning_mm5d.trainer.hidden_gradients import HiddenGradients
 from lightning_mm5d.trainer.optimizer_probe import dependence
 from lightning_mm5d.trainer.sharing_guards import hooked
@@ -78,6 +79,17 @@ _TORCH = {
 }  # which need a closure, or sparse values
 
 
+SUMMED_LATE = "Gradients of an accumulation are summed over ranks at its last batch"
+
+
+def is_summed_late(plan: Plan, name: str) -> bool:
+    """Whether an accumulation sums the gradient of a parameter over ranks at its last batch alone."""
+    first = plan.ownership.ranks_holding(name)[0]
+    return DataShards(plan).of(name, first) is None and any(
+        len(ranks) > 1 for ranks in plan.ownership.ranks_by_shard(name)
+    )
+
+
 class Summing(NamedTuple):
     """When the gradients of a step that a schedule runs are summed over ranks.
 
@@ -103,6 +115,7 @@ class Optimization:
         plan: all stages.
         gradients: of the parameters that this rank holds.
         hooks: of the module's parameters.
+        guard: of the values that other ranks have.
         is_plain: whether every rank is a replica of the full model, with a loss of its own.
         device: where this rank computes.
 
@@ -110,7 +123,6 @@ class Optimization:
         syncs: whether the next backward sums gradients over ranks, as outside of Lightning's accumulation.
         hidden: gradients of shared parameters between batches.
         around: is called at each step of an optimizer.
-        suspended: entered, with a place in words, around what works on local tensors within a hook.
     """
 
     def __init__(
@@ -120,14 +132,14 @@ class Optimization:
         gradients: Gradients,
         hooks: ParameterHooks,
         *,
+        guard: Guard,
         is_plain: bool,
         device: torch.device,
     ) -> None:
-        self._hooks = hooks
+        self._hooks, self._guard = hooks, guard
         self._module, self._plan, self._gradients = module, plan, gradients
         self._is_plain, self._device = is_plain, device
         self.syncs = True
-        self.suspended: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
         self._unsynced = self._summed = self._is_share_shown = False
         self._kept: list[Tensor | None] = []  # sums of earlier steps that were not zeroed, within an accumulation
         self._has_own_factor: bool | None = None
@@ -433,7 +445,7 @@ class Optimization:
             if late := next((n for n in held if n in self._plan.shapes and is_summed_late(self._plan, n)), None):
                 fix = "Call it in on_before_optimizer_step"
                 raise ConfigError("strategy.grad_norm", f"a call before, for {late}", SUMMED_LATE, fix)
-        with self.suspended("strategy.grad_norm()"):
+        with self._guard.suspended("strategy.grad_norm()"):
             is_double = any(p.dtype == torch.float64 for p in self._module.parameters())
             dtype = torch.float64 if is_double else torch.float32
             return self._gradients.norm(parameters, None, norm_type, dtype)
@@ -442,13 +454,13 @@ class Optimization:
         """Let a precision plugin clip by the norm over all ranks, or by value on any, until `remove`."""
 
         def clip_grad_by_norm(optimizer: Optimizer, clip_val: float) -> None:
-            with self.suspended("clipping by norm"):
+            with self._guard.suspended("clipping by norm"):
                 parameters = list(plugin.main_params(optimizer))
                 total = self._gradients.norm(parameters, None)
                 torch.nn.utils.clip_grads_with_norm_(parameters, float(clip_val), total)
 
         def clip_grad_by_value(optimizer: Optimizer, clip_val: float) -> None:
-            with self.suspended("clipping by value"):
+            with self._guard.suspended("clipping by value"):
                 parameters = [p for p in plugin.main_params(optimizer) if p.grad is not None]
                 if parameters:  # a rank may hold none of the optimizer's
                     torch.nn.utils.clip_grad_value_(parameters, clip_value=clip_val)

@@ -39,7 +39,6 @@ from lightning_mm5d.trainer.batch_parts import BatchParts, Splitting, Weighing
 from lightning_mm5d.trainer.checkpoints import Checkpoints
 from lightning_mm5d.trainer.cut_module import CutModule
 from lightning_mm5d.trainer.feature import BEFORE_TRANSFER, Attached, Feature, Running
-from lightning_mm5d.trainer.full_views import FullViews, partial_names
 from lightning_mm5d.trainer.kept_shards import has_rows, keep_shards, lose_rows
 from lightning_mm5d.trainer.main_precision import main_dtype
 from lightning_mm5d.trainer.metrics import MetricSync
@@ -99,7 +98,7 @@ class Session:
         collectives: over the replicas of the loss modality.
         turns: what ranks agree on at the start of a batch.
         buffers: which ranks have the values of buffers; None until `attach`.
-        views: of full parameters and gradients, in hooks of users.
+        guard: of the values that other ranks have.
     """
 
     def __init__(self, module: pl.LightningModule, plan: Plan, options: RunOptions) -> None:
@@ -128,7 +127,7 @@ class Session:
         self._cut = CutModule(
             module, plan, groups, rank=rank, device=device, splits_backward=splits_backward, features=options.features
         )
-        self.host_copies = self._cut.host_copies
+        self.host_copies, self.guard = self._cut.host_copies, self._cut.runtime.guard
         self._transport = None if groups.payloads is None else groups.payloads.transport(device, rank)
         self._engine = Engine(
             plan,
@@ -178,7 +177,7 @@ class Session:
         last = plan.topology.instances(plan.topology.last_stage)
         is_last = any(rank in ranks for ranks in last)
         loss_group = groups.loss if is_last else None
-        guard = self._cut.runtime.guard
+        guard = self.guard
         self._metrics = MetricSync(loss_group=loss_group, is_last=is_last, world_src=last[0][0], guard=guard)
         if not self.is_plain:
             self._metrics.attach(part for part in module.modules() if isinstance(part, Metric))
@@ -208,7 +207,9 @@ class Session:
             batch_parts=self._batch_parts,
             seed=self._options.seed if plan.draws_by_microbatch(replicas) else None,
         )
-        self.optimization = Optimization(module, plan, gradients, self._hooks, is_plain=self.is_plain, device=device)
+        self.optimization = Optimization(
+            module, plan, gradients, self._hooks, guard=self.guard, is_plain=self.is_plain, device=device
+        )
         self.collectives = ReplicaCollectives(
             self._cut.runtime,
             tuple(ranks[0] for ranks in last),
@@ -217,19 +218,6 @@ class Session:
             loss_group=groups.loss,
             shares_ranks=any(len(plan.layout.replicas_of_rank(other)) > 1 for other in range(plan.layout.size)),
         )
-        world = range(plan.layout.size)
-        self.views = FullViews(
-            module,
-            plan,
-            rank,
-            self._shared,
-            self._cut.runtime.guard,
-            self._groups.get(world, "hooks", backend="gloo") if partial_names(plan) else None,
-            device=device,
-            wire=message_device(device),
-            is_unsummed=lambda: self.optimization.is_unsummed,
-        )
-        self.optimization.suspended = self.views.suspended
 
     def share(self, optimizers: Sequence[Optimizer]) -> None:
         """Leave this rank the rows that it owns, and free what `optimizers` keep for other ranks."""
@@ -251,10 +239,8 @@ class Session:
         self.turns.attach()
         self.buffers = BufferState(self._module, self.plan)  # after the module has moved to its device
         self.optimization.clip_over_all_ranks(trainer.strategy.precision_plugin)
-        # Lightning calls the hook with whatever the loader yields, also where that is several batches
-        owners = [self._module, *vars(trainer)["callbacks"]]
-        self.views.attach(owners, self.buffers, predicts_apart=self.plan.layout.num_replicas > 1)
-        # not the user's hook itself, which would then count as overridden
+        # Lightning calls the hook with whatever the loader yields, also where that is several batches; this is not the
+        # user's hook itself, which would then count as overridden
         vars(self._module)[BEFORE_TRANSFER] = per_replica(private(self._module, BEFORE_TRANSFER))
         running = Running(
             trainer=trainer,
@@ -273,6 +259,8 @@ class Session:
             groups=self._run_groups,
             more_groups=self._groups,
             turns=self.turns,
+            shared=self._shared,
+            buffers=self.buffers,
             is_plain=self.is_plain,
         )
         for feature in self._options.features:
@@ -372,11 +360,12 @@ class Session:
             targets: ranks that get the full weights; without any, all ranks keep their shards.
             failed: whether the run has failed, after which nothing can be gathered.
         """
+        for one in self._attached:
+            one.leave(targets, failed=failed)
         for one in reversed(self._attached):
             one.remove()
         self._cut.remove()
         self._metrics.detach()
-        self.views.detach()
         self.optimization.remove()
         self.turns.detach()
         vars(self._module).pop(BEFORE_TRANSFER, None)

@@ -41,7 +41,6 @@ from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Graph, Schedule, build, is_table
 from lightning_mm5d.source.names import names
 from lightning_mm5d.source.trees import Source, decorated, method_of
-from lightning_mm5d.trainer.averages import check_averages
 from lightning_mm5d.trainer.sharing_guards import check_shared
 
 
@@ -272,10 +271,8 @@ def check_callbacks(callbacks: Sequence[pl.Callback], plan: Plan) -> None:
     """Refuse callbacks that keep a copy of the module, or a mask of its parameters, where ranks hold parts of it.
 
     Raises:
-        ConfigError: `ModelPruning` with several stages, tensor parallelism or `zero_stage`; averages of weights that
-            are not computed element by element.
+        ConfigError: `ModelPruning` with several stages, tensor parallelism or `zero_stage`.
     """
-    check_averages(callbacks, plan)
     for callback in callbacks:
         if isinstance(callback, ModelPruning) and (plan.division.shards or DataShards(plan).exist):
             raise ConfigError(

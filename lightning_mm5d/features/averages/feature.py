@@ -11,7 +11,7 @@ made before the module was built.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,73 +21,63 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_mm5d.checkpoint.module_state import BufferState, equalize, restore_full, tensors_of
+from lightning_mm5d.checkpoint.module_state import equalize, restore_full, tensors_of
 from lightning_mm5d.config.errors import ConfigError, private
 from lightning_mm5d.data.random_state import CPU, kept_random_state
 from lightning_mm5d.data_parallel.main_parameters import computing_dtypes, widen
 from lightning_mm5d.plan.data_shards import DataShards
 from lightning_mm5d.plan.holdings import Holdings, narrowed
 from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.sharded.collectives import message_device
 from lightning_mm5d.sharded.remote_value import Guard, is_remote, marked
 from lightning_mm5d.stage import drop_parameters, is_placeholder
+from lightning_mm5d.trainer.feature import Attached, Feature, Running
 from lightning_mm5d.trainer.kept_shards import keep_shards, release_shards
 
 
-class Averages:
-    """The averages of one run.
+class CutAverages(Feature):
+    """Cuts the averages of callbacks as the module is cut."""
 
-    Args:
-        module: the LightningModule as it is on this rank between steps.
-        plan: all stages.
-        rank: global rank.
-        callbacks: of the trainer.
+    def check_callbacks(self, callbacks: Sequence[pl.Callback], plan: Plan) -> None:
+        """Refuse averages of an element that depend on others, where ranks hold parts of parameters."""
+        _check_averages(callbacks, plan)
 
-    Attributes:
-        roots: the copies of the module, by a name that is the same on all ranks.
-    """
+    def attach(self, running: Running) -> Attached:
+        """Cut the copies; collective."""
+        return _Averages(running)
 
-    def __init__(self, module: pl.LightningModule, plan: Plan, rank: int, callbacks: Iterable[pl.Callback]) -> None:
-        self._module, self._plan, self._rank = module, plan, rank
-        found = [one for one in map(_average, callbacks) if one is not None]
+
+class _Averages(Attached):
+    """The averages of one run."""
+
+    def __init__(self, running: Running) -> None:
+        self._module, self._plan, self._rank = running.module, running.plan, running.rank
+        self._buffers, self._wire = running.buffers, message_device(running.device)
+        strategy: Any = running.trainer.strategy
+        found = [one for one in map(_average, vars(running.trainer)["callbacks"]) if one is not None]
         self._holders = {str(number): one for number, one in enumerate(found)}
-        self.roots: dict[str, nn.Module] = {name: _root(holder) for name, holder in self._holders.items()}
-
-    def attach(self, state_dict: Callable[[str], Mapping[str, Any]], wire: torch.device) -> None:
-        """Cut the copies; collective.
-
-        Args:
-            state_dict: returns what the state dict of a copy is in a checkpoint, by the name of the copy; collective.
-            wire: where messages of the default group live.
-        """
+        strategy.copies = self._roots = {name: _root(holder) for name, holder in self._holders.items()}
         for name, holder in self._holders.items():
-            root = self.roots[name]
+            root = self._roots[name]
             _check_built(self._module, root)
             if not release_shards(root):
-                equalize(root, wire)
+                equalize(root, self._wire)
                 self._cut(root)
-            vars(holder)["state_dict"] = partial(_state_dict, holder, partial(state_dict, name))
+            vars(holder)["state_dict"] = partial(_state_dict, holder, partial(strategy.state_of_copy, name))
             if isinstance(holder, AveragedModel):
                 vars(holder)["update_parameters"] = partial(_update, holder, self._module)
 
-    def end(self, targets: Iterable[int], buffers: BufferState | None, wire: torch.device, *, failed: bool) -> None:
-        """Leave the copies as the module is left: full on the ranks `targets`, or as they are; collective.
-
-        Args:
-            targets: ranks that get full copies; without any, all ranks keep their shards.
-            buffers: which ranks have the values of buffers.
-            wire: where messages of the default group live.
-            failed: whether the run has failed, after which nothing can be gathered.
-        """
-        chosen = tuple(targets)
+    def leave(self, targets: Sequence[int], *, failed: bool) -> None:
+        """Leave the copies as the module is left: full on the ranks `targets`, or as they are; collective."""
         for name, holder in self._holders.items():
-            root = self.roots[name]
+            root = self._roots[name]
             vars(holder).pop("update_parameters", None)
-            if not chosen and not failed:
+            if not targets and not failed:
                 keep_shards(root, self._plan)
                 continue
             vars(holder).pop("state_dict", None)
             if not failed:
-                restore_full(root, self._plan, self._rank, chosen, wire=wire, buffers=buffers)
+                restore_full(root, self._plan, self._rank, targets, wire=self._wire, buffers=self._buffers)
 
     def _cut(self, root: nn.Module) -> None:
         """Give a full copy the form that the module has."""
@@ -111,7 +101,7 @@ class Averages:
                 tensor.data = cut
 
 
-def check_averages(callbacks: Iterable[pl.Callback], plan: Plan) -> None:
+def _check_averages(callbacks: Iterable[pl.Callback], plan: Plan) -> None:
     """Refuse averages of an element that depend on others, where ranks hold parts of parameters.
 
     Raises:
@@ -218,3 +208,6 @@ def _set(root: nn.Module, name: str, value: Tensor) -> None:
     owner = root.get_submodule(path)
     known = getattr(owner, leaf)
     setattr(owner, leaf, nn.Parameter(value, known.requires_grad) if isinstance(known, nn.Parameter) else value)
+
+
+FEATURE = CutAverages

@@ -15,21 +15,24 @@ Each rank that keeps a part broadcasts it, many parameters in one message.
 
 from __future__ import annotations
 
+import copy
 import math
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from lightning_mm5d.plan.data_shards import DataShards
 from lightning_mm5d.plan.holdings import Holding, Holdings, Part, narrowed
 from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.sharded.remote_value import TELLING, plain
 
 _BUCKET_BYTES = 64 * 2**20
 
@@ -131,17 +134,6 @@ def _own(holding: Holding) -> list[Part]:
     return holding.parts(holding.own)
 
 
-SUMMED_LATE = "Gradients of an accumulation are summed over ranks at its last batch"
-
-
-def is_summed_late(plan: Plan, name: str) -> bool:
-    """Whether an accumulation sums the gradient of a parameter over ranks at its last batch alone."""
-    first = plan.ownership.ranks_holding(name)[0]
-    return DataShards(plan).of(name, first) is None and any(
-        len(ranks) > 1 for ranks in plan.ownership.ranks_by_shard(name)
-    )
-
-
 def partial_names(plan: Plan) -> frozenset[str]:
     """Return the names of the parameters of which some rank does not hold the full tensor between steps."""
     shards, world = DataShards(plan), plan.layout.size
@@ -182,6 +174,42 @@ def hooks_of_all(found: list[tuple[Any, str, Any]], group: dist.ProcessGroup | N
     dist.all_gather(every, own, group)
     common = set.intersection(*(set(one.tolist()) for one in every))
     return [one for one, code in zip(found, codes, strict=True) if code in common]
+
+
+Kind = Literal["values", "gradients", "states"]
+_GRAD: Any = Tensor.grad
+_GET_GRAD, _SET_GRAD = _GRAD.__get__, _GRAD.__set__
+_TELLING = TELLING - {_GET_GRAD}
+
+
+class Awaited(nn.Parameter):
+    """A parameter that shows its full shape, and whose first use gathers it.
+
+    Attributes:
+        opens: gathers values or gradients.
+    """
+
+    opens: Callable[[Kind], None]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in _TELLING:
+            found = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Awaited)), None)
+            if found is not None:
+                found.opens("gradients" if func in (_GET_GRAD, _SET_GRAD) else "values")
+        with plain():
+            return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            self.opens("values")
+            with plain():
+                memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return copy.deepcopy(self).__reduce_ex__(protocol)
 
 
 States = dict[Any, dict[str, Any]]

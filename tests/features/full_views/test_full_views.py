@@ -26,7 +26,7 @@ from features.toys import (
     weights,
 )
 from lightning_mm5d import Modality
-from lightning_mm5d.trainer.full_states import partial_names
+from lightning_mm5d.features.full_views.full_states import partial_names
 
 Use = Callable[[Toy], Any]
 

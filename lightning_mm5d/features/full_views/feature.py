@@ -32,22 +32,22 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
 
-from lightning_mm5d.checkpoint.module_state import BufferState
 from lightning_mm5d.config.errors import ConfigError, RankMismatchError, RemoteParameterError
-from lightning_mm5d.data_parallel.shared_parameters import SharedParameters
 from lightning_mm5d.expert_parallel.expert_layer import parameters_of
-from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.sharded.remote_value import Guard, Placeholder, is_remote, plain
-from lightning_mm5d.trainer.full_states import (
-    SUMMED_LATE,
+from lightning_mm5d.features.full_views.full_states import (
+    Awaited,
     FullStates,
+    Kind,
     Moving,
     PartExchange,
     hooks_of_all,
-    is_summed_late,
     partial_names,
 )
-from lightning_mm5d.trainer.hidden_gradients import Awaited, Kind, is_stand_in, stand_in
+from lightning_mm5d.sharded.collectives import message_device
+from lightning_mm5d.sharded.remote_value import Placeholder, is_remote, plain
+from lightning_mm5d.trainer.feature import Attached, Feature, Running
+from lightning_mm5d.trainer.hidden_gradients import is_stand_in, stand_in
+from lightning_mm5d.trainer.optimization import SUMMED_LATE, is_summed_late
 
 _KINDS: tuple[Kind, ...] = ("values", "gradients", "states")
 _DTYPES = (
@@ -91,47 +91,31 @@ class _Form:
         return self._nan
 
 
-class FullViews:
-    """The views of one rank's module.
+class FullViews(Feature):
+    """Shows full tensors in the hooks of the module and of callbacks, and where the strategy is asked for them."""
 
-    Args:
-        module: as it is on this rank between steps.
-        plan: all stages.
-        rank: global rank.
-        shared: the parameters of which this rank owns rows.
-        guard: of the values that other ranks have.
-        group: all ranks, in host memory; None where no rank has parts.
-        device: where this rank computes.
-        wire: where messages of the default group live.
-        is_unsummed: whether an accumulation has gradients that ranks will sum at its last batch.
-    """
+    def attach(self, running: Running) -> Attached:
+        """Stand before the hooks that users wrote."""
+        return _FullViews(running)
 
-    def __init__(
-        self,
-        module: pl.LightningModule,
-        plan: Plan,
-        rank: int,
-        shared: SharedParameters,
-        guard: Guard,
-        group: dist.ProcessGroup | None,
-        *,
-        device: torch.device,
-        wire: torch.device,
-        is_unsummed: Callable[[], bool],
-    ) -> None:
-        self._module, self._plan, self._rank = module, plan, rank
-        self._shared, self._guard, self._group = shared, guard, group
-        self._device, self._wire, self._is_unsummed = device, wire, is_unsummed
-        self._buffers: BufferState | None = None
-        self._exchange = PartExchange(module, plan, rank, wire)
+
+class _FullViews(Attached):
+    """The views of one rank's module, as it is on this rank between steps."""
+
+    def __init__(self, running: Running) -> None:
+        module, plan, guard = running.module, running.plan, running.runtime.guard
         parted = partial_names(plan)
+        world = range(plan.layout.size)
+        self._module, self._plan, self._rank = module, plan, running.rank
+        self._shared, self._guard, self._optimization = running.shared, guard, running.optimization
+        self._group = running.more_groups.get(world, "hooks", backend="gloo") if parted else None
+        self._device, self._wire, self._buffers = running.device, message_device(running.device), running.buffers
+        self._exchange = PartExchange(module, plan, self._rank, self._wire)
         self._forms = [
-            _Form(name, parameter, plan.shapes[name])
-            for name, parameter in (module.named_parameters() if parted else ())
-            if name in parted
+            _Form(name, parameter, plan.shapes[name]) for name, parameter in module.named_parameters() if name in parted
         ]
         self._shapes = {id(form.parameter): (form.name, form.shape) for form in self._forms}
-        self._states = FullStates(self._exchange, group, device)
+        self._states = FullStates(self._exchange, self._group, self._device)
         self._opened: set[Kind] = set()
         self._depth = 0
         self._is_shown = self._shares = False
@@ -139,19 +123,14 @@ class FullViews:
         self._swapped: list[tuple[nn.Module, str, Tensor, Tensor]] = []
         self._calls: list[tuple[nn.Module, AbstractContextManager[None]]] = []
         self._undo: list[Callable[[], object]] = []
-        guard.suspended = self.suspended
+        guard.suspended, guard.entered = self.suspended, self.entered
+        self._watch_hooks([module, *vars(running.trainer)["callbacks"]])
 
     # --- hooks ---
 
-    def attach(self, owners: Iterable[Any], buffers: BufferState, *, predicts_apart: bool) -> None:
-        """Show full tensors in the hooks of `owners` that users wrote, until `detach`.
-
-        Args:
-            owners: the module and the callbacks of the trainer.
-            buffers: which ranks have the values of buffers.
-            predicts_apart: whether replicas may predict unequal numbers of batches.
-        """
-        self._buffers = buffers
+    def _watch_hooks(self, owners: Iterable[Any]) -> None:
+        """Show full tensors in the hooks of `owners` that users wrote."""
+        predicts_apart = self._plan.layout.num_replicas > 1  # replicas may predict unequal numbers of batches
         found: list[tuple[Any, str, Any]] = []
         for owner in owners if self._forms else ():
             if isinstance(owner, WeightAveraging | StochasticWeightAveraging):
@@ -167,7 +146,7 @@ class FullViews:
         if self._undo:
             self._watch_calls()
 
-    def detach(self) -> None:
+    def remove(self) -> None:
         """Leave the hooks as they were."""
         for undo in reversed(self._undo):
             undo()
@@ -425,7 +404,7 @@ class FullViews:
 
     def _waits(self, form: _Form) -> bool:
         """Whether the gradient of a parameter is not yet summed over ranks."""
-        return self._is_unsummed() and is_summed_late(self._plan, form.name)
+        return self._optimization.is_unsummed and is_summed_late(self._plan, form.name)
 
     def _local_gradient(self, form: _Form) -> Tensor | None:
         one = self._shared.get(form.parameter)
@@ -513,3 +492,6 @@ class FullViews:
                     shown = message.to(buffer.device)
                     module._buffers[name] = shown
                     self._swapped.append((module, name, shown, buffer))
+
+
+FEATURE = FullViews

@@ -1,0 +1,1 @@
+"""Averages of weights that callbacks compute, cut as the module is."""

@@ -1,0 +1,1 @@
+"""Full parameters, gradients and optimizer states in hooks of users, on every rank."""
