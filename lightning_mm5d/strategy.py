@@ -7,7 +7,7 @@ runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -25,9 +25,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.features import parts
 from lightning_mm5d.config.modality import Modality, as_modalities, for_schedule, loss_modality_of
 from lightning_mm5d.config.options import BACKENDS
-from lightning_mm5d.config.pipelines import as_said, completed
 from lightning_mm5d.data.batches import per_replica
 from lightning_mm5d.data.loader import group_batches, shard_loader
 from lightning_mm5d.data.random_state import packed_state
@@ -261,11 +261,13 @@ class MultimodalStrategy(CheckpointStrategy):
 
     def _plan(self, module: pl.LightningModule) -> Plan:
         said: Any = {"v_shaped": self.schedule == "zbv", "main_params": self.main_params}
-        modalities = completed(self.modalities, self.own_world_size)
-        with as_said(self.modalities):
-            return kept_plan(module, self.layout, modalities, **said) or Plan.of(
-                module, self.layout, modalities, **said
-            )
+        modalities = self.modalities
+        with ExitStack() as errors:
+            for replicas in parts("pipelines"):
+                errors.enter_context(replicas.as_said(modalities))
+                modalities = replicas.completed(modalities, self.own_world_size)
+            kept = kept_plan(module, self.layout, modalities, **said)
+            return kept or Plan.of(module, self.layout, modalities, **said)
 
     def simulate(self, module: pl.LightningModule | None = None) -> Simulation:
         """Return the ideal timeline of one training step of all replicas.

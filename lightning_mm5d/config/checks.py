@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard, get_args, get_type_hints
 
 from lightning_mm5d.config.errors import ConfigError, did_you_mean, one_of
+from lightning_mm5d.config.features import parts, refuse_absent
 from lightning_mm5d.config.modality import (
     Modality,
     PipelineTemplate,
@@ -21,7 +22,6 @@ from lightning_mm5d.config.modality import (
     loss_modality_of,
     main_modality_of,
 )
-from lightning_mm5d.config.pipelines import check_pipelines
 
 
 def check_memory(field: str, modality: Modality) -> None:
@@ -91,6 +91,7 @@ def check(
         ConfigError: at the first field that cannot work.
     """
     _check_types(modalities)
+    refuse_absent({"modalities": modalities})
     check_feeds_from(modalities)
     loss_modality = loss_modality_of(modalities) if loss_modality is None else loss_modality
     if loss_modality not in modalities:
@@ -108,7 +109,8 @@ def check(
         check_memory(f"modalities.{name}", modality)
         _check_sequence_parallel(f"modalities.{name}", modality)
         _check_vocabulary(f"modalities.{name}.make_vocab_size_divisible_by", modality)
-    check_pipelines(modalities, schedule)
+    for replicas in parts("pipelines"):
+        replicas.check_pipelines(modalities, schedule)
     _check_owners(modalities)
     for name in modalities:
         _check_feeds(name, modalities, main)
@@ -148,19 +150,13 @@ def _check_sizes(field: str, modality: Modality) -> None:
             check_count(f"{field}.{size}", value)
     if not isinstance(got := modality.shard_embedding, bool):
         raise ConfigError(f"{field}.shard_embedding", got, "It is true or false", f"Use {bool(got)}")
-    for index, one in enumerate(modality.pipelines if _is_list(modality.pipelines) else ()):
-        if isinstance(one, PipelineTemplate):
-            _check_template(f"{field}.pipelines[{index}]", one)
-            if _is_list((one.stages or [0])[0]):
-                rule = "Templates of unlike pipelines give numbers of layers"
-                raise ConfigError(f"{field}.pipelines[{index}].stages", one.stages, rule, "Use for instance [2, 2]")
     template = modality.pipeline_template
     if modality.pp_chunks > 1 and modality.pp_size in (None, 1) and template is None:
         rule = "Chunks interleave the stages of several pipeline ranks"
         raise ConfigError(f"{field}.pp_chunks", modality.pp_chunks, rule, "Use pp_size=2 or more, or pp_chunks=1")
     if template is None:
         return
-    _check_template(f"{field}.pipeline_template", template)
+    check_template(f"{field}.pipeline_template", template)
     fits, rest = divmod(template.num_stages, modality.pp_chunks)
     if rest:
         rule = f"The pipeline_template has {template.num_stages} stages, pp_chunks for each rank"
@@ -229,7 +225,7 @@ def _check_vocabulary(field: str, modality: Modality) -> None:
         raise ConfigError(field, said, rule, "Leave it unset, or use tp_size=2 or more")
 
 
-def _check_template(field: str, template: object) -> None:
+def check_template(field: str, template: object) -> None:
     if not isinstance(template, PipelineTemplate):
         rule = "It is a PipelineTemplate"
         raise ConfigError(field, template, rule, "Write PipelineTemplate(stages=...)")

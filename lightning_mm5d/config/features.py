@@ -5,6 +5,7 @@ The core imports no feature. It goes through this list, in this order, and calls
 - ``fields.py`` checks what a user says, without torch; its ``alone``, if any, says why the stages of a modality cannot
   compute microbatches side by side;
 - ``construction.py`` says how modules are built (`trainer.construction.Construction`);
+- ``pipelines.py``, ``cuts.py`` and ``dealing.py`` check unlike replicas, cut their layers and deal samples out to them;
 - ``checkpoints.py`` says how checkpoints are saved and loaded that are folders (`trainer.checkpoints.Checkpoints`);
 - ``costs.py`` says which layers run again in their backward (`partition.costs`);
 - ``layers_in_blocks.py`` divides layers over tensor parallel ranks (`tensor_parallel.division.OtherDivision`);
@@ -58,6 +59,7 @@ class Registered(NamedTuple):
 
 
 FEATURES = (
+    Registered("unlike_pipelines", modality={"pipelines": None, "speeds": None}),
     Registered("deferred_init", builds=True),
     Registered("auto_schedule", schedules=("auto",)),
     Registered("compile", modality={"compile": False}),
@@ -106,6 +108,12 @@ def schedules() -> list[str]:
     return [name for feature in FEATURES if _is_there(feature) for name in feature.schedules]
 
 
+def part_of(part: str) -> ModuleType:
+    """Return the module `part` of the one feature that has it, which something of its own that is set needs."""
+    (found,) = parts(part)
+    return found
+
+
 def owned(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return those fields of the strategy that features own."""
     return {option: fields[option] for feature in FEATURES for option in feature.options}
@@ -120,6 +128,13 @@ def check_features(fields: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: at the first field that cannot work, or whose feature is not there.
     """
+    refuse_absent(fields)
+    for checks in parts("fields"):
+        checks.check(fields)
+
+
+def refuse_absent(fields: Mapping[str, Any]) -> None:
+    """Refuse fields of features that are not there; raise ConfigError."""
     for feature in FEATURES:
         wanted = {name: fields[name] for name, unset in feature.options.items() if fields.get(name, unset) != unset}
         for name, one in (fields.get("modalities") or {}).items():
@@ -127,8 +142,6 @@ def check_features(fields: Mapping[str, Any]) -> None:
         for field, got in wanted.items() if not _is_there(feature) else ():
             rule = f"This installation comes without the feature {feature.name!r}"
             raise ConfigError(field, got, rule, "Leave it unset, or install the whole package")
-    for checks in parts("fields"):
-        checks.check(fields)
 
 
 def _is_there(feature: Registered) -> bool:

@@ -39,17 +39,15 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_mm5d.config.features import part_of
 from lightning_mm5d.data.batches import LoaderBatches, ReplicaBatches
 from lightning_mm5d.data.random_state import seed_all, seed_of, seeded
 from lightning_mm5d.data.replica_view import as_replica, become_replica
 from lightning_mm5d.data.resumable import Position, Progress, Resumable, TrainerProgress
 from lightning_mm5d.data.samplers import (
     ShardOrder,
-    dealt,
     for_predictions,
-    is_dealable,
     samplers_of_shards,
-    undealable,
     unservable,
 )
 
@@ -81,8 +79,8 @@ def shard_loader(
         alone: whether no other rank loads the same shards.
         trainer: how far it is, for a loader whose position can be saved; None for one that always begins at its
             beginning.
-        shares: microbatches of each replica, by which samples are dealt out; a loader whose samples cannot be dealt out
-            is left as it is where they are equal. None for replicas that draw their own.
+        shares: microbatches of each replica, by which the feature that has ``dealing`` deals samples out; None for
+            replicas that draw their own.
 
     Returns:
         A loader of the same class. It yields batches for one shard, `ReplicaBatches` for several.
@@ -93,9 +91,7 @@ def shard_loader(
     assert list(shards) == sorted(set(shards)), shards
     assert set(shards) <= set(range(num_shards)), (shards, num_shards)
     count = len(shards)
-    if shares is not None and not is_dealable(dataloader):
-        if len(set(shares)) > 1:
-            raise undealable(dataloader, shares)
+    if shares is not None and not part_of("dealing").deals(dataloader, shares):
         shares = None
     if not isinstance(dataloader, DataLoader):
         if count > 1:
@@ -136,7 +132,7 @@ def _served(
     indices = getattr(loader, name)
     samplers = samplers_of_shards(loader, indices, shards, num_shards, seed, alone=alone)
     if shares is not None:
-        samplers = [dealt(one, shares, shard) for one, shard in zip(samplers, shards, strict=True)]
+        samplers = [part_of("dealing").dealt(one, shares, shard) for one, shard in zip(samplers, shards, strict=True)]
     order = ShardOrder(samplers, seed, shards, seeds_workers=loader.num_workers > 0)
     if loader.num_workers and name == "sampler" and not isinstance(loader.dataset, IterableDataset):
         order.wraps_items = True

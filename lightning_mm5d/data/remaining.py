@@ -30,10 +30,10 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, S
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_mm5d.config.errors import ConfigError, private
+from lightning_mm5d.config.features import part_of
 from lightning_mm5d.data.samplers import (
     MOVABLE,
     WRAPPERS,
-    DealtBatches,
     Drawing,
     EpochOrder,
     ShardOrder,
@@ -211,7 +211,7 @@ def rest_of_shards(
         num_shards: that share the rest.
         epoch: how its order was drawn.
         shares: microbatches of each of these replicas, where they are unlike. Those of earlier ones do not matter:
-            the samples of a step are the same (see `dealing`).
+            the samples of a step are the same.
 
     Raises:
         ConfigError: the samplers cannot be drawn again for another layout.
@@ -245,7 +245,7 @@ def rest_of_shards(
     if shares is None:
         return left
     whole = Rest(items, 1, 0, drop_last=False)
-    return [DealtBatches(whole, left[0].batch_size, left[0].drop_last, shares, shard) for shard in shards]
+    return [part_of("dealing").dealt_rest(whole, left[0], shares, shard) for shard in shards]
 
 
 def _shared_order(loader: DataLoader[Any], indices: Any, leaf: Any, epoch: Epoch) -> list[Any]:

@@ -34,9 +34,9 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from lightning_mm5d.config.errors import ConfigError, nearest, one_of
+from lightning_mm5d.config.features import parts
 from lightning_mm5d.config.modality import Modality, colocated_dp
 from lightning_mm5d.config.options import AXES
-from lightning_mm5d.config.pipelines import completed
 from lightning_mm5d.layout.even_split import shared_out
 
 _WORLD = "Trainer(devices=..., num_nodes=...)"
@@ -275,7 +275,8 @@ class Layout:
             ConfigError: when the sizes do not fill the world, do not pair up, or the placement is wrong.
         """
         deals = any(one.pipelines is not None or one.speeds is not None for one in modalities.values())
-        modalities = completed(modalities, world_size)
+        for replicas in parts("pipelines"):
+            modalities = replicas.completed(modalities, world_size)
         axes = solve(modalities, world_size, loss_modality)
         pipelines = {name: one.lengths for name, one in modalities.items() if one.lengths}
         given = next((tuple(one.speeds) for one in modalities.values() if one.speeds is not None), None)

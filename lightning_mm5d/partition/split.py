@@ -6,30 +6,23 @@ stages use (tied embeddings) has several owners. Layers are assigned so that the
 unless a template says otherwise.
 
 It refuses more stages than layers, and templates that overlap, leave layers out or name what is not there.
-
-One list of stages for replicas whose pipelines cut the layers in different places.
-
-A stage is what lies between two neighbouring cuts of any pipeline, so that all replicas have the same stages and each
-rank of each of them runs one or more in a row. Whatever is said by stage then holds for all replicas: who owns a
-parameter, what is sent on, and over which ranks a gradient is summed, which is layer by layer.
 """
 
 from __future__ import annotations
 
 import difflib
 import math
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from typing import Any
 
 from torch import nn
 
 from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.features import part_of
 from lightning_mm5d.config.modality import Modality, PipelineTemplate, consumers_of
-from lightning_mm5d.config.pipelines import each_pipeline
 from lightning_mm5d.layout.even_split import even_lengths
 from lightning_mm5d.partition.costs import Kept, Unit, balance, costed, depends_on_cut, kept_of, step_costs, units
 from lightning_mm5d.partition.find import find, position
@@ -37,23 +30,6 @@ from lightning_mm5d.partition.parts import Parts
 from lightning_mm5d.partition.step_uses import Boundary, Encoder, Found
 from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.source.trees import Source
-
-
-def common_stages(pipelines: Sequence[Sequence[int]]) -> tuple[list[int], tuple[tuple[int, ...], ...]]:
-    """Return the number of layers of each stage, and for each pipeline the pipeline rank of each stage.
-
-    Of 12 layers as ``[3, 3, 3, 3]`` and ``[4, 4, 4]`` the stages are ``[3, 1, 2, 2, 1, 3]``, on the pipeline ranks
-    ``(0, 1, 1, 2, 2, 3)`` of the one and ``(0, 0, 1, 1, 2, 2)`` of the other.
-
-    Args:
-        pipelines: layers of each pipeline rank, in order; the sums are equal.
-    """
-    ends = [list(accumulate(sizes)) for sizes in pipelines]
-    cuts = sorted({0, *(end for one in ends for end in one)})
-    stages = [last - first for first, last in pairwise(cuts)] or [0]
-    starts = cuts[: len(stages)]
-    return stages, tuple(tuple(min(bisect_right(one, first), len(one) - 1) for first in starts) for one in ends)
-
 
 _CUTS = 8  # that are tried where the costs of layers depend on the cut
 
@@ -134,13 +110,8 @@ def partition(root: nn.Module, modalities: Mapping[str, Modality]) -> Partition:
             kept[name] = kept_of(name, modality, [count])
             rows[name] = costed(rows[name], kept[name])
         if modality.pipelines is not None:
-            each = [
-                balanced(name, one, count)
-                if one.pipeline_template is None
-                else _from_template(f"modalities.{name}.pipelines[{index}]", name, one.pipeline_template, count)
-                for index, one in enumerate(each_pipeline(modality))
-            ]
-            sizes[name], pipelines[name] = common_stages(each)
+            from_template = partial(_from_template, name=name, num_layers=count)
+            sizes[name], pipelines[name] = part_of("cuts").cut(name, modality, count, balanced, from_template)
         elif template is None:
             sizes[name] = balanced(name, modality, count)
         elif template.stages is not None and isinstance(template.stages[0], list):

@@ -13,7 +13,6 @@ from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.features import check_features
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.config.options import BACKENDS, check_options
-from lightning_mm5d.config.pipelines import check_dealt
 from lightning_mm5d.schedule.builders import SCHEDULES, check_schedule
 
 
@@ -37,7 +36,6 @@ def check_fields(fields: Mapping[str, Any], backends: Collection[str] = BACKENDS
         schedules=("own", *SCHEDULES),
     )
     check_options(fields, backends)
-    check_dealt(modalities or {}, fields)
     check_features(fields)
     if fields.get("microbatch_size") is not None and schedule not in SCHEDULES:
         rule = "A table or a function is for one number of microbatches, and with a size it follows from each batch"

@@ -14,10 +14,10 @@ import torch
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality, for_schedule
-from lightning_mm5d.config.pipelines import UNLIKE_SCHEDULES
 from lightning_mm5d.config.tables import Page
 from lightning_mm5d.engine.run_groups import communicators, wanted_groups
 from lightning_mm5d.features.timeline.drawing import COSTS, MILLISECONDS, WORK, TimeUnit, chrome_trace, draw
+from lightning_mm5d.features.unlike_pipelines.pipelines import UNLIKE_SCHEDULES
 from lightning_mm5d.partition.costs import units
 from lightning_mm5d.partition.find import find
 from lightning_mm5d.plan.plan import Plan

@@ -11,15 +11,13 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, cast
 
+from lightning_mm5d.config.checks import check_template
 from lightning_mm5d.config.errors import ConfigError, did_you_mean, nearest, one_of
 from lightning_mm5d.config.modality import Modality, PipelineTemplate, decoders_of
 
 UNLIKE_SCHEDULES = ("gpipe", "1f1b", "zero_bubble", "auto")
 """The schedules of replicas with unlike pipelines."""
-SPEED_SCHEDULES = (*UNLIKE_SCHEDULES, "interleaved", "zbv")
-"""The schedules of replicas with speeds."""
 _INSTEAD = ("dp_size", "pp_size", "pipeline_template")
 _USUAL = {
     "dp_shard_size": (None, 1),
@@ -52,36 +50,6 @@ def check_pipelines(modalities: Mapping[str, Modality], schedule: object) -> Non
                 raise ConfigError("schedule", schedule, rule, "Use '1f1b'")
         if modality.speeds is not None:
             _check_speeds(name, modality, modalities)
-
-
-def check_dealt(modalities: Mapping[str, Modality], fields: Mapping[str, Any]) -> None:
-    """Refuse what the strategy says beside them and replicas with unlike numbers of microbatches cannot do.
-
-    Args:
-        modalities: that passed `check_pipelines`.
-        fields: of the strategy, by name.
-
-    Raises:
-        ConfigError: at the first field that does not go with them.
-    """
-    name = next((name for name, one in modalities.items() if one.pipelines is not None or one.speeds is not None), None)
-    if name is None:
-        return
-    field = "speeds" if modalities[name].pipelines is None else "pipelines"
-    said = f"Replicas may have unlike numbers of microbatches (modalities.{name}.{field})"
-    schedule = fields.get("schedule", "1f1b")
-    if schedule not in SPEED_SCHEDULES:
-        raise ConfigError("schedule", schedule, f"{said}, of which named schedules know", "Use '1f1b'")
-    if fields.get("microbatching", "split") == "loader":
-        rule = f"{said}, and a loader has one batch size for all"
-        raise ConfigError("microbatching", "loader", rule, "Use 'split', or a function")
-    if fields.get("microbatch_size") is not None:
-        rule = f"{said}, by a number of microbatches"
-        raise ConfigError("microbatch_size", fields["microbatch_size"], rule, "Use num_microbatches")
-    placement = fields.get("placement")
-    if isinstance(placement, list | tuple) and any(isinstance(one, str) for one in placement):
-        rule = f"Replicas may have unlike pipelines (modalities.{name}.{field}), which form no grid"
-        raise ConfigError("placement", list(placement), rule, "Leave it unset, or give a rank for each position")
 
 
 def completed(modalities: Mapping[str, Modality], world_size: int) -> dict[str, Modality]:
@@ -173,13 +141,18 @@ def _check_form(field: str, said: object) -> None:
         return
     if not isinstance(said, list | tuple) or not said:
         raise ConfigError(field, said, _FORMS, "Use one of these, or pp_size where all replicas are equal")
-    if all(isinstance(one, PipelineTemplate) for one in said):
-        return  # `checks` looks into them
+    are_templates = all(isinstance(one, PipelineTemplate) for one in said)
     for index, one in enumerate(said):
-        if isinstance(one, PipelineTemplate):
+        if are_templates:
+            check_template(f"{field}[{index}]", one)
+            if isinstance((one.stages or [0])[0], list | tuple):
+                rule = "Templates of unlike pipelines give numbers of layers"
+                raise ConfigError(f"{field}[{index}].stages", one.stages, rule, "Use for instance [2, 2]")
+        elif isinstance(one, PipelineTemplate):
             rule = "Pipelines are given either all by their number of stages or all by templates"
             raise ConfigError(f"{field}[{index}]", one, rule, "Use for instance [4, 3]")
-        _check_length(f"{field}[{index}]", one, wanted=True)
+        else:
+            _check_length(f"{field}[{index}]", one, wanted=True)
 
 
 def _check_length(field: str, value: object, *, wanted: bool) -> None:
@@ -244,12 +217,3 @@ def _check_speeds(name: str, modality: Modality, modalities: Mapping[str, Modali
             raise ConfigError(
                 f"{field}[{index}]", speed, "A speed is a positive, finite number", "Use for instance 1.0"
             )
-
-
-def each_pipeline(modality: Modality) -> list[Modality]:
-    """Return for each replica of unlike pipelines the modality with its pipeline alone."""
-    alone = replace(modality, pipelines=None, speeds=None, dp_size=None)
-    return [
-        replace(alone, pipeline_template=one) if isinstance(one, PipelineTemplate) else replace(alone, pp_size=one)
-        for one in cast("list[int | PipelineTemplate]", modality.pipelines)
-    ]

@@ -14,7 +14,7 @@ from jsonargparse import auto_cli
 from lightning_mm5d import MultimodalStrategy
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality, PipelineTemplate
-from lightning_mm5d.config.pipelines import completed
+from lightning_mm5d.features.unlike_pipelines.pipelines import completed
 from lightning_mm5d.schedule.fields import check_fields
 
 TEMPLATE = PipelineTemplate(stages=[1, 1])

@@ -1,0 +1,1 @@
+"""Replicas with unlike pipelines and unlike speeds: `Modality.pipelines` and `Modality.speeds`."""
