@@ -60,6 +60,7 @@ FEATURES = (
     Registered("fused_heads", modality={"fused_linear_cross_entropy": False}),
     Registered("recomputation", modality={"activation_checkpointing": "none"}),
     Registered("full_views"),
+    Registered("refusals"),
     Registered("interleaving", modality={"interleaved_microbatches": 1}),
     Registered("offload", modality={"offload": None}),
     Registered("grids", modality={"tp_mode": "1d", "tp_depth": 1}),
