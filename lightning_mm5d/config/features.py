@@ -71,6 +71,7 @@ FEATURES = (
     Registered("averages"),
     Registered("sample_proof"),
     Registered("kept_casts"),
+    Registered("huggingface_record"),
     Registered("lock_step"),
     Registered("first_batch"),
     Registered("row_indices"),

@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_mm5d.checkpoint.huggingface_record import record_in
 from lightning_mm5d.checkpoint.saved_state import SavedOptimizerState, SavedWeights
 from lightning_mm5d.checkpoint.sharded_load import ShardedCheckpoint
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.tables import Page, Table
 from lightning_mm5d.export.plain_file import open_plain, tensors_in
+from lightning_mm5d.features.huggingface_record.record import record_in
 from lightning_mm5d.storage.directory import VERSION, CheckpointDirectory, is_checkpoint_directory
 
 _UNITS = ("KB", "MB", "GB", "TB", "PB")
