@@ -9,6 +9,7 @@ The core imports no feature. It goes through this list, in this order, and calls
 - ``layers_in_blocks.py`` divides layers over tensor parallel ranks (`tensor_parallel.division.OtherDivision`);
 - ``schedules.py`` builds schedules by name (`schedule.builders`);
 - ``sharding_plans.py`` says how layers of known models are sharded (`tensor_parallel.family_plans`);
+- ``remaining.py`` finds what is left of an epoch that another layout began (`data.resumable`);
 - ``encoding.py`` says how numbers travel (`sharded.collectives.Encoding`);
 - ``feature.py`` has the hooks of a run (`trainer.feature.Feature`).
 
@@ -73,6 +74,7 @@ FEATURES = (
     Registered("sample_proof"),
     Registered("kept_casts"),
     Registered("sharding_plans"),
+    Registered("elastic"),
     Registered("huggingface_record"),
     Registered("lock_step"),
     Registered("first_batch"),
