@@ -16,13 +16,13 @@ import transformers as hf
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.config.tables import memory_text
+from lightning_mm5d.features.refusals.optimizer_probe import remade
 from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.tools.planner.activation_trace import Trace, trace
 from lightning_mm5d.tools.planner.optimizer_states import OptimizerStates
 from lightning_mm5d.tools.planner.proposal import Proposal, propose
 from lightning_mm5d.tools.planner.rank_memory import Step
-from lightning_mm5d.trainer.optimizer_probe import remade
 
 LAYERS, SAMPLES, MICROBATCHES = 2, 144, 4
 LENGTHS, RANKS = (16, 256), (4, 8, 16, 27, 64)

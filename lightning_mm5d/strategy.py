@@ -51,11 +51,9 @@ from lightning_mm5d.trainer.validation import (
     batch_sizes,
     check_backend,
     check_batches,
-    check_callbacks,
     check_computed,
     check_module,
     required,
-    watch_fit_start,
 )
 
 
@@ -247,7 +245,6 @@ class MultimodalStrategy(CheckpointStrategy):
         return plan
 
     def _check_callbacks(self, callbacks: Sequence[pl.Callback], plan: Plan) -> None:
-        check_callbacks(callbacks, plan)
         for feature in self._features:
             feature.check_callbacks(callbacks, plan)
 
@@ -355,8 +352,6 @@ class MultimodalStrategy(CheckpointStrategy):
         self._session.share(self.optimizers if fits else ())
         self.setup_precision_plugin()
         self._session.attach(trainer)
-        if fits and not self._session.is_plain and is_overridden("on_fit_start", module):
-            watch_fit_start(module)
 
     @override
     def model_to_device(self) -> None:

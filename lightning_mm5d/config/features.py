@@ -10,6 +10,8 @@ The core imports no feature. It goes through this list, in this order, and calls
 - ``costs.py`` says which layers run again in their backward (`partition.costs`);
 - ``layers_in_blocks.py`` divides layers over tensor parallel ranks (`tensor_parallel.division.OtherDivision`);
 - ``schedules.py`` builds schedules by name (`schedule.builders`);
+- ``sharding_plans.py`` says how layers of known models are sharded (`tensor_parallel.family_plans`);
+- ``remaining.py`` finds what is left of an epoch that another layout began (`data.resumable`);
 - ``encoding.py`` says how numbers travel (`sharded.collectives.Encoding`);
 - ``feature.py`` has the hooks of a run (`trainer.feature.Feature`).
 
@@ -66,6 +68,7 @@ FEATURES = (
     Registered("fused_heads", modality={"fused_linear_cross_entropy": False}),
     Registered("recomputation", modality={"activation_checkpointing": "none"}),
     Registered("full_views"),
+    Registered("refusals"),
     Registered("interleaving", modality={"interleaved_microbatches": 1}),
     Registered("offload", modality={"offload": None}),
     Registered("grids", modality={"tp_mode": "1d", "tp_depth": 1}),
@@ -76,6 +79,9 @@ FEATURES = (
     Registered("averages"),
     Registered("sample_proof"),
     Registered("kept_casts"),
+    Registered("sharding_plans"),
+    Registered("elastic"),
+    Registered("huggingface_record"),
     Registered("lock_step"),
     Registered("first_batch"),
     Registered("row_indices"),

@@ -23,15 +23,9 @@ from torch.utils.data import IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.features import parts
+from lightning_mm5d.data.order_states import Epoch, batch_size_of, generator_states, order_of, set_generator_states
 from lightning_mm5d.data.random_state import OrderStream, seeded
-from lightning_mm5d.data.remaining import (
-    Epoch,
-    batch_size_of,
-    generator_states,
-    order_of,
-    rest_of_shards,
-    set_generator_states,
-)
 from lightning_mm5d.data.replica_view import as_replica
 from lightning_mm5d.data.samplers import ShardOrder, Start, leaf_of
 
@@ -53,7 +47,7 @@ class Position:
         samples: in the data set; None where it does not tell.
         workers: worker processes for each replica.
         order_seed: of a `DistributedSampler`.
-        begun: how the layout that began the epoch draws its order, as `remaining.order_of` says it.
+        begun: how the layout that began the epoch draws its order, as `order_states.order_of` says it.
         before: states of the samplers' own generators when the pass began.
         now: these states when the checkpoint was saved.
         own: a loader's own states, by the replicas that it serves.
@@ -409,13 +403,18 @@ class Resumable:
         return tuple(position.segments[-1][:2]) == (self._sharing, self._batch_size)
 
     def _rest_of(self, position: Position, segments: Sequence[Sequence[Any]]) -> list[Any]:
+        known = next(iter(parts("remaining")), None)
+        if known is None:
+            got = f"batch size {self._batch_size} and {self.progress.num_shards} replicas"
+            rule = "Others began this epoch, and this installation comes without what finds the samples that they left"
+            raise _refused(got, rule, "Keep both")
         number = self.served_order.epoch
         drawing = None
         if (stream := OrderStream.begun(position.before, number)) is not None:
             drawing = partial(stream.drawing, number, seeds_workers=self.reseeds_generator)
         before, seed = position.before, self.served_order.seed
-        return rest_of_shards(
-            self,  # type: ignore[arg-type]
+        rest: list[Any] = known.rest_of_shards(
+            self,
             self.served_indices,
             [(count, size, batches) for count, size, batches in segments],
             self.progress.shards,
@@ -423,6 +422,7 @@ class Resumable:
             epoch=Epoch(number=number, seed=seed, begun=position.begun, before=before, drawing=drawing),
             shares=self.progress.shares,
         )
+        return rest
 
     def _check(self, position: Position) -> None:
         """Raise where the position cannot be gone on from; warn where that takes long."""

@@ -22,9 +22,9 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 
-from lightning_mm5d.checkpoint.huggingface_record import unpacked
 from lightning_mm5d.config.errors import CheckpointCorruptError, ConfigError
 from lightning_mm5d.export.reverse_conversion import ReverseConversion, empty_model
+from lightning_mm5d.features.huggingface_record.record import unpacked
 from lightning_mm5d.storage.files import TensorSource
 from lightning_mm5d.storage.tensor_file import TensorFileWriter
 

@@ -19,7 +19,7 @@ from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.source.names import names
 from lightning_mm5d.source.reads import is_handling
 from lightning_mm5d.source.trees import Source, own_functions
-from lightning_mm5d.tensor_parallel.family_plans import TensorParallelPlan, family_plan
+from lightning_mm5d.tensor_parallel.family_plans import Families, TensorParallelPlan, family_plan, known_families
 from lightning_mm5d.tensor_parallel.plan_rules import metadata, rules, sizes
 
 Plans = tuple[TensorParallelPlan, ...]
@@ -67,7 +67,7 @@ def plans_of(root: nn.Module, wanted: Callable[[str], bool] = lambda path: True)
     skipped: list[str] = []
     claimed: set[int] = set()
     source = Source()
-    own = metadata(source, root)
+    own, families = metadata(source, root), known_families()
     lists = [path for path, module in root.named_modules() if isinstance(module, (nn.ModuleList, nn.Sequential))]
     for path, module in root.named_modules():
         plans = _registered(type(module))
@@ -81,7 +81,7 @@ def plans_of(root: nn.Module, wanted: Callable[[str], bool] = lambda path: True)
         if not wanted(path) or _is_in(path, (*registered, *skipped)):
             continue
         chosen: list[TensorParallelPlan] = []
-        for plan in _candidates(source, module, own.get(path, ()), _is_in(path, lists)):
+        for plan in _candidates(source, module, own.get(path, ()), families, _is_in(path, lists)):
             held = {id(module.get_submodule(key)) for key in (*plan.column, *plan.row, *plan.experts)}
             if not held & claimed:
                 claimed |= held
@@ -99,7 +99,7 @@ def origins(root: nn.Module, paths: Iterable[str]) -> dict[str, int]:
         paths: of the layers that plans name.
     """
     counts: dict[str, int] = {}
-    own = metadata(Source(), root)
+    own, families = metadata(Source(), root), known_families()
     for path in paths:
         parts = path.split(".")
         around = [(".".join(parts[:at]), ".".join(parts[at:])) for at in range(len(parts))]
@@ -108,7 +108,7 @@ def origins(root: nn.Module, paths: Iterable[str]) -> dict[str, int]:
             origin = "register_tensor_parallel_plan"
         elif any(_names(plan, inside) for _, parent, inside in modules for plan in own.get(parent, ())):
             origin = "the model's tp_plan"
-        elif any((plan := family_plan(module)) and _names(plan, inside) for module, _, inside in modules):
+        elif any((plan := family_plan(module, families)) and _names(plan, inside) for module, _, inside in modules):
             origin = "the table of families"
         else:
             origin = "rules by names"
@@ -135,9 +135,11 @@ def _names(plan: TensorParallelPlan, inside: str) -> bool:
     return inside in (*plan.column, *plan.row, *plan.experts)
 
 
-def _candidates(source: Source, module: nn.Module, own: Plans, in_layers: bool) -> Iterator[TensorParallelPlan]:
+def _candidates(
+    source: Source, module: nn.Module, own: Plans, families: Families, in_layers: bool
+) -> Iterator[TensorParallelPlan]:
     yield from own
-    family = family_plan(module)
+    family = family_plan(module, families)
     if family is not None:
         yield family
     yield from rules(source, module, in_layers)

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mm5d.checkpoint.fingerprint import fingerprint
-from lightning_mm5d.checkpoint.huggingface_record import describe, with_record
 from lightning_mm5d.checkpoint.module_state import collect_module, is_partial, load_module
 from lightning_mm5d.checkpoint.optimizer_state import collect_optimizer, load_optimizers
 from lightning_mm5d.checkpoint.rank_reports import RankReports
@@ -31,6 +30,7 @@ from lightning_mm5d.stage.put import put
 from lightning_mm5d.storage.files import StateDictSource
 from lightning_mm5d.storage.replacement import is_checkpoint_directory
 from lightning_mm5d.trainer.checkpoints import SavedRun, made_checkpoints
+from lightning_mm5d.trainer.feature import Feature
 from lightning_mm5d.trainer.kept_shards import has_kept_shards
 from lightning_mm5d.trainer.process_strategy import ProcessStrategy
 from lightning_mm5d.trainer.resume import Resume
@@ -66,13 +66,14 @@ class CheckpointStrategy(ProcessStrategy, ABC):
         copies: of the module, into which callbacks average weights, by names that are the same on all ranks.
     """
 
+    _features: tuple[Feature, ...]
+
     def __init__(self, *processes: Any, fields: Mapping[str, Any], **options: Any) -> None:
         super().__init__(*processes, **options)
         vars(self).update(owned(fields))
         self._fit_plan: Plan | None = None
         self._last_plan: Plan | None = None
         self._failed = False
-        self._described: tuple[pl.LightningModule, dict[str, Any]] | None = None
         self._resume = Resume()
         self._checkpoints = made_checkpoints(self._open_reports, fields)
         self._store: dist.Store | None = None  # for checkpoints alone, because a thread may use it
@@ -183,7 +184,8 @@ class CheckpointStrategy(ProcessStrategy, ABC):
         self._saving.close()
         self._note_position(checkpoint)
         if self.is_global_zero:
-            with_record(checkpoint, self._models_record())
+            for feature in self._features:
+                feature.saving(checkpoint, self._module("save_checkpoint"))
         if not self._checkpoints.in_shards:
             write = partial(super().save_checkpoint, checkpoint, filepath, storage_options)
             self._checkpoints.together("full save", write)  # an error of rank 0 is one on all ranks
@@ -212,15 +214,6 @@ class CheckpointStrategy(ProcessStrategy, ABC):
     @abstractmethod
     def _layout_fields(self) -> dict[str, Any]:
         """Return the layout as JSON, for people who look at a checkpoint."""
-
-    def _models_record(self) -> dict[str, Any]:
-        """What a checkpoint says of the Hugging Face models in the module, described once for each module."""
-        module = self._module("save_checkpoint")
-        if self._described is None or self._described[0] is not module:
-            # a process that only waited for ranks has a module without a trainer
-            trainer = module.trainer if self._last_plan is not None else None
-            self._described = module, describe(module, getattr(trainer, "datamodule", None))
-        return self._described[1]
 
     # --- loading ---
 

@@ -130,6 +130,9 @@ class Feature:
             ConfigError: names the callback.
         """
 
+    def saving(self, checkpoint: dict[str, Any], module: pl.LightningModule) -> None:
+        """Add something to a checkpoint, on the rank that writes it."""
+
     def needs_schedule(self, plan: Plan) -> bool:
         """Whether a schedule runs the steps of replicas of the full model, too, which else run as they are."""
         return False

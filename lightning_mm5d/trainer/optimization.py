@@ -14,7 +14,6 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -27,7 +26,6 @@ from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.collectives import message_device
 from lightning_mm5d.sharded.remote_value import Guard
 from lightning_mm5d.trainer.hidden_gradients import HiddenGradients
-from lightning_mm5d.trainer.optimizer_probe import dependence
 from lightning_mm5d.trainer.sharing_guards import hooked
 
 
@@ -58,25 +56,6 @@ class AroundUpdates:
         Raises:
             SkippedUpdate: the optimizer must not step.
         """
-
-
-# by name, where one cannot be tried
-_OVER_FULL_MATRICES = {
-    "Adafactor",
-    "LBFGS",
-    "Muon",
-    "Lamb",
-    "LAMB",
-    "Lars",
-    "LARS",
-    "Shampoo",
-    "SOAP",
-    "Adalomo",
-    "LOMO",
-}
-_TORCH = {
-    cls.__module__ for cls in (torch.optim.LBFGS, torch.optim.SparseAdam)
-}  # which need a closure, or sparse values
 
 
 SUMMED_LATE = "Gradients of an accumulation are summed over ranks at its last batch"
@@ -149,66 +128,12 @@ class Optimization:
         self.around: list[AroundUpdates] = []
 
     def adopt(self, optimizers: Sequence[Optimizer]) -> None:
-        """Free the state that `optimizers` keep for parameters of other ranks.
-
-        Raises:
-            ConfigError: an optimizer whose update of a parameter depends on others, with several stages; one whose
-                update of an element depends on others, with sharded parameters.
-        """
-        edges, shards = self._plan.topology.edges, self._plan.division.shards
-        shares = bool(self._gradients.shared.all)
+        """Free the state that `optimizers` keep for parameters of other ranks."""
         for optimizer in optimizers:
-            inner = getattr(optimizer, "optimizer", optimizer)
-            self._check_sparse(inner)
-            tried = dependence(inner) if edges or shards or shares else None
-            names = {cls.__name__ for cls in type(inner).__mro__}
-            mixes = tried.on_parameters if tried else "LBFGS" in names
-            is_known = tried or not names.isdisjoint(_OVER_FULL_MATRICES) or type(inner).__module__ in _TORCH
-            if (edges or shards or shares) and not is_known:
-                rank_zero_warn(
-                    f"{type(inner).__name__} could not be tried on small parameters: where ranks hold parts of the "
-                    "module, it is right only if its update of a parameter depends on no other, and with tp_size or "
-                    "zero_stage its update of an element on no other. Compare its losses with those of one process",
-                    stacklevel=6,
-                )
-            if edges and mixes:
-                raise ConfigError(
-                    "configure_optimizers",
-                    type(inner).__name__,
-                    "Its update of a parameter depends on all others, and ranks of several stages hold parts of them",
-                    "Use an optimizer that works by parameter, such as AdamW, or one stage (colocate all, pp_size=1)",
-                )
-            mixes = mixes or (tried.on_elements if tried else not names.isdisjoint(_OVER_FULL_MATRICES))
-            if (shards or shares) and mixes:
-                ranks = "tensor parallel ranks" if shards else "ranks that share a copy"
-                raise ConfigError(
-                    "configure_optimizers",
-                    type(inner).__name__,
-                    f"Its update of an element depends on the full matrix, and {ranks} have parts of it",
-                    f"Use an optimizer that works by element, such as AdamW, or {'tp_size=1' if shards else ''}"
-                    f"{' and ' if shards and shares else ''}{'zero_stage=0' if shares else ''}",
-                )
             drop_remote_state(optimizer)
             for parameter, state in getattr(optimizer, "state", {}).items():
                 if (shared := self._gradients.shared.get(parameter)) is not None:
                     shared.cut_state(state)
-
-    def _check_sparse(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer of sparse gradients where ranks sum gradients, which makes them dense."""
-        if not isinstance(optimizer, torch.optim.SparseAdam):
-            return
-        names = (self._names.get(id(one), "") for group in optimizer.param_groups for one in group["params"])
-        plan = self._plan
-        names = (
-            name for name in names if name in plan.partition.owners and len(plan.ownership.ranks_holding(name)) > 1
-        )
-        if name := next(names, None):
-            raise ConfigError(
-                "configure_optimizers",
-                type(optimizer).__name__,
-                f"It takes sparse gradients alone, and ranks sum dense gradients of {name}",
-                "Use an optimizer of dense gradients, such as AdamW, or one replica and one tensor parallel rank",
-            )
 
     def drop_old_gradients(self, optimizers: Sequence[Optimizer]) -> None:
         """Free gradients that Lightning is about to zero, or two sets of them would be held."""

@@ -27,7 +27,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from lightning_mm5d.checkpoint.huggingface_record import KEY
 from lightning_mm5d.config.errors import ConfigError, private
 from lightning_mm5d.data.random_state import (
     OrderStream,
@@ -41,7 +40,8 @@ from lightning_mm5d.data.random_state import (
 from lightning_mm5d.data.resumable import Position, Resumable, with_own
 from lightning_mm5d.engine.codec import receive_tree, send_tree
 
-RESUME = "resume"  # checkpoint[KEY][RESUME]
+KEY, RESUME = "lightning_mm5d", "resume"
+"""``checkpoint[KEY]`` is all that a checkpoint says beside Lightning's own; ``[RESUME]`` of it what is said here."""
 _COMBINED = "combined_loader"
 
 

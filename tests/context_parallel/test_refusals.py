@@ -18,10 +18,10 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
+from features.refusals.test_own_norms import REFUSALS
 from features.toys import Layout, Run, together
 from lightning_mm5d import ConfigError, Modality
 from lightning_mm5d.layout.layout import Layout as Ranks
-from lightning_mm5d.trainer.validation import check_module
 from parity.harness import fit, strategy
 from tensor_parallel.layouts import batches_of, build
 from zoo.case import FIRST_TEXT_ID, VOCABULARY, Batch, TinyModule
@@ -159,7 +159,7 @@ def test_manual_optimization_is_refused() -> None:
     module, chosen = Manual(), strategy(dict(SHARED))
     chosen.__dict__["layout"] = Ranks.build(SHARED, world_size=2, loss_modality="language")
     with pytest.raises(ConfigError, match="automatic_optimization"):
-        check_module(module, chosen.plan(module), 1, "1f1b")
+        REFUSALS.check(module, chosen.plan(module), torch.device("cpu"))
 
 
 # --- layers of one's own ---

@@ -13,10 +13,10 @@ import torch
 from lightning.pytorch.callbacks import ModelPruning
 
 from data_parallel.test_sharing import Trained, shared
+from features.refusals.test_own_norms import REFUSALS, plan_of
 from features.toys import SHARED, Run, together
 from lightning_mm5d.config.errors import ConfigError, RemoteParameterError
-from lightning_mm5d.trainer.validation import check_callbacks, check_module
-from trainer.test_own_norms import plan_of
+from lightning_mm5d.trainer.validation import check_module
 
 
 class Manual(Trained):
@@ -57,7 +57,7 @@ def test_modules_that_need_full_gradients_are_refused_before_processes_start(
 
 def test_pruning_is_refused() -> None:
     with pytest.raises(ConfigError, match="zero_stage=0"):
-        check_callbacks([ModelPruning("l1_unstructured", amount=0.1)], plan_of(shared(1)))
+        REFUSALS.check_callbacks([ModelPruning("l1_unstructured", amount=0.1)], plan_of(shared(1)))
 
 
 def refused(run: Run, module: Any, **options: Any) -> str:

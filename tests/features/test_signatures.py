@@ -13,9 +13,9 @@ import pytest
 import torch.nn.functional as F
 from torch import Tensor
 
-from features.toys import PAIR, Outcome, Run, Toy, assert_same, figures, outcomes
+from features.refusals.test_own_norms import CPU, REFUSALS, plan_of
+from features.toys import PAIR, PIPE, Outcome, Run, Toy, assert_same, figures, outcomes
 from lightning_mm5d import ConfigError
-from lightning_mm5d.trainer.validation import check_steps
 
 
 def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -193,4 +193,4 @@ def test_a_step_that_takes_batches_from_the_loader_by_itself_is_refused() -> Non
             return self.loss(next(dataloader_iter)[0])
 
     with pytest.raises(ConfigError, match="dataloader_iter"):
-        check_steps(Fetching())
+        REFUSALS.check(Fetching(), plan_of(PIPE), CPU)

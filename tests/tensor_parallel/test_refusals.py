@@ -10,9 +10,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelPruning
 
+from features.refusals.test_own_norms import REFUSALS
 from lightning_mm5d import ConfigError, Modality
 from lightning_mm5d.layout.layout import Layout
-from lightning_mm5d.trainer.validation import check_callbacks
 from parity.harness import fit, strategy
 from ranks import run_ranks
 from tensor_parallel.layouts import batches_of, build
@@ -29,7 +29,7 @@ def plan_of(module: L.LightningModule) -> Any:
 
 def test_a_callback_that_needs_whole_parameters_is_refused() -> None:
     with pytest.raises(ConfigError, match="full parameters"):
-        check_callbacks([ModelPruning("l1_unstructured")], plan_of(build("llama_tied")))
+        REFUSALS.check_callbacks([ModelPruning("l1_unstructured")], plan_of(build("llama_tied")))
 
 
 def test_a_wrong_type_of_sequence_parallel_is_refused() -> None:

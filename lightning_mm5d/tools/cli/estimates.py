@@ -16,13 +16,13 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.data.batches import LoaderBatches
 from lightning_mm5d.data.microbatch import copied
+from lightning_mm5d.features.refusals.optimizer_probe import dependence, remade
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.tools.cli.job import Job
 from lightning_mm5d.tools.planner.activation_trace import Trace, trace
 from lightning_mm5d.tools.planner.optimizer_states import OptimizerStates
 from lightning_mm5d.tools.planner.rank_memory import Step
 from lightning_mm5d.trainer.batch_parts import BatchParts
-from lightning_mm5d.trainer.optimizer_probe import dependence, remade
 
 
 def first_microbatch(job: Job, *, prepares: bool = True) -> Any:

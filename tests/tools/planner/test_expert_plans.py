@@ -13,6 +13,7 @@ from expert_parallel.families import FAMILIES
 from lightning_mm5d import Modality
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.tables import as_text
+from lightning_mm5d.features.refusals.optimizer_probe import remade
 from lightning_mm5d.partition import partition
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.tensor_parallel.resolve import Division
@@ -21,7 +22,6 @@ from lightning_mm5d.tools.planner.inspect import holdings, report
 from lightning_mm5d.tools.planner.optimizer_states import OptimizerStates
 from lightning_mm5d.tools.planner.proposal import Proposal, propose
 from lightning_mm5d.tools.planner.rank_memory import RankMemory, Step, memory_of
-from lightning_mm5d.trainer.optimizer_probe import remade
 from parity.harness import strategy
 
 CASE = FAMILIES["glm4_moe"].implemented(BATCHED)  # five experts in two layers

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from features.toys import LANGUAGE, VISION, Layout, Run, Samples, Toy
 from lightning_mm5d import Modality
+from lightning_mm5d.features.refusals.optimizer_probe import remade
 from lightning_mm5d.sharded.remote_value import is_remote
 from lightning_mm5d.tools.planner.activation_trace import trace
 from lightning_mm5d.tools.planner.optimizer_states import OptimizerStates
 from lightning_mm5d.tools.planner.rank_memory import Step, memory_of
-from lightning_mm5d.trainer.optimizer_probe import remade
 from parity.harness import strategy
 from ranks import run_ranks
 

@@ -21,6 +21,7 @@ from lightning_mm5d import Modality
 from lightning_mm5d.config.tables import as_text
 from lightning_mm5d.features.grids.block import AXES, GridShape
 from lightning_mm5d.features.grids.grid_operations import Line
+from lightning_mm5d.features.refusals.optimizer_probe import remade
 from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.collectives import TensorGroup
@@ -30,7 +31,6 @@ from lightning_mm5d.tools.planner.optimizer_states import OptimizerStates
 from lightning_mm5d.tools.planner.proposal import Proposal, propose
 from lightning_mm5d.tools.planner.rank_memory import Step, memory_of
 from lightning_mm5d.tools.planner.tensor_modes import possible
-from lightning_mm5d.trainer.optimizer_probe import remade
 from zoo import CASES
 
 SAMPLES = 8

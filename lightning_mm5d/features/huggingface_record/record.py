@@ -26,9 +26,10 @@ from torch import Tensor, nn
 
 from lightning_mm5d.config.errors import CheckpointCorruptError, ConfigError
 from lightning_mm5d.config.imported import imported
+from lightning_mm5d.trainer.resume import KEY
 
 VERSION = 1
-KEY, RECORD = "lightning_mm5d", "huggingface"  # checkpoint[KEY][RECORD] is the record, as text
+RECORD = "huggingface"  # checkpoint[KEY][RECORD] is the record, as text
 UNKNOWN = "unknown"  # the kind of a model that cannot be described
 COMPILED = "_orig_mod"  # torch.compile's name for the module inside
 _PROCESSORS = (

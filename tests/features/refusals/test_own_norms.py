@@ -12,7 +12,10 @@ from lightning.pytorch.utilities import grad_norm
 
 from features.toys import PIPE, SHARED, Run, Toy
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.trainer.validation import check_callbacks, check_module, check_norms
+from lightning_mm5d.features.refusals.feature import Refusals
+
+REFUSALS = Refusals({"microbatch_size": None, "num_microbatches": 1})
+CPU = torch.device("cpu")
 
 
 def plan_of(layout: Any) -> Any:
@@ -68,19 +71,19 @@ class Harmless(Toy):
 @pytest.mark.parametrize("owner", [Clips(), ClipsLater(), LogsLightnings(), LogsItsOwn()])
 def test_norms_of_one_ranks_gradients_are_refused(stages: Any, owner: Any) -> None:
     with pytest.raises(ConfigError, match="on_after_backward"):
-        check_norms(owner, stages)
+        REFUSALS.check(owner, stages, CPU)
 
 
 def test_a_module_that_takes_no_norm_itself_runs(stages: Any) -> None:
-    check_module(Harmless(), stages, 1, "1f1b")
-    check_callbacks([L.Callback()], stages)
+    REFUSALS.check(Harmless(), stages, CPU)
+    REFUSALS.check_callbacks([L.Callback()], stages)
 
 
 def test_replicas_may_take_norms() -> None:
-    check_norms(Clips(), plan_of(SHARED))
+    REFUSALS.check(Clips(), plan_of(SHARED), CPU)
 
 
 @pytest.mark.parametrize("together", [True, False])
 def test_pruning_is_refused_over_stages(together: bool, stages: Any) -> None:
     with pytest.raises(ConfigError, match="ModelPruning"):
-        check_callbacks([ModelPruning("l1_unstructured", use_global_unstructured=together)], stages)
+        REFUSALS.check_callbacks([ModelPruning("l1_unstructured", use_global_unstructured=together)], stages)

@@ -6,35 +6,26 @@ of the user's own sampler. So the order is drawn again, without loading anything
 its replicas consumed is taken out of the order. The replicas that go on share the rest, as they would share a data set.
 
 It refuses samplers whose draws it cannot repeat for another number of replicas.
-
-Random generators that samplers and dataloaders hold themselves, and how their states are saved and put back.
-
-A sampler with a generator of its own draws the order of an epoch from that generator's state. So a resumed epoch needs
-the state with which the epoch began.
 """
 
 from __future__ import annotations
 
 import itertools
-import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_mm5d.config.errors import ConfigError, private
 from lightning_mm5d.config.features import part_of
+from lightning_mm5d.data.order_states import RANDOM, SEED, Epoch, Segment, batch_size_of, set_generator_states
 from lightning_mm5d.data.samplers import (
     MOVABLE,
     WRAPPERS,
-    Drawing,
     EpochOrder,
     ShardOrder,
     drawing_from,
@@ -42,88 +33,6 @@ from lightning_mm5d.data.samplers import (
     leaf_of,
     placed,
 )
-
-
-def generator_states(*holders: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the states of the generators in the first of `holders` that has any, by path."""
-    for holder in holders:
-        if states := {path: _state(generator) for path, generator in _generators(holder)}:
-            return states
-    return {}
-
-
-def set_generator_states(states: Mapping[str, Any], *holders: Mapping[str, Any]) -> None:
-    """Put `generator_states` back in each of `holders`, where a path still leads to a generator of the same kind."""
-    for path, generator in itertools.chain.from_iterable(map(_generators, holders)):
-        state = states.get(path)
-        if isinstance(generator, torch.Generator) and isinstance(state, Tensor):
-            generator.set_state(state.cpu())
-        elif isinstance(generator, random.Random) and isinstance(state, list | tuple):
-            version, numbers, gauss = state
-            generator.setstate((version, tuple(numbers), gauss))
-        elif isinstance(generator, np.random.RandomState) and isinstance(state, dict):
-            generator.set_state(_arrays(state))
-        elif isinstance(generator, np.random.Generator) and isinstance(state, dict):
-            generator.bit_generator.state = _arrays(state)
-
-
-def _generators(holder: Any, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
-    """Yield path and generator for those of `holder`, and of samplers that it draws from, each once."""
-    seen = set() if seen is None else seen
-    seen.add(id(holder))
-    values = holder if isinstance(holder, Mapping) else getattr(holder, "__dict__", {})
-    for name, value in list(values.items()):
-        where = f"{path}.{name}" if path else name
-        if id(value) in seen:
-            continue
-        if isinstance(value, torch.Generator | np.random.Generator | np.random.RandomState | random.Random):
-            seen.add(id(value))
-            yield where, value
-        elif _draws(name, value):
-            yield from _generators(value, where, seen)
-        elif isinstance(value, list) and value and all(_draws("", one) for one in value):
-            for index, one in enumerate(value):
-                yield from _generators(one, f"{where}.{index}", seen)
-
-
-def _draws(name: str, value: Any) -> bool:
-    """Whether a dataloader takes its order from `value`. Its data set is the user's own and stays as it is."""
-    if isinstance(value, Sampler) or name == "indices":
-        return True
-    # Lightning's wrapper holds a sampler as its data set, and that one holds the user's sampler
-    return (name == "dataset" and isinstance(value, Dataset) and hasattr(value, "_sampler")) or name == "_sampler"
-
-
-def _state(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, random.Random):
-        version, numbers, gauss = generator.getstate()
-        return [version, list(numbers), gauss]
-    if isinstance(generator, np.random.RandomState):
-        return _plain(generator.get_state(legacy=False))
-    return _plain(generator.bit_generator.state)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, np.ndarray):
-        return {"array": value.tolist(), "dtype": str(value.dtype)}
-    return value.item() if isinstance(value, np.generic) else value
-
-
-def _arrays(value: Any) -> Any:
-    if isinstance(value, dict):
-        if set(value) == {"array", "dtype"}:
-            return np.array(value["array"], dtype=value["dtype"])
-        return {key: _arrays(inner) for key, inner in value.items()}
-    return value
-
-
-Segment = tuple[int, int | None, int]
-_RANDOM = "random"  # in `order_of`: arguments of a RandomSampler
-_SEED = "seed"
 
 
 class Rest(DistributedSampler[Any]):
@@ -156,41 +65,6 @@ class Later(Sampler[Any]):
         return max(0, len(self.sampler) - self.position)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Epoch:
-    """How the order of an epoch was drawn.
-
-    Attributes:
-        number: of the epoch.
-        seed: of the run.
-        begun: what `order_of` says of the loader that began it.
-        before: states of the samplers' generators when it began.
-        drawing: entered where a sampler without a generator draws; None for a seed.
-    """
-
-    number: int
-    seed: int
-    begun: Mapping[str, Any]
-    before: Mapping[str, Any]
-    drawing: Drawing | None = None
-
-
-def order_of(indices: Any) -> dict[str, Any]:
-    """Return, in plain values, how a loader draws its order, by what another layout's loader does not know of it.
-
-    Args:
-        indices: its batch sampler, or its sampler where it does not batch.
-    """
-    leaf = leaf_of(indices)
-    if isinstance(leaf, DistributedSampler):
-        return {_SEED: leaf.seed}
-    sampler = indices if leaf is None else leaf
-    if type(sampler) is not RandomSampler:
-        return {}
-    drawn_by = {"replacement": sampler.replacement, "num_samples": private(sampler, "_num_samples")}
-    return {_RANDOM: {**drawn_by, "generator": sampler.generator is not None}}
-
-
 def rest_of_shards(
     loader: DataLoader[Any],
     indices: Any,
@@ -218,8 +92,8 @@ def rest_of_shards(
     """
     leaf = leaf_of(indices)
     is_shared = isinstance(leaf, DistributedSampler)
-    alone = list(itertools.takewhile(lambda segment: segment[0] == 1, segments)) if _SEED not in epoch.begun else []
-    if not is_shared and _SEED not in epoch.begun and len(alone) in (0, len(segments)):
+    alone = list(itertools.takewhile(lambda segment: segment[0] == 1, segments)) if SEED not in epoch.begun else []
+    if not is_shared and SEED not in epoch.begun and len(alone) in (0, len(segments)):
         return [_later(indices, segments) for _ in shards]
     if is_shared and type(leaf) not in MOVABLE:
         raise _unrepeatable(indices, segments, num_shards, f"a sampler of class {type(leaf).__name__}")
@@ -255,7 +129,7 @@ def _shared_order(loader: DataLoader[Any], indices: Any, leaf: Any, epoch: Epoch
         whole: Any = type(leaf)(source, 1, 0, leaf.shuffle, leaf.seed, drop_last=False)
     else:  # what Lightning puts in for a sampler like this one
         own = indices if isinstance(loader.sampler, ShardOrder) else loader.sampler
-        seed = epoch.begun[_SEED]
+        seed = epoch.begun[SEED]
         if isinstance(own, RandomSampler | SequentialSampler):
             whole = DistributedSampler(loader.dataset, 1, 0, shuffle=True, seed=seed)
         else:
@@ -272,7 +146,7 @@ def _own_order(
     if isinstance(leaf, WRAPPERS):
         own = private(leaf.dataset, "_sampler").sampler
     elif isinstance(leaf, DistributedSampler):
-        own = _own_sampler(leaf.dataset, epoch.begun.get(_RANDOM))
+        own = _own_sampler(leaf.dataset, epoch.begun.get(RANDOM))
     batches = drawing_from(own, loader, indices, leaf)
     if hasattr(batches, "drop_last"):
         batches.drop_last = False
@@ -292,12 +166,6 @@ def _own_sampler(dataset: Any, arguments: dict[str, Any] | None) -> Sampler[Any]
         return SequentialSampler(dataset)
     has_generator = arguments["generator"]
     return RandomSampler(dataset, **{**arguments, "generator": torch.Generator() if has_generator else None})
-
-
-def batch_size_of(indices: Any) -> int | None:
-    """Return the batch size that a batch sampler states; None without one."""
-    size = getattr(getattr(indices, "batches", indices), "batch_size", None)
-    return size if isinstance(size, int) else None
 
 
 def _set_batch_size(batches: Any, size: int | None) -> None:

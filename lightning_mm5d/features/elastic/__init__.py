@@ -1,0 +1,1 @@
+"""Epochs that go on in another layout than they began in."""

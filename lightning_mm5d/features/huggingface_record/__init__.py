@@ -1,0 +1,1 @@
+"""What a checkpoint says about the Hugging Face models in it."""

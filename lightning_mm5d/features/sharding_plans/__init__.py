@@ -1,0 +1,1 @@
+"""How layers of known families of models are sharded over tensor parallel ranks."""
