@@ -219,7 +219,7 @@ def test_the_list_names_every_feature_and_each_has_its_hooks() -> None:
     packages = {path.parent.name for path in (ROOT / "features").glob("*/__init__.py")}
     assert [feature.name for feature in FEATURES if feature.name not in packages] == []
     assert packages == {feature.name for feature in FEATURES}
-    named = ("feature", "construction", "encoding", "schedules", "checkpoints", "pipelines")
+    named = ("feature", "construction", "encoding", "schedules", "checkpoints", "pipelines", "experts")
     hooks = {part: [module.__name__.split(".")[2] for module in parts(part)] for part in named}
     assert {name for names in hooks.values() for name in names} == packages
     assert hooks["checkpoints"] == [feature.name for feature in FEATURES if feature.saves]
