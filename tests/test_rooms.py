@@ -220,7 +220,7 @@ def test_the_list_names_every_feature_and_each_has_its_hooks() -> None:
     assert packages == {feature.name for feature in FEATURES}
     named = (
         *("feature", "construction", "encoding", "schedules", "checkpoints", "pipelines"),
-        *("sharding_plans", "remaining"),
+        *("sharding_plans", "remaining", "experts"),
     )
     hooks = {part: [module.__name__.split(".")[2] for module in parts(part)] for part in named}
     assert {name for names in hooks.values() for name in names} == packages

@@ -35,7 +35,6 @@ def check_memory(field: str, modality: Modality) -> None:
         ConfigError: at the first field that cannot work.
     """
     _check_sharing(field, modality)
-    _check_experts(field, modality)
 
 
 def _check_sharing(field: str, modality: Modality) -> None:
@@ -53,16 +52,6 @@ def _check_sharing(field: str, modality: Modality) -> None:
     if reshards and modality.shared_stage != 3:
         rule = f"Only shared parameters are gathered, and zero_stage is {modality.shared_stage}"
         raise ConfigError(f"{field}.reshard_after_forward", reshards, rule, "Use zero_stage=3, or leave it unset")
-
-
-def _check_experts(field: str, modality: Modality) -> None:
-    within, tp_size = modality.expert_tp_size, modality.tp_size
-    if within != 1 and (modality.ep_size == 1 or within != tp_size):
-        rule = f"Each expert is divided as other layers are, over tp_size={tp_size} ranks, or not at all"
-        if modality.ep_size == 1:
-            rule = "With ep_size=1 experts are divided over tp_size ranks, as other layers are"
-        fix = "Leave it unset" if modality.ep_size == 1 else f"Use {one_of(sorted({1, tp_size}))}"
-        raise ConfigError(f"{field}.expert_tp_size", within, rule, fix)
 
 
 MOST = 2**20  # more ranks, stages or microbatches than any run has

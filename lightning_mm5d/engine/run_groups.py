@@ -32,11 +32,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_mm5d.config.errors import RankMismatchError
+from lightning_mm5d.config.features import parts
 from lightning_mm5d.context_parallel.exchange.attention import ContextGroups
 from lightning_mm5d.engine.ordered_transport import OrderedTransport, Wire
 from lightning_mm5d.engine.transport import Transport
-from lightning_mm5d.expert_parallel.held_experts import ExpertGroups
-from lightning_mm5d.expert_parallel.token_exchange import TokenGroup
 from lightning_mm5d.plan.data_shards import DataShards
 from lightning_mm5d.plan.plan import Plan, encoding_of
 from lightning_mm5d.plan.sums import sum_groups
@@ -352,7 +351,7 @@ class RunGroups:
     tensor: dict[str, TensorGroup] = field(default_factory=dict)
     lines: dict[str, dict[str, TensorGroup]] = field(default_factory=dict)
     context: dict[str, ContextGroups] = field(default_factory=dict)
-    experts: dict[str, ExpertGroups] = field(default_factory=dict)
+    experts: dict[str, Any] = field(default_factory=dict)
 
 
 def make_groups(groups: Groups, plan: Plan, rank: int, *, trained: Iterable[str], is_ordered: bool) -> RunGroups:
@@ -406,7 +405,9 @@ def _run_groups(groups: Groups | Wishes, plan: Plan, rank: int, *, is_ordered: b
         for place in layout.places_of(rank)
         if (ranks := layout.ranks_of(place.modality, dp=place.dp, pp=place.pp)) in layers.instances
     }
-    experts = _expert_groups(groups, plan, shards, layers)
+    experts: dict[str, Any] = {}
+    for part in parts("experts"):
+        experts |= part.expert_groups(groups, plan, shards, layers.tensor)
     return RunGroups(
         payloads=payloads,
         replicas=replicas,
@@ -473,28 +474,6 @@ def _pairs(topology: Topology) -> list[tuple[int, int]]:
         for first, second in (ends, ends[::-1]):
             found.update((first[i], second[j]) for i, j in pairs_of(first, second) if first[i] != second[j])
     return sorted(found)
-
-
-def _expert_groups(
-    groups: Groups | Wishes, plan: Plan, shards: DataShards, layers: _LayerGroups
-) -> dict[str, ExpertGroups]:
-    """The groups of this rank for the experts of each of its stages."""
-    found = dict[str, ExpertGroups]()
-    for stage in plan.topology.members:
-        held = shards.expert_layers(stage)
-        beside = dict.fromkeys(shards.sharing_experts(stage, one) for one in plan.topology.ranks_of(stage))
-        hosts = {ranks: groups.get(ranks, "rounds of experts", backend="gloo") for ranks in beside if ranks}
-        for layer in held:
-            blocks = dict.fromkeys(shards.expert_block(layer, one) for one in plan.topology.ranks_of(stage))
-            made = {ranks: groups.get(ranks, "tokens") for ranks in blocks}
-            for ranks, group in made.items():
-                if group is None:
-                    continue
-                around, host = next((around, host) for around, host in hosts.items() if host is not None)
-                places = tuple(around.index(one) for one in ranks)
-                copies = layers.tensor.get(layer.modality) if layer.parameters[0] in plan.division.shared else None
-                found[layer.path] = ExpertGroups(TokenGroup(group), places, host, copies)
-    return found
 
 
 class _LayerGroups:

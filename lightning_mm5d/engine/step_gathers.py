@@ -21,8 +21,7 @@ from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.data_parallel.gathering import Gathering
 from lightning_mm5d.data_parallel.shared_parameters import Groups, SharedParameters
 from lightning_mm5d.engine.step import Step
-from lightning_mm5d.expert_parallel.held_experts import Products
-from lightning_mm5d.expert_parallel.shared_experts import SharedExperts
+from lightning_mm5d.expert_parallel.expert_layer import Experts, Products
 from lightning_mm5d.plan.issued import why_apart
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Action, Graph, Kind, Schedule
@@ -50,7 +49,7 @@ class StepGathers:
         plan: Plan,
         gathering: Gathering,
         group: dist.ProcessGroup | None,
-        experts: SharedExperts | None,
+        experts: Experts | None,
         device: torch.device,
     ) -> None:
         self._plan, self._gathering, self._group, self._experts = plan, gathering, group, experts

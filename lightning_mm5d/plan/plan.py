@@ -18,7 +18,7 @@ from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.features import parts
 from lightning_mm5d.config.modality import Modality, most_beside
 from lightning_mm5d.context_parallel.hooks.support import check_layers
-from lightning_mm5d.expert_parallel.expert_layer import ExpertLayer, find_experts
+from lightning_mm5d.expert_parallel.expert_layer import ExpertLayer
 from lightning_mm5d.layout import Layout
 from lightning_mm5d.partition import Partition, partition
 from lightning_mm5d.partition.compiled import check_compiled
@@ -84,7 +84,9 @@ class Plan:
         shapes = {name: tuple(p.shape) for name, p in parameters.items()}
         plan = cls(layout, cut, modalities, sizes, v_shaped=v_shaped, shapes=shapes, main_params=main_params, tied=tied)
         check_compiled(module, cut, modalities, is_split=bool(plan.topology.edges))
-        experts = find_experts(module, cut, modalities)
+        experts: Mapping[str, ExpertLayer] = next(
+            (part.find_experts(module, cut, modalities) for part in parts("experts")), {}
+        )
         names = {path: layer.parameters + layer.factors for path, layer in experts.items()}
         return replace(plan, division=divide(module, cut, modalities, names), experts=experts)
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_mm5d.context_parallel.hooks.apply import ContextParallel
 from lightning_mm5d.data.random_state import StepDraws
-from lightning_mm5d.expert_parallel.shared_experts import SharedExperts
+from lightning_mm5d.expert_parallel.expert_layer import Experts
 from lightning_mm5d.partition import Partition
 from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.sharded.remote_value import Guard
@@ -114,7 +114,7 @@ class Runtime:
         context: Mapping[str, ContextParallel] | None = None,
     ) -> None:
         self.active: ActiveRun | None = None
-        self.experts: SharedExperts | None = None
+        self.experts: Experts | None = None
         self.ends: list[Callable[[], None]] = []
         self.in_lock_step = False
         self.guard = guard

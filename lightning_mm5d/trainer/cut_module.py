@@ -9,11 +9,12 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
+from lightning_mm5d.config.features import part_of
 from lightning_mm5d.context_parallel.hooks.apply import ContextParallel
 from lightning_mm5d.context_parallel.hooks.assignment import Ranks
 from lightning_mm5d.context_parallel.hooks.interface import Interface
 from lightning_mm5d.engine.run_groups import RunGroups
-from lightning_mm5d.expert_parallel.shared_experts import SharedExperts
+from lightning_mm5d.expert_parallel.expert_layer import Experts
 from lightning_mm5d.partition.compiled import is_compiled, is_compiled_in_place
 from lightning_mm5d.plan.data_shards import DataShards
 from lightning_mm5d.plan.plan import Plan
@@ -100,10 +101,10 @@ class CutModule:
             sharing=groups.sharing,
             context=self._context,
         )
-        self.experts: SharedExperts | None = None
+        self.experts: Experts | None = None
         if groups.experts:
             shards = DataShards(plan)
-            self.experts = SharedExperts(
+            self.experts = part_of("experts").EXPERTS(
                 module,
                 {key: shards.expert_layers(key) for key in stages},
                 groups.experts,

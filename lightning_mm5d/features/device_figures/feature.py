@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import DeviceStatsMonitor
 
 from lightning_mm5d.engine.flight import AroundStep, AroundSteps, Course
 from lightning_mm5d.engine.recorder import Recorder
-from lightning_mm5d.expert_parallel.shared_experts import LoadFigures
+from lightning_mm5d.features.device_figures.load_figures import LoadFigures
 from lightning_mm5d.sharded.collectives import message_device
 from lightning_mm5d.stage.put import put
 from lightning_mm5d.trainer.feature import Attached, Feature, Running

@@ -28,7 +28,7 @@ from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.features import check_features
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.config.tables import Table, memory_text
-from lightning_mm5d.expert_parallel.expert_layer import find_experts
+from lightning_mm5d.features.shared_experts.experts import find_experts
 from lightning_mm5d.features.unlike_pipelines.pipelines import check_pipelines
 from lightning_mm5d.partition.costs import kept_of
 from lightning_mm5d.plan.plan import Plan

@@ -21,7 +21,7 @@ from torch import nn
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality, PipelineTemplate, decoders_of
 from lightning_mm5d.config.tables import Page, Table, memory_text
-from lightning_mm5d.expert_parallel.expert_layer import find_experts
+from lightning_mm5d.features.shared_experts.experts import find_experts
 from lightning_mm5d.features.timeline.drawing import COSTS, WORK, TimeUnit
 from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.partition import StageCut, partition

@@ -8,8 +8,8 @@ import pytest
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
 
-from expert_parallel.expert_case import BATCHED, GROUPED
-from expert_parallel.families import FAMILIES
+from features.shared_experts.expert_case import BATCHED, GROUPED
+from features.shared_experts.families import FAMILIES
 from lightning_mm5d import Modality
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.tables import as_text

@@ -18,11 +18,12 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import DeviceStatsMonitor
 from torch import Tensor
 
-from expert_parallel.expert_case import BATCHED
-from expert_parallel.families import FAMILIES
+from features.shared_experts.expert_case import BATCHED
+from features.shared_experts.families import FAMILIES
 from host_reads import HostReads
 from lightning_mm5d import Modality
-from lightning_mm5d.expert_parallel.shared_experts import Load, LoadFigures
+from lightning_mm5d.expert_parallel.expert_layer import Load
+from lightning_mm5d.features.device_figures.load_figures import LoadFigures
 from lightning_mm5d.layout.even_split import even_ranges
 from parity.harness import fit, strategy
 from ranks import call_ranks
@@ -155,9 +156,10 @@ def test_a_layer_exchanges_twice_each_way_and_reads_the_host_once() -> None:
         calls = layers * actions
         assert found["events"].count("send") == found["events"].count("wait") == 4 * calls
         assert found["rounds"] == 2 * calls + 2 * actions  # one more as an action ends
-        reads = {key: count for key, count in found["reads"].items() if key.startswith("expert_parallel/shared")}
+        file = "features/shared_experts/shared_experts.py"
+        reads = {key: count for key, count in found["reads"].items() if key.startswith(file)}
         # the first step is watched for indices of rows, and that watch makes its reads
-        assert reads.pop("expert_parallel/shared_experts.py _dispatched: tolist") == calls - layers * MICROBATCHES
+        assert reads.pop(f"{file} _dispatched: tolist") == calls - layers * MICROBATCHES
         assert not reads, reads
 
 

@@ -14,12 +14,12 @@ It refuses (`RuntimeError`) code that takes it without torch's functions, such a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +27,10 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_mm5d.config.errors import ConfigError, private
 from lightning_mm5d.data.random_state import torch_states
-from lightning_mm5d.expert_parallel.expert_layer import Adapters, ExpertLayer, adapters_around, has_shared_expert
-from lightning_mm5d.expert_parallel.held_experts import ExpertGroups, HeldExperts, Products
-from lightning_mm5d.expert_parallel.token_exchange import (
+from lightning_mm5d.expert_parallel.expert_layer import Context, ExpertLayer, Load, Products, Showing
+from lightning_mm5d.features.shared_experts.expert_adapters import Adapters, adapters_around
+from lightning_mm5d.features.shared_experts.held_experts import ExpertGroups, HeldExperts
+from lightning_mm5d.features.shared_experts.token_exchange import (
     BACKWARD,
     DTYPES,
     FORWARD,
@@ -49,7 +50,6 @@ from lightning_mm5d.expert_parallel.token_exchange import (
 )
 from lightning_mm5d.layout.even_split import even_lengths
 from lightning_mm5d.sharded.collectives import gather, scatter
-from lightning_mm5d.sharded.shards import Range
 from lightning_mm5d.sharded.tensor import Sharded
 from lightning_mm5d.sharded.torch_internals import as_plain_tensors, in_checkpoint, unobserved
 
@@ -112,61 +112,6 @@ def _awaited(shape: torch.Size, like: Tensor, finish: Callable[[], Tensor]) -> A
     return made
 
 
-class Load(NamedTuple):
-    """Rows that the experts of one layer have had; a token is a row for each of its experts.
-
-    Attributes:
-        by_expert: of each expert.
-        by_rank: of all experts of each rank that shares them.
-    """
-
-    by_expert: tuple[int, ...]
-    by_rank: tuple[int, ...]
-
-    @classmethod
-    def of(cls, by_expert: Sequence[int], ranges: Sequence[Range]) -> Load:
-        """The load of a layer whose experts are on ranks as `ranges` says."""
-        return cls(tuple(by_expert), tuple(sum(by_expert[start:stop]) for start, stop in ranges))
-
-
-class LoadFigures(NamedTuple):
-    """Of all layers with experts on one rank, in one step; all are 0 where no tokens travelled.
-
-    Attributes:
-        expert_tokens_mean: rows of an expert.
-        expert_tokens_max_over_mean: rows of the expert that had most, over the mean of its layer; of the layer where it
-            is largest.
-        rank_tokens_mean: rows of the experts of a rank, in one layer.
-        rank_tokens_max_over_mean: of ranks, as of experts.
-    """
-
-    expert_tokens_mean: float = 0.0
-    expert_tokens_max_over_mean: float = 0.0
-    rank_tokens_mean: float = 0.0
-    rank_tokens_max_over_mean: float = 0.0
-
-    @classmethod
-    def of(cls, loads: Iterable[Load]) -> LoadFigures:
-        """The figures of some layers."""
-        used = [load for load in loads if sum(load.by_expert)]
-        if not used:
-            return cls()
-        experts, ranks = [load.by_expert for load in used], [load.by_rank for load in used]
-        return cls(_mean(experts), _worst(experts), _mean(ranks), _worst(ranks))
-
-
-def _mean(layers: Sequence[Sequence[int]]) -> float:
-    return sum(map(sum, layers)) / sum(map(len, layers))
-
-
-def _worst(layers: Sequence[Sequence[int]]) -> float:
-    return max(max(layer) * len(layer) / sum(layer) for layer in layers)
-
-
-Context = Callable[[], AbstractContextManager[Any]]
-Showing = Callable[[nn.Module], AbstractContextManager[Any]]
-
-
 @dataclass
 class _Flight:
     """What is kept of the forward of a microbatch, by layer."""
@@ -174,6 +119,12 @@ class _Flight:
     products: Products  # entered around the experts
     records: dict[int, list[Record]] = field(default_factory=dict)
     of_forward: Counter[int] = field(default_factory=Counter)  # records that the forward has made
+
+
+def has_shared_expert(root: nn.Module, path: str) -> bool:
+    """Whether the block around some experts has an expert that all tokens go to."""
+    block = root.get_submodule(path.rpartition(".")[0])
+    return any(getattr(block, name, None) is not None for name in ("shared_expert", "shared_experts"))
 
 
 class SharedExperts:

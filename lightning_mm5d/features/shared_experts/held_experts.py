@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -12,12 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.expert_parallel.expert_layer import Adapters, ExpertLayer
+from lightning_mm5d.expert_parallel.expert_layer import ExpertLayer, Products
 from lightning_mm5d.expert_parallel.expert_lookup import LISTS
-from lightning_mm5d.expert_parallel.token_exchange import Lengths, Round, TokenGroup
+from lightning_mm5d.features.shared_experts.expert_adapters import Adapters
+from lightning_mm5d.features.shared_experts.token_exchange import Lengths, Round, TokenGroup
 from lightning_mm5d.sharded.collectives import TensorGroup
-
-Products = Callable[[], AbstractContextManager[Any]]
 
 
 class ExpertGroups(NamedTuple):

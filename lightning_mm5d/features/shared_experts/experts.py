@@ -1,0 +1,199 @@
+"""Finds the experts of a module that ranks share, and says which rank holds which of them.
+
+It refuses a modality with `ep_size` that has no experts it knows or some that it does not know, experts whose tensors
+are not theirs alone, buffers in experts, one module for several experts, and fewer experts than ranks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from lightning_mm5d.config.errors import ConfigError, nearest, one_of
+from lightning_mm5d.config.modality import Modality
+from lightning_mm5d.engine.run_groups import Groups, Wishes
+from lightning_mm5d.expert_parallel.expert_layer import ExpertLayer
+from lightning_mm5d.expert_parallel.expert_lookup import LISTS, ExpertParallelPlan, Found, find_plans
+from lightning_mm5d.features.shared_experts.expert_adapters import adapters_around, check_adapters, factors_of
+from lightning_mm5d.features.shared_experts.held_experts import ExpertGroups
+from lightning_mm5d.features.shared_experts.shared_experts import SharedExperts
+from lightning_mm5d.features.shared_experts.token_exchange import TokenGroup
+from lightning_mm5d.partition import Partition
+from lightning_mm5d.plan.data_shards import DataShards
+from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.sharded.collectives import TensorGroup
+
+
+def find_experts(root: nn.Module, partition: Partition, modalities: Mapping[str, Modality]) -> dict[str, ExpertLayer]:
+    """Return the experts that ranks share, by path, in the order of the module.
+
+    Args:
+        root: the LightningModule; the meta device will do.
+        partition: which stage uses which parameter.
+        modalities: the configuration.
+
+    Raises:
+        ConfigError: a modality has nothing that its ranks could share, experts that nothing knows, too few, or adapters
+            on these that its layout refuses.
+    """
+    degrees = {name: modality.ep_size for name, modality in modalities.items() if modality.ep_size > 1}
+    if not degrees:
+        return {}
+    lists = [path for path in partition.layers.values() if path]
+    plans, unknown = find_plans(root, lambda path: any(path.startswith(f"{one}.") for one in lists))
+    found: dict[str, ExpertLayer] = {}
+    order = {path: place for place, (path, _) in enumerate(root.named_modules())}
+    for one in plans:
+        names = [name for name, _ in _inside(root, one.path).named_parameters(one.path)]
+        for modality in _users(partition, names) & degrees.keys():
+            _check_users(partition, names, one, modality, degrees[modality])
+            if one.path not in order:
+                rule = f"The experts of {one.called} are those of another layer too, and a plan is for one layer's own"
+                fix = "Register the plan for the module of experts, or use ep_size=1"
+                raise ConfigError(f"modalities.{modality}.ep_size", degrees[modality], rule, fix)
+            found[one.path] = _layer(root, one, modality, modalities[modality])
+    for path in unknown:
+        names = [name for name, _ in root.get_submodule(path).named_parameters(path)]
+        for modality in _users(partition, names) & degrees.keys():
+            cls = type(root.get_submodule(path)).__name__
+            raise ConfigError(
+                f"modalities.{modality}.ep_size",
+                degrees[modality],
+                f"{path} ({cls}) seems to hold experts, and nothing says how tokens come to them",
+                f"Say it by register_expert_parallel_plan({cls!r}, ExpertParallelPlan(...)); None as the plan leaves "
+                "it whole; or use ep_size=1",
+            )
+    for name, degree in degrees.items():
+        if not any(layer.modality == name for layer in found.values()):
+            rule = f"{name!r} has no experts that are known, which ranks could share"
+            raise ConfigError(f"modalities.{name}.ep_size", degree, rule, "Leave it unset")
+    return dict(sorted(found.items(), key=lambda item: order[item[0]]))
+
+
+def _layer(root: nn.Module, one: Found, modality: str, fields: Modality) -> ExpertLayer:
+    experts, degree = _inside(root, one.path), fields.ep_size
+    names, of_expert = tuple(name for name, _ in experts.named_parameters(one.path)), dict[str, int]()
+    number = (one.plan or ExpertParallelPlan()).count(experts)
+    if isinstance(experts, LISTS):
+        for place, (key, child) in enumerate(experts.named_children()):
+            of_expert |= {name: place for name, _ in child.named_parameters(f"{one.path}.{key}")}
+    shapes = {name: parameter.shape for name, parameter in experts.named_parameters(one.path)}
+    wrong = [
+        name for name, shape in shapes.items() if not shape or (name not in of_expert and shape[0] % (number or 1))
+    ]
+    if number is None or wrong or not names:
+        what = f"{wrong[0]} of shape {list(shapes[wrong[0]])}" if wrong else type(experts).__name__
+        raise ConfigError(
+            f"modalities.{modality}.ep_size",
+            degree,
+            f"{one.path} has {number or 'no number of'} experts, with equal parts of the first dim of every tensor; "
+            f"got {what}",
+            "Name the attribute with their number in its ExpertParallelPlan, or use ep_size=1",
+        )
+    if one.plan is None and fields.cp_size > 1:
+        rule = (
+            f"{one.path} calls each expert where its tokens need it, and ranks of one sequence must call the same ones"
+        )
+        cls = type(root.get_submodule(one.path.rpartition(".")[0])).__name__
+        fix = f"Use ep_size=1 or cp_size=1, or register_expert_parallel_plan({cls!r}, ExpertParallelPlan(...))"
+        raise ConfigError(f"modalities.{modality}.ep_size", degree, rule, fix)
+    _check_alone(root, one.path, modality, degree)
+    _check_contents(experts, one.path, modality, degree)
+    adapters = adapters_around(root, one.path)
+    check_adapters(adapters, modality, fields)
+    layer = ExpertLayer(
+        one.path,
+        modality,
+        number,
+        degree,
+        names,
+        factors=tuple(factors_of(adapters)),
+        called=one.called,
+        plan=one.plan,
+        lengths={name: shape[0] for name, shape in shapes.items()},
+        of_expert=of_expert,
+    )
+    _check_number(layer)
+    return layer
+
+
+def _inside(root: nn.Module, path: str) -> nn.Module:
+    try:
+        return root.get_submodule(path)
+    except AttributeError:
+        rule = "The experts of an ExpertParallelPlan are a module, by its path from an instance of the class"
+        raise ConfigError("register_expert_parallel_plan", path, rule, "Name the module in `experts`") from None
+
+
+def _users(partition: Partition, names: Sequence[str]) -> set[str]:
+    return {stage.modality for name in names for stage in partition.owners.get(name, ())}
+
+
+def _check_users(partition: Partition, names: Sequence[str], one: Found, modality: str, degree: int) -> None:
+    users = sorted(_users(partition, names))
+    if len(users) > 1:
+        rule = f"{one.path} is used by {one_of(users).replace(' or ', ' and ')}, and experts are of one modality"
+        raise ConfigError(f"modalities.{modality}.ep_size", degree, rule, "Use ep_size=1")
+
+
+def _check_alone(root: nn.Module, path: str, modality: str, degree: int) -> None:
+    """Refuse a tensor of experts that another module uses too, or two of them."""
+    held = {id(parameter): name for name, parameter in root.get_submodule(path).named_parameters(path)}
+    uses = Counter(id(p) for module in root.modules() for p in module.parameters(recurse=False) if id(p) in held)
+    for key, count in uses.items():
+        if count > 1:
+            rule = f"{held[key]} is the tensor of {count} modules, and what ranks share of experts is of one"
+            raise ConfigError(f"modalities.{modality}.ep_size", degree, rule, "Untie it, or use ep_size=1")
+
+
+def _check_contents(experts: nn.Module, path: str, modality: str, degree: int) -> None:
+    """Refuse buffers in experts, and a module that is several experts of a list."""
+    field = f"modalities.{modality}.ep_size"
+    buffer = next((name for name, _ in experts.named_buffers(path)), None)
+    if buffer is not None:  # its entries are not those of own experts, and what own tokens write is on this rank alone
+        rule = f"{buffer} is a buffer in experts, and ranks share the parameters of these alone"
+        raise ConfigError(field, degree, rule, "Keep it in the module around them, or use ep_size=1")
+    if isinstance(experts, LISTS) and len({*experts.children()}) < len(experts):
+        rule = f"{path} has one module for several of its {len(experts)} experts, and ranks share modules"
+        raise ConfigError(field, degree, rule, "Use a module for each expert, or ep_size=1")
+
+
+def _check_number(layer: ExpertLayer) -> None:
+    if layer.number < layer.degree:
+        fits = nearest(layer.degree, lambda n: n <= layer.number)
+        rule = f"{layer.path} has {layer.number} experts, and each rank holds one or more"
+        raise ConfigError(f"modalities.{layer.modality}.ep_size", layer.degree, rule, f"Use {one_of(fits)}")
+
+
+def expert_groups(
+    groups: Groups | Wishes, plan: Plan, shards: DataShards, tensor: Mapping[str, TensorGroup]
+) -> dict[str, ExpertGroups]:
+    """Return the groups of this rank for the experts of each of its stages, by their path.
+
+    Args:
+        groups: makes them.
+        plan: all stages.
+        shards: of the plan.
+        tensor: the tensor parallel ranks of this one by modality.
+    """
+    found = dict[str, ExpertGroups]()
+    for stage in plan.topology.members:
+        held = shards.expert_layers(stage)
+        beside = dict.fromkeys(shards.sharing_experts(stage, one) for one in plan.topology.ranks_of(stage))
+        hosts = {ranks: groups.get(ranks, "rounds of experts", backend="gloo") for ranks in beside if ranks}
+        for layer in held:
+            blocks = dict.fromkeys(shards.expert_block(layer, one) for one in plan.topology.ranks_of(stage))
+            made = {ranks: groups.get(ranks, "tokens") for ranks in blocks}
+            for ranks, group in made.items():
+                if group is None:
+                    continue
+                around, host = next((around, host) for around, host in hosts.items() if host is not None)
+                places = tuple(around.index(one) for one in ranks)
+                copies = tensor.get(layer.modality) if layer.parameters[0] in plan.division.shared else None
+                found[layer.path] = ExpertGroups(TokenGroup(group), places, host, copies)
+    return found
+
+
+EXPERTS = SharedExperts
