@@ -28,6 +28,7 @@ from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.data_parallel.shared_parameter import SharedParameter
 from lightning_mm5d.data_parallel.shared_parameters import Fetch, Groups, SharedParameters
 from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.sharded.removable import Removable
 
 
 class Unit:
@@ -137,7 +138,7 @@ class _Walk:
             self._started += 1
 
 
-class Gathering:
+class Gathering(Removable):
     """The gathers of one rank's training steps.
 
     Args:
@@ -172,7 +173,6 @@ class Gathering:
         self._hiding = 0  # forwards under way that hide rows
         self._late: dict[Any, set[Unit]] = {}  # by flight, units that nothing announces in its backward
         self._stays: set[Unit] = set()  # those of the backward that runs
-        self._undo: list[Callable[[], object]] = []
 
     @property
     def per_action(self) -> bool:
@@ -180,8 +180,8 @@ class Gathering:
         return any(unit.path in self._reshards for units in self._units.values() for unit in units)
 
     def attach(self) -> None:
-        """Find the units, and watch their layers until `detach`; after the parameters are shared."""
-        self.detach()
+        """Find the units, and watch their layers until `remove`; after the parameters are shared."""
+        self.remove()
         paths = [(path, module) for stage in self._layers.values() for path, module in stage]
         inside: dict[int, set[str]] = {}
         for name, parameter in self._names:
@@ -202,12 +202,6 @@ class Gathering:
         for path, module in paths:
             if path in units:
                 self._watch(module, units[path])
-
-    def detach(self) -> None:
-        """Leave the layers as they were."""
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
 
     # --- a step ---
 
@@ -325,8 +319,8 @@ class Gathering:
         def leave(_: nn.Module, args: Any, result: Any) -> None:
             self._leave(unit, result)
 
-        self._undo.append(layer.register_forward_pre_hook(enter, prepend=True).remove)
-        self._undo.append(layer.register_forward_hook(leave).remove)
+        self.changes.callback(layer.register_forward_pre_hook(enter, prepend=True).remove)
+        self.changes.callback(layer.register_forward_hook(leave).remove)
 
     def _enter(self, unit: Unit) -> None:
         if self._action is not None and unit in self._action:

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -30,6 +29,7 @@ from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.expert_parallel.expert_lookup import LISTS, ExpertParallelPlan, Found, find_plans
 from lightning_mm5d.layout.even_split import even_ranges
 from lightning_mm5d.partition import Partition
+from lightning_mm5d.sharded.removable import put
 from lightning_mm5d.sharded.shards import Range
 
 _BASE = "base_layer"
@@ -97,8 +97,7 @@ class Adapters:
                     return type(module).forward(module, x, *args, **kwargs)
                 return module.base_layer(x, *args, **kwargs)
 
-            vars(wrapper)["forward"] = MethodType(forward, wrapper)
-            yield partial(vars(wrapper).pop, "forward", None)
+            yield put(wrapper, "forward", MethodType(forward, wrapper))
 
     def adapted(self, experts: nn.Module) -> dict[str, Tensor]:
         """Return the tensors of this rank's experts that have adapters, with these added, by their names."""
