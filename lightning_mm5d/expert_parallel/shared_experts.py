@@ -481,12 +481,9 @@ class SharedExperts(Removable):
             with self._context():
                 self._run_forward(layer, found, none)[0].wait()
             if not self._is_forward and not all(map(torch.equal, states, torch_states(self._device))):
-                raise ConfigError(
-                    layer.path,
-                    "dropout in experts of a layer that is computed again",
-                    "This rank's own step skips the layer, so nothing restores what its experts have drawn",
-                    "Leave out dropout in experts, or recomputation of these layers",
-                )
+                rule = "This rank's own step skips the layer, so nothing restores what its experts have drawn"
+                fix = "Leave out dropout in experts, or recomputation of these layers"
+                raise ConfigError(layer.path, "dropout in experts of a layer that is computed again", rule, fix)
             return
         record = next(one for one in self._flight.records[layer.place] if one.number == chosen.number)
         none = record.rows.new_zeros(sum(record.lengths.sent), record.rows.shape[1])

@@ -297,12 +297,9 @@ def _by_path(source: Source, root: nn.Module, name: str, modality: Modality) -> 
             owns += [_join(cut.path, item) for item in touched]
     for cut in boundaries:
         if not is_mentioned(source, root, cut.path, cut.method):
-            raise ConfigError(
-                f"modalities.{name}.module",
-                cut.name,
-                "Nothing in the model's code uses it, so no modality would consume its result",
-                "Name the module that the model's `forward` calls",
-            )
+            rule = "Nothing in the model's code uses it, so no modality would consume its result"
+            fix = "Name the module that the model's `forward` calls"
+            raise ConfigError(f"modalities.{name}.module", cut.name, rule, fix)
     return Encoder(tuple(owns), tuple(boundaries))
 
 

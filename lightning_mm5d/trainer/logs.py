@@ -234,12 +234,9 @@ class LogCapture:
                 f"{call}.reduce_fx", reduce_fx, "Reductions are mean, sum, max and min", "Log a torchmetrics.Metric"
             )
         if sync_dist_group is not None:
-            raise ConfigError(
-                f"{call}.sync_dist_group",
-                sync_dist_group,
-                "Which ranks a value is averaged over follows from the layout",
-                "Leave sync_dist_group unset and keep sync_dist=True",
-            )
+            rule = "Which ranks a value is averaged over follows from the layout"
+            fix = "Leave sync_dist_group unset and keep sync_dist=True"
+            raise ConfigError(f"{call}.sync_dist_group", sync_dist_group, rule, fix)
         value = settled(value, call)
         path = self._path_of(value, call) if isinstance(value, Metric) else None
         stored, dtype = _as_tensor(value, call)
@@ -280,12 +277,9 @@ class LogCapture:
             self._paths = {id(m): path for path, m in self._module.named_modules() if isinstance(m, Metric)}
         path = self._paths.get(id(metric))
         if path is None:
-            raise ConfigError(
-                call,
-                metric,
-                "A metric object is found by its place in the module, so that all ranks can log theirs",
-                "Make it an attribute of the LightningModule (a list of metrics: torch.nn.ModuleList)",
-            )
+            rule = "A metric object is found by its place in the module, so that all ranks can log theirs"
+            fix = "Make it an attribute of the LightningModule (a list of metrics: torch.nn.ModuleList)"
+            raise ConfigError(call, metric, rule, fix)
         return path
 
 

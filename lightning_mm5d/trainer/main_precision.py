@@ -40,12 +40,8 @@ def check_main_params(said: str | None, module: pl.LightningModule, precision: P
     found |= set(computing_dtypes(module).values())
     if not any(one.itemsize < dtype.itemsize for one in found):
         held = ", ".join(sorted(str(one).removeprefix("torch.") for one in found)) or "no floating-point"
-        raise ConfigError(
-            "main_params",
-            said,
-            f"Main parameters are wider than what layers compute in, and the module has {held} parameters",
-            'Use Trainer(precision="bf16-true"), or leave main_params unset',
-        )
+        rule = f"Main parameters are wider than what layers compute in, and the module has {held} parameters"
+        raise ConfigError("main_params", said, rule, 'Use Trainer(precision="bf16-true"), or leave main_params unset')
 
 
 def _computed(parameter: nn.Parameter, computes: torch.dtype | None) -> torch.dtype:

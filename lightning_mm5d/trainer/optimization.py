@@ -172,12 +172,9 @@ class Optimization:
                     stacklevel=6,
                 )
             if edges and mixes:
-                raise ConfigError(
-                    "configure_optimizers",
-                    type(inner).__name__,
-                    "Its update of a parameter depends on all others, and ranks of several stages hold parts of them",
-                    "Use an optimizer that works by parameter, such as AdamW, or one stage (colocate all, pp_size=1)",
-                )
+                rule = "Its update of a parameter depends on all others, and ranks of several stages hold parts of them"
+                fix = "Use an optimizer that works by parameter, such as AdamW, or one stage (colocate all, pp_size=1)"
+                raise ConfigError("configure_optimizers", type(inner).__name__, rule, fix)
             mixes = mixes or (tried.on_elements if tried else not names.isdisjoint(_OVER_FULL_MATRICES))
             if (shards or shares) and mixes:
                 ranks = "tensor parallel ranks" if shards else "ranks that share a copy"
@@ -203,12 +200,9 @@ class Optimization:
             name for name in names if name in plan.partition.owners and len(plan.ownership.ranks_holding(name)) > 1
         )
         if name := next(names, None):
-            raise ConfigError(
-                "configure_optimizers",
-                type(optimizer).__name__,
-                f"It takes sparse gradients alone, and ranks sum dense gradients of {name}",
-                "Use an optimizer of dense gradients, such as AdamW, or one replica and one tensor parallel rank",
-            )
+            rule = f"It takes sparse gradients alone, and ranks sum dense gradients of {name}"
+            fix = "Use an optimizer of dense gradients, such as AdamW, or one replica and one tensor parallel rank"
+            raise ConfigError("configure_optimizers", type(optimizer).__name__, rule, fix)
 
     def drop_old_gradients(self, optimizers: Sequence[Optimizer]) -> None:
         """Free gradients that Lightning is about to zero, or two sets of them would be held."""

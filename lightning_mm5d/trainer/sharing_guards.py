@@ -28,12 +28,9 @@ def check_shared(module: pl.LightningModule, plan: Plan) -> None:
     if not shards.exist:
         return
     if not module.automatic_optimization:
-        raise ConfigError(
-            "automatic_optimization",
-            False,
-            "Manual optimization runs its own backward, and ranks that share parameters gather them for a step",
-            f"Use automatic optimization, or {'ep_size=1' if plan.experts else 'zero_stage=0'}",
-        )
+        rule = "Manual optimization runs its own backward, and ranks that share parameters gather them for a step"
+        fix = f"Use automatic optimization, or {'ep_size=1' if plan.experts else 'zero_stage=0'}"
+        raise ConfigError("automatic_optimization", False, rule, fix)
     sparse = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding) and part.sparse}
     for name, parameter in module.named_parameters():
         ranks = plan.ownership.ranks_holding(name) if name in plan.partition.owners else ()

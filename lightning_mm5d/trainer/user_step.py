@@ -333,12 +333,9 @@ class TrainingStep(UserStep):
             return self.losses[index]
         loss = result.get("loss") if isinstance(result, Mapping) else result
         if not isinstance(loss, Tensor):
-            raise ConfigError(
-                "training_step",
-                type(loss).__name__,
-                "A training step returns its loss",
-                "Return a tensor, or a dict with a tensor under 'loss', or None to skip the batch on all ranks",
-            )
+            rule = "A training step returns its loss"
+            fix = "Return a tensor, or a dict with a tensor under 'loss', or None to skip the batch on all ranks"
+            raise ConfigError("training_step", type(loss).__name__, rule, fix)
         self.losses[index] = loss.detach()
         kept = {k: detached(v) for k, v in result.items() if k != "loss"} if isinstance(result, Mapping) else None
         self.results[index] = kept

@@ -90,12 +90,9 @@ def check_norms(module: pl.LightningModule, plan: Plan) -> None:
     if plan.topology.is_replicated and not parts:
         return
     if found := _norm_in(Source(), type(module), "backward"):
-        raise ConfigError(
-            f"{type(module).__name__}.backward",
-            found,
-            "It takes the norm of the gradients of one rank, before they are summed over ranks",
-            "Do it in on_after_backward or on_before_optimizer_step, which see full gradients",
-        )
+        rule = "It takes the norm of the gradients of one rank, before they are summed over ranks"
+        fix = "Do it in on_after_backward or on_before_optimizer_step, which see full gradients"
+        raise ConfigError(f"{type(module).__name__}.backward", found, rule, fix)
 
 
 def _norm_in(source: Source, cls: type, hook: str) -> str:
@@ -275,19 +272,13 @@ def check_callbacks(callbacks: Sequence[pl.Callback], plan: Plan) -> None:
     """
     for callback in callbacks:
         if isinstance(callback, ModelPruning) and (plan.division.shards or DataShards(plan).exist):
-            raise ConfigError(
-                "callbacks",
-                type(callback).__name__,
-                "It works on full parameters, and ranks that share them have parts of each",
-                "Leave it out, or use tp_size=1 and zero_stage=0",
-            )
+            rule = "It works on full parameters, and ranks that share them have parts of each"
+            fix = "Leave it out, or use tp_size=1 and zero_stage=0"
+            raise ConfigError("callbacks", type(callback).__name__, rule, fix)
         if isinstance(callback, ModelPruning) and (not plan.topology.is_replicated or DataShards(plan).exist):
-            raise ConfigError(
-                "callbacks",
-                type(callback).__name__,
-                "It reads all parameters on every rank, and ranks hold parts of them",
-                "Leave it out, or use one stage (colocate all modalities, pp_size=1) and zero_stage=0",
-            )
+            rule = "It reads all parameters on every rank, and ranks hold parts of them"
+            fix = "Leave it out, or use one stage (colocate all modalities, pp_size=1) and zero_stage=0"
+            raise ConfigError("callbacks", type(callback).__name__, rule, fix)
 
 
 def required(value: T | None, method: str, rule: str, fix: str) -> T:
@@ -333,9 +324,5 @@ def check_batches(data: Sequence[Any], num_microbatches: int) -> None:
     """
     for size in batch_sizes(data):
         if size < num_microbatches:
-            raise ConfigError(
-                "num_microbatches",
-                num_microbatches,
-                f"A batch of {size} samples cannot be split into more than {size} microbatches",
-                f"Use {size} or fewer, or larger batches",
-            )
+            rule = f"A batch of {size} samples cannot be split into more than {size} microbatches"
+            raise ConfigError("num_microbatches", num_microbatches, rule, f"Use {size} or fewer, or larger batches")

@@ -87,12 +87,9 @@ def _sharded(name: str, key: str, x: Tensor, sequence: ShardedSequence, batch: i
     found, length = sharded_by_tokens(x, sequence, batch), sequence.lengths[sequence.index]
     if found is not None:
         return found
-    raise ConfigError(
-        f"modalities.{name}.cp_size",
-        f"{key} of shape {list(x.shape)}",
-        f"It is recorded inside of a layer that has {length} tokens of each of {batch} sequences here",
-        f"Do not ask for {key}, or use cp_size=1",
-    )
+    rule = f"It is recorded inside of a layer that has {length} tokens of each of {batch} sequences here"
+    fix = f"Do not ask for {key}, or use cp_size=1"
+    raise ConfigError(f"modalities.{name}.cp_size", f"{key} of shape {list(x.shape)}", rule, fix)
 
 
 # --- into a layer ---

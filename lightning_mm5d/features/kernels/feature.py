@@ -110,12 +110,9 @@ def _check_shared(module: nn.Module, plan: Plan, name: str, model: PreTrainedMod
         if other == name or not {*modality.chosen_kernels}.isdisjoint({*chosen}.intersection(ATTENTIONS)):
             continue
         if any(id(part.config) in inside for part in _models(module, plan.partition, other)):
-            raise ConfigError(
-                f"modalities.{name}.kernels",
-                plan.modalities[name].kernels,
-                f"{type(model).__name__} has one configuration with models of {other}, which name another attention",
-                f"Name the same attention for {name} and {other}",
-            )
+            rule = f"{type(model).__name__} has one configuration with models of {other}, which name another attention"
+            fix = f"Name the same attention for {name} and {other}"
+            raise ConfigError(f"modalities.{name}.kernels", plan.modalities[name].kernels, rule, fix)
 
 
 FEATURE = Kernels
