@@ -22,12 +22,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.data_parallel.shared_parameter import SharedParameter
 from lightning_mm5d.data_parallel.shared_parameters import Fetch, Groups, SharedParameters
 from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.sharded.remote_value import tensors_of
 from lightning_mm5d.sharded.removable import Removable
 
 
@@ -334,7 +335,7 @@ class Gathering(Removable):
         walk = self._action
         if walk is None or unit not in walk:
             return
-        outputs = [tensor for tensor in _tensors(result) if tensor.requires_grad and tensor.grad_fn is not None]
+        outputs = [tensor for tensor in tensors_of(result) if tensor.requires_grad and tensor.grad_fn is not None]
         for tensor in outputs:
             tensor.register_hook(lambda _: self._backpropagates(unit))
         if self._is_forward:
@@ -378,14 +379,3 @@ def _refused(unit: Unit, what: str) -> ConfigError:
         "its backward",
         "Use reshard_after_forward=False, which gathers once for a step",
     )
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from _tensors(value)
-    elif isinstance(tree, (tuple, list)):
-        for value in tree:
-            yield from _tensors(value)
