@@ -135,8 +135,7 @@ class HeldExperts:
             return self.plan.compute(holder, rows, index)
         if self._members:
             return _each(holder.children(), rows, index)
-        found: Tensor = self._inner.get(holder, holder.forward)(rows, index.unsqueeze(1), rows.new_ones(len(rows), 1))
-        return found
+        return self._inner.get(holder, holder.forward)(rows, index.unsqueeze(1), rows.new_ones(len(rows), 1))
 
     def _of_calls(self, rows: Tensor, lengths: Lengths) -> Tensor | None:
         """Call experts as each rank called one of them: with its rows alone, in their shape."""

@@ -225,8 +225,7 @@ class UserStep:
 
     def structure(self, batch: Any) -> Hashable:
         """Return a key that is equal for batches of equal nesting, dtypes and numbers of dims, whatever their sizes."""
-        key: Hashable = (self.name, self._module.training, _structure(batch))
-        return key
+        return (self.name, self._module.training, _structure(batch))
 
     @contextmanager
     def reads(self) -> Iterator[list[str]]:

@@ -337,8 +337,7 @@ class Attention:
         """Whether each rank has whole segments of a packed sequence, so that no token attends to another rank's."""
         if bounds is None:
             return False
-        known: bool = self._recent.get(split, lambda: _whole_segments(split, self._host.of(bounds)), (bounds,))
-        return known
+        return self._recent.get(split, lambda: _whole_segments(split, self._host.of(bounds)), (bounds,))
 
     def _check_lengths(self, query: Tensor, key: Tensor, mask: Mask, split: TokenSplit, crosses: bool) -> None:
         queries, keys, own = query.shape[2], key.shape[2], split.lengths[self._groups.whole.index]

@@ -453,8 +453,7 @@ class _Tracer:
                 return Constant(value.detach().cpu())
             return self._leaf(value)
 
-        kept: tuple[Any, ...] = tree_map(keep, values)
-        return kept
+        return tree_map(keep, values)
 
 
 def _sides(value: Any) -> str:

@@ -325,8 +325,7 @@ def normed(module: Any, x: Tensor, norm: Norm, line: TensorGroup) -> Tensor:
     kind = x.device.type
     # autocast runs a layer norm in float32, and its result stays so
     dtype = torch.float32 if norm.centers and torch.is_autocast_enabled(kind) and x.dtype != torch.float64 else x.dtype
-    made: Tensor = _Normed.apply(x, module.weight, getattr(module, "bias", None), norm, line, dtype)
-    return made
+    return _Normed.apply(x, module.weight, getattr(module, "bias", None), norm, line, dtype)
 
 
 class _Normed(torch.autograd.Function):
