@@ -57,9 +57,6 @@ class Waiting(Tensor):
             self._moved = self._move()
         return self._moved
 
-    def _part(self, index: Any) -> Waiting:
-        return Waiting(self._host[index], self.device, lambda: self.moved()[index])
-
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -69,7 +66,7 @@ class Waiting(Tensor):
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
             if func is Tensor.__getitem__ and _is_plain(args[1]):
-                return first._part(args[1])
+                return Waiting(first._host[args[1]], first.device, lambda: first.moved()[args[1]])
             if func is Tensor.to and _moves_to(first.device, *args[1:], **kwargs):
                 return first
         args, kwargs = tree_map_only(Waiting, Waiting.moved, (args, kwargs))

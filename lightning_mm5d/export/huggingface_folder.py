@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
+from operator import attrgetter
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -124,7 +124,7 @@ def write_model(
         _check_complete(empty, model)
     conversion = ReverseConversion(empty, model["conversions"], "CHECKPOINT")
     specs = {name: _cast(value, dtype) for name, value in conversion.tensors(model["names"], tensors.empty)}
-    values = map(partial(_cast_item, dtype), conversion.tensors(model["names"], tensors.read))
+    values = ((name, _cast(value, dtype)) for name, value in conversion.tensors(model["names"], tensors.read))
     write_weights(folder, WEIGHTS, specs, values, max_shard_size)
     own = model["dtype"] if dtype is None else str(dtype).removeprefix("torch.")
     _write_json(folder / "config.json", _with_dtype(model["config"], own) if dtype else model["config"])
@@ -172,7 +172,7 @@ def write_weights(
         max_shard_size: bytes of tensors in a file.
     """
     split = split_state_dict_into_shards_factory(
-        dict(specs), get_storage_size=_bytes, filename_pattern=pattern, max_shard_size=max_shard_size
+        dict(specs), get_storage_size=attrgetter("nbytes"), filename_pattern=pattern, max_shard_size=max_shard_size
     )
     waiting = {file: set(names) for file, names in split.filename_to_tensors.items()}
     writers: dict[str, TensorFileWriter] = {}
@@ -245,14 +245,6 @@ def _check_complete(empty: torch.nn.Module, model: Mapping[str, Any]) -> None:
 
 def _cast(value: Tensor, dtype: torch.dtype | None) -> Tensor:
     return value.to(dtype) if dtype is not None and value.is_floating_point() else value
-
-
-def _cast_item(dtype: torch.dtype | None, item: tuple[str, Tensor]) -> tuple[str, Tensor]:
-    return item[0], _cast(item[1], dtype)
-
-
-def _bytes(value: Tensor) -> int:
-    return value.numel() * value.element_size()
 
 
 def _with_dtype(config: Any, dtype: str) -> Any:

@@ -251,15 +251,12 @@ class TensorParallel(Removable):
         for name, shard in self._division.shards.items():
             owner, _, attribute = name.rpartition(".")
             tensor = getattr(self._root.get_submodule(owner), attribute)
-            group = self._group_of(name)
+            group = self.groups.get(self._division.groups[name])
             if group is None or not holds(name) or id(tensor) in done:
                 continue
             done.add(id(tensor))
             if shard.is_full(tensor):  # the object stays: users and ties hold on to it
                 tensor.data = shard.cut(tensor.data, group.index)
-
-    def _group_of(self, name: str) -> TensorGroup | None:
-        return self.groups.get(self._division.groups[name])
 
     def _set_local(self, path: str, name: str, values: tuple[int, ...]) -> None:
         group = self.groups.get(self._division.groups[path])

@@ -96,7 +96,7 @@ class Reader:
 
     def _why(self, part: nn.Module, attends: bool) -> str | None:
         """Why a module runs on whole sequences, if it does."""
-        names = self._names(part)
+        names = self._of(type(part))[1]
         bias = next((found for found in sorted(names) if found.startswith(_BIASES)), None)
         mixes = next((found for found in _MIXES if found in names), None)
         if self._every(part) is None:
@@ -115,9 +115,6 @@ class Reader:
 
     def _every(self, part: nn.Module) -> frozenset[str] | None:
         return self._of(type(part))[0]
-
-    def _names(self, part: nn.Module) -> frozenset[str]:
-        return self._of(type(part))[1]
 
     def _of(self, cls: type[nn.Module]) -> tuple[frozenset[str] | None, frozenset[str]]:
         if cls not in self._read:

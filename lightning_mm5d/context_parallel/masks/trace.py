@@ -120,7 +120,7 @@ def _add(dtype: torch.dtype, x: Any, y: Any, sign: int = 1) -> Value | None:
     if left is None or right is None or dtype.is_floating_point or dtype == torch.bool:
         return None
     q, k = left[0] + sign * right[0], left[1] + sign * right[1]
-    fits = _largest(q) + _largest(k) <= torch.iinfo(dtype).max and _is_signed(dtype)
+    fits = _largest(q) + _largest(k) <= torch.iinfo(dtype).max and torch.iinfo(dtype).min < 0
     return Sum(q, k, dtype) if fits else None
 
 
@@ -221,10 +221,6 @@ def _shares(x: Any) -> tuple[Tensor, Tensor] | None:
 
 def _largest(values: Tensor) -> int:
     return max(abs(int(values.min())), abs(int(values.max())))
-
-
-def _is_signed(dtype: torch.dtype) -> bool:
-    return torch.iinfo(dtype).min < 0
 
 
 def _are_bool(*values: Any) -> bool:

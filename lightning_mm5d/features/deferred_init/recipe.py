@@ -239,17 +239,14 @@ class TracedTensor(torch.Tensor):
         kwargs = {name: value for name, value in (kwargs or {}).items() if name != "device"}
         if func._schema.is_mutable:
             raise NotImplementedError(f"{func} writes into a weight that has not been read from its file")
-        if func not in _STEPS and not _returns_tensors(func):
+        returned = [str(value.type) for value in func._schema.returns]
+        if func not in _STEPS and not {"Tensor", "List[Tensor]"}.issuperset(returned):
             raise NotImplementedError(f"{func} asks for the value of a weight that has not been read from its file")
         step = _STEPS.get(func, _computed)
         made = func(*tree_map(_as_meta, args), **tree_map(_as_meta, kwargs))
         if isinstance(made, Tensor):
             return cls(step(func, args, kwargs, made, None))
         return [cls(step(func, args, kwargs, tensor, index)) for index, tensor in enumerate(made)]
-
-
-def _returns_tensors(func: Any) -> bool:
-    return all(str(value.type) in ("Tensor", "List[Tensor]") for value in func._schema.returns)
 
 
 def _as_meta(value: Any) -> Any:

@@ -241,7 +241,8 @@ class LockStep(Attached, AroundUpdates):
         partition, root = self._plan.partition, self._runtime.root
         found = []
         for name, encoder in partition.encoders.items():
-            if len(partition.stages[name]) == 1 and not self._holds_others(name):
+            calls_others = any(name in fed for fed in self._plan.topology.consumers.values())
+            if len(partition.stages[name]) == 1 and not calls_others:
                 stage = self._plan.topology.stage_of[partition.stages[name][0].name]
                 for cut in encoder.boundaries:
                     found.append(_Unit(root.get_submodule(cut.path), cut.method, cut.name, stage, cut.name))
@@ -252,10 +253,6 @@ class LockStep(Attached, AroundUpdates):
             if owner is not None and is_callable and (module, "forward") not in taken:
                 found.append(_Unit(module, "forward", path, owner))
         return found
-
-    def _holds_others(self, name: str) -> bool:
-        """Whether a call of a modality's boundary may call boundaries of others."""
-        return any(name in fed for fed in self._plan.topology.consumers.values())
 
     @functools.cached_property
     def _loose(self) -> list[tuple[nn.Module, str, str, StageKey]]:
