@@ -196,14 +196,12 @@ class _Watch:
             def note(*_: Any) -> None:
                 seen.append(not torch.is_grad_enabled() or _top_hooks(True)[0] is not around)
 
-            handles = [module.register_forward_pre_hook(note) for module in self._modules]
-            try:
-                with torch.compiler.set_stance("force_eager"):  # hooks are not to be compiled
-                    return inner(*args, **kwargs)
-            finally:
-                self.found = bool(seen) and all(seen)
-                for handle in handles:
-                    handle.remove()
+            with ExitStack() as stack:
+                for module in self._modules:
+                    stack.callback(module.register_forward_pre_hook(note).remove)
+                stack.callback(lambda: setattr(self, "found", bool(seen) and all(seen)))
+                stack.enter_context(torch.compiler.set_stance("force_eager"))  # hooks are not to be compiled
+                return inner(*args, **kwargs)
 
         return call
 
