@@ -77,9 +77,10 @@ def _attempt(command: Callable[[], object], *errors: type[Exception]) -> int:
     from lightning_mm5d.config.errors import CheckpointUntrustedError, ConfigError
     from lightning_mm5d.tools.cli.refusals import one_line
 
+    refused: tuple[type[Exception], ...] = (ConfigError, CheckpointUntrustedError, *errors)
     try:
         command()
-    except (ConfigError, CheckpointUntrustedError, *errors) as error:
+    except refused as error:
         print(f"mm5d: error: {one_line(str(error))}", file=sys.stderr)
         return 2
     return 0
