@@ -264,13 +264,12 @@ class Gathering(Removable):
     def _touch_rows(self, touched: SharedParameter) -> None:
         if not self._is_dry():
             name = next(name for name, parameter in self._names if parameter is touched.parameter)
-            raise ConfigError(
-                name,
-                "read in a step",
+            rule = (
                 "Ranks share these experts (ep_size), and each of them has its own rows alone while a step runs, so "
-                "that a result would be another one on each rank",
-                "Use the optimizer's weight_decay in place of a penalty, or ep_size=1",
+                "that a result would be another one on each rank"
             )
+            fix = "Use the optimizer's weight_decay in place of a penalty, or ep_size=1"
+            raise ConfigError(name, "read in a step", rule, fix)
 
     def end(self) -> None:
         """End a step: all is closed."""

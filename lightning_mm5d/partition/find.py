@@ -72,9 +72,8 @@ def find(root: nn.Module, modalities: Mapping[str, Modality], source: Source | N
             for path in _listed(modality.module):
                 resolve(root, path, f"modalities.{name}.module", or_parameter=True)
                 if has_module(root, path) and is_metric(root.get_submodule(path)):
-                    raise ConfigError(
-                        f"modalities.{name}.module", path, "It is a metric", "Name the model, or leave it unset"
-                    )
+                    rule = "It is a metric"
+                    raise ConfigError(f"modalities.{name}.module", path, rule, "Name the model, or leave it unset")
         elif modality.module is None and modality.boundary is None:
             encoders[name] = _by_name(root, name, named_decoders(root) if name in decoders else candidates)
         else:
@@ -410,13 +409,12 @@ def _check_between(root: nn.Module, name: str, path: str, wanted: int) -> None:
     for key, other in holder.named_children():
         same = isinstance(other, nn.ModuleList) and other is not layers and len(other) == len(layers)  # type: ignore[arg-type]
         if same and next(other.parameters(), None) is not None:
-            raise ConfigError(
-                f"modalities.{name}.pp_size",
-                wanted,
+            rule = (
                 f"'{path}' holds lists of layers, between which modules of {key!r} run, and stages are cut between "
-                "layers that follow each other",
-                "Use pp_size=1 for it, and tp_size to shard its layers",
+                "layers that follow each other"
             )
+            fix = "Use pp_size=1 for it, and tp_size to shard its layers"
+            raise ConfigError(f"modalities.{name}.pp_size", wanted, rule, fix)
 
 
 def _submodules(module: nn.Module, touched: list[str]) -> list[str]:

@@ -157,9 +157,8 @@ class Sharded(Tensor):
         # Only what bypasses torch functions comes here. Tensors that are saved for the backward are detached.
         x = args[0]
         if func is not torch.ops.aten.detach.default:
-            raise ConfigError(
-                str(func), "a sharded tensor", "A kernel would see this rank's shard alone", "Call it with `x.full()`"
-            )
+            rule = "A kernel would see this rank's shard alone"
+            raise ConfigError(str(func), "a sharded tensor", rule, "Call it with `x.full()`")
         return without_graph(x._raw, x.sharding, cls)
 
 

@@ -115,13 +115,12 @@ class Patches(Removable):
         def check(path: str, module: nn.Module, args: tuple) -> None:
             hooked = private(module, "_backward_hooks") and private(module, "_is_full_backward_hook")
             if hooked and self._runtime.active is not None and any(x.requires_grad for _, x in tensors_in(args)):
-                raise ConfigError(
-                    f"{path}.register_full_backward_hook",
-                    type(module).__name__,
+                rule = (
                     "It is given the gradients of the input and the output, which are on different ranks with "
-                    f"modalities.{modality}.pp_size > 1",
-                    "Register hooks on layers, or Tensor.register_hook on the input or the output, or use pp_size=1",
+                    f"modalities.{modality}.pp_size > 1"
                 )
+                fix = "Register hooks on layers, or Tensor.register_hook on the input or the output, or use pp_size=1"
+                raise ConfigError(f"{path}.register_full_backward_hook", type(module).__name__, rule, fix)
 
         parts = layers.split(".")
         for length in range(1, len(parts)):

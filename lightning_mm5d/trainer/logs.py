@@ -221,9 +221,8 @@ class LogCapture:
         call = f"self.log({name!r})"
         reduction = reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx
         if reduction not in _REDUCTIONS:
-            raise ConfigError(
-                f"{call}.reduce_fx", reduce_fx, "Reductions are mean, sum, max and min", "Log a torchmetrics.Metric"
-            )
+            rule = "Reductions are mean, sum, max and min"
+            raise ConfigError(f"{call}.reduce_fx", reduce_fx, rule, "Log a torchmetrics.Metric")
         if sync_dist_group is not None:
             rule = "Which ranks a value is averaged over follows from the layout"
             fix = "Leave sync_dist_group unset and keep sync_dist=True"

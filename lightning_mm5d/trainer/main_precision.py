@@ -28,12 +28,11 @@ def check_main_params(said: str | None, module: pl.LightningModule, precision: P
     if dtype is None:
         return
     if not module.automatic_optimization:
-        raise ConfigError(
-            "automatic_optimization",
-            False,
-            "Manual optimization runs its own backward, and parameters show what layers compute with inside a schedule",
-            "Use automatic optimization, or leave main_params unset",
+        rule = (
+            "Manual optimization runs its own backward, and parameters show what layers compute with inside a schedule"
         )
+        fix = "Use automatic optimization, or leave main_params unset"
+        raise ConfigError("automatic_optimization", False, rule, fix)
     computes = _TRUE.get(str(precision.precision))
     found = {computes or p.dtype for p in module.parameters() if p.is_floating_point()}
     found |= set(computing_dtypes(module).values())

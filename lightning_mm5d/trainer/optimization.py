@@ -178,13 +178,12 @@ class Optimization:
             mixes = mixes or (tried.on_elements if tried else not names.isdisjoint(_OVER_FULL_MATRICES))
             if (shards or shares) and mixes:
                 ranks = "tensor parallel ranks" if shards else "ranks that share a copy"
-                raise ConfigError(
-                    "configure_optimizers",
-                    type(inner).__name__,
-                    f"Its update of an element depends on the full matrix, and {ranks} have parts of it",
+                rule = f"Its update of an element depends on the full matrix, and {ranks} have parts of it"
+                fix = (
                     f"Use an optimizer that works by element, such as AdamW, or {'tp_size=1' if shards else ''}"
-                    f"{' and ' if shards and shares else ''}{'zero_stage=0' if shares else ''}",
+                    f"{' and ' if shards and shares else ''}{'zero_stage=0' if shares else ''}"
                 )
+                raise ConfigError("configure_optimizers", type(inner).__name__, rule, fix)
             drop_remote_state(optimizer)
             for parameter, state in getattr(optimizer, "state", {}).items():
                 if (shared := self._gradients.shared.get(parameter)) is not None:
@@ -254,13 +253,12 @@ class Optimization:
         dist.all_reduce(ends, dist.ReduceOp.MAX)
         highest, lowest = ends[0].item(), -ends[1].item()
         if highest != lowest:
-            raise ConfigError(
-                "backward",
-                f"a factor of the loss from {lowest} to {highest}",
+            rule = (
                 "Gradients of parameters that ranks share (zero_stage) are summed before the backward, so that the "
-                "factor must be the same on all ranks",
-                "Scale the loss in training_step, or use zero_stage=0",
+                "factor must be the same on all ranks"
             )
+            fix = "Scale the loss in training_step, or use zero_stage=0"
+            raise ConfigError("backward", f"a factor of the loss from {lowest} to {highest}", rule, fix)
 
     @contextmanager
     def synced(self) -> Generator[None, None, None]:

@@ -369,7 +369,6 @@ def _gathered(position: Position, wire: torch.device) -> Position:
         except ValueError as error:
             failed = str(error)
     if failed is not None:
-        raise ConfigError(
-            "dataloader.state_dict()", failed, "A checkpoint holds tensors and plain values", "Return such values"
-        )
+        rule = "A checkpoint holds tensors and plain values"
+        raise ConfigError("dataloader.state_dict()", failed, rule, "Return such values")
     return with_own(position, own)

@@ -173,12 +173,11 @@ def check_module(
         for name, axes in plan.layout.axes.items():
             field = "cp_size" if axes.cp > 1 else "sequence_parallel"
             if axes.pp > 1 and getattr(plan.modalities[name], field) not in (1, False):
-                raise ConfigError(
-                    f"modalities.{name}.{field}",
-                    getattr(plan.modalities[name], field),
-                    "What the routers of some tokens return does not cross from stage to stage (output_router_logits)",
-                    f"Leave {field} unset, use pp_size=1, or set output_router_logits to False in the model's config",
+                rule = (
+                    "What the routers of some tokens return does not cross from stage to stage (output_router_logits)"
                 )
+                fix = f"Leave {field} unset, use pp_size=1, or set output_router_logits to False in the model's config"
+                raise ConfigError(f"modalities.{name}.{field}", getattr(plan.modalities[name], field), rule, fix)
     _check_prefix_tuning(module, plan)
 
 
@@ -229,12 +228,11 @@ def _check_prefix_tuning(module: pl.LightningModule, plan: Plan) -> None:
     axes = plan.layout.axes[plan.partition.loss_modality]
     for field, size in (("pp_size", axes.pp), ("tp_size", axes.tp), ("cp_size", axes.cp)):
         if size > 1:
-            raise ConfigError(
-                f"modalities.{plan.partition.loss_modality}.{field}",
-                size,
-                "Prefix tuning (peft.PrefixTuningConfig) has keys and values for all heads of all layers in one table",
-                "Use 1, or peft.LoraConfig in its place",
+            rule = (
+                "Prefix tuning (peft.PrefixTuningConfig) has keys and values for all heads of all layers in one table"
             )
+            fix = "Use 1, or peft.LoraConfig in its place"
+            raise ConfigError(f"modalities.{plan.partition.loss_modality}.{field}", size, rule, fix)
 
 
 _BUILT_IN: dict[str, Callable[[], bool]] = {

@@ -255,11 +255,10 @@ class ContextParallel(Removable):
         for value in values:
             count = getattr(value, "get_seq_length", None)
             if count is not None and int(count(index)):
+                rule = "A step works on whole sequences, without keys of earlier calls"
+                fix = "Call model.generate, or use cp_size=1"
                 raise ConfigError(
-                    f"modalities.{self._name}.cp_size",
-                    f"past_key_values of {int(count(index))} tokens",
-                    "A step works on whole sequences, without keys of earlier calls",
-                    "Call model.generate, or use cp_size=1",
+                    f"modalities.{self._name}.cp_size", f"past_key_values of {int(count(index))} tokens", rule, fix
                 )
 
     # --- a call of a layer ---

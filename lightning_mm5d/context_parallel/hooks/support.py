@@ -137,13 +137,12 @@ def _check_dropout(name: str, modality: Modality, path: str, layer: nn.Module, m
         rates = {field: getattr(config, field, 0.0) for field in _DROPOUTS}
         dropped = next((field for field, rate in rates.items() if isinstance(rate, (int, float)) and rate > 0), None)
         if dropped is not None:
-            raise ConfigError(
-                f"modalities.{name}.cp_size",
-                modality.cp_size,
+            rule = (
                 f"The config of {path}.{module} drops out attention weights ({dropped}={rates[dropped]}), which lie on "
-                "several ranks",
-                f"Set {dropped}=0.0 in the model's config, as most recipes do, or use cp_size=1",
+                "several ranks"
             )
+            fix = f"Set {dropped}=0.0 in the model's config, as most recipes do, or use cp_size=1"
+            raise ConfigError(f"modalities.{name}.cp_size", modality.cp_size, rule, fix)
 
 
 def _scales_by_position(module: nn.Module) -> bool:

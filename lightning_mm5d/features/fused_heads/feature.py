@@ -32,13 +32,12 @@ class FusesHeads(Feature):
     def check(self, module: pl.LightningModule, plan: Plan, device: torch.device) -> None:
         """Refuse a module none of whose models names a linear layer as its output embeddings."""
         if (name := _fused(plan)) is not None and not heads(module):
-            raise ConfigError(
-                f"modalities.{name}.fused_linear_cross_entropy",
-                True,
-                "It fuses a linear head with its loss, and no model here returns one from get_output_embeddings()",
+            rule = "It fuses a linear head with its loss, and no model here returns one from get_output_embeddings()"
+            fix = (
                 "Leave it unset, or let the model have that method as models of transformers do. It must return a "
-                "torch.nn.Linear without an adapter, such as one of LoRA, on it",
+                "torch.nn.Linear without an adapter, such as one of LoRA, on it"
             )
+            raise ConfigError(f"modalities.{name}.fused_linear_cross_entropy", True, rule, fix)
 
     def needs_schedule(self, plan: Plan) -> bool:
         """Whether there is a step to end."""
