@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from operator import attrgetter
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -124,7 +125,7 @@ def write_model(
         _check_complete(empty, model)
     conversion = ReverseConversion(empty, model["conversions"], "CHECKPOINT")
     specs = {name: _cast(value, dtype) for name, value in conversion.tensors(model["names"], tensors.empty)}
-    values = ((name, _cast(value, dtype)) for name, value in conversion.tensors(model["names"], tensors.read))
+    values = map(partial(_cast_item, dtype), conversion.tensors(model["names"], tensors.read))
     write_weights(folder, WEIGHTS, specs, values, max_shard_size)
     own = model["dtype"] if dtype is None else str(dtype).removeprefix("torch.")
     _write_json(folder / "config.json", _with_dtype(model["config"], own) if dtype else model["config"])
@@ -245,6 +246,10 @@ def _check_complete(empty: torch.nn.Module, model: Mapping[str, Any]) -> None:
 
 def _cast(value: Tensor, dtype: torch.dtype | None) -> Tensor:
     return value.to(dtype) if dtype is not None and value.is_floating_point() else value
+
+
+def _cast_item(dtype: torch.dtype | None, item: tuple[str, Tensor]) -> tuple[str, Tensor]:
+    return item[0], _cast(item[1], dtype)  # a function, since a generator would keep its last tensor alive
 
 
 def _with_dtype(config: Any, dtype: str) -> Any:
