@@ -26,6 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import expert_parallel
 import lightning as L
 import torch
 import torch.distributed as dist
@@ -35,7 +36,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from turns import Side, Turns, fit, milliseconds, race_all, row
 
-import expert_parallel
 import tensor_parallel
 from lightning_mm5d import Modality, MultimodalStrategy
 

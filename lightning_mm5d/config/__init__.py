@@ -3,5 +3,3 @@
 from lightning_mm5d.config.checks import check
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality, PipelineTemplate, loss_modality_of
-
-__all__ = ["ConfigError", "Modality", "PipelineTemplate", "check", "loss_modality_of"]

@@ -182,13 +182,10 @@ class _ShardIteration(Resumable):
     generator: torch.Generator
     reseeds_generator = False
 
-    def __iter__(self) -> Iterator[Any]:
-        return self._steps()
-
     def __len__(self) -> int:
         return -(-super().__len__() // len(self.progress.shards))  # type: ignore[misc]
 
-    def _steps(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:
         # an epoch's number is known when its first batch is asked for, and not always before
         order, shards = self.served_order, self.progress.shards
         first, dropped = self.begin_pass()
@@ -197,13 +194,8 @@ class _ShardIteration(Resumable):
             self.generator.manual_seed(seed_of(seed, "workers", epoch))
         with seeded(seed, "start", epoch), as_replica(shards[0], self.progress.num_shards):
             batches = super().__iter__()  # type: ignore[misc]
-        for step in itertools.count(first - dropped):
-            group = self.fetched(batches, (epoch, step), *([shard] for shard in shards))
-            if not group:
-                return
-            if step >= first:
-                self.note_batch(step)
-                yield group[0] if len(shards) == 1 else ReplicaBatches(group)
+        for group in self.groups(batches, first, dropped, *([shard] for shard in shards)):
+            yield group[0] if len(shards) == 1 else ReplicaBatches(group)
 
 
 class _StreamIteration(_ShardIteration):
@@ -216,9 +208,9 @@ class _StreamIteration(_ShardIteration):
         for other in self.others:
             other.resume(position, seed, epoch)
 
-    def _steps(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:
         if not self.others:
-            yield from super()._steps()
+            yield from super().__iter__()
             return
         order = self.served_order
         for other in self.others:
@@ -226,7 +218,7 @@ class _StreamIteration(_ShardIteration):
             other.served_order.reseed(order.seed)
             other.served_order.set_epoch(order.epoch)
         end = object()
-        streams = [super()._steps(), *(iter(other) for other in self.others)]
+        streams = [super().__iter__(), *(iter(other) for other in self.others)]
         while True:
             group = list(itertools.takewhile(lambda batch: batch is not end, (next(one, end) for one in streams)))
             if not group:
@@ -250,9 +242,6 @@ class ResumableIterable(Resumable):
             samplers.append(iterable.sampler)
         self.sampler = self.served_order = ShardOrder(samplers, seed, progress.shards, seeds_workers=False)
 
-    def __iter__(self) -> Iterator[Any]:
-        return self._steps()
-
     def __len__(self) -> int:
         return len(self.iterable)
 
@@ -275,19 +264,14 @@ class ResumableIterable(Resumable):
         own = self.iterable
         return own if hasattr(own, "state_dict") and hasattr(own, "load_state_dict") else None
 
-    def _steps(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:
         first, dropped = self.begin_pass()
         epoch = self.served_order.epoch
         shard, count = self.progress.shards[0], self.progress.num_shards
         with seeded(self.served_order.seed, "start", epoch), as_replica(shard, count):
             batches = iter(self.iterable)
-        for step in itertools.count(first - dropped):
-            group = self.fetched(batches, (epoch, step), self.progress.shards)
-            if not group:
-                return
-            if step >= first:
-                self.note_batch(step)
-                yield group[0]
+        for group in self.groups(batches, first, dropped, self.progress.shards):
+            yield group[0]
 
 
 @dataclass(frozen=True)

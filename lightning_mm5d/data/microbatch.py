@@ -196,13 +196,12 @@ def split_each(
         ConfigError: some batch does not divide into M equal parts, so that its mean would not be that of its parts.
     """
     if uneven := [count for count in samples if count % num_microbatches]:
-        raise ConfigError(
-            "num_microbatches",
-            num_microbatches,
+        rule = (
             f"Batches of several dataloaders with unlike numbers of samples are split into equal parts, and one has "
-            f"{uneven[0]} samples",
-            "Use batch sizes that it divides, and drop_last=True. " + REMEDY,
+            f"{uneven[0]} samples"
         )
+        fix = "Use batch sizes that it divides, and drop_last=True. " + REMEDY
+        raise ConfigError("num_microbatches", num_microbatches, rule, fix)
     parts = [
         [value] * num_microbatches
         if value is None

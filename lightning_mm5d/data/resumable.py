@@ -12,6 +12,7 @@ Where a training dataloader stands in its epoch, in terms that another layout ca
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -323,6 +324,24 @@ class Resumable:
         if stream is not None:
             order.drawing = partial(stream.drawing, order.epoch, seeds_workers=self.reseeds_generator)
         return first, dropped
+
+    def groups(self, batches: Iterator[Any], first: int, dropped: int, *shards: Sequence[int]) -> Iterator[list[Any]]:
+        """Yield the batches of each step from the number `first` on, of as many `shards` as have any left.
+
+        Args:
+            batches: of a pass that `begin_pass` has begun.
+            first: number of the first step.
+            dropped: steps before it that are read again.
+            shards: of each batch of a step, by which it is seeded.
+        """
+        epoch = self.served_order.epoch
+        for step in itertools.count(first - dropped):
+            group = self.fetched(batches, (epoch, step), *shards)
+            if not group:
+                return
+            if step >= first:
+                self.note_batch(step)
+                yield group
 
     def fetched(self, batches: Iterator[Any], key: tuple[int, ...], *shards: Sequence[int]) -> list[Any]:
         """Return the next batches, each seeded by `key` and its own `shards`; fewer of them at the end."""

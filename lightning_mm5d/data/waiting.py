@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 _TELLING = {
     *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.__len__),
@@ -56,9 +57,6 @@ class Waiting(Tensor):
             self._moved = self._move()
         return self._moved
 
-    def _part(self, index: Any) -> Waiting:
-        return Waiting(self._host[index], self.device, lambda: self.moved()[index])
-
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -68,14 +66,16 @@ class Waiting(Tensor):
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
             if func is Tensor.__getitem__ and _is_plain(args[1]):
-                return first._part(args[1])
+                return Waiting(first._host[args[1]], first.device, lambda: first.moved()[args[1]])
             if func is Tensor.to and _moves_to(first.device, *args[1:], **kwargs):
                 return first
-        return func(*_moved(args), **_moved(kwargs))
+        args, kwargs = tree_map_only(Waiting, Waiting.moved, (args, kwargs))
+        return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        return func(*_moved(args), **_moved(kwargs or {}))
+        args, kwargs = tree_map_only(Waiting, Waiting.moved, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
@@ -91,14 +91,3 @@ def _is_plain(index: Any) -> bool:
     """Whether an index makes a view, and needs no values."""
     parts = index if isinstance(index, tuple) else (index,)
     return all(part is None or part is Ellipsis or type(part) is int or isinstance(part, slice) for part in parts)
-
-
-def _moved(tree: Any) -> Any:
-    if isinstance(tree, Waiting):
-        return tree.moved()
-    if isinstance(tree, (tuple, list)):
-        values = [_moved(value) for value in tree]
-        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
-    if isinstance(tree, dict):
-        return {key: _moved(value) for key, value in tree.items()}
-    return tree

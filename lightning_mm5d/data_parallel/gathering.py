@@ -22,12 +22,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.data_parallel.shared_parameter import SharedParameter
 from lightning_mm5d.data_parallel.shared_parameters import Fetch, Groups, SharedParameters
 from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.sharded.remote_value import tensors_of
+from lightning_mm5d.sharded.removable import Removable
 
 
 class Unit:
@@ -137,7 +139,7 @@ class _Walk:
             self._started += 1
 
 
-class Gathering:
+class Gathering(Removable):
     """The gathers of one rank's training steps.
 
     Args:
@@ -172,7 +174,6 @@ class Gathering:
         self._hiding = 0  # forwards under way that hide rows
         self._late: dict[Any, set[Unit]] = {}  # by flight, units that nothing announces in its backward
         self._stays: set[Unit] = set()  # those of the backward that runs
-        self._undo: list[Callable[[], object]] = []
 
     @property
     def per_action(self) -> bool:
@@ -180,8 +181,8 @@ class Gathering:
         return any(unit.path in self._reshards for units in self._units.values() for unit in units)
 
     def attach(self) -> None:
-        """Find the units, and watch their layers until `detach`; after the parameters are shared."""
-        self.detach()
+        """Find the units, and watch their layers until `remove`; after the parameters are shared."""
+        self.remove()
         paths = [(path, module) for stage in self._layers.values() for path, module in stage]
         inside: dict[int, set[str]] = {}
         for name, parameter in self._names:
@@ -202,12 +203,6 @@ class Gathering:
         for path, module in paths:
             if path in units:
                 self._watch(module, units[path])
-
-    def detach(self) -> None:
-        """Leave the layers as they were."""
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
 
     # --- a step ---
 
@@ -269,13 +264,12 @@ class Gathering:
     def _touch_rows(self, touched: SharedParameter) -> None:
         if not self._is_dry():
             name = next(name for name, parameter in self._names if parameter is touched.parameter)
-            raise ConfigError(
-                name,
-                "read in a step",
+            rule = (
                 "Ranks share these experts (ep_size), and each of them has its own rows alone while a step runs, so "
-                "that a result would be another one on each rank",
-                "Use the optimizer's weight_decay in place of a penalty, or ep_size=1",
+                "that a result would be another one on each rank"
             )
+            fix = "Use the optimizer's weight_decay in place of a penalty, or ep_size=1"
+            raise ConfigError(name, "read in a step", rule, fix)
 
     def end(self) -> None:
         """End a step: all is closed."""
@@ -325,8 +319,8 @@ class Gathering:
         def leave(_: nn.Module, args: Any, result: Any) -> None:
             self._leave(unit, result)
 
-        self._undo.append(layer.register_forward_pre_hook(enter, prepend=True).remove)
-        self._undo.append(layer.register_forward_hook(leave).remove)
+        self.changes.callback(layer.register_forward_pre_hook(enter, prepend=True).remove)
+        self.changes.callback(layer.register_forward_hook(leave).remove)
 
     def _enter(self, unit: Unit) -> None:
         if self._action is not None and unit in self._action:
@@ -340,7 +334,7 @@ class Gathering:
         walk = self._action
         if walk is None or unit not in walk:
             return
-        outputs = [tensor for tensor in _tensors(result) if tensor.requires_grad and tensor.grad_fn is not None]
+        outputs = [tensor for tensor in tensors_of(result) if tensor.requires_grad and tensor.grad_fn is not None]
         for tensor in outputs:
             tensor.register_hook(lambda _: self._backpropagates(unit))
         if self._is_forward:
@@ -384,14 +378,3 @@ def _refused(unit: Unit, what: str) -> ConfigError:
         "its backward",
         "Use reshard_after_forward=False, which gathers once for a step",
     )
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from _tensors(value)
-    elif isinstance(tree, (tuple, list)):
-        for value in tree:
-            yield from _tensors(value)

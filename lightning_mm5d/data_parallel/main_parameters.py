@@ -28,8 +28,7 @@ _ATTRIBUTE = "_mm5d_main_params"  # of a module: the dtypes that its layers comp
 
 def computing_dtypes(root: nn.Module) -> dict[str, torch.dtype]:
     """Return the dtype that layers compute in, by name of each parameter of `root` that has a main parameter."""
-    found: dict[str, torch.dtype] = vars(root).setdefault(_ATTRIBUTE, {})
-    return found
+    return vars(root).setdefault(_ATTRIBUTE, {})
 
 
 def convert(root: nn.Module, conversion: Callable[[], Any], dtype: torch.dtype | None) -> None:

@@ -114,8 +114,7 @@ class Agreement:
         key, end = f"statement {digest}", time.monotonic() + _GRACE_S
         for pause in pauses():
             if store.check([key]):
-                statement: dict[str, Any] = json.loads(store.get(key))
-                return statement
+                return json.loads(store.get(key))
             if time.monotonic() > end:
                 break
             time.sleep(pause)

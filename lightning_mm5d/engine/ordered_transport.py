@@ -24,7 +24,7 @@ import json
 import time
 from collections import defaultdict, deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -131,7 +131,7 @@ class OrderedTransport:
             header = self._headers[channel].get(key)
             if header is None:
                 header = self._receive_header(channel, key)
-            with self._aside():
+            with nullcontext() if self._side is None else torch.cuda.stream(self._side):
                 buffers = codec.buffers(header.sizes, self._device)
                 requests = self._issue(dist.irecv, buffers, channel.src_rank, channel)
         self._posted[channel].append(_Arrival(header, buffers, requests))
@@ -262,9 +262,6 @@ class OrderedTransport:
         if len(messages) > 1:
             return dist.batch_isend_irecv([dist.P2POp(move, message, peer, group) for message in messages])
         return _present([move(message, peer, group) for message in messages])
-
-    def _aside(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._side is None else torch.cuda.stream(self._side)
 
     @contextmanager
     def _guarded(self, peer: int, doing: str) -> Iterator[None]:

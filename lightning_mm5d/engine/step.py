@@ -67,10 +67,7 @@ def count_of(step: Step) -> int:
     counts = {replica: len(parts) for replica, parts in step.microbatches.items()}
     if len(set(counts.values())) > 1:
         each = ", ".join(f"{count} of replica {replica}" for replica, count in sorted(counts.items()))
-        raise ConfigError(
-            "num_microbatches",
-            each,
-            "Replicas that share ranks have equal numbers of microbatches in a step",
-            "Give them batches of equal sizes, or with num_microbatches of that many samples and more",
-        )
+        rule = "Replicas that share ranks have equal numbers of microbatches in a step"
+        fix = "Give them batches of equal sizes, or with num_microbatches of that many samples and more"
+        raise ConfigError("num_microbatches", each, rule, fix)
     return max(counts.values())

@@ -146,13 +146,12 @@ def _refuse_gathers_around_experts(plan: Plan) -> None:
     """Refuse layers that are gathered at places that depend on the batch, between tokens that travel at such places."""
     for name, modality in plan.modalities.items():
         if modality.reshard_after_forward and modality.ep_size > 1:
-            raise ConfigError(
-                f"modalities.{name}.reshard_after_forward",
-                True,
+            rule = (
                 "With ep_size tokens travel between the gathers of layers, and this backend runs both in the order of "
-                "issue, which replicas with unlike batches do not share",
-                "Leave it unset, which gathers layers once for a step, or use gloo",
+                "issue, which replicas with unlike batches do not share"
             )
+            fix = "Leave it unset, which gathers layers once for a step, or use gloo"
+            raise ConfigError(f"modalities.{name}.reshard_after_forward", True, rule, fix)
 
 
 def make_gathering(

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.partition.parts import is_in, joined
 
 Exchange = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -121,21 +122,21 @@ def find_plans(root: nn.Module, in_layers: Callable[[str], bool]) -> tuple[list[
         if key is not None:
             closed.append(path)
             if (plan := _REGISTERED[key]) is not None:
-                found.append(Found(path, _joined(path, plan.experts), plan))
+                found.append(Found(path, joined(path, plan.experts), plan))
     paths = {name: module for name, module in root.named_modules()}
     for path, module in paths.items():
-        if any(_is_in(path, one) for one in closed):
+        if any(is_in(path, one) for one in closed):
             continue
         plan = _INTERFACE if holds_experts(module) else family_plan(module)
         if plan is not None or (is_list(module) and _is_named(path, module, paths, in_layers)):
             closed.append(path)
-            found.append(Found(path, _joined(path, plan.experts if plan else ""), plan))
+            found.append(Found(path, joined(path, plan.experts if plan else ""), plan))
     parents = {one.path for one in found}
     unknown = [
         path
         for path, module in paths.items()
-        if not any(_is_in(path, one) for one in closed)
-        and not any(_is_in(one, path) for one in parents)
+        if not any(is_in(path, one) for one in closed)
+        and not any(is_in(one, path) for one in parents)
         and _is_likely(path, module, paths)
     ]
     return found, unknown
@@ -220,14 +221,6 @@ def _registered(cls: type) -> type[nn.Module] | str | None:
 
 def _names(path: str, module: nn.Module) -> str:
     return f"{path.rpartition('.')[2]} {type(module).__name__}".lower()
-
-
-def _joined(path: str, inside: str) -> str:
-    return f"{path}.{inside}".strip(".")
-
-
-def _is_in(path: str, parent: str) -> bool:
-    return not parent or path == parent or path.startswith(f"{parent}.")
 
 
 def family_plan(module: nn.Module) -> ExpertParallelPlan | None:

@@ -15,6 +15,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from operator import attrgetter
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -172,7 +173,7 @@ def write_weights(
         max_shard_size: bytes of tensors in a file.
     """
     split = split_state_dict_into_shards_factory(
-        dict(specs), get_storage_size=_bytes, filename_pattern=pattern, max_shard_size=max_shard_size
+        dict(specs), get_storage_size=attrgetter("nbytes"), filename_pattern=pattern, max_shard_size=max_shard_size
     )
     waiting = {file: set(names) for file, names in split.filename_to_tensors.items()}
     writers: dict[str, TensorFileWriter] = {}
@@ -248,11 +249,7 @@ def _cast(value: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def _cast_item(dtype: torch.dtype | None, item: tuple[str, Tensor]) -> tuple[str, Tensor]:
-    return item[0], _cast(item[1], dtype)
-
-
-def _bytes(value: Tensor) -> int:
-    return value.numel() * value.element_size()
+    return item[0], _cast(item[1], dtype)  # a function, since a generator would keep its last tensor alive
 
 
 def _with_dtype(config: Any, dtype: str) -> Any:

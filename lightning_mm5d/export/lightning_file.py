@@ -26,8 +26,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode  # torch.serialization.skip_data is documented with it
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.export.plain_file import map_base, member_place, tensors_in
+from lightning_mm5d.export.plain_file import map_base, member_place
 from lightning_mm5d.features.sharded_checkpoints.saved_state import SavedOptimizerState, SavedWeights
+from lightning_mm5d.sharded.remote_value import tensors_of
 from lightning_mm5d.storage.files import TensorSource
 
 
@@ -165,7 +166,7 @@ class _StandIns:
             return type(tree)((key, self.of(value)) for key, value in tree.items())
         if type(tree) in (list, tuple):
             return type(tree)(self.of(value) for value in tree)
-        self.reads += [partial(Tensor.detach, tensor) for tensor in tensors_in(tree)]  # of other kinds of containers
+        self.reads += [partial(Tensor.detach, tensor) for tensor in tensors_of(tree)]  # of other kinds of containers
         return tree
 
     def _state(self, source: TensorSource, names: Mapping[str, str], rest: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,7 +187,7 @@ def _holes(draft: Path, reads: list[Read]) -> dict[int, Read]:
     """By the place in the draft, what belongs there."""
     content = torch.load(draft, map_location="cpu", mmap=True, weights_only=False)  # of this process
     base = map_base(draft, content)
-    tensors = list(tensors_in(content))
+    tensors = tensors_of(content)
     if base is None and any(each.numel() for each in tensors):
         rule = "It has tensors inside of objects, for instance of a callback, which cannot be read one by one"
         raise ConfigError("CHECKPOINT", "its content", rule, "Use --format huggingface")

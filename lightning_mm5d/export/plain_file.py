@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_mm5d.checkpoint.full_file import load_full
 from lightning_mm5d.config.errors import CheckpointCorruptError, ConfigError
+from lightning_mm5d.sharded.remote_value import tensors_of
 from lightning_mm5d.storage.files import Region, checked_region
 
 _LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip's member: at its end the lengths of its name and its extra field
@@ -101,24 +102,12 @@ class PlainTensors:
         return memory.as_strided(tensor.shape, tensor.stride())
 
 
-def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """All tensors in nested dicts, lists and tuples."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from tensors_in(value)
-    elif isinstance(tree, list | tuple):
-        for value in tree:
-            yield from tensors_in(value)
-
-
 def map_base(path: Path, content: Mapping[str, Any]) -> int | None:
     """Return the address of the file's first byte in the map that the tensors of `content` lie in.
 
     Returns None where they cannot be matched with the file's members.
     """
-    addresses = sorted({each.untyped_storage().data_ptr() for each in tensors_in(content) if each.numel()})
+    addresses = sorted({each.untyped_storage().data_ptr() for each in tensors_of(content) if each.numel()})
     places = sorted(_places(path))
     if not addresses or len(places) != len(addresses):
         return None

@@ -7,15 +7,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.tables import Page, Table
-from lightning_mm5d.export.plain_file import open_plain, tensors_in
+from lightning_mm5d.export.plain_file import open_plain
 from lightning_mm5d.features.huggingface_record.record import record_in
 from lightning_mm5d.features.sharded_checkpoints.directory import VERSION, CheckpointDirectory
 from lightning_mm5d.features.sharded_checkpoints.saved_state import SavedOptimizerState, SavedWeights
 from lightning_mm5d.features.sharded_checkpoints.sharded_load import ShardedCheckpoint
+from lightning_mm5d.sharded.remote_value import tensors_of
 from lightning_mm5d.storage.replacement import is_checkpoint_directory
 
 _UNITS = ("KB", "MB", "GB", "TB", "PB")
@@ -121,12 +120,11 @@ def _sizes(tree: Any) -> Iterable[tuple[Any, Sequence[int], int]]:
     if isinstance(tree, SavedOptimizerState):
         parts = [tree.parts(index) for index in tree]
         stored = [(source, name) for source, names, _ in parts for name in names.values()]
-        own = [(id(each), each.shape, each.itemsize) for _, _, rest in parts for each in tensors_in(rest)]
+        own = [(id(each), each.shape, each.itemsize) for _, _, rest in parts for each in tensors_of(rest)]
         return [*((name, source.shape(name), source.dtype(name).itemsize) for source, name in stored), *own]
     if isinstance(tree, Mapping):
         return [size for value in tree.values() for size in _sizes(value)]
-    tensors: Iterable[Tensor] = tensors_in(tree)
-    return [(each.data_ptr() if each.numel() else id(each), each.shape, each.itemsize) for each in tensors]
+    return [(each.data_ptr() if each.numel() else id(each), each.shape, each.itemsize) for each in tensors_of(tree)]
 
 
 def _amount(sizes: Iterable[tuple[Any, Sequence[int], int]]) -> tuple[int, int, str]:

@@ -314,8 +314,7 @@ class _AllReduced:
 
 def _summed(flat: Tensor, group: dist.ProcessGroup, encoding: Encoding | None, seed: int) -> Sum:
     """Start to sum a flat tensor in place."""
-    made: Sum = _AllReduced(flat, group) if encoding is None else encoding.summed(flat, group, seed)
-    return made
+    return _AllReduced(flat, group) if encoding is None else encoding.summed(flat, group, seed)
 
 
 def _summing(group: dist.ProcessGroup | None, encoding: Encoding | None, seed: int) -> Callable[[Tensor], Sum] | None:

@@ -196,12 +196,9 @@ class Gradients:
             ConfigError: a parameter that the step has unfrozen.
         """
         for parameter in self._order.left_out(whole=reduction.is_whole):
-            raise ConfigError(
-                f"{self._names[id(parameter)]}.requires_grad",
-                "True, set in training_step",
-                "Ranks sum the gradients of what is trained when a step begins",
-                "Set it in on_train_batch_start",
-            )
+            rule = "Ranks sum the gradients of what is trained when a step begins"
+            fix = "Set it in on_train_batch_start"
+            raise ConfigError(f"{self._names[id(parameter)]}.requires_grad", "True, set in training_step", rule, fix)
         rows = reduction.finish(factor)
         self._order.learn(reduction.final, reduction.repeated)
         if reduction.is_whole:

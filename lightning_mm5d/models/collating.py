@@ -112,9 +112,8 @@ class MultimodalCollator(VaryingCollator):
             rule = f"{said}, and features of its items would be cut off"
             raise ConfigError(sample.source, len(sample), rule, fix)
         if self.prompts or all(label == IGNORED for label in sample.labels[:limit]):
-            raise ConfigError(
-                sample.source, len(sample), f"{said}, and nothing to learn, or no question, would be left", fix
-            )
+            rule = f"{said}, and nothing to learn, or no question, would be left"
+            raise ConfigError(sample.source, len(sample), rule, fix)
         return replace(sample, ids=sample.ids[:limit], labels=sample.labels[:limit])
 
     def _packed(self, samples: Sequence[Sample], length: int | None) -> dict[str, Tensor]:

@@ -53,16 +53,14 @@ class ProjectorConfig:
 
     def __post_init__(self) -> None:
         if self.kind not in _KINDS:
-            raise ConfigError(
-                "projector.kind", self.kind, "There is no such projector", did_you_mean(self.kind, _KINDS)
-            )
+            rule = "There is no such projector"
+            raise ConfigError("projector.kind", self.kind, rule, did_you_mean(self.kind, _KINDS))
         for name in ("depth", "factor", "kernel", "queries", "layers", "heads"):
             if not isinstance(value := getattr(self, name), int) or value < 1:
                 raise ConfigError(f"projector.{name}", value, "It counts something", "Use 1 or more")
         if self.activation not in ACT2FN:
-            raise ConfigError(
-                "projector.activation", self.activation, "transformers has none of this name", 'Use "gelu"'
-            )
+            rule = "transformers has none of this name"
+            raise ConfigError("projector.activation", self.activation, rule, 'Use "gelu"')
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON can hold them."""

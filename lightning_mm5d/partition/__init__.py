@@ -4,15 +4,3 @@ from lightning_mm5d.partition.costs import Unit, balance, stage_costs, step_cost
 from lightning_mm5d.partition.parts import Parts
 from lightning_mm5d.partition.split import Partition, StageCut, partition
 from lightning_mm5d.partition.step_uses import Encoder
-
-__all__ = [
-    "Encoder",
-    "Partition",
-    "Parts",
-    "StageCut",
-    "Unit",
-    "balance",
-    "partition",
-    "stage_costs",
-    "step_costs",
-]

@@ -61,12 +61,9 @@ def check_compiled(
         if is_split and users and not _may_stay(path, partition):
             paths = next((parts.paths for parts in partition.parts.values() if parts.paths), ("its layers",))
             some = paths[0].replace("._orig_mod", "")
-            raise ConfigError(
-                path or "model",
-                what,
-                "The model is split over stages, and what is compiled there is not inside of one layer",
-                f"Compile the layers instead, for instance {some!r}, or let every rank hold the full model",
-            )
+            rule = "The model is split over stages, and what is compiled there is not inside of one layer"
+            fix = f"Compile the layers instead, for instance {some!r}, or let every rank hold the full model"
+            raise ConfigError(path or "model", what, rule, fix)
 
 
 def _may_stay(path: str, partition: Partition) -> bool:

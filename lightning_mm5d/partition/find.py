@@ -32,6 +32,7 @@ from lightning_mm5d.partition.parts import (
     has_no_forward,
     is_mentioned,
     is_metric,
+    joined,
     of_code,
     of_list,
     repeated,
@@ -71,9 +72,8 @@ def find(root: nn.Module, modalities: Mapping[str, Modality], source: Source | N
             for path in _listed(modality.module):
                 resolve(root, path, f"modalities.{name}.module", or_parameter=True)
                 if has_module(root, path) and is_metric(root.get_submodule(path)):
-                    raise ConfigError(
-                        f"modalities.{name}.module", path, "It is a metric", "Name the model, or leave it unset"
-                    )
+                    rule = "It is a metric"
+                    raise ConfigError(f"modalities.{name}.module", path, rule, "Name the model, or leave it unset")
         elif modality.module is None and modality.boundary is None:
             encoders[name] = _by_name(root, name, named_decoders(root) if name in decoders else candidates)
         else:
@@ -165,7 +165,7 @@ def _in_dict(source: Source, root: nn.Module) -> dict[str, Encoder]:
     for path, module in root.named_modules():
         held = getattr(module, "encoders", None)
         if isinstance(held, nn.ModuleDict) and len(held) and "encoders" in accesses(source, module, *_STEPS):
-            paths = {key: _join(path, "encoders", key) for key in held}
+            paths = {key: joined(path, "encoders", key) for key in held}
             return {key: Encoder((inner,), (Boundary(inner),)) for key, inner in paths.items()}
     return {}
 
@@ -180,7 +180,7 @@ def _with_getters(source: Source, root: nn.Module) -> dict[str, Encoder]:
             touched = accesses(source, module, getter)
             if any(item.rpartition(".")[2] == getter for item in touched):
                 continue  # it hands the call on to an inner module, which is the one that forward calls
-            owns = [_join(path, item) for item in _submodules(module, touched)]
+            owns = [joined(path, item) for item in _submodules(module, touched)]
             if not owns:
                 continue
             if getter in accesses(source, module, "forward"):
@@ -204,12 +204,12 @@ def _tower(source: Source, root: nn.Module, names: tuple[str, ...]) -> Encoder |
         touched = [] if held is None else accesses(source, module, *_STEPS)
         if held is None or held not in touched:
             continue
-        tower = _join(path, held)
+        tower = joined(path, held)
         after = touched[touched.index(held) + 1 :]
         inside = [index for index, item in enumerate(after) if _under(item.rpartition(".")[0], [held])]
         others = _submodules(module, after[inside[-1] + 1 :]) if inside else []
         if len(others) > 1 and "." not in others[0]:
-            following = _join(path, others[0])
+            following = joined(path, others[0])
             return Encoder((tower, following), (Boundary(following),))
         return Encoder((tower,), (Boundary(tower),))
     return None
@@ -224,7 +224,7 @@ def _encoder_of_decoder(source: Source, root: nn.Module) -> dict[str, Encoder]:
             continue
         if isinstance(inner, nn.Module) and "encoder" in accesses(source, module, "forward"):
             name = _MAIN_INPUT.get(getattr(inner, "main_input_name", ""), "encoder")
-            owned = _join(path, "encoder")
+            owned = joined(path, "encoder")
             found[name] = Encoder((owned,), (Boundary(owned),))
     return found
 
@@ -249,7 +249,7 @@ def _by_name(root: nn.Module, name: str, candidates: Mapping[str, Encoder]) -> E
 def _branches(module: nn.Module, path: str = "") -> Iterator[str]:
     """Paths of the modules that could be a modality: the outermost ones that hold their lists of layers together."""
     for key, child in module.named_children():
-        name = _join(path, key)
+        name = joined(path, key)
         lists = [
             p
             for p, m in child.named_modules()
@@ -280,7 +280,7 @@ def _by_path(source: Source, root: nn.Module, name: str, modality: Modality) -> 
             raise ConfigError(field, path, rule, "Name the encoder whose result the model uses")
         elif has_no_forward(root.get_submodule(path)):
             rule = "It is a container whose members are used one by one, so no call of it gives a result"
-            members = [_join(path, name) for name, _ in root.get_submodule(path).named_children()]
+            members = [joined(path, name) for name, _ in root.get_submodule(path).named_children()]
             fix = f"Name the module that calls them, {path.rpartition('.')[0]!r}; pp_size splits the list"
             if "." not in path:
                 fix = "Move the code that uses them into the forward of a module, and name that"
@@ -294,15 +294,12 @@ def _by_path(source: Source, root: nn.Module, name: str, modality: Modality) -> 
         for cut in boundaries:
             module = root.get_submodule(cut.path)
             touched = [""] if cut.method == "forward" else _submodules(module, accesses(source, module, cut.method))
-            owns += [_join(cut.path, item) for item in touched]
+            owns += [joined(cut.path, item) for item in touched]
     for cut in boundaries:
         if not is_mentioned(source, root, cut.path, cut.method):
-            raise ConfigError(
-                f"modalities.{name}.module",
-                cut.name,
-                "Nothing in the model's code uses it, so no modality would consume its result",
-                "Name the module that the model's `forward` calls",
-            )
+            rule = "Nothing in the model's code uses it, so no modality would consume its result"
+            fix = "Name the module that the model's `forward` calls"
+            raise ConfigError(f"modalities.{name}.module", cut.name, rule, fix)
     return Encoder(tuple(owns), tuple(boundaries))
 
 
@@ -313,7 +310,7 @@ def _check_ends(source: Source, root: nn.Module, name: str, encoder: Encoder) ->
         around = [path for path in encoder.owns if path in used and path != cut.path and _under(cut.path, (path,))]
         if cut.method != "forward" or cut.path in used or not around:
             continue
-        items = [_join(around[0], item) for item in accesses(source, root.get_submodule(around[0]), "forward")]
+        items = [joined(around[0], item) for item in accesses(source, root.get_submodule(around[0]), "forward")]
         at = next((index for index, item in enumerate(items) if _under(cut.path, (item,))), len(items))
         after = [item for item in items[at + 1 :] if has_module(root, item) and not _under(cut.path, (item,))]
         after = [item for item in after if next(root.get_submodule(item).parameters(), None) is not None]
@@ -412,13 +409,12 @@ def _check_between(root: nn.Module, name: str, path: str, wanted: int) -> None:
     for key, other in holder.named_children():
         same = isinstance(other, nn.ModuleList) and other is not layers and len(other) == len(layers)  # type: ignore[arg-type]
         if same and next(other.parameters(), None) is not None:
-            raise ConfigError(
-                f"modalities.{name}.pp_size",
-                wanted,
+            rule = (
                 f"'{path}' holds lists of layers, between which modules of {key!r} run, and stages are cut between "
-                "layers that follow each other",
-                "Use pp_size=1 for it, and tp_size to shard its layers",
+                "layers that follow each other"
             )
+            fix = "Use pp_size=1 for it, and tp_size to shard its layers"
+            raise ConfigError(f"modalities.{name}.pp_size", wanted, rule, fix)
 
 
 def _submodules(module: nn.Module, touched: list[str]) -> list[str]:
@@ -443,10 +439,6 @@ def _owner(module: nn.Module, path: str) -> nn.Module:
 
 def _listed(value: Any) -> list[str]:
     return [] if value is None else [value] if isinstance(value, str) else list(value)
-
-
-def _join(*parts: str) -> str:
-    return ".".join(part for part in parts if part)
 
 
 def _under(path: str, roots: tuple[str, ...] | list[str]) -> bool:

@@ -86,6 +86,11 @@ class Parts:
         return any(part.startswith(f"{path}.") for part in self.paths)
 
 
+def joined(*parts: str) -> str:
+    """Return a path of those of its parts that are not empty."""
+    return ".".join(filter(None, parts))
+
+
 def is_in(full: str, path: str) -> bool:
     """Whether `full` is `path`, or a name inside of it."""
     return not path or full == path or full.startswith(f"{path}.")

@@ -200,12 +200,9 @@ def _from_sizes(field: str, name: str, template: PipelineTemplate, num_layers: i
     sizes = [size for size in template.stages or () if isinstance(size, int)]
     if sum(sizes) != num_layers:
         fixed = [*sizes[:-1], num_layers - sum(sizes[:-1])]
-        raise ConfigError(
-            field,
-            template.stages,
-            f"The stages must hold each of the {num_layers} layers of {name} once, and hold {sum(sizes)}",
-            f"Use {fixed if fixed[-1] > 0 else even_lengths(num_layers, min(len(sizes), max(num_layers, 1)))}",
-        )
+        rule = f"The stages must hold each of the {num_layers} layers of {name} once, and hold {sum(sizes)}"
+        fix = f"Use {fixed if fixed[-1] > 0 else even_lengths(num_layers, min(len(sizes), max(num_layers, 1)))}"
+        raise ConfigError(field, template.stages, rule, fix)
     return sizes
 
 
@@ -237,12 +234,8 @@ def _from_names(root: nn.Module, name: str, stages: Sequence[Any], parts: Parts)
             matches = exact or matches
             if len(matches) != 1:
                 near = difflib.get_close_matches(module, matches or list(every), n=1, cutoff=0.0)[0]
-                raise ConfigError(
-                    f"{field}[{stage}]",
-                    module,
-                    f"It must name one module of the model, and names {len(matches)}",
-                    f"Use the full path, for instance {near!r}",
-                )
+                rule = f"It must name one module of the model, and names {len(matches)}"
+                raise ConfigError(f"{field}[{stage}]", module, rule, f"Use the full path, for instance {near!r}")
             if matches[0] not in layer_of:
                 extra[matches[0]] = stage
             elif layer_of[matches[0]] in stage_of:
@@ -257,12 +250,8 @@ def _from_names(root: nn.Module, name: str, stages: Sequence[Any], parts: Parts)
         raise ConfigError(field, stages, "The layers of a stage must be consecutive", "Keep the layers in order")
     sizes = [order.count(stage) for stage in range(len(stages))]
     if 0 in sizes:
-        raise ConfigError(
-            f"{field}[{sizes.index(0)}]",
-            stages[sizes.index(0)],
-            "A stage needs at least one layer",
-            "Move a layer to it",
-        )
+        rule = "A stage needs at least one layer"
+        raise ConfigError(f"{field}[{sizes.index(0)}]", stages[sizes.index(0)], rule, "Move a layer to it")
     return sizes, extra
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.partition.parts import Parts, is_in
+from lightning_mm5d.partition.parts import Parts, is_in, joined
 from lightning_mm5d.source.order import accesses, calls
 from lightning_mm5d.source.trees import Source
 
@@ -57,7 +57,7 @@ class StepUses:
             found = [
                 full
                 for read in (calls, accesses)
-                for full in (_join(here, item) for item in read(self._source, module, method))
+                for full in (joined(here, item) for item in read(self._source, module, method))
                 if full != here and full in self._module_at and layers.startswith(f"{full}.")
                 if read is calls or not any(is_in(other, full) for other in others)
             ]
@@ -123,7 +123,7 @@ class StepUses:
     def _expanded(self, path: str, method: str, depth: int = 0) -> Iterator[str]:
         """What a method uses, with methods of submodules in the place of their own uses."""
         for item in accesses(self._source, self._module_at[path], method):
-            full = _join(path, item)
+            full = joined(path, item)
             owner, _, name = full.rpartition(".")
             if full in self._module_at or owner == path or owner not in self._module_at or depth > 2:
                 yield full
@@ -137,7 +137,7 @@ class StepUses:
     def _reaches(self, path: str, others: Sequence[str]) -> bool:
         """Whether the forward of the module at `path` uses any of `others`, itself or through its submodules."""
         for item in accesses(self._source, self._module_at[path], "forward"):
-            full = _join(path, item)
+            full = joined(path, item)
             if any(is_in(full, other) for other in others):
                 return True
             holds = full in self._module_at and full != path and any(is_in(other, full) for other in others)
@@ -149,10 +149,6 @@ class StepUses:
 def _matched(used: str, path: str) -> int:
     """How many names `used` and `path` share, where one is inside of the other; else 0."""
     return min(used.count("."), path.count(".")) + 1 if is_in(used, path) or is_in(path, used) else 0
-
-
-def _join(*parts: str) -> str:
-    return ".".join(part for part in parts if part)
 
 
 @dataclass(frozen=True)

@@ -53,17 +53,17 @@ class Holding:
     def parts(self, shape: Sequence[int]) -> list[Part]:
         """Return the parts of a tensor of `shape`, which is one of the three."""
         if tuple(shape) == self.full:
-            return [Part(_box(self.full), _box(self.full))]
+            return [Part(whole_box(self.full), whole_box(self.full))]
         if self.shard is None:
-            parts = [Part(_box(self.local), _box(self.full))]
+            parts = [Part(whole_box(self.local), whole_box(self.full))]
         else:
             parts, offset, dim = [], 0, self.shard.dim
             for start, stop in self.shard.ranges[self.index]:
                 held = (offset, offset + stop - start)
-                full = _with(_box(self.full), dim, (start, stop))
+                full = with_range(whole_box(self.full), dim, (start, stop))
                 if (across := self.shard.across) is not None:
-                    full = _with(full, across.dim, across.ranges[self.index])
-                parts.append(Part(_with(_box(self.local), dim, held), full))
+                    full = with_range(full, across.dim, across.ranges[self.index])
+                parts.append(Part(with_range(whole_box(self.local), dim, held), full))
                 offset += stop - start
         if self.rows is None or tuple(shape) != self.own:
             return parts
@@ -74,7 +74,9 @@ class Holding:
             start = part.full[dim][0] + low - part.held[dim][0]
             if low < high:
                 rows = (low - first, high - first)
-                found.append(Part(_with(part.held, dim, rows), _with(part.full, dim, (start, start + high - low))))
+                found.append(
+                    Part(with_range(part.held, dim, rows), with_range(part.full, dim, (start, start + high - low)))
+                )
         return found
 
     def own_part(self, tensor: Tensor) -> Tensor:
@@ -87,7 +89,7 @@ class Holding:
         if self.rows is not None and tensor.shape == self.own:
             first = self.rows.ranges[self.rows.place][0]
             start, stop = box[self.rows.dim]
-            box = _with(box, self.rows.dim, (start - first, stop - first))
+            box = with_range(box, self.rows.dim, (start - first, stop - first))
         return narrowed(tensor, box)
 
 
@@ -145,9 +147,11 @@ def narrowed(tensor: Tensor, box: Sequence[Range]) -> Tensor:
     return tensor
 
 
-def _box(shape: Sequence[int]) -> Box:
+def whole_box(shape: Sequence[int]) -> Box:
+    """Return the box of a whole tensor."""
     return tuple((0, length) for length in shape)
 
 
-def _with(box: Box, dim: int, held: Range) -> Box:
+def with_range(box: Box, dim: int, held: Range) -> Box:
+    """Return a box with another range along `dim`."""
     return (*box[:dim], held, *box[dim + 1 :])

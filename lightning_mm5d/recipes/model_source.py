@@ -31,6 +31,19 @@ from lightning_mm5d.models.processing import NAME as PROCESSOR_FILE
 from lightning_mm5d.models.processing import MultimodalProcessor
 
 
+@contextmanager
+def _refused(field: str) -> Iterator[None]:
+    """Errors of transformers about folders, names and options become one line that names `field`."""
+    try:
+        yield
+    except (ConfigError, CheckpointUntrustedError):
+        raise
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        said = next(iter(str(error).splitlines()), type(error).__name__)
+        fix = "Check the names of folders and the options"
+        raise ConfigError(field, type(error).__name__, f"transformers says: {said.rstrip('.')}", fix) from error
+
+
 @dataclass(frozen=True, kw_only=True)
 class EncoderSource:
     """One encoder of a composed model.
@@ -73,6 +86,7 @@ class ModelSource:
             given = {key: value for key, value in vars(self).items() if value}
             raise ConfigError("model.model", sorted(given), rule, "Name one of the two")
 
+    @_refused("model.model")
     def load(self) -> PreTrainedModel:
         """Return the model. In `configure_model` under this package's strategy its weights are read later.
 
@@ -80,10 +94,6 @@ class ModelSource:
             ConfigError: there is no such model, or its parts do not fit together.
         """
         self.check()
-        with _refused("model.model"):
-            return self._load()
-
-    def _load(self) -> PreTrainedModel:
         said = {"dtype": self.dtype, "attn_implementation": self.attn_implementation}
         options: dict[str, Any] = {key: value for key, value in said.items() if value is not None}
         if self.pretrained is not None:
@@ -95,33 +105,17 @@ class ModelSource:
             encoders=encoders, language_model=self.language_model, projectors=projectors, **options
         )
 
+    @_refused("model.processor")
     def load_processor(self, model: nn.Module) -> Any:
         """Return the processor of the saved model, or one composed of the parts', which sets the model's tokens.
 
         Args:
             model: as `load` returned it.
         """
-        with _refused("model.processor"):
-            return self._load_processor(model)
-
-    def _load_processor(self, model: nn.Module) -> Any:
         if self.pretrained is not None:
             return load_processor(self.pretrained)
         processors = {name: _part_processor(one.processor or one.model) for name, one in self.encoders.items()}
         return MultimodalProcessor(AutoTokenizer.from_pretrained(self.language_model), processors, model)
-
-
-@contextmanager
-def _refused(field: str) -> Iterator[None]:
-    """Errors of transformers about folders, names and options become one line that names `field`."""
-    try:
-        yield
-    except (ConfigError, CheckpointUntrustedError):
-        raise
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        said = next(iter(str(error).splitlines()), type(error).__name__)
-        fix = "Check the names of folders and the options"
-        raise ConfigError(field, type(error).__name__, f"transformers says: {said.rstrip('.')}", fix) from error
 
 
 def load_processor(folder: str | Path) -> Any:

@@ -22,38 +22,3 @@ from lightning_mm5d.schedule.greedy import held_limits, in_flight_limits
 from lightning_mm5d.schedule.issue_order import Grouping, IssueOrder, Message, side_by_side
 from lightning_mm5d.schedule.simulate import Simulation, Span, measured, simulate
 from lightning_mm5d.schedule.validate import ScheduleError, execution_order, from_csv, to_csv, validate
-
-__all__ = [
-    "SCHEDULES",
-    "UNSPLIT_SCHEDULES",
-    "Action",
-    "AnySchedule",
-    "Graph",
-    "Grouping",
-    "IssueOrder",
-    "Kind",
-    "Message",
-    "Node",
-    "Schedule",
-    "ScheduleError",
-    "Simulation",
-    "Span",
-    "build",
-    "check_fields",
-    "dependencies",
-    "execution_order",
-    "from_csv",
-    "held_limits",
-    "in_flight_limits",
-    "is_table",
-    "loaded",
-    "measured",
-    "name_of",
-    "place",
-    "pp_rank_of",
-    "side_by_side",
-    "simulate",
-    "table_text",
-    "to_csv",
-    "validate",
-]

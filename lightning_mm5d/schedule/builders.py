@@ -68,8 +68,7 @@ def build(
     if schedule in _RULES:
         return Pipeline(graph).best(_RULES[schedule](graph)).schedule
     builders = {name: builder for one in parts("schedules") for name, builder in one.BUILDERS.items()}
-    found: Schedule = builders[schedule](graph, max_activations)
-    return found
+    return builders[schedule](graph, max_activations)
 
 
 def check_schedule(schedule: object) -> None:

@@ -73,13 +73,12 @@ def refused_writes(named: Iterable[tuple[str, nn.Parameter]]) -> Iterator[None]:
     written = [id(parameter) for parameter, data, version in reads if data._version != version]
     written += [one for one, address in last.items() if address != first[one]]
     if written:
-        raise ConfigError(
-            f"{names[written[0]]}.data",
-            "a write in training_step",
+        rule = (
             "With zero_stage=3 and with main_params parameters show copies in a step, to which a write through `data` "
-            "leaves no trace",
-            "Write to the parameter in place under torch.no_grad(), or to `data` in on_train_batch_start",
+            "leaves no trace"
         )
+        fix = "Write to the parameter in place under torch.no_grad(), or to `data` in on_train_batch_start"
+        raise ConfigError(f"{names[written[0]]}.data", "a write in training_step", rule, fix)
 
 
 def _is_own(names: dict[str, Any]) -> bool:

@@ -119,8 +119,7 @@ class HostCopies(TorchFunctionMode):
                     new_kwargs.pop("device", None)
                     made.append(func(*new_args, **new_kwargs))
                 sources.clear()
-            found: Tensor = made[0][place] if isinstance(made[0], tuple) else made[0]
-            return found
+            return made[0][place] if isinstance(made[0], tuple) else made[0]
 
         for place, one in enumerate(results):
             self._known[one] = _Known(_version(one), partial(compute, place))

@@ -347,7 +347,8 @@ def _cross_entropy(func: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
     return cross_entropy(logits.local, target, start=start, classes=size, group=group, **options)
 
 
-def _size(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def size_of(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """``Tensor.size`` of a tensor that acts as the full one."""
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
     return args[0].shape if dim is None else args[0].shape[dim]
 
@@ -428,7 +429,7 @@ def _fill(rules: dict[Any, Callable[..., Any]]) -> None:
     rules[torch.autograd.grad] = gradients_of
     rules[torch.autograd.backward] = backward
     add(lambda func, args, kwargs: args[0].shape, "shape")
-    add(_size, "size")
+    add(size_of, "size")
     add(lambda func, args, kwargs: args[0].local.dim(), "dim ndim ndimension")
     add(lambda func, args, kwargs: args[0].shape.numel(), "numel nelement")
     add(lambda func, args, kwargs: args[0].shape[0], "__len__")

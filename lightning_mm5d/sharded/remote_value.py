@@ -512,7 +512,7 @@ def tensors_of(tree: Any) -> list[Tensor]:
     """Return the tensors in `tree`, in their order."""
     if isinstance(tree, Tensor):
         return [tree]
-    if isinstance(tree, dict):
+    if isinstance(tree, Mapping):
         tree = tree.values()
     elif not isinstance(tree, (tuple, list)):
         return []

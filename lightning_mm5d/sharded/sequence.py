@@ -97,8 +97,7 @@ class TokenSplit:
         if name not in self._kept:
             with torch.inference_mode(False):  # autograd may meet it later
                 self._kept[name] = make()
-        result: T = self._kept[name]
-        return result
+        return self._kept[name]
 
     def _check(self) -> None:
         tokens = sorted(token_range for held in self.ranges for token_range in held)

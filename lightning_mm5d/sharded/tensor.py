@@ -157,9 +157,8 @@ class Sharded(Tensor):
         # Only what bypasses torch functions comes here. Tensors that are saved for the backward are detached.
         x = args[0]
         if func is not torch.ops.aten.detach.default:
-            raise ConfigError(
-                str(func), "a sharded tensor", "A kernel would see this rank's shard alone", "Call it with `x.full()`"
-            )
+            rule = "A kernel would see this rank's shard alone"
+            raise ConfigError(str(func), "a sharded tensor", rule, "Call it with `x.full()`")
         return without_graph(x._raw, x.sharding, cls)
 
 
@@ -219,12 +218,9 @@ def on_full(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
     if (name.endswith("_") and not name.endswith("__")) or name in WRITING or kwargs.get("inplace"):
         written.append(args[0])
     if any(isinstance(leaf, Sharded) for leaf in tree_leaves(written)):
-        raise ConfigError(
-            f"{name or func}",
-            "a sharded tensor",
-            "It needs the full tensor, which is a gathered copy, so that what it writes would be lost",
-            "Write to `x.clone()`, which is a full tensor on every rank",
-        )
+        rule = "It needs the full tensor, which is a gathered copy, so that what it writes would be lost"
+        fix = "Write to `x.clone()`, which is a full tensor on every rank"
+        raise ConfigError(f"{name or func}", "a sharded tensor", rule, fix)
     found: dict[int, Tensor] = {}
 
     def full(x: Sharded) -> Tensor:

@@ -18,8 +18,7 @@ def as_plain_tensors() -> AbstractContextManager[None]:
 
 def number_of_backward() -> int:
     """The number of the backward that this thread runs; -1 without one."""
-    number: int = private(torch._C, "_current_graph_task_id")()
-    return number
+    return private(torch._C, "_current_graph_task_id")()
 
 
 def in_backward() -> bool:
@@ -53,8 +52,7 @@ def is_held_once(x: Tensor) -> bool:
 
 def number_in_backward(x: Tensor) -> int:
     """The number of the node that made `x`; of the nodes that are ready, a backward runs the one with the largest."""
-    number: int = private(x.grad_fn, "_sequence_nr")()
-    return number
+    return private(x.grad_fn, "_sequence_nr")()
 
 
 def renumber_in_backward(x: Tensor, number: int) -> None:

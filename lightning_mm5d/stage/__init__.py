@@ -9,19 +9,3 @@ from lightning_mm5d.stage.runtime import Runtime
 from lightning_mm5d.stage.step_writes import SharedBuffers
 from lightning_mm5d.stage.torch_encoders import TorchEncoders
 from lightning_mm5d.stage.view import StageError, StageView, views
-
-__all__ = [
-    "Deferred",
-    "DeferredProducts",
-    "Patches",
-    "Payload",
-    "Run",
-    "Runtime",
-    "SharedBuffers",
-    "StageError",
-    "StageView",
-    "TorchEncoders",
-    "drop_parameters",
-    "is_placeholder",
-    "views",
-]

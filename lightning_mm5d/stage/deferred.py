@@ -195,12 +195,8 @@ def deferred_linear(module: nn.Module, x: Tensor, bias: Tensor | None, due: Defe
     if torch.is_autocast_enabled(kind):
         x = x.to(torch.get_autocast_dtype(kind))  # what is kept for the backward is as small as it would be without
     # flat, because what a function returns must not be a view for operations in place to be allowed on it
-    flat = _Linear.apply(x.reshape(-1, x.shape[-1]), module.weight, bias, due, _is_conv(module))
+    flat = _Linear.apply(x.reshape(-1, x.shape[-1]), module.weight, bias, due, type(module).forward is Conv1D.forward)
     return flat.view(*x.shape[:-1], flat.shape[-1])
-
-
-def _is_conv(module: nn.Module) -> bool:
-    return type(module).forward is Conv1D.forward
 
 
 _MATMULS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm}
@@ -279,11 +275,7 @@ def _parameter_of(weight: Any) -> nn.Parameter | None:
         return None
     overlaps = any(stride == 0 and size > 1 for size, stride in zip(weight.shape, weight.stride(), strict=True))
     is_same = weight.dtype == found.dtype and not found.is_complex()
-    return found if found.is_contiguous() and is_same and not overlaps and _is_plain(found) else None
-
-
-def _is_plain(parameter: nn.Parameter) -> bool:
-    return type(parameter) is nn.Parameter
+    return found if found.is_contiguous() and is_same and not overlaps and type(found) is nn.Parameter else None
 
 
 def _computed(product: _Product, due: Deferred) -> Tensor:

@@ -12,7 +12,7 @@ attribute in front of it, which asks the active run what to do and, without one,
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import MethodType
 from typing import Any
@@ -26,6 +26,7 @@ from lightning_mm5d.partition.compiled import IN_PLACE, is_compiled, is_compiled
 from lightning_mm5d.partition.parts import is_in
 from lightning_mm5d.sharded.collectives import dry_run
 from lightning_mm5d.sharded.remote_value import Origin, is_remote
+from lightning_mm5d.sharded.removable import Removable
 from lightning_mm5d.sharded.tensor import Sharded
 from lightning_mm5d.source.order import used_fields
 from lightning_mm5d.stage.deferred import Deferred, DeferredProducts, deferred_linear, defers, is_linear
@@ -36,7 +37,7 @@ from lightning_mm5d.stage.runtime import Runtime
 from lightning_mm5d.tensor_parallel.region import linear
 
 
-class Patches:
+class Patches(Removable):
     """The patches of one rank's module, from the making of this object to `remove`.
 
     Args:
@@ -48,7 +49,6 @@ class Patches:
         self._runtime = runtime
         self._shapes = ShapeMemory()
         self._results = {name: self._results_of(path) for name, path in runtime.partition.layers.items()}
-        self._undo: list[Callable[[], None]] = []
         if defers:
             self._patch_linears()
             self._patch_experts()
@@ -56,13 +56,7 @@ class Patches:
         self._patch_lists()
         self._patch_leaves()
         for path, module in runtime.watched.items():
-            self._undo.append(module.register_forward_hook(functools.partial(self._computed, path)).remove)
-
-    def remove(self) -> None:
-        """Take the patches away again."""
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
+            self.changes.callback(module.register_forward_hook(functools.partial(self._computed, path)).remove)
 
     @contextmanager
     def _quiet(self) -> Iterator[None]:
@@ -121,19 +115,18 @@ class Patches:
         def check(path: str, module: nn.Module, args: tuple) -> None:
             hooked = private(module, "_backward_hooks") and private(module, "_is_full_backward_hook")
             if hooked and self._runtime.active is not None and any(x.requires_grad for _, x in tensors_in(args)):
-                raise ConfigError(
-                    f"{path}.register_full_backward_hook",
-                    type(module).__name__,
+                rule = (
                     "It is given the gradients of the input and the output, which are on different ranks with "
-                    f"modalities.{modality}.pp_size > 1",
-                    "Register hooks on layers, or Tensor.register_hook on the input or the output, or use pp_size=1",
+                    f"modalities.{modality}.pp_size > 1"
                 )
+                fix = "Register hooks on layers, or Tensor.register_hook on the input or the output, or use pp_size=1"
+                raise ConfigError(f"{path}.register_full_backward_hook", type(module).__name__, rule, fix)
 
         parts = layers.split(".")
         for length in range(1, len(parts)):
             path = ".".join(parts[:length])
             watched = self._runtime.root.get_submodule(path)
-            self._undo.append(watched.register_forward_pre_hook(functools.partial(check, path)).remove)
+            self.changes.callback(watched.register_forward_pre_hook(functools.partial(check, path)).remove)
 
     def _patch_leaves(self) -> None:
         runtime, root = self._runtime, self._runtime.root
@@ -150,18 +143,6 @@ class Patches:
                 patched.update(module.modules() if picks else ())
                 self._patch_leaf(module, path, remote, own)
 
-    def _replace(self, module: nn.Module, method: str, replacement: Callable) -> None:
-        had = module.__dict__.get(method)
-        module.__dict__[method] = replacement
-
-        def undo() -> None:
-            if had is None:
-                module.__dict__.pop(method, None)
-            else:
-                module.__dict__[method] = had
-
-        self._undo.append(undo)
-
     def _patch_boundary(self, module: nn.Module, method: str, name: str, modality: str) -> None:
         if method == "forward" and is_compiled_in_place(module):
             method = IN_PLACE
@@ -173,7 +154,7 @@ class Patches:
             run = self._runtime.active
             return original(*args, **kwargs) if run is None else run.boundary(name, modality, original, args, kwargs)
 
-        self._replace(module, method, boundary)
+        self.put_attribute(module, method, boundary)
 
     def _draw_apart(self, module: nn.Module, method: str, name: str) -> None:
         """Let a call draw from a stream of its own, so that the step draws the same after it wherever it ran."""
@@ -185,7 +166,7 @@ class Patches:
             with nullcontext() if run is None or run.draws is None else run.draws.apart(name):
                 return original(*args, **kwargs)
 
-        self._replace(module, method, apart)
+        self.put_attribute(module, method, apart)
 
     def _patch_leaf(self, module: nn.Module, path: str, remote: frozenset[str], names: list[str]) -> None:
         original, origin = module.forward, Origin(path, self._runtime.guard)
@@ -199,7 +180,7 @@ class Patches:
             run.answered(names, args, kwargs, result)
             return result
 
-        self._replace(module, "forward", forward)
+        self.put_attribute(module, "forward", forward)
 
     def _computed(self, path: str, module: nn.Module, args: tuple, result: Any) -> Any:
         run = self._runtime.active
@@ -214,8 +195,7 @@ class Patches:
             return type(layer).forward(layer, *args, **kwargs)
 
         for module in modules:
-            # bound, so that a copy of the module computes with its own weights
-            self._replace(module, "forward", MethodType(forward, module))
+            self.put_forward(module, forward)
 
     def _patch_experts_of(self, module: nn.Module) -> None:
         own = vars(module).get("forward")
@@ -227,7 +207,7 @@ class Patches:
             with nullcontext() if run is None or run.deferred is None else DeferredProducts(run.deferred):
                 return original(*args, **kwargs)
 
-        self._replace(module, "forward", MethodType(forward, module))
+        self.put_forward(module, forward)
 
     def _puts_off(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
         run = self._runtime.active
@@ -283,12 +263,12 @@ class Patches:
             sent = hidden_of(args, kwargs) if cut is not None and index == cut.last else None
             return _shown(args, sent), {key: _shown(value, sent) for key, value in kwargs.items()}
 
-        self._replace(layer, method, forward)
+        self.put_attribute(layer, method, forward)
         if method == IN_PLACE:
             return
         # a hook, not the forward: it stays outside of activation checkpointing. The first, so that hooks of the user's
         # own act where the layer is local, and nowhere else
-        self._undo.append(layer.register_forward_pre_hook(enter, with_kwargs=True, prepend=True).remove)
+        self.changes.callback(layer.register_forward_pre_hook(enter, with_kwargs=True, prepend=True).remove)
 
 
 def _shown(value: Any, sent: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,7 @@ from lightning_mm5d.sharded.remote_value import (
     remote_value,
     without_memory,
 )
+from lightning_mm5d.sharded.removable import put
 from lightning_mm5d.stage.payload import Packer, map_tensors, rebuild, tensors_in
 from lightning_mm5d.stage.taint import mark_dependent
 
@@ -77,15 +78,12 @@ def give_memory(parameters: Iterable[nn.Parameter]) -> None:
 @contextmanager
 def unhooked(module: nn.Module) -> Iterator[None]:
     """Leave out the forward hooks in `module` that are not this package's: they keep what they see."""
-    before = {part: private(part, "_forward_hooks") for part in module.modules()}
-    before = {part: hooks for part, hooks in before.items() if hooks}
-    for part, hooks in before.items():
-        vars(part)["_forward_hooks"] = OrderedDict((key, hook) for key, hook in hooks.items() if _is_ours(hook))
-    try:
+    with ExitStack() as stack:
+        for part in module.modules():
+            if hooks := private(part, "_forward_hooks"):
+                ours = OrderedDict((key, hook) for key, hook in hooks.items() if _is_ours(hook))
+                stack.callback(put(part, "_forward_hooks", ours))
         yield
-    finally:
-        for part, hooks in before.items():
-            vars(part)["_forward_hooks"] = hooks
 
 
 def _is_ours(hook: Any) -> bool:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from threading import get_ident
 from typing import Any
@@ -215,17 +215,15 @@ class Taps:
     def watching(self, layer: nn.Module, path: str, index: int, hidden: Any) -> Iterator[None]:
         """Enter around a call of a local layer with `hidden`: what hooks of modules in it see may be tapped."""
         wanted = {call[1] for call in self._wanted if call[0].startswith("inner") and call[2] == index}
-        handles = []
+        stack = ExitStack()
         if self._trace is not None or wanted:
             for name, module in layer.named_modules():
                 full = f"{path}.{name}"
                 if name and (full in wanted or (self._trace is not None and private(module, "_forward_hooks"))):
-                    handles.append(module.register_forward_hook(self._noting(full, index, hidden), prepend=True))
-        try:
+                    hook = self._noting(full, index, hidden)
+                    stack.callback(module.register_forward_hook(hook, prepend=True).remove)
+        with stack:
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _noting(self, path: str, index: int, hidden: Any) -> Callable[[nn.Module, Any, Any], None]:
         thread = get_ident()

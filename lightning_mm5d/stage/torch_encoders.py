@@ -7,16 +7,17 @@ equal: padding is zero after the last layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_mm5d.sharded.removable import Removable
 
-class TorchEncoders:
+
+class TorchEncoders(Removable):
     """The encoders of torch in a module, until `remove`.
 
     Args:
@@ -25,21 +26,12 @@ class TorchEncoders:
     """
 
     def __init__(self, root: nn.Module, sharded: Collection[str] = ()) -> None:
-        self._undo: list[Callable[[], object]] = []
         for path, module in root.named_modules():
             if isinstance(module, nn.TransformerEncoder) and type(module).forward is nn.TransformerEncoder.forward:
                 if module.use_nested_tensor:
-                    vars(module)["forward"] = MethodType(_padded, module)
-                    self._undo.append(partial(vars(module).pop, "forward", None))
+                    self.put_forward(module, _padded)
             elif isinstance(module, nn.TransformerEncoderLayer) and any(one.startswith(f"{path}.") for one in sharded):
-                self._undo.append(partial(setattr, module, "activation_relu_or_gelu", module.activation_relu_or_gelu))
-                module.activation_relu_or_gelu = 0  # the fused kernel knows no other activations
-
-    def remove(self) -> None:
-        """Let encoders compute as torch's do."""
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
+                self.put_attribute(module, "activation_relu_or_gelu", 0)  # the fused kernel knows no other activations
 
 
 def _padded(module: Any, src: Tensor, mask: Any = None, src_key_padding_mask: Any = None, is_causal: Any = None) -> Any:

@@ -20,7 +20,6 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy as copy_of
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from torch.nn import functional as F
 from lightning_mm5d.layout.even_split import even_lengths
 from lightning_mm5d.partition.hidden_state import at, hidden_place, with_state
 from lightning_mm5d.sharded.collectives import TensorGroup, copy, exchange, reduce, scatter
+from lightning_mm5d.sharded.removable import Removable
 from lightning_mm5d.sharded.sequence_operations import is_tokens
 from lightning_mm5d.sharded.tensor import Sharded, from_local
 from lightning_mm5d.sharded.torch_internals import is_held_once
@@ -147,7 +147,7 @@ def _extended(module: Any, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[T
     return k, v, None if mask is None else F.pad(mask, (0, 1))
 
 
-class TensorParallel:
+class TensorParallel(Removable):
     """The sharded modules of one rank.
 
     Args:
@@ -187,7 +187,6 @@ class TensorParallel:
         self._regions = {
             name: Region(group, drops=may_drop, device=device, rings=name in rings) for name, group in groups.items()
         }
-        self._undo: list[Callable[[], object]] = []
         in_blocks = {name: layers for name, layers in division.in_blocks.items() if name in groups}
         modules = {*division.roles, *division.heads}
         modules -= {path for path in modules for layers in in_blocks.values() if layers.holds(path)}
@@ -206,7 +205,7 @@ class TensorParallel:
         for name, layers in in_blocks.items():
             assert lines is not None
             is_here = partial(self._is_here, holds=holds)
-            self._undo.append(layers.attach(root, division, is_here, self._regions[name], lines[name]))
+            self.changes.callback(layers.attach(root, division, is_here, self._regions[name], lines[name]))
 
     @property
     def scopes(self) -> list[Region]:
@@ -233,13 +232,7 @@ class TensorParallel:
             return with_state(place, _sequence_shard(at(place, args, kwargs), ranks), args, kwargs)
 
         for layer in layers.children():
-            self._undo.append(layer.register_forward_pre_hook(enter, with_kwargs=True).remove)
-
-    def remove(self) -> None:
-        """Take the patches away again; parameters keep their parts."""
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
+            self.changes.callback(layer.register_forward_pre_hook(enter, with_kwargs=True).remove)
 
     # --- parameters and attributes ---
 
@@ -258,15 +251,12 @@ class TensorParallel:
         for name, shard in self._division.shards.items():
             owner, _, attribute = name.rpartition(".")
             tensor = getattr(self._root.get_submodule(owner), attribute)
-            group = self._group_of(name)
+            group = self.groups.get(self._division.groups[name])
             if group is None or not holds(name) or id(tensor) in done:
                 continue
             done.add(id(tensor))
             if shard.is_full(tensor):  # the object stays: users and ties hold on to it
                 tensor.data = shard.cut(tensor.data, group.index)
-
-    def _group_of(self, name: str) -> TensorGroup | None:
-        return self.groups.get(self._division.groups[name])
 
     def _set_local(self, path: str, name: str, values: tuple[int, ...]) -> None:
         group = self.groups.get(self._division.groups[path])
@@ -280,10 +270,10 @@ class TensorParallel:
             holder, owner = owner, getattr(owner, part)
             if isinstance(holder, nn.Module) and not isinstance(owner, nn.Module):
                 # a config, which others read too: this module gets a copy
-                self._undo.append(partial(setattr, holder, part, owner))
+                self.changes.callback(partial(setattr, holder, part, owner))
                 owner = copy_of(owner)
                 setattr(holder, part, owner)
-        self._undo.append(partial(setattr, owner, name, getattr(owner, name)))
+        self.changes.callback(partial(setattr, owner, name, getattr(owner, name)))
         setattr(owner, name, value)
 
     # --- forwards ---
@@ -291,26 +281,21 @@ class TensorParallel:
     def _patch(self, module: nn.Module, path: str, kind: Kind) -> None:
         region = self._regions[self._division.groups[path]]
         if kind == "column":
-            self._replace(module, self._column(region))
+            self.put_forward(module, self._column(region))
         elif kind == "row":
-            self._replace(module, self._row(region))
+            self.put_forward(module, self._row(region))
         elif kind == "experts":
-            self._replace(module, _experts(region))
+            self.put_forward(module, _experts(region))
         elif kind == "attention":
-            self._replace(module, attention(region, self._division.heads[path].lengths))
+            self.put_forward(module, attention(region, self._division.heads[path].lengths))
         elif kind in ("dropout", "own_dropout"):
-            self._replace(module, _dropout(region.outside if kind == "dropout" else region.inside))
+            self.put_forward(module, _dropout(region.outside if kind == "dropout" else region.inside))
         else:
             shard = self._division.shards[f"{path}.weight"]
             if kind == "embedding":
-                self._replace(module, _embedding(shard.ranges[region.group.index][0], shard.size, region.group))
+                self.put_forward(module, _embedding(shard.ranges[region.group.index][0], shard.size, region.group))
             else:
-                self._replace(module, self._head(shard.lengths, region, self._division.multiples.get(path, 1)))
-
-    def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        # bound, so that a copy of the module computes with its own weights
-        vars(module)["forward"] = MethodType(forward, module)
-        self._undo.append(partial(vars(module).pop, "forward", None))
+                self.put_forward(module, self._head(shard.lengths, region, self._division.multiples.get(path, 1)))
 
     def _column(self, region: Region) -> Callable[..., Tensor]:
         def forward(module: Any, input: Tensor) -> Tensor:
@@ -392,9 +377,9 @@ class TensorParallel:
             return tuple(found)
 
         if heads.arguments:
-            self._undo.append(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            self.changes.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
         if heads.results:
-            self._undo.append(module.register_forward_hook(leave, prepend=True).remove)
+            self.changes.callback(module.register_forward_hook(leave, prepend=True).remove)
 
 
 def _sequence_shard(x: Tensor, group: TensorGroup) -> Tensor:

@@ -155,9 +155,6 @@ def _check_shared(partition: Partition, modalities: Mapping[str, Modality]) -> N
             degrees = {user: getattr(modalities[user], size) for user in users}
             unlike = [user for user in users if degrees[user] != degrees[users[0]]]
             if unlike and any(modalities[user].owner is not None for user in users):
-                raise ConfigError(
-                    f"modalities.{unlike[0]}.{size}",
-                    degrees[unlike[0]],
-                    f"{parameter!r} is shared by {' and '.join(map(repr, users))}, which are colocated",
-                    f"Use {size}={degrees[users[0]]}, or ranks of their own",
-                )
+                rule = f"{parameter!r} is shared by {' and '.join(map(repr, users))}, which are colocated"
+                fix = f"Use {size}={degrees[users[0]]}, or ranks of their own"
+                raise ConfigError(f"modalities.{unlike[0]}.{size}", degrees[unlike[0]], rule, fix)

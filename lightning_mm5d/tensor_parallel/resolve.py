@@ -235,12 +235,8 @@ class _Resolver:
     def _one_linear(self, path: str, kind: Kind, units: Units, parts: Sequence[str], group: str) -> None:
         module = self._root.get_submodule(path)
         if linear_of(module) is not module:
-            raise ConfigError(
-                path,
-                type(module).__name__,
-                "A projection that is sharded over tensor parallel ranks is a linear layer",
-                "Use nn.Linear there, or tp_size=1",
-            )
+            rule = "A projection that is sharded over tensor parallel ranks is a linear layer"
+            raise ConfigError(path, type(module).__name__, rule, "Use nn.Linear there, or tp_size=1")
         weight = module.weight
         is_conv = isinstance(module, Conv1D)
         dim = int(is_conv) if kind == "column" else int(not is_conv)
@@ -262,12 +258,9 @@ class _Resolver:
         if hasattr(module, "parameter_name"):  # adds to the weight itself (target_parameters)
             strange.add(f"{type(module).__name__} of {module.parameter_name}")
         if strange:
-            raise ConfigError(
-                path,
-                type(module).__name__,
-                f"Of adapters on sharded layers LoRA's two matrices are known, and this one has {sorted(strange)}",
-                "Use plain LoRA (no DoRA), leave these layers out of target_modules, or use tp_size=1",
-            )
+            rule = f"Of adapters on sharded layers LoRA's two matrices are known, and this one has {sorted(strange)}"
+            fix = "Use plain LoRA (no DoRA), leave these layers out of target_modules, or use tp_size=1"
+            raise ConfigError(path, type(module).__name__, rule, fix)
         sharded = "lora_B" if kind == "column" else "lora_A"
         for key in getattr(module, sharded, {}):
             self._one_linear(f"{path}.{sharded}.{key}", kind, units, parts, group)
@@ -359,12 +352,8 @@ class _Resolver:
         for alias in self._names[id(tensor)]:
             self._groups[alias] = group
             if self._shards.setdefault(alias, shard) != shard:
-                raise ConfigError(
-                    alias,
-                    name,
-                    "A parameter with two uses is sharded in one way, and their plans differ",
-                    "Untie it, or use tp_size=1",
-                )
+                rule = "A parameter with two uses is sharded in one way, and their plans differ"
+                raise ConfigError(alias, name, rule, "Untie it, or use tp_size=1")
 
     def _share(self, path: str) -> None:
         owner, _, attribute = path.rpartition(".")

@@ -102,13 +102,11 @@ class Units:
         units = [self._query if part == "heads" else self._key_value if part != "width" else 1 for part in parts]
         width, rest = divmod(size, max(sum(units), 1))
         if rest or not parts:
-            raise ConfigError(
-                path,
-                size,
+            rule = (
                 f"Its size along dim {dim} is not made of {' + '.join(parts) or 'parts'}, {sum(units)} units of one "
-                "width",
-                "Correct the tensor parallel plan of its module",
+                "width"
             )
+            raise ConfigError(path, size, rule, "Correct the tensor parallel plan of its module")
         offset, ranges = 0, []
         for part, count in zip(parts, units, strict=True):
             if part == "width":

@@ -132,13 +132,12 @@ class BatchParts:
             found = split(batch, self.count, size=self._size or 1, image_tokens=self._packed)
         if is_first and self.count is not None and 0 < len(found) < self.count and not self._varies():
             samples = sum(part.samples for part in found)
-            raise ConfigError(
-                "num_microbatches",
-                self.count,
-                f"A batch of {samples} samples gives at most {len(found)} microbatches",
+            rule = f"A batch of {samples} samples gives at most {len(found)} microbatches"
+            fix = (
                 f"Use {len(found)} or fewer, or larger batches, or microbatch_size, where the number follows from each "
-                "batch",
+                "batch"
             )
+            raise ConfigError("num_microbatches", self.count, rule, fix)
         return found
 
     def joined(self, batch: Any, parts: Sequence[Microbatch]) -> Microbatch | None:

@@ -26,7 +26,7 @@ from lightning_mm5d.plan.data_shards import DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.collectives import message_device
 from lightning_mm5d.sharded.remote_value import is_remote
-from lightning_mm5d.stage.put import put
+from lightning_mm5d.sharded.removable import put
 from lightning_mm5d.storage.files import StateDictSource
 from lightning_mm5d.storage.replacement import is_checkpoint_directory
 from lightning_mm5d.trainer.checkpoints import SavedRun, made_checkpoints

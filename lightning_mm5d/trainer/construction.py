@@ -133,8 +133,7 @@ def copy_without_memory(module: _Module) -> _Module:
 
 def _copy(module: _Module, known: dict[int, Any]) -> _Module:
     if id(module) in known:
-        found: _Module = known[id(module)]
-        return found
+        return known[id(module)]
     made = known[id(module)] = object.__new__(type(module))
     for name, value in vars(module).items():
         vars(made)[name] = type(value)(value) if type(value) in _CONTAINERS else value

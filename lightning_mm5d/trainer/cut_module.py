@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -21,12 +21,13 @@ from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.sharded.host_copies import HostCopies
 from lightning_mm5d.sharded.remote_value import Guard
+from lightning_mm5d.sharded.removable import Removable
 from lightning_mm5d.stage import Patches, Runtime, StageView, TorchEncoders, drop_parameters, views
 from lightning_mm5d.tensor_parallel.apply import TensorParallel
 from lightning_mm5d.trainer.feature import Feature
 
 
-class CutModule:
+class CutModule(Removable):
     """Cuts a module down to the stages of one rank, until `remove`.
 
     Phases: (1) parameters that this rank does not hold become placeholders; (2) layers are sharded over tensor parallel
@@ -64,10 +65,9 @@ class CutModule:
         stages = {key: plan.ownership.parameters[key] for key in plan.topology.stages_of(rank)}
         held = frozenset[str]().union(*stages.values())
         names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-        guard = self._guard = Guard(plan.ownership.holders, module.parameters)
+        guard = Guard(plan.ownership.holders, module.parameters)
         drop_parameters(module, [name for name in names if name not in held], device, guard)
         self._tensor: TensorParallel | None = None
-        self._unguard: list[Callable[[], object]] = []
         if groups.tensor:
             sharded = [name for name, group in plan.division.groups.items() if group in groups.tensor]
             self._guard_shards(guard, [name for name in sharded if name in held and name in plan.division.shards])
@@ -80,16 +80,21 @@ class CutModule:
                 holds=held.__contains__,
                 device=device,
             )
-        self._encoders = TorchEncoders(module, () if self._tensor is None else plan.division.roles)
+            self.changes.callback(self._tensor.remove)
+        encoders = TorchEncoders(module, () if self._tensor is None else plan.division.roles)
+        self.changes.callback(encoders.remove)
         every = views(plan.partition, plan.topology.members, plan.topology.consumes, plan.topology.consumers)
         self.views: dict[StageKey, StageView] = {key: every[key] for key in stages}
         layers = self._own_layers()
-        around = [feature.layers(module, layers, plan, lambda: self.runtime.in_lock_step) for feature in features]
-        self._layer_removals = [remove for remove in around if remove is not None]
+        for feature in features:
+            if remove := feature.layers(module, layers, plan, lambda: self.runtime.in_lock_step):
+                self.changes.callback(remove)
         # compiled code would be compiled again for what watches functions around it
         compiles = any(modality.compile for modality in plan.modalities.values())
         self._is_compiled = compiles or any(is_compiled(one) or is_compiled_in_place(one) for one in module.modules())
         self._interface = Interface() if groups.context else None
+        if self._interface is not None:
+            self.changes.callback(self._interface.remove)
         self._host = HostCopies() if self._interface is None else self._interface.caches.host
         self._context = {name: self._share_sequences(name, held) for name in groups.context}
         self.runtime = Runtime(
@@ -112,12 +117,14 @@ class CutModule:
                 is_dry=lambda: guard.is_dry,
                 is_compiled=self._is_compiled,
             )
+            self.changes.callback(self.experts.remove)
             self.runtime.experts = self.experts
-        cuts = [feature.cut(self.runtime, plan, device) for feature in features]
-        self._removals = [remove for remove in cuts if remove is not None]
-        self._patches: Patches | None = None
+        for feature in features:
+            if remove := feature.cut(self.runtime, plan, device):
+                self.changes.callback(remove)
         if plan.topology.edges or groups.sharing:
-            self._patches = Patches(self.runtime, defers=splits_backward)
+            self.changes.callback(Patches(self.runtime, defers=splits_backward).remove)
+        self.changes.callback(guard.close)
         self._shard_hidden_states()
 
     def host_copies(self) -> AbstractContextManager[Any]:
@@ -126,27 +133,6 @@ class CutModule:
         Models of transformers ask on the host whether a batch is padded, once for each microbatch and stage.
         """
         return nullcontext() if self._device.type == "cpu" or self._is_compiled else self._host
-
-    def remove(self) -> None:
-        """Undo phases 2 to 6; placeholders stay."""
-        self._guard.close()
-        for unguard in self._unguard:
-            unguard()
-        if self._patches is not None:
-            self._patches.remove()
-        for remove in reversed(self._removals):
-            remove()
-        if self.experts is not None:
-            self.experts.remove()
-        for shared in self._context.values():
-            shared.remove()
-        if self._interface is not None:
-            self._interface.remove()
-        for remove in reversed(self._layer_removals):
-            remove()
-        self._encoders.remove()
-        if self._tensor is not None:
-            self._tensor.remove()
 
     def _own_layers(self) -> dict[str, list[str]]:
         """The paths of this rank's layers, by modality."""
@@ -166,7 +152,7 @@ class CutModule:
                     raise guard.error(name, "state_dict()")
 
             owner = self._module.get_submodule(name.rpartition(".")[0])
-            self._unguard.append(owner.register_state_dict_pre_hook(refuse).remove)
+            self.changes.callback(owner.register_state_dict_pre_hook(refuse).remove)
 
     def _share_sequences(self, name: str, held: frozenset[str]) -> ContextParallel:
         """Share the sequences of a modality's layers over context parallel ranks; `held` are this rank's parameters."""
@@ -180,7 +166,7 @@ class CutModule:
             for parameter_name, parameter in self._module.named_parameters(remove_duplicate=False)
             if parameter_name in held and plan.ownership.cp_degree(parameter_name, self._rank) == degree
         }
-        return ContextParallel(
+        shared = ContextParallel(
             name,
             plan.modalities[name],
             self._module,
@@ -191,6 +177,8 @@ class CutModule:
             active=lambda: self.runtime.active,
             device=self._device,
         )
+        self.changes.callback(shared.remove)
+        return shared
 
     def _shard_hidden_states(self) -> None:
         for name, modality in self._plan.modalities.items():

@@ -15,9 +15,10 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_mm5d.config.errors import private
+from lightning_mm5d.sharded.removable import Removable
 
 
-class DataloaderHooks:
+class DataloaderHooks(Removable):
     """Enters a context around each hook that makes dataloaders, until `remove`.
 
     Args:
@@ -28,13 +29,8 @@ class DataloaderHooks:
     def __init__(self, trainer: pl.Trainer, context: Callable[[], AbstractContextManager[None]]) -> None:
         loops: list[Any] = [trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop]
         loops += [trainer.validate_loop, trainer.test_loop, trainer.predict_loop]
-        self._sources = [private(loop, "_data_source") for loop in loops]
-        for source in self._sources:
-            vars(source)["dataloader"] = _within(context, type(source).dataloader.__get__(source))
-
-    def remove(self) -> None:
-        for source in self._sources:
-            vars(source).pop("dataloader", None)
+        for source in (private(loop, "_data_source") for loop in loops):
+            self.put_attribute(source, "dataloader", _within(context, type(source).dataloader.__get__(source)))
 
 
 def put_in_no_sampler(trainer: pl.Trainer) -> None:

@@ -6,7 +6,7 @@ A feature is a package below ``features``; `config.features` lists them, and not
 2. layers, cut: on each rank of a run, while its module is cut down to what it computes;
 3. attach: when module, engine and optimizers are ready. While the run lasts, the engine and the optimization call what
    a feature has appended to their doors (`Engine.around`, `Optimization.around`). What it has put in front of an
-   attribute (`stage.put`) is called in place of it;
+   attribute (`sharded.removable`) is called in place of it;
 4. leave, remove: when the run has ended or failed, the latter in reverse order;
 5. finish: after a run that has not failed, when the weights are where they belong; collective.
 
@@ -32,6 +32,7 @@ from lightning_mm5d.engine.run_groups import Groups, RunGroups
 from lightning_mm5d.expert_parallel.expert_layer import Experts
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import AnySchedule
+from lightning_mm5d.sharded.removable import Removable
 from lightning_mm5d.stage import Runtime
 from lightning_mm5d.trainer.optimization import Optimization
 from lightning_mm5d.trainer.steps import Steps
@@ -88,8 +89,8 @@ class Running:
     is_plain: bool
 
 
-class Attached:
-    """A feature on one rank, from `Feature.attach` on; what a subclass leaves out does nothing."""
+class Attached(Removable):
+    """A feature on one rank, from `Feature.attach` on; `remove` is not collective, because the run may have failed."""
 
     def leave(self, targets: Sequence[int], *, failed: bool) -> None:
         """A run ends, and the module is still that of this rank; collective unless it has failed.
@@ -98,9 +99,6 @@ class Attached:
             targets: ranks that get the full weights; without any, all ranks keep their shards.
             failed: whether the run has failed, after which nothing can be gathered.
         """
-
-    def remove(self) -> None:
-        """Undo what `Feature.attach` did; not collective, because the run may have failed."""
 
     def finish(self) -> None:
         """The run has ended well, and weights are where they belong; collective."""

@@ -7,8 +7,8 @@ layout, another process, and any use of the module without a trainer.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -22,6 +22,7 @@ from lightning_mm5d.plan.data_shards import DataShards
 from lightning_mm5d.plan.holdings import Holdings
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.remote_value import Guard, Origin, is_remote, make_placeholder
+from lightning_mm5d.sharded.removable import Removable
 
 _ATTRIBUTE = "_mm5d_kept_shards"
 _FIX = (
@@ -31,7 +32,7 @@ _FIX = (
 
 
 @dataclass(frozen=True, eq=False)
-class KeptShards:
+class KeptShards(Removable):
     """What a module that keeps shards is a part of.
 
     Attributes:
@@ -41,13 +42,12 @@ class KeptShards:
 
     plan: Plan | None
     process: int
-    _undo: list[Callable[[], object]] = field(default_factory=list)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KeptShards:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"plan": None, "process": self.process, "_undo": []}
+        return {"plan": None, "process": self.process}
 
     def guard(self, module: nn.Module, plan: Plan) -> None:
         """Refuse calls of modules with shards and their state dicts, which would have the values of one rank."""
@@ -64,14 +64,8 @@ class KeptShards:
                     raise where.error(name, "state_dict()")
 
             owner = module.get_submodule(name.rpartition(".")[0])
-            self._undo.append(owner.register_forward_pre_hook(refuse_call).remove)
-            self._undo.append(owner.register_state_dict_pre_hook(refuse_state).remove)
-
-    def release(self) -> None:
-        """Let the module be called again, by a run."""
-        for undo in self._undo:
-            undo()
-        self._undo.clear()
+            self.changes.callback(owner.register_forward_pre_hook(refuse_call).remove)
+            self.changes.callback(owner.register_state_dict_pre_hook(refuse_state).remove)
 
 
 def keep_shards(module: nn.Module, plan: Plan) -> None:
@@ -121,7 +115,7 @@ def release_shards(module: nn.Module) -> bool:
     """Give the shards to a run that begins; return whether there are any."""
     kept = vars(module).pop(_ATTRIBUTE, None)
     if kept is not None:
-        kept.release()
+        kept.remove()
     return kept is not None
 
 

@@ -33,6 +33,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Literal, Protocol, cast
@@ -55,6 +56,7 @@ from lightning_mm5d.config.errors import ConfigError, RankLostError, private
 from lightning_mm5d.monitor.board import ended_how, state_of
 from lightning_mm5d.monitor.losses import LAUNCHED_BY
 from lightning_mm5d.monitor.monitor import ERRORS
+from lightning_mm5d.sharded.removable import put
 from lightning_mm5d.trainer.kept_shards import has_kept_shards, left_elsewhere
 from lightning_mm5d.trainer.other_package import check_package
 from lightning_mm5d.trainer.process_group import free_port
@@ -240,11 +242,9 @@ class ProcessLauncher(_MultiProcessingLauncher):
         module = trainer.lightning_module
         if not has_kept_shards(module):
             return super()._collect_rank_zero_results(trainer, results)
-        vars(module)["state_dict"] = dict  # nothing of the weights goes back
-        try:
+        with ExitStack() as stack:
+            stack.callback(put(module, "state_dict", dict))  # nothing of the weights goes back
             return super()._collect_rank_zero_results(trainer, results)
-        finally:
-            del vars(module)["state_dict"]
 
     @override
     def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:
@@ -340,12 +340,8 @@ def make_launcher(strategy: LaunchedStrategy, *, start_method: Literal["popen", 
     """
     check_lightning()
     if start_method not in ("popen", "spawn", "fork"):
-        raise ConfigError(
-            "start_method",
-            start_method,
-            "Processes are started by 'popen', 'spawn' or 'fork'",
-            "Use 'popen' in a script, 'fork' in a notebook",
-        )
+        rule = "Processes are started by 'popen', 'spawn' or 'fork'"
+        raise ConfigError("start_method", start_method, rule, "Use 'popen' in a script, 'fork' in a notebook")
     assert strategy.cluster_environment is not None
     if start_method == "popen" or strategy.cluster_environment.creates_processes_externally:
         return ScriptLauncher(strategy)

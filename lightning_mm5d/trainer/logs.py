@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from numbers import Number
@@ -44,6 +44,7 @@ from torchmetrics import Metric
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.sharded.remote_value import settled
+from lightning_mm5d.sharded.removable import put
 from lightning_mm5d.trainer.joined_metrics import JoinedMetrics, Key, check_torchmetrics, set_step_value, step_value
 
 if TYPE_CHECKING:
@@ -146,21 +147,11 @@ class LogCapture:
         """Forget earlier records and record inside the block; then ``module.log`` is what it was."""
         self._calls, self._paths, self._microbatch = {}, {}, None
         self.joined = JoinedMetrics(lambda: self._microbatch)
-        attributes = self._module.__dict__
-        before = {"log": attributes["log"]} if "log" in attributes else {}
-        attributes["log"] = self._record
-        loggers = [] if self._module._trainer is None else self._module._trainer.loggers
-        written = [vars(one).get("log_metrics") for one in loggers]
-        for index, one in enumerate(loggers):
-            vars(one)["log_metrics"] = partial(self._record_direct, index)
-        try:
+        with ExitStack() as stack:
+            stack.callback(put(self._module, "log", self._record))
+            for index, one in enumerate([] if self._module._trainer is None else self._module._trainer.loggers):
+                stack.callback(put(one, "log_metrics", partial(self._record_direct, index)))
             yield
-        finally:
-            for one, method in zip(loggers, written, strict=True):
-                del vars(one)["log_metrics"]
-                vars(one).update({} if method is None else {"log_metrics": method})
-            del attributes["log"]
-            attributes.update(before)
 
     def begin_microbatch(self, index: int, samples: float) -> None:
         """What follows belongs to microbatch `index`, which weighs as much as `samples` samples.
@@ -230,16 +221,12 @@ class LogCapture:
         call = f"self.log({name!r})"
         reduction = reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx
         if reduction not in _REDUCTIONS:
-            raise ConfigError(
-                f"{call}.reduce_fx", reduce_fx, "Reductions are mean, sum, max and min", "Log a torchmetrics.Metric"
-            )
+            rule = "Reductions are mean, sum, max and min"
+            raise ConfigError(f"{call}.reduce_fx", reduce_fx, rule, "Log a torchmetrics.Metric")
         if sync_dist_group is not None:
-            raise ConfigError(
-                f"{call}.sync_dist_group",
-                sync_dist_group,
-                "Which ranks a value is averaged over follows from the layout",
-                "Leave sync_dist_group unset and keep sync_dist=True",
-            )
+            rule = "Which ranks a value is averaged over follows from the layout"
+            fix = "Leave sync_dist_group unset and keep sync_dist=True"
+            raise ConfigError(f"{call}.sync_dist_group", sync_dist_group, rule, fix)
         value = settled(value, call)
         path = self._path_of(value, call) if isinstance(value, Metric) else None
         stored, dtype = _as_tensor(value, call)
@@ -280,12 +267,9 @@ class LogCapture:
             self._paths = {id(m): path for path, m in self._module.named_modules() if isinstance(m, Metric)}
         path = self._paths.get(id(metric))
         if path is None:
-            raise ConfigError(
-                call,
-                metric,
-                "A metric object is found by its place in the module, so that all ranks can log theirs",
-                "Make it an attribute of the LightningModule (a list of metrics: torch.nn.ModuleList)",
-            )
+            rule = "A metric object is found by its place in the module, so that all ranks can log theirs"
+            fix = "Make it an attribute of the LightningModule (a list of metrics: torch.nn.ModuleList)"
+            raise ConfigError(call, metric, rule, fix)
         return path
 
 

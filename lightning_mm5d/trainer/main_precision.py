@@ -5,7 +5,6 @@ from __future__ import annotations
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins import Precision
-from torch import nn
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.data_parallel.main_parameters import computing_dtypes
@@ -29,24 +28,15 @@ def check_main_params(said: str | None, module: pl.LightningModule, precision: P
     if dtype is None:
         return
     if not module.automatic_optimization:
-        raise ConfigError(
-            "automatic_optimization",
-            False,
-            "Manual optimization runs its own backward, and parameters show what layers compute with inside a schedule",
-            "Use automatic optimization, or leave main_params unset",
+        rule = (
+            "Manual optimization runs its own backward, and parameters show what layers compute with inside a schedule"
         )
+        fix = "Use automatic optimization, or leave main_params unset"
+        raise ConfigError("automatic_optimization", False, rule, fix)
     computes = _TRUE.get(str(precision.precision))
-    found = {_computed(p, computes) for p in module.parameters() if p.is_floating_point()}
+    found = {computes or p.dtype for p in module.parameters() if p.is_floating_point()}
     found |= set(computing_dtypes(module).values())
     if not any(one.itemsize < dtype.itemsize for one in found):
         held = ", ".join(sorted(str(one).removeprefix("torch.") for one in found)) or "no floating-point"
-        raise ConfigError(
-            "main_params",
-            said,
-            f"Main parameters are wider than what layers compute in, and the module has {held} parameters",
-            'Use Trainer(precision="bf16-true"), or leave main_params unset',
-        )
-
-
-def _computed(parameter: nn.Parameter, computes: torch.dtype | None) -> torch.dtype:
-    return computes or parameter.dtype
+        rule = f"Main parameters are wider than what layers compute in, and the module has {held} parameters"
+        raise ConfigError("main_params", said, rule, 'Use Trainer(precision="bf16-true"), or leave main_params unset')

@@ -101,12 +101,8 @@ class MetricSync:
             check_torchmetrics(metric)
             name = type(metric).__name__
             if metric.process_group is not None:
-                raise ConfigError(
-                    f"{name}.process_group",
-                    metric.process_group,
-                    "Which ranks hold the states of a metric follows from the layout",
-                    "Leave process_group unset",
-                )
+                rule = "Which ranks hold the states of a metric follows from the layout"
+                raise ConfigError(f"{name}.process_group", metric.process_group, rule, "Leave process_group unset")
             if not metric.sync_on_compute:
                 warnings.warn(
                     f"{name}(sync_on_compute=False): most ranks of a pipeline hold no states of their own, so"

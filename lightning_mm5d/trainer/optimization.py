@@ -185,13 +185,12 @@ class Optimization:
         dist.all_reduce(ends, dist.ReduceOp.MAX)
         highest, lowest = ends[0].item(), -ends[1].item()
         if highest != lowest:
-            raise ConfigError(
-                "backward",
-                f"a factor of the loss from {lowest} to {highest}",
+            rule = (
                 "Gradients of parameters that ranks share (zero_stage) are summed before the backward, so that the "
-                "factor must be the same on all ranks",
-                "Scale the loss in training_step, or use zero_stage=0",
+                "factor must be the same on all ranks"
             )
+            fix = "Scale the loss in training_step, or use zero_stage=0"
+            raise ConfigError("backward", f"a factor of the loss from {lowest} to {highest}", rule, fix)
 
     @contextmanager
     def synced(self) -> Generator[None, None, None]:

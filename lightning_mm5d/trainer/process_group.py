@@ -66,9 +66,8 @@ def check_environment(environment: Mapping[str, str], *, num_processes: int, num
         if got is None or (got.isdecimal() and least <= int(got) <= most):
             continue
         between = f"{least}" if least == most else f"a number from {least} to {most}"
-        raise ConfigError(
-            name, got, f"{rule}, so it is {between}", "Leave the environment variable unset, or correct it"
-        )
+        rule = f"{rule}, so it is {between}"
+        raise ConfigError(name, got, rule, "Leave the environment variable unset, or correct it")
 
 
 NAMED = "LIGHTNING_MM5D_ROUND"

@@ -85,12 +85,9 @@ class ReplicaCollectives:
         """
         tensor = settled(tensor, "all_gather()")
         if self._runtime is not None and self._runtime.in_lock_step and self._shares_ranks:
-            raise ConfigError(
-                "self.all_gather",
-                list(tensor.shape),
-                "The step passes several times through the model, and replicas that share ranks run it in turn",
-                "Gather in on_validation_batch_end, or use as many replicas of every modality",
-            )
+            rule = "The step passes several times through the model, and replicas that share ranks run it in turn"
+            fix = "Gather in on_validation_batch_end, or use as many replicas of every modality"
+            raise ConfigError("self.all_gather", list(tensor.shape), rule, fix)
         active = None if self._runtime is None else self._runtime.active
         if active is None:
             everywhere = [torch.empty_like(tensor) for _ in range(self._world_size)]

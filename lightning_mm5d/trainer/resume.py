@@ -292,12 +292,8 @@ def _place_loaders(trainer: pl.Trainer, loaders: list[Resumable], saved: Mapping
     """Have dataloaders go on where those of a checkpoint were."""
     positions = [Position.load(one) for one in saved["loaders"]]
     if len(positions) != len(loaders):
-        raise ConfigError(
-            "train_dataloader",
-            f"{len(loaders)} dataloaders",
-            f"The checkpoint was saved with {len(positions)}",
-            "Return the same dataloaders",
-        )
+        rule = f"The checkpoint was saved with {len(positions)}"
+        raise ConfigError("train_dataloader", f"{len(loaders)} dataloaders", rule, "Return the same dataloaders")
     epoch = _epochs(trainer)
     for loader, position in zip(loaders, positions, strict=True):
         loader.resume(position, int(saved["seed"]), epoch)
@@ -373,7 +369,6 @@ def _gathered(position: Position, wire: torch.device) -> Position:
         except ValueError as error:
             failed = str(error)
     if failed is not None:
-        raise ConfigError(
-            "dataloader.state_dict()", failed, "A checkpoint holds tensors and plain values", "Return such values"
-        )
+        rule = "A checkpoint holds tensors and plain values"
+        raise ConfigError("dataloader.state_dict()", failed, rule, "Return such values")
     return with_own(position, own)

@@ -369,7 +369,7 @@ class Session:
         self.optimization.remove()
         self.turns.detach()
         vars(self._module).pop(BEFORE_TRANSFER, None)
-        self._gathering.detach()
+        self._gathering.remove()
         self._mains.show_main()
         if self._guards is not None:
             self._guards.remove()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,6 +15,7 @@ from lightning_mm5d.gradients.parameter_hooks import has_hooks
 from lightning_mm5d.plan.data_shards import DataShard, DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.remote_value import Guard
+from lightning_mm5d.sharded.removable import Removable
 
 
 def check_shared(module: pl.LightningModule, plan: Plan) -> None:
@@ -27,12 +28,9 @@ def check_shared(module: pl.LightningModule, plan: Plan) -> None:
     if not shards.exist:
         return
     if not module.automatic_optimization:
-        raise ConfigError(
-            "automatic_optimization",
-            False,
-            "Manual optimization runs its own backward, and ranks that share parameters gather them for a step",
-            f"Use automatic optimization, or {'ep_size=1' if plan.experts else 'zero_stage=0'}",
-        )
+        rule = "Manual optimization runs its own backward, and ranks that share parameters gather them for a step"
+        fix = f"Use automatic optimization, or {'ep_size=1' if plan.experts else 'zero_stage=0'}"
+        raise ConfigError("automatic_optimization", False, rule, fix)
     sparse = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding) and part.sparse}
     for name, parameter in module.named_parameters():
         ranks = plan.ownership.ranks_holding(name) if name in plan.partition.owners else ()
@@ -57,7 +55,7 @@ def hooked(name: str, shard: DataShard) -> ConfigError:
     )
 
 
-class SharingGuards:
+class SharingGuards(Removable):
     """Refuses calls and state dicts of modules while they show rows, until `remove`.
 
     Args:
@@ -68,7 +66,6 @@ class SharingGuards:
 
     def __init__(self, module: nn.Module, shared: SharedParameters, guard: Guard) -> None:
         self._guard = guard
-        self._undo: list[Callable[[], object]] = []
         for path, part in module.named_modules():
             held = [
                 (f"{path}.{name}" if path else name, one)
@@ -77,12 +74,6 @@ class SharingGuards:
             ]
             if held:
                 self._watch(part, held)
-
-    def remove(self) -> None:
-        """Leave the modules as they were."""
-        for undo in self._undo:
-            undo()
-        self._undo.clear()
 
     def _watch(self, part: nn.Module, held: Sequence[tuple[str, SharedParameter]]) -> None:
         def refuse_call(_: nn.Module, args: Any) -> None:
@@ -96,5 +87,5 @@ class SharingGuards:
                 if not keep_vars and is_cut and not self._guard.shows_full:
                     raise self._guard.error(name, "state_dict()")
 
-        self._undo.append(part.register_forward_pre_hook(refuse_call).remove)
-        self._undo.append(part.register_state_dict_pre_hook(refuse_state).remove)
+        self.changes.callback(part.register_forward_pre_hook(refuse_call).remove)
+        self.changes.callback(part.register_state_dict_pre_hook(refuse_state).remove)

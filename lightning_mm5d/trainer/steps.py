@@ -255,12 +255,9 @@ class Steps:
             merged = dataclasses.replace(self._merged(step, loss, values), has_graph=has_graph)
         result = self._shown(self._share(parts, merged), values)
         if not result.has_graph:
-            raise ConfigError(
-                "training_step",
-                "a loss that does not require grad",
-                "No microbatch's loss has a gradient, so that nothing would be trained",
-                "Return a loss that depends on a trainable parameter; frozen ones, `detach` and `no_grad` cut it off",
-            )
+            rule = "No microbatch's loss has a gradient, so that nothing would be trained"
+            fix = "Return a loss that depends on a trainable parameter; frozen ones, `detach` and `no_grad` cut it off"
+            raise ConfigError("training_step", "a loss that does not require grad", rule, fix)
         if first is not None:
             options |= {"watch": None, "context": plain_context}
             first.stepped(FirstBatch(batch, parts, arguments, weights, options, result.loss is not None, is_gathered))
@@ -511,9 +508,5 @@ def _factor(value: Tensor, summing: Summing) -> Tensor | float:
         return 1.0
     if not summing.continues:
         return value
-    raise ConfigError(
-        "backward",
-        f"a factor of the loss of {float(value)}",
-        "Batches of one accumulation add their gradients in one place, so that Lightning's is the only factor",
-        "Scale the loss in training_step",
-    )
+    rule = "Batches of one accumulation add their gradients in one place, so that Lightning's is the only factor"
+    raise ConfigError("backward", f"a factor of the loss of {float(value)}", rule, "Scale the loss in training_step")

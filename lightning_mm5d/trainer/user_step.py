@@ -225,8 +225,7 @@ class UserStep:
 
     def structure(self, batch: Any) -> Hashable:
         """Return a key that is equal for batches of equal nesting, dtypes and numbers of dims, whatever their sizes."""
-        key: Hashable = (self.name, self._module.training, _structure(batch))
-        return key
+        return (self.name, self._module.training, _structure(batch))
 
     @contextmanager
     def reads(self) -> Iterator[list[str]]:
@@ -333,12 +332,9 @@ class TrainingStep(UserStep):
             return self.losses[index]
         loss = result.get("loss") if isinstance(result, Mapping) else result
         if not isinstance(loss, Tensor):
-            raise ConfigError(
-                "training_step",
-                type(loss).__name__,
-                "A training step returns its loss",
-                "Return a tensor, or a dict with a tensor under 'loss', or None to skip the batch on all ranks",
-            )
+            rule = "A training step returns its loss"
+            fix = "Return a tensor, or a dict with a tensor under 'loss', or None to skip the batch on all ranks"
+            raise ConfigError("training_step", type(loss).__name__, rule, fix)
         self.losses[index] = loss.detach()
         kept = {k: detached(v) for k, v in result.items() if k != "loss"} if isinstance(result, Mapping) else None
         self.results[index] = kept

@@ -124,9 +124,5 @@ def check_batches(data: Sequence[Any], num_microbatches: int) -> None:
     """
     for size in batch_sizes(data):
         if size < num_microbatches:
-            raise ConfigError(
-                "num_microbatches",
-                num_microbatches,
-                f"A batch of {size} samples cannot be split into more than {size} microbatches",
-                f"Use {size} or fewer, or larger batches",
-            )
+            rule = f"A batch of {size} samples cannot be split into more than {size} microbatches"
+            raise ConfigError("num_microbatches", num_microbatches, rule, f"Use {size} or fewer, or larger batches")

@@ -14,7 +14,8 @@ from lightning.pytorch.utilities.parsing import AttributeDict
 from lightning_mm5d.checkpoint.full_file import load_full
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.export.lightning_file import write_lightning
-from lightning_mm5d.export.plain_file import PlainTensors, open_plain, tensors_in
+from lightning_mm5d.export.plain_file import PlainTensors, open_plain
+from lightning_mm5d.sharded.remote_value import tensors_of
 from lightning_mm5d.tools.cli.main import main
 
 
@@ -36,7 +37,7 @@ def test_files_are_those_of_torch(tmp_path: Path) -> None:
         assert (found["epoch"], found["hyper_parameters"]["text"]) == (1, "a")
         assert found["optimizer_states"][0]["param_groups"] == expected["optimizer_states"][0]["param_groups"]
         assert found["state_dict"]["tied"] is found["state_dict"]["weight"]
-        for one, other in zip(tensors_in(found), tensors_in(expected), strict=True):
+        for one, other in zip(tensors_of(found), tensors_of(expected), strict=True):
             assert one.dtype == other.dtype
             assert torch.equal(one.float(), other.float())
     with zipfile.ZipFile(path) as file:

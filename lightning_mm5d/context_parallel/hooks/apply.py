@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -46,6 +45,7 @@ from lightning_mm5d.context_parallel.masks.caches import Cache
 from lightning_mm5d.data.random_state import drawing_together
 from lightning_mm5d.partition.hidden_state import at, hidden_place
 from lightning_mm5d.sharded.kept_results import unseen
+from lightning_mm5d.sharded.removable import Removable
 from lightning_mm5d.sharded.sequence import ShardedSequence
 from lightning_mm5d.sharded.tensor import Sharded
 from lightning_mm5d.source.names import names
@@ -119,7 +119,7 @@ class Draws(TorchFunctionMode):
         return length in shape[1:] or (len(shape) > 0 and shape[0] != batch and shape[0] in (length, batch * length))
 
 
-class ContextParallel:
+class ContextParallel(Removable):
     """The sharded layers of one modality on one rank.
 
     Args:
@@ -153,7 +153,6 @@ class ContextParallel:
         layers: nn.Module = root.get_submodule(path)
         drawers = drawing(layers.modules())
         self._stream = Region(self._group, drops=drops(layers) or bool(drawers), device=device)
-        self._undo: list[Callable[[], object]] = []
         self._recent = Cache(16)
         self._generates = False
         members = [module for layer in layers.children() for module in layer.modules()]
@@ -186,9 +185,7 @@ class ContextParallel:
 
     def remove(self) -> None:
         """Take the patches away again."""
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
+        super().remove()
         self._recent.clear()
         self._assignment.clear()
         self._attention.forget()
@@ -214,8 +211,7 @@ class ContextParallel:
                 self._refuse_cache((*args, *kwargs.values()), index)
             return self._run(module, inner, Arguments(args, kwargs), names)
 
-        # bound, so that a copy of the module computes with its own weights
-        self._put(layer, "forward", MethodType(forward, layer))
+        self.put_forward(layer, forward)
 
     def _patch_draws(self, module: nn.Module) -> None:
         """Let a module draw for whole samples as all ranks do, also where a checkpoint computes it again."""
@@ -229,7 +225,7 @@ class ContextParallel:
             with Draws(self._group.index, tokens.shape, self._device):
                 return inner(*args, **kwargs)
 
-        self._put(module, "forward", MethodType(forward, module))
+        self.put_forward(module, forward)
 
     def _patch_generate(self, module: nn.Module) -> None:
         original = module.generate
@@ -241,12 +237,12 @@ class ContextParallel:
             finally:
                 self._generates = before
 
-        self._put(module, "generate", generate)
+        self.put_attribute(module, "generate", generate)
 
     def _patch_whole(self, module: nn.Module) -> None:
         forward = self._modules.forward_of(module)
         if forward is not None:
-            self._put(module, "forward", forward)
+            self.put_attribute(module, "forward", forward)
 
     @contextmanager
     def _left_alone(self, interface: Interface) -> Iterator[None]:
@@ -254,28 +250,15 @@ class ContextParallel:
         with interface.left_alone(self._attention), self._stream.outside():
             yield
 
-    def _put(self, module: nn.Module, name: str, value: Any) -> None:
-        """Set an instance attribute until `remove`."""
-        own = vars(module).get(name)
-        vars(module)[name] = value
-
-        def undo() -> None:
-            vars(module).pop(name, None)
-            if own is not None:
-                vars(module)[name] = own
-
-        self._undo.append(undo)
-
     def _refuse_cache(self, values: tuple[Any, ...], index: int) -> None:
         """Refuse keys of earlier calls: they are keys of some tokens, or of all tokens on every rank."""
         for value in values:
             count = getattr(value, "get_seq_length", None)
             if count is not None and int(count(index)):
+                rule = "A step works on whole sequences, without keys of earlier calls"
+                fix = "Call model.generate, or use cp_size=1"
                 raise ConfigError(
-                    f"modalities.{self._name}.cp_size",
-                    f"past_key_values of {int(count(index))} tokens",
-                    "A step works on whole sequences, without keys of earlier calls",
-                    "Call model.generate, or use cp_size=1",
+                    f"modalities.{self._name}.cp_size", f"past_key_values of {int(count(index))} tokens", rule, fix
                 )
 
     # --- a call of a layer ---

@@ -335,8 +335,7 @@ class StepMasks:
             function: Any = causal_mask_function if is_causal else None
             return Mask(function, **shape)
 
-        found: Mask = self._recent.get((is_causal, *shape.values()), make, (source,))
-        return found
+        return self._recent.get((is_causal, *shape.values()), make, (source,))
 
     def _segments(self, bounds: Tensor) -> Tensor:
         """The number of its segment for each token, ``[1, S]``, of boundaries ``[n + 1]``."""

@@ -61,11 +61,10 @@ class TorchAttention(TorchFunctionMode):
         if func is not F.scaled_dot_product_attention or self._is_off():
             return func(*args, **(kwargs or {}))
         if self._is_checkpointed():
+            rule = "A layer that calls torch's attention by itself can be computed again as a whole only"
+            fix = "Put the checkpoint around the layer, leave it out, or use cp_size=1"
             raise ConfigError(
-                f"modalities.{self._name}.cp_size",
-                "activation checkpointing inside of a layer",
-                "A layer that calls torch's attention by itself can be computed again as a whole only",
-                "Put the checkpoint around the layer, leave it out, or use cp_size=1",
+                f"modalities.{self._name}.cp_size", "activation checkpointing inside of a layer", rule, fix
             )
         return self._product(*args, **(kwargs or {}))
 
@@ -319,13 +318,12 @@ class Attention:
             return turn
         found = self._noted_now().get(place, set()) if self.is_replaying else set()
         if len(found) > 1:
-            raise ConfigError(
-                f"modalities.{self._name}.cp_distribution",
-                "makespan_min",
+            rule = (
                 "A step calls layers several times that are computed again for their backward, each time with another "
-                "split, and their backward cannot tell which split it was",
-                "Use 'zigzag', or no activation checkpointing",
+                "split, and their backward cannot tell which split it was"
             )
+            fix = "Use 'zigzag', or no activation checkpointing"
+            raise ConfigError(f"modalities.{self._name}.cp_distribution", "makespan_min", rule, fix)
         return next(iter(found), _Turn(None, False))
 
     def _noted_now(self) -> dict[_Place, set[_Turn]]:
@@ -337,8 +335,7 @@ class Attention:
         """Whether each rank has whole segments of a packed sequence, so that no token attends to another rank's."""
         if bounds is None:
             return False
-        known: bool = self._recent.get(split, lambda: _whole_segments(split, self._host.of(bounds)), (bounds,))
-        return known
+        return self._recent.get(split, lambda: _whole_segments(split, self._host.of(bounds)), (bounds,))
 
     def _check_lengths(self, query: Tensor, key: Tensor, mask: Mask, split: TokenSplit, crosses: bool) -> None:
         queries, keys, own = query.shape[2], key.shape[2], split.lengths[self._groups.whole.index]

@@ -87,12 +87,9 @@ def _sharded(name: str, key: str, x: Tensor, sequence: ShardedSequence, batch: i
     found, length = sharded_by_tokens(x, sequence, batch), sequence.lengths[sequence.index]
     if found is not None:
         return found
-    raise ConfigError(
-        f"modalities.{name}.cp_size",
-        f"{key} of shape {list(x.shape)}",
-        f"It is recorded inside of a layer that has {length} tokens of each of {batch} sequences here",
-        f"Do not ask for {key}, or use cp_size=1",
-    )
+    rule = f"It is recorded inside of a layer that has {length} tokens of each of {batch} sequences here"
+    fix = f"Do not ask for {key}, or use cp_size=1"
+    raise ConfigError(f"modalities.{name}.cp_size", f"{key} of shape {list(x.shape)}", rule, fix)
 
 
 # --- into a layer ---
@@ -201,13 +198,12 @@ def _sharded_beside(x: Any, assigned: Assigned, batch: int, name: str) -> Any:
     else:
         found = sequence.wrapped(x, -x.dim()) if x.dim() and x.shape[0] == sequence.own_size else None
     if found is None and x.requires_grad:
-        raise ConfigError(
-            f"modalities.{name}.cp_size",
-            f"a result of shape {list(x.shape)}",
+        rule = (
             "A layer returns, beside its hidden state, something made of this rank's tokens, of which all ranks "
-            "would need to be asked",
-            "Return it for each token, use another cp_mode than 'items', or cp_size=1",
+            "would need to be asked"
         )
+        fix = "Return it for each token, use another cp_mode than 'items', or cp_size=1"
+        raise ConfigError(f"modalities.{name}.cp_size", f"a result of shape {list(x.shape)}", rule, fix)
     return x if found is None else found
 
 

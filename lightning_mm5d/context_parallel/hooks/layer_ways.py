@@ -121,8 +121,7 @@ def probe(
 def _device_of(given: LayerInput) -> torch.device:
     where = hidden_place(*given.local)
     assert where is not None
-    device: torch.device = at(where, *given.local).device
-    return device
+    return at(where, *given.local).device
 
 
 def _run(given: LayerInput, attention: Attention, tokens: Tensor, size: int, whole: Surveying | None = None) -> _Result:

@@ -96,7 +96,7 @@ class Reader:
 
     def _why(self, part: nn.Module, attends: bool) -> str | None:
         """Why a module runs on whole sequences, if it does."""
-        names = self._names(part)
+        names = self._of(type(part))[1]
         bias = next((found for found in sorted(names) if found.startswith(_BIASES)), None)
         mixes = next((found for found in _MIXES if found in names), None)
         if self._every(part) is None:
@@ -115,9 +115,6 @@ class Reader:
 
     def _every(self, part: nn.Module) -> frozenset[str] | None:
         return self._of(type(part))[0]
-
-    def _names(self, part: nn.Module) -> frozenset[str]:
-        return self._of(type(part))[1]
 
     def _of(self, cls: type[nn.Module]) -> tuple[frozenset[str] | None, frozenset[str]]:
         if cls not in self._read:
@@ -140,13 +137,12 @@ def _check_dropout(name: str, modality: Modality, path: str, layer: nn.Module, m
         rates = {field: getattr(config, field, 0.0) for field in _DROPOUTS}
         dropped = next((field for field, rate in rates.items() if isinstance(rate, (int, float)) and rate > 0), None)
         if dropped is not None:
-            raise ConfigError(
-                f"modalities.{name}.cp_size",
-                modality.cp_size,
+            rule = (
                 f"The config of {path}.{module} drops out attention weights ({dropped}={rates[dropped]}), which lie on "
-                "several ranks",
-                f"Set {dropped}=0.0 in the model's config, as most recipes do, or use cp_size=1",
+                "several ranks"
             )
+            fix = f"Set {dropped}=0.0 in the model's config, as most recipes do, or use cp_size=1"
+            raise ConfigError(f"modalities.{name}.cp_size", modality.cp_size, rule, fix)
 
 
 def _scales_by_position(module: nn.Module) -> bool:

@@ -56,8 +56,7 @@ class Cache:
                 self._trim()
             else:
                 self._kept.move_to_end(place)
-        result: T = found[0]
-        return result
+        return found[0]
 
     def clear(self) -> None:
         """Drop all results."""

@@ -67,8 +67,7 @@ class Tiles:
         """Return what `make` made of these tiles the first time, for as long as they live."""
         if name not in self._kept:
             self._kept[name] = make()
-        result: T = self._kept[name]
-        return result
+        return self._kept[name]
 
     @property
     def nbytes(self) -> int:

@@ -25,6 +25,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from lightning_mm5d.context_parallel.masks.blocks import (
     Call,
@@ -119,7 +120,7 @@ def _add(dtype: torch.dtype, x: Any, y: Any, sign: int = 1) -> Value | None:
     if left is None or right is None or dtype.is_floating_point or dtype == torch.bool:
         return None
     q, k = left[0] + sign * right[0], left[1] + sign * right[1]
-    fits = _largest(q) + _largest(k) <= torch.iinfo(dtype).max and _is_signed(dtype)
+    fits = _largest(q) + _largest(k) <= torch.iinfo(dtype).max and torch.iinfo(dtype).min < 0
     return Sum(q, k, dtype) if fits else None
 
 
@@ -220,10 +221,6 @@ def _shares(x: Any) -> tuple[Tensor, Tensor] | None:
 
 def _largest(values: Tensor) -> int:
     return max(abs(int(values.min())), abs(int(values.max())))
-
-
-def _is_signed(dtype: torch.dtype) -> bool:
-    return torch.iinfo(dtype).min < 0
 
 
 def _are_bool(*values: Any) -> bool:
@@ -340,16 +337,17 @@ class _Tracer:
             return self._new(func, args, kwargs)
         values, keywords = self._read(args), self._read(kwargs)
         self._check_tables(name, values, keywords)
-        sides = {side for one in (*_flat(values), *_flat(keywords)) for side in _sides(one)}
+        sides = {side for one in tree_leaves((values, keywords)) for side in _sides(one)}
         if not {"q", "k"} <= sides:
-            return self._mark(self._checked(_Side("".join(sides), func(*_plain(values), **_plain(keywords)))))
-        if any(isinstance(one, (_Side, Value)) for one in _flat(keywords)):
+            args, kwargs = tree_map_only(_Side, lambda side: side.tensor, (values, keywords))
+            return self._mark(self._checked(_Side("".join(sides), func(*args, **kwargs))))
+        if any(isinstance(one, (_Side, Value)) for one in tree_leaves(keywords)):
             raise Untraceable(f"{func} with a tensor as keyword")
         dtype = self._sample(name, func, values, keywords)
         result = None
         if not keywords or name == "cast":
             turned = name in ("rsub", "radd", "rmul", "rand", "ror", "rxor")
-            ordered = self._leaf(values[::-1] if turned else values)
+            ordered = tree_map(self._leaf, values[::-1] if turned else values)
             result = combine(name[1:] if turned else name, dtype, ordered)
         if result is None:
             call = Call(func, self._kept(values, name == "index"), keywords, dtype)
@@ -367,7 +365,7 @@ class _Tracer:
                     raise Untraceable("an index that is not an integer")
                 if not isinstance(one, int) and self._dtype(one) in (torch.bool, torch.uint8, None):
                     raise Untraceable(f"an index of {self._dtype(one)}")
-        plain = _flat(values[1:] if name == "index" else values) + _flat(keywords)
+        plain = tree_leaves((values[1:] if name == "index" else values, keywords))
         if any(isinstance(one, Tensor) and one.numel() != 1 for one in plain):
             raise Untraceable("a tensor whose elements are not indexed")
 
@@ -390,13 +388,13 @@ class _Tracer:
         """The dtype of a result, from one element."""
 
         def one(value: Any) -> Any:
-            if isinstance(value, tuple):
-                return tuple(one(part) for part in value)
             if isinstance(value, (_Side, Value)):
                 return torch.ones((1, 1, 1, 1), dtype=self._dtype(value), device=self._device)
             return value
 
-        return cast(torch.dtype, values[0].dtype if name == "index" else func(*one(values), **keywords).dtype)
+        if name == "index":
+            return cast(torch.dtype, values[0].dtype)
+        return cast(torch.dtype, func(*tree_map(one, values), **keywords).dtype)
 
     def _read(self, marked: Any) -> Any:
         """Return arguments with the values of marked tensors in their places."""
@@ -428,9 +426,7 @@ class _Tracer:
         return value.tensor.dtype if isinstance(value, _Side) else dtype_of(value)
 
     def _leaf(self, value: Any) -> Any:
-        """Return sides as leaves: on CPU, one row where all are equal; values of the row alone count as a query's."""
-        if isinstance(value, tuple):
-            return tuple(self._leaf(one) for one in value)
+        """Return a side as a leaf: on CPU, one row where all are equal; values of the row alone count as a query's."""
         if not isinstance(value, _Side):
             return value
         if value.leaf is None:
@@ -445,39 +441,21 @@ class _Tracer:
         """Arguments as parts of a tree."""
 
         def keep(value: Any) -> Any:
-            if isinstance(value, tuple):
-                return self._kept(value, False)
             if isinstance(value, Condition):
                 raise Untraceable("a number that depends on a condition on pairs")
             if isinstance(value, Tensor):
-                if value.numel() > (TABLE if is_indexing else 1):
+                if value.numel() > (TABLE if is_indexing and value is values[0] else 1):
                     raise Untraceable("a table that is too large")
                 return Constant(value.detach().cpu())
             return self._leaf(value)
 
-        return tuple(keep(value) for value in values)
-
-
-def _flat(values: Any) -> list[Any]:
-    """All values within tuples and dicts."""
-    if isinstance(values, dict):
-        values = tuple(values.values())
-    return [one for value in values for one in _flat(value)] if isinstance(values, tuple) else [values]
+        return tree_map(keep, values)
 
 
 def _sides(value: Any) -> str:
     if isinstance(value, _Side):
         return value.side
     return "qk" if isinstance(value, Value) else ""
-
-
-def _plain(values: Any) -> Any:
-    """The same arguments with tensors for sides."""
-    if isinstance(values, tuple):
-        return tuple(_plain(value) for value in values)
-    if isinstance(values, dict):
-        return {key: _plain(value) for key, value in values.items()}
-    return values.tensor if isinstance(values, _Side) else values
 
 
 # names of functions of torch and of methods of tensors, by their rule; "other": elementwise, without a rule

@@ -160,8 +160,7 @@ def _is_elementwise(name: str, function: Callable[..., Any]) -> bool:
 def _average(callback: pl.Callback) -> nn.Module | None:
     if not isinstance(callback, StochasticWeightAveraging | WeightAveraging):
         return None
-    found: nn.Module | None = private(callback, "_average_model")
-    return found
+    return private(callback, "_average_model")
 
 
 def _root(holder: nn.Module) -> nn.Module:
@@ -184,8 +183,7 @@ def _state_dict(
     holder: nn.Module, of_root: Callable[[], Mapping[str, Any]], *arguments: Any, **options: Any
 ) -> dict[str, Any]:
     if options.get("keep_vars"):
-        own_state: dict[str, Any] = type(holder).state_dict(holder, *arguments, **options)
-        return own_state
+        return type(holder).state_dict(holder, *arguments, **options)
     if not isinstance(holder, AveragedModel):
         return dict(of_root())
     own = {name: value.detach() for name, value in holder.named_buffers(recurse=False)}

@@ -57,9 +57,9 @@ from lightning_mm5d.partition.compiled import IN_PLACE, is_compiled_in_place
 from lightning_mm5d.partition.parts import is_metric
 from lightning_mm5d.partition.step_uses import Boundary
 from lightning_mm5d.sharded.remote_value import is_remote
+from lightning_mm5d.sharded.removable import Removable
 from lightning_mm5d.source.order import used_fields
 from lightning_mm5d.stage.payload import NotSent, Packer, rebuild, tensors_in
-from lightning_mm5d.stage.put import put
 from lightning_mm5d.stage.runtime import Runtime
 from lightning_mm5d.stage.taint import mark_dependent
 from lightning_mm5d.stage.written import attributes, written
@@ -72,7 +72,7 @@ _MOST_STRUCTURES = 64  # that are tried; calls of any further one are kept as wh
 _MOST_OFF = 1e-3  # relative: of one item alone and among others, in precisions whose rounding is finer
 
 
-class CachedFeatures:
+class CachedFeatures(Removable):
     """The boundaries of one rank that are looked up, from the making of this object to `remove`.
 
     Args:
@@ -82,7 +82,6 @@ class CachedFeatures:
     """
 
     def __init__(self, runtime: Runtime, modalities: Mapping[str, Modality], device: torch.device) -> None:
-        self._take_away: list[Callable[[], None]] = []
         here = {name for stage in runtime.stages for name in stage.cuts}
         for name, modality in modalities.items():
             if modality.cache_features is None or name not in here:
@@ -92,12 +91,6 @@ class CachedFeatures:
                 found = used_fields(runtime.root, boundary.path, boundary.method)
                 runtime.wanted.setdefault(boundary.name, found)
                 self._patch(_CachedCall(runtime, name, boundary, files, device), boundary)
-
-    def remove(self) -> None:
-        """Leave the boundaries as they were."""
-        for take_away in reversed(self._take_away):
-            take_away()
-        self._take_away.clear()
 
     def _patch(self, cached: _CachedCall, boundary: Boundary) -> None:
         module, method = cached.module, boundary.method
@@ -110,7 +103,7 @@ class CachedFeatures:
         def call(*args: Any, **kwargs: Any) -> Any:
             return cached(original, args, kwargs)
 
-        self._take_away.append(put(module, method, call))
+        self.put_attribute(module, method, call)
 
 
 @dataclass(frozen=True)

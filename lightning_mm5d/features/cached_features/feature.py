@@ -23,49 +23,45 @@ class CacheFeatures(Feature):
     """The field `Modality.cache_features`: the folder in which features are kept."""
 
     def check(self, module: pl.LightningModule, plan: Plan, device: torch.device) -> None:
-        """Refuse encoders whose features change from step to step."""
-        _check_encoders(module, plan)
+        """Refuse encoders whose features change from step to step.
+
+        Random numbers that no dropout module draws show in the first call (`CachedFeatures`).
+
+        Raises:
+            ConfigError: parameters are trained, or a dropout or batch norm is in training mode.
+        """
+        for name, modality in plan.modalities.items():
+            if modality.cache_features is None:
+                continue
+            field, got = f"modalities.{name}.cache_features", modality.cache_features
+            owned = [full for full, keys in plan.partition.owners.items() if any(key.modality == name for key in keys)]
+            parameters = dict(module.named_parameters(remove_duplicate=False))
+            trained = [full for full in owned if full in parameters and parameters[full].requires_grad]
+            if trained:
+                count = sum(full in parameters for full in owned)
+                rule = (
+                    f"Features of a frozen encoder are kept, and {len(trained)} of the {count} parameters of {name} are"
+                )
+                fix = "Freeze them with requires_grad_(False), or let module and boundary name the part that is frozen"
+                raise ConfigError(field, got, f"{rule} trained, {trained[0]} among them", fix)
+            owns = plan.partition.encoders[name].owns
+            for path, part in module.named_modules():
+                is_random = isinstance(part, _DROPOUTS) and part.p > 0
+                if (
+                    part.training
+                    and (is_random or isinstance(part, _BATCH_NORMS))
+                    and any(is_in(path, one) for one in owns)
+                ):
+                    where = f"{path} ({type(part).__name__})"
+                    rule = f"{where} is in training mode, and gives an image other features each time"
+                    fix = f"Call eval() on {owns[0]} in __init__ or configure_model, which Lightning keeps"
+                    raise ConfigError(field, got, rule, fix)
 
     def cut(self, runtime: Runtime, plan: Plan, device: torch.device) -> Callable[[], None] | None:
         """Look calls of boundaries up before they are computed, and before any patch says that another rank does."""
         if all(modality.cache_features is None for modality in plan.modalities.values()):
             return None
         return CachedFeatures(runtime, plan.modalities, device).remove
-
-
-def _check_encoders(module: pl.LightningModule, plan: Plan) -> None:
-    """Refuse encoders whose features change from step to step.
-
-    Random numbers that no dropout module draws show in the first call (`CachedFeatures`).
-
-    Raises:
-        ConfigError: parameters are trained, or a dropout or batch norm is in training mode.
-    """
-    for name, modality in plan.modalities.items():
-        if modality.cache_features is None:
-            continue
-        field, got = f"modalities.{name}.cache_features", modality.cache_features
-        owned = [full for full, keys in plan.partition.owners.items() if any(key.modality == name for key in keys)]
-        parameters = dict(module.named_parameters(remove_duplicate=False))
-        trained = [full for full in owned if full in parameters and parameters[full].requires_grad]
-        if trained:
-            count = sum(full in parameters for full in owned)
-            rule = f"Features of a frozen encoder are kept, and {len(trained)} of the {count} parameters of {name} are"
-            fix = "Freeze them with requires_grad_(False), or let module and boundary name the part that is frozen"
-            raise ConfigError(field, got, f"{rule} trained, {trained[0]} among them", fix)
-        owns = plan.partition.encoders[name].owns
-        for path, part in module.named_modules():
-            is_random = isinstance(part, _DROPOUTS) and part.p > 0
-            if (
-                part.training
-                and (is_random or isinstance(part, _BATCH_NORMS))
-                and any(is_in(path, one) for one in owns)
-            ):
-                rule = (
-                    f"{path} ({type(part).__name__}) is in training mode, and gives an image other features each time"
-                )
-                fix = f"Call eval() on {owns[0]} in __init__ or configure_model, which Lightning keeps"
-                raise ConfigError(field, got, rule, fix)
 
 
 FEATURE = CacheFeatures

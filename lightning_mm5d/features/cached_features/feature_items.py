@@ -19,7 +19,7 @@ Shapes: N items, P rows of packed inputs.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -209,19 +209,13 @@ def take(
             found.append(tensor)
         return places[index, rows]
 
-    def walk(node: Any) -> Any:
-        if not isinstance(node, dict):
-            return node
-        if "rows" in node:
-            return {"t": add(node["t"], node["rows"]), "rows": True}
-        if "items" in node:
-            kind = "l" if "l" in node else "u"
-            return {kind: [{"t": add(node[kind][item]["t"], None)}], "items": True}
-        if "d" in node:
-            return {**node, "d": [[key, walk(value)] for key, value in node["d"]]}
-        return {key: [walk(one) for one in value] if key in ("l", "u") else value for key, value in node.items()}
+    def rows_of(node: Any) -> Any:
+        return {"t": add(node["t"], node["rows"]), "rows": True}
 
-    return walk(part), found
+    def one_of(kind: str, entries: Any) -> Any:
+        return {kind: [{"t": add(entries[item]["t"], None)}], "items": True}
+
+    return _replaced(part, rows_of, one_of), found
 
 
 def join(part: Any, tensors: Sequence[Sequence[Tensor]]) -> tuple[Any, list[Tensor]]:
@@ -247,16 +241,22 @@ def join(part: Any, tensors: Sequence[Sequence[Tensor]]) -> tuple[Any, list[Tens
             found.append(torch.cat(rows) if item < 0 and rows[0].dim() else rows[0])
         return {"t": places[index, item]}
 
-    def walk(node: Any) -> Any:
-        if not isinstance(node, dict):
-            return node
-        if "rows" in node:
-            return add(node["t"], -1)
-        if "items" in node:
-            kind = "l" if "l" in node else "u"
-            return {kind: [add(node[kind][0]["t"], item) for item in range(len(tensors))]}
-        if "d" in node:
-            return {**node, "d": [[key, walk(value)] for key, value in node["d"]]}
-        return {key: [walk(one) for one in value] if key in ("l", "u") else value for key, value in node.items()}
+    def all_of(kind: str, entries: Any) -> Any:
+        return {kind: [add(entries[0]["t"], item) for item in range(len(tensors))]}
 
-    return walk(part), found
+    return _replaced(part, lambda node: add(node["t"], -1), all_of), found
+
+
+def _replaced(node: Any, rows: Callable[[Any], Any], entries: Callable[[str, Any], Any]) -> Any:
+    """Return a description with others in place of tensors with rows of items, and of lists with an entry of each."""
+    if not isinstance(node, dict):
+        return node
+    if "rows" in node:
+        return rows(node)
+    if "items" in node:
+        kind = "l" if "l" in node else "u"
+        return entries(kind, node[kind])
+    if "d" in node:
+        return {**node, "d": [[key, _replaced(value, rows, entries)] for key, value in node["d"]]}
+    lists = {key: [_replaced(one, rows, entries) for one in node[key]] for key in ("l", "u") if key in node}
+    return node | lists

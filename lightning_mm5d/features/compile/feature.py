@@ -18,8 +18,6 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
-from types import MethodType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -31,6 +29,7 @@ from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.context_parallel.hooks.context_mask import ContextMask
 from lightning_mm5d.partition.compiled import is_compiled
 from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.sharded.removable import Removable
 from lightning_mm5d.stage.payload import tensors_in
 from lightning_mm5d.trainer.feature import Feature
 
@@ -64,7 +63,7 @@ class Compile(Feature):
         return _CompiledLayers(module, layers, plan.modalities, plan.partition.kept, in_lock_step).remove
 
 
-class _CompiledLayers:
+class _CompiledLayers(Removable):
     """The compiled layers of one rank, from the making of this object to `remove`.
 
     Made after layers are sharded over tensor parallel ranks, and before anything else is put in front of them.
@@ -86,7 +85,6 @@ class _CompiledLayers:
         is_eager: Callable[[], bool],
     ) -> None:
         self._is_eager = is_eager
-        self._undo: list[Callable[[], object]] = []
         for name, paths in layers.items():
             modality, functions = modalities[name], dict[Any, Callable[..., Any]]()
             for path in dict.fromkeys(paths):
@@ -95,19 +93,13 @@ class _CompiledLayers:
                     self._keep_outside(layer)
                     self._patch(layer, functions, modality, recomputes=name in again)
 
-    def remove(self) -> None:
-        """Leave the layers as they were."""
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
-
     def _keep_outside(self, layer: nn.Module) -> None:
         """Let compiled code end before the forwards that tensor parallelism has replaced."""
         for module in layer.modules():
             own = vars(module).get("forward")
             if own is not None:
-                self._put(module, _OUTSIDE, own)
-                self._put(module, "forward", MethodType(_outside, module))
+                self.put_attribute(module, _OUTSIDE, own)
+                self.put_forward(module, _outside)
 
     def _patch(
         self, layer: nn.Module, functions: dict[Any, Callable[..., Any]], modality: Modality, *, recomputes: bool
@@ -124,13 +116,7 @@ class _CompiledLayers:
                 return cls.forward(module, *args, **kwargs)
             return compiled(module, *args, **kwargs)
 
-        # bound, so that a copy of the module computes with its own weights
-        self._put(layer, "forward", MethodType(forward, layer))
-
-    def _put(self, module: nn.Module, name: str, value: Any) -> None:
-        own = vars(module).get(name)
-        vars(module)[name] = value
-        self._undo.append(partial(_restore, module, name, own))
+        self.put_forward(layer, forward)
 
 
 def _compiled(function: Callable[..., Any], modality: Modality, *, recomputes: bool) -> Callable[..., Any]:
@@ -150,13 +136,6 @@ def _compiled(function: Callable[..., Any], modality: Modality, *, recomputes: b
 @torch.compiler.disable
 def _outside(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return vars(module)[_OUTSIDE](*args, **kwargs)
-
-
-def _restore(module: nn.Module, name: str, own: Any) -> None:
-    if own is None:
-        vars(module).pop(name, None)
-    else:
-        vars(module)[name] = own
 
 
 def _is_plain(values: tuple[Any, ...]) -> bool:

@@ -36,8 +36,7 @@ class Communication:
 
     def of(self, kind: Kind) -> str | None:
         """Return the name of the dtype of one kind of traffic."""
-        found: str | None = getattr(self, kind)
-        return found
+        return getattr(self, kind)
 
 
 def communication_of(modality: Modality) -> Communication:

@@ -103,12 +103,9 @@ class DeferredInit(TorchDispatchMode):
             }
             for names, _, tensor in found:
                 if why.get(id(tensor)) is Undefined.FROM_META:
-                    raise ConfigError(
-                        names[0],
-                        "a value computed from a tensor of the meta device",
-                        "Such tensors have no contents",
-                        "Build the module outside of torch.device('meta'): configure_model makes no weights by itself",
-                    )
+                    rule = "Such tensors have no contents"
+                    fix = "Build the module outside of torch.device('meta'): configure_model makes no weights by itself"
+                    raise ConfigError(names[0], "a value computed from a tensor of the meta device", rule, fix)
             deferred = {key for key, reason in why.items() if reason is not Undefined.META}
             known = [(names, kind, t) for names, kind, t in found if id(t) in deferred]
             return DeferredWeights(

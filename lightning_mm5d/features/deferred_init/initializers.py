@@ -90,12 +90,9 @@ def _initialize(module: nn.Module, path: str, wanted: set[int], parts: Mapping[i
     if not any(id(tensor) in wanted for tensor in _tensors(module)):
         return
     if hasattr(module, "adapter_layer_names"):
-        raise ConfigError(
-            path or type(module).__name__,
-            f"{type(module).__name__} on the meta device",
-            "The constructor of a peft layer sets its matrices together, and cannot be repeated",
-            "Build the adapters in configure_model, outside of torch.device('meta')",
-        )
+        rule = "The constructor of a peft layer sets its matrices together, and cannot be repeated"
+        fix = "Build the adapters in configure_model, outside of torch.device('meta')"
+        raise ConfigError(path or type(module).__name__, f"{type(module).__name__} on the meta device", rule, fix)
     if _is_pretrained(module) and _construct_again(module, wanted, parts[id(module)]):
         return
     for name, child in module.named_children():

@@ -145,7 +145,7 @@ class Replay:
         marks = {
             step.operation.draw.restore
             for step in steps
-            if step.operation.draw and _is_mark(step.operation.draw.restore)
+            if step.operation.draw and isinstance(step.operation.draw.restore, int)
         }
         marks |= {end for end in (ends or {}).values() if isinstance(end, int)}
         for memory in self.kept - last.keys():
@@ -239,10 +239,6 @@ class Replay:
             self._storages[view.memory] = storage
             return
         view.tensor(self._storage(view.memory)).copy_(made)
-
-
-def _is_mark(restore: Tensor | int | None) -> bool:
-    return isinstance(restore, int)
 
 
 def _made(memory: Memory) -> UntypedStorage:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from lightning_mm5d.config.errors import private
 from lightning_mm5d.storage.files import Region
@@ -238,26 +239,14 @@ class TracedTensor(torch.Tensor):
         kwargs = {name: value for name, value in (kwargs or {}).items() if name != "device"}
         if func._schema.is_mutable:
             raise NotImplementedError(f"{func} writes into a weight that has not been read from its file")
-        if func not in _STEPS and not _returns_tensors(func):
+        returned = [str(value.type) for value in func._schema.returns]
+        if func not in _STEPS and not {"Tensor", "List[Tensor]"}.issuperset(returned):
             raise NotImplementedError(f"{func} asks for the value of a weight that has not been read from its file")
         step = _STEPS.get(func, _computed)
-        made = func(*_changed(args, _as_meta), **_changed(kwargs, _as_meta))
+        made = func(*tree_map(_as_meta, args), **tree_map(_as_meta, kwargs))
         if isinstance(made, Tensor):
             return cls(step(func, args, kwargs, made, None))
         return [cls(step(func, args, kwargs, tensor, index)) for index, tensor in enumerate(made)]
-
-
-def _returns_tensors(func: Any) -> bool:
-    return all(str(value.type) in ("Tensor", "List[Tensor]") for value in func._schema.returns)
-
-
-def _changed(tree: Any, change: Callable[[Any], Any]) -> Any:
-    """The same arguments with `change` applied to each, also within lists and dicts."""
-    if isinstance(tree, list | tuple):
-        return type(tree)(_changed(item, change) for item in tree)
-    if isinstance(tree, dict):
-        return {name: _changed(item, change) for name, item in tree.items()}
-    return change(tree)
 
 
 def _as_meta(value: Any) -> Any:
@@ -277,7 +266,7 @@ def _computed(func: Any, args: Any, kwargs: Any, made: Tensor, output: int | Non
         parts.append(value.recipe)
         return _Place(len(parts) - 1)
 
-    call = _Call(str(func), *_changed([args, kwargs], place))
+    call = _Call(str(func), *tree_map(place, [args, kwargs]))
     return Computed(tuple(made.shape), made.dtype, tuple(parts), call, output)
 
 
@@ -303,7 +292,7 @@ class _Call:
         def fill(value: Any) -> Any:
             return read[value.part] if isinstance(value, _Place) else value
 
-        return function(*_changed(self.args, fill), **_changed(self.kwargs, fill))
+        return function(*tree_map(fill, self.args), **tree_map(fill, self.kwargs))
 
 
 def _cast(func: Any, args: Any, kwargs: Any, made: Tensor, output: int | None) -> Recipe:

@@ -271,9 +271,8 @@ class Memories:
     def view(self, tensor: Tensor) -> View:
         """Where a tensor lies."""
         if tensor.is_neg():
-            raise ConfigError(
-                "configure_model", "a negated view of a weight", "A recorded tensor has no such views", "Clone it"
-            )
+            rule = "A recorded tensor has no such views"
+            raise ConfigError("configure_model", "a negated view of a weight", rule, "Clone it")
         return View(
             memory=self.known(tensor),
             size=tuple(tensor.shape),

@@ -17,7 +17,6 @@ from lightning_mm5d.engine.flight import AroundStep, AroundSteps, Course
 from lightning_mm5d.engine.recorder import Recorder
 from lightning_mm5d.features.device_figures.load_figures import LoadFigures
 from lightning_mm5d.sharded.collectives import message_device
-from lightning_mm5d.stage.put import put
 from lightning_mm5d.trainer.feature import Attached, Feature, Running
 
 _NAMES = ("busy_share", "bubble_share", "bytes_sent", "peak_memory_bytes", *LoadFigures._fields)
@@ -45,11 +44,7 @@ class _Figures(Attached, AroundSteps, AroundStep):
         running.engine.around += [self._recorder, self]
         accelerator: Any = running.trainer.accelerator
         original = accelerator.get_device_stats
-        self._take_away = put(accelerator, "get_device_stats", lambda device: {**original(device), **self._figures})
-
-    def remove(self) -> None:
-        """Leave the accelerator as it was."""
-        self._take_away()
+        self.put_attribute(accelerator, "get_device_stats", lambda device: {**original(device), **self._figures})
 
     def step(self, course: Course) -> AroundStep | None:
         """Gather figures of training steps."""

@@ -181,11 +181,10 @@ def _later(indices: Any, segments: Sequence[Segment]) -> Any:
         position = sum((size or 1) * batches for _, size, batches in segments)
         return BatchSampler(Later(indices.sampler, position), indices.batch_size, indices.drop_last)
     if sizes != {batch_size_of(indices)}:
+        rule = "This epoch was begun with another batch size, and a batch sampler of one's own cannot be drawn again"
+        fix = "Keep the batch size, or go on from a checkpoint of the end of an epoch"
         raise ConfigError(
-            "batch_sampler",
-            f"batch size {batch_size_of(indices)}, and before {sorted(map(str, sizes))}",
-            "This epoch was begun with another batch size, and a batch sampler of one's own cannot be drawn again",
-            "Keep the batch size, or go on from a checkpoint of the end of an epoch",
+            "batch_sampler", f"batch size {batch_size_of(indices)}, and before {sorted(map(str, sizes))}", rule, fix
         )
     return Later(indices, sum(batches for _, _, batches in segments))
 

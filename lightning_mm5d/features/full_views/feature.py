@@ -122,7 +122,6 @@ class _FullViews(Attached):
         self._place = ""
         self._swapped: list[tuple[nn.Module, str, Tensor, Tensor]] = []
         self._calls: list[tuple[nn.Module, AbstractContextManager[None]]] = []
-        self._undo: list[Callable[[], object]] = []
         guard.suspended, guard.entered = self.suspended, self.entered
         self._watch_hooks([module, *vars(running.trainer)["callbacks"]])
 
@@ -139,18 +138,14 @@ class _FullViews(Attached):
                 hook = getattr(owner, name, None)
                 if callable(hook) and not getattr(hook, "__module__", "").startswith(_OWN_HOOKS):
                     found.append((owner, name, hook))
-        for owner, name, hook in hooks_of_all(found, self._group if self._forms else None):
+        watched = hooks_of_all(found, self._group if self._forms else None)
+        for owner, name, hook in watched:
             self._watch(owner, name, hook, shares=not (predicts_apart and "predict" in name))
-        if self._forms and not self._module.optimizer_step.__module__.startswith(_OWN_HOOKS):
+        steps = self._forms and not self._module.optimizer_step.__module__.startswith(_OWN_HOOKS)
+        if steps:
             self._watch_step(self._module)
-        if self._undo:
+        if watched or steps:
             self._watch_calls()
-
-    def remove(self) -> None:
-        """Leave the hooks as they were."""
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
 
     def _watch(self, owner: Any, name: str, hook: Callable[..., Any], *, shares: bool) -> None:
         before = vars(owner).get(name)
@@ -168,7 +163,7 @@ class _FullViews(Attached):
                     vars(owner)[name] = before
 
         vars(owner)[name] = viewed
-        self._undo.append(undo)
+        self.changes.callback(undo)
 
     def _watch_step(self, module: pl.LightningModule) -> None:
         """Show full tensors in an `optimizer_step` of the user's, but for the step itself and the closure before it."""
@@ -184,8 +179,7 @@ class _FullViews(Attached):
                 given = None if optimizer_closure is None else closure
                 return step(epoch, batch_idx, optimizer, given, **kwargs)
 
-        vars(module)["optimizer_step"] = viewed
-        self._undo.append(lambda: vars(module).pop("optimizer_step", None))
+        self.put_attribute(module, "optimizer_step", viewed)
 
     def _watch_calls(self) -> None:
         """Let layers that are sharded compute with local tensors, also where a hook calls them; on all ranks."""
@@ -207,7 +201,8 @@ class _FullViews(Attached):
             if any(name in apart for name, _ in module.named_parameters(path, recurse=False)):
                 before = module.register_forward_pre_hook(functools.partial(enter, path), prepend=True)
                 after = module.register_forward_hook(leave, always_call=True)
-                self._undo += before.remove, after.remove
+                self.changes.callback(before.remove)
+                self.changes.callback(after.remove)
 
     # --- views ---
 

@@ -61,25 +61,24 @@ class PartExchange:
         plan: all stages.
         rank: global rank.
         wire: where messages of the default group live.
+
+    Attributes:
+        holding: returns what a rank that holds a parameter, by its name, holds of it.
     """
 
     def __init__(self, module: nn.Module, plan: Plan, rank: int, wire: torch.device) -> None:
         holdings = Holdings(plan, module)
         self._rank, self._wire = rank, wire
         self._keepers, self._holders = cache(holdings.keepers), cache(plan.ownership.ranks_holding)
-        self._holding = cache(lambda name, rank: holdings.of(name, rank, plan.shapes[name]))
-
-    def holding(self, name: str, rank: int) -> Holding:
-        """Return what a rank that holds a parameter holds of it."""
-        return self._holding(name, rank)
+        self.holding = cache(lambda name, rank: holdings.of(name, rank, plan.shapes[name]))
 
     def own_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of what this rank owns of a parameter that it holds."""
-        return self._holding(name, self._rank).own
+        return self.holding(name, self._rank).own
 
     def forms(self, name: str) -> tuple[tuple[int, ...], ...]:
         """Return the shapes of a parameter, full, local and own, of any rank that keeps a part of it."""
-        held = self._holding(name, self._rank if self.is_held(name) else self._keepers(name)[0])
+        held = self.holding(name, self._rank if self.is_held(name) else self._keepers(name)[0])
         return held.full, held.local, held.own
 
     def is_held(self, name: str) -> bool:
@@ -88,7 +87,7 @@ class PartExchange:
 
     def cut(self, name: str, full: Tensor, local: Tensor) -> None:
         """Write to `local`, which has any form, this rank's part of a full tensor."""
-        for part in self._holding(name, self._rank).parts(local.shape):
+        for part in self.holding(name, self._rank).parts(local.shape):
             narrowed(local, part.held).copy_(narrowed(full, part.full))
 
     def bring(self, tensors: Sequence[Moving]) -> None:
@@ -106,7 +105,7 @@ class PartExchange:
             size = 0
             for one in moving:
                 bucket.append(one)
-                size += dtype.itemsize * math.prod(self._holding(one.name, keeper).own)
+                size += dtype.itemsize * math.prod(self.holding(one.name, keeper).own)
                 if size >= _BUCKET_BYTES:
                     self._broadcast(keeper, dtype, bucket)
                     bucket, size = [], 0
@@ -114,7 +113,7 @@ class PartExchange:
                 self._broadcast(keeper, dtype, bucket)
 
     def _broadcast(self, keeper: int, dtype: torch.dtype, bucket: Sequence[Moving]) -> None:
-        holdings = [self._holding(one.name, keeper) for one in bucket]
+        holdings = [self.holding(one.name, keeper) for one in bucket]
         parts = [(one, holding, part) for one, holding in zip(bucket, holdings, strict=True) for part in _own(holding)]
         sizes = [math.prod(stop - start for start, stop in part.full) for _, _, part in parts]
         flat = torch.zeros(sum(sizes), dtype=dtype, device=self._wire)

@@ -8,8 +8,6 @@ heads compute what they always did.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from types import MethodType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,6 +18,7 @@ from torch.nn import functional as F
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.features.fused_heads.lazy_logits import Head, lazy_logits, settle
 from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.sharded.removable import Removable
 from lightning_mm5d.sharded.sequence_operations import is_tokens
 from lightning_mm5d.sharded.tensor import Sharded
 from lightning_mm5d.sharded.vocabulary_shard import Columns
@@ -33,13 +32,12 @@ class FusesHeads(Feature):
     def check(self, module: pl.LightningModule, plan: Plan, device: torch.device) -> None:
         """Refuse a module none of whose models names a linear layer as its output embeddings."""
         if (name := _fused(plan)) is not None and not heads(module):
-            raise ConfigError(
-                f"modalities.{name}.fused_linear_cross_entropy",
-                True,
-                "It fuses a linear head with its loss, and no model here returns one from get_output_embeddings()",
+            rule = "It fuses a linear head with its loss, and no model here returns one from get_output_embeddings()"
+            fix = (
                 "Leave it unset, or let the model have that method as models of transformers do. It must return a "
-                "torch.nn.Linear without an adapter, such as one of LoRA, on it",
+                "torch.nn.Linear without an adapter, such as one of LoRA, on it"
             )
+            raise ConfigError(f"modalities.{name}.fused_linear_cross_entropy", True, rule, fix)
 
     def needs_schedule(self, plan: Plan) -> bool:
         """Whether there is a step to end."""
@@ -66,7 +64,7 @@ def _fused(plan: Plan) -> str | None:
     return next((name for name, one in plan.modalities.items() if one.fused_linear_cross_entropy), None)
 
 
-class FusedHeads:
+class FusedHeads(Removable):
     """The heads of one rank, from the making of this object to `remove`.
 
     Args:
@@ -76,15 +74,13 @@ class FusedHeads:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._settle: list[Callable[[], None]] = []
-        self._undo: list[Callable[[], object]] = []
         self._heads: set[nn.Module] = set()
         held = frozenset().union(*runtime.stages.values())
         for path, head in heads(runtime.root).items():
             if f"{path}.weight" in held:
                 self._heads.add(head)
                 if "forward" not in vars(head):  # else it is sharded over tensor parallel ranks
-                    vars(head)["forward"] = MethodType(self._whole(), head)
-                    self._undo.append(partial(delattr, head, "forward"))
+                    self.put_forward(head, self._whole())
         if runtime.tensor is not None:
             runtime.tensor.computes_logits = self._lazy
         runtime.ends.append(self.settle)
@@ -97,9 +93,7 @@ class FusedHeads:
 
     def remove(self) -> None:
         """Leave the heads as they were."""
-        for undo in self._undo:
-            undo()
-        self._undo.clear()
+        super().remove()
         if self._runtime.tensor is not None:
             self._runtime.tensor.computes_logits = None
 

@@ -107,8 +107,7 @@ def linear_row_losses(
         target: classes ``[N]``, counted over all ranks.
         compute: what is computed of the product. Of this rank's classes, the gradient of `hidden` is partial.
     """
-    losses: Tensor = _RowLosses.apply(hidden, weight, bias, target, compute)
-    return losses
+    return _RowLosses.apply(hidden, weight, bias, target, compute)
 
 
 class _RowLosses(torch.autograd.Function):
@@ -322,8 +321,7 @@ class _Unseen(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        made: Tensor = _make_wrapper(LazyLogits, shape, dtype=dtype, device=hidden.device)
-        return made
+        return _make_wrapper(LazyLogits, shape, dtype=dtype, device=hidden.device)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -372,8 +370,7 @@ def _then(func: Callable[..., Any], x: LazyLogits, args: Sequence[Any], kwargs: 
         return x
 
     def function(logits: Tensor) -> Tensor:
-        result: Tensor = func(logits, *args, **kwargs)
-        return result
+        return func(logits, *args, **kwargs)
 
     return _made(x._family, x._source(), (*x._pointwise, function), example.dtype)
 

@@ -37,7 +37,7 @@ from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.features.grids.fields import grid_side
 from lightning_mm5d.layout.even_split import even_ranges
 from lightning_mm5d.sharded.collectives import TensorGroup, differentiable
-from lightning_mm5d.sharded.operations import requires_grad
+from lightning_mm5d.sharded.operations import requires_grad, size_of
 from lightning_mm5d.sharded.shards import Across, Range, Shard
 from lightning_mm5d.sharded.tensor import Sharded, as_sharded, without_graph
 from lightning_mm5d.sharded.torch_internals import in_backward
@@ -293,11 +293,6 @@ def _kept_gradient(func: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
     return gradient if gradient is None or in_backward() else args[0].sharding.wrapped(gradient)
 
 
-def _size(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    dim = args[1] if len(args) > 1 else kwargs.get("dim")
-    return args[0].shape if dim is None else args[0].shape[dim]
-
-
 def _repr(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     frame = args[0].sharding
     return f"Block({tuple(args[0].shape)}, rows and columns {frame.place(frame.group.index)}: {args[0].local!r})"
@@ -312,7 +307,7 @@ Block.rules |= {getattr(Tensor, name): _of_local for name in _TELLING.split() if
 Block.rules |= {
     Tensor.requires_grad.__get__: requires_grad,  # type: ignore[attr-defined]
     Tensor.shape.__get__: lambda func, args, kwargs: args[0].shape,  # type: ignore[attr-defined]
-    Tensor.size: _size,
+    Tensor.size: size_of,
     Tensor.numel: lambda func, args, kwargs: args[0].shape.numel(),
     Tensor.nelement: lambda func, args, kwargs: args[0].shape.numel(),
     Tensor.__len__: lambda func, args, kwargs: args[0].shape[0],

@@ -15,7 +15,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, pairwise
-from types import MethodType
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from lightning_mm5d.features.grids.grid_operations import Cube, Line, Norm, Pane
 from lightning_mm5d.layout.even_split import even_lengths
 from lightning_mm5d.partition.hidden_state import Place, at, hidden_place, with_state
 from lightning_mm5d.sharded.collectives import differentiable
+from lightning_mm5d.sharded.removable import Removable
 from lightning_mm5d.sharded.shards import Shard
 from lightning_mm5d.sharded.tensor import Sharded
 from lightning_mm5d.tensor_parallel.region import Region
@@ -62,7 +62,7 @@ class GridPlan:
         return any(path == layer or path.startswith(f"{layer}.") for layer in self.layers)
 
 
-class GridLayers:
+class GridLayers(Removable):
     """The layers of one modality on one rank.
 
     Args:
@@ -77,7 +77,6 @@ class GridLayers:
         self._place = self._shape.places[self._group.index]
         self._frame: Frame | None = None  # of the hidden state of the layer that runs
         self._checks = GridChecks(plan.modality, plan.shape)
-        self._undo: list[Callable[[], object]] = []
 
     def attach(self, root: nn.Module, division: Division, layers: Sequence[str]) -> None:
         """Let the layers at these paths of `root` compute on blocks, until `remove`."""
@@ -85,37 +84,26 @@ class GridLayers:
         held = replace(plan, layers=tuple(layers))
         for path in layers:
             layer = root.get_submodule(path)
-            self._replace(layer, self._layer(layer.forward))
+            self.put_forward(layer, self._layer(layer.forward))
         for path, kind in division.roles.items():
             if held.holds(path) and kind in ("column", "row") and ".lora_" not in path:
-                self._replace(root.get_submodule(path), self._linear(kind, division.shards[f"{path}.weight"]))
+                self.put_forward(root.get_submodule(path), self._linear(kind, division.shards[f"{path}.weight"]))
         for path, kind in plan.adapters.items():
             if held.holds(path):
-                self._replace(root.get_submodule(path), self._low_rank(kind))
+                self.put_forward(root.get_submodule(path), self._low_rank(kind))
         for path, norm in plan.norms.items():
             if held.holds(path):
-                self._replace(root.get_submodule(path), self._norm(norm))
+                self.put_forward(root.get_submodule(path), self._norm(norm))
         for path, module in root.named_modules():
             if isinstance(module, nn.Embedding) and not plan.holds(path):
-                self._undo.append(module.register_forward_pre_hook(self._checks.note_ids).remove)
+                self.changes.callback(module.register_forward_pre_hook(self._checks.note_ids).remove)
         attentions = [path for path in division.heads if held.holds(path)]
         for path in attentions:
             module = root.get_submodule(path)
             if not any(path.startswith(f"{other}.") for other in attentions):
-                self._undo.append(module.register_forward_pre_hook(self._own_rows, with_kwargs=True).remove)
+                self.changes.callback(module.register_forward_pre_hook(self._own_rows, with_kwargs=True).remove)
             leave = partial(self._leave_heads, division.heads[path])
-            self._undo.append(module.register_forward_hook(leave, prepend=True).remove)
-
-    def remove(self) -> None:
-        """Take the patches away again."""
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
-
-    def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        # bound, so that a copy of the module computes with its own weights
-        vars(module)["forward"] = MethodType(forward, module)
-        self._undo.append(partial(vars(module).pop, "forward", None))
+            self.changes.callback(module.register_forward_hook(leave, prepend=True).remove)
 
     # --- forwards ---
 

@@ -18,6 +18,7 @@ whether its scale is kept less one. Any other module is computed on the full wid
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,12 +55,7 @@ class Line(TensorGroup):
             return lambda: found
         work = dist.broadcast(found, group=self.group, group_src=source, async_op=True)
         self.moved += found.nbytes * (self.size - 1) / self.size  # all ranks but the last pass it on
-
-        def wait() -> Tensor:
-            work.wait()
-            return found
-
-        return wait
+        return self._after(work, lambda: found)
 
     def start_sum_to(self, part: Tensor, target: int) -> Wait:
         """Start to sum `part` over the line to the rank at `target`; it takes the memory of `part`."""
@@ -68,12 +64,7 @@ class Line(TensorGroup):
             return lambda: part
         work = dist.reduce(part, group=self.group, group_dst=target, async_op=True)
         self.moved += part.nbytes * (self.size - 1) / self.size
-
-        def wait() -> Tensor:
-            work.wait()
-            return part
-
-        return wait
+        return self._after(work, lambda: part)
 
 
 @dataclass(frozen=True)
@@ -227,10 +218,7 @@ class _Product3D(torch.autograd.Function):
 
 
 def _rows(x: Tensor) -> int:
-    found = 1
-    for size in x.shape[:-1]:
-        found *= size
-    return found
+    return math.prod(x.shape[:-1])
 
 
 # --- norms ---
@@ -325,8 +313,7 @@ def normed(module: Any, x: Tensor, norm: Norm, line: TensorGroup) -> Tensor:
     kind = x.device.type
     # autocast runs a layer norm in float32, and its result stays so
     dtype = torch.float32 if norm.centers and torch.is_autocast_enabled(kind) and x.dtype != torch.float64 else x.dtype
-    made: Tensor = _Normed.apply(x, module.weight, getattr(module, "bias", None), norm, line, dtype)
-    return made
+    return _Normed.apply(x, module.weight, getattr(module, "bias", None), norm, line, dtype)
 
 
 class _Normed(torch.autograd.Function):

@@ -8,7 +8,7 @@ microbatches, and agree on what they have watched. Ranks that share experts see 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -154,19 +154,16 @@ class Interleaving(Attached):
             yield
             return
         found: set[str] = set()
-        handles, before = [], _contents(self._runtime.root)
+        before = _contents(self._runtime.root)
 
         def leaves(*_: Any) -> None:  # since the step began: what it writes before its layers, it may read after them
             after = _contents(self._runtime.root)
             found.update(f"{path}.{name}".lstrip(".") for path, name, _ in written(before, after))
 
-        for layer in dict.fromkeys(self._layers[stage]):
-            handles.append(layer.register_forward_hook(leaves, always_call=True))
-        try:
+        with ExitStack() as stack:
+            for layer in dict.fromkeys(self._layers[stage]):
+                stack.callback(layer.register_forward_hook(leaves, always_call=True).remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
         flag = torch.tensor(float(bool(found)), device=self._device)
         for group in self._sharing[stage]:
             flag = group.max(flag)

@@ -144,13 +144,12 @@ class CastingOnce:
     def _check(self) -> None:
         """Refuse writes of microbatches that kept copies."""
         if self._keeps and self._tried and (written := self._written()):
-            raise ConfigError(
-                "training_step",
-                f"a write to {written!r}",
+            rule = (
                 "Under autocast all microbatches of a step use one copy of each trained weight, and its first "
-                "microbatch of the fit wrote to none",
-                "Write between steps, as in on_train_batch_start, or use bf16-true with main_params",
+                "microbatch of the fit wrote to none"
             )
+            fix = "Write between steps, as in on_train_batch_start, or use bf16-true with main_params"
+            raise ConfigError("training_step", f"a write to {written!r}", rule, fix)
 
 
 class _Uses(TorchDispatchMode):

@@ -17,7 +17,6 @@ import ast
 import importlib
 import re
 from collections.abc import Callable, Mapping
-from types import MethodType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -26,8 +25,8 @@ from transformers.activations import SiLUActivation
 
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.partition import Partition
+from lightning_mm5d.sharded.removable import Removable
 from lightning_mm5d.source.trees import Source, method_of
-from lightning_mm5d.stage.put import put
 
 LIGER = "liger_kernel.transformers.functional"
 _FUSED = frozenset({"rms_norm", "liger"})
@@ -61,7 +60,7 @@ def fused_modules(root: nn.Module, partition: Partition, modality: str) -> Fused
     return FusedModules(norms, tuple(gated))
 
 
-class ChosenKernels:
+class ChosenKernels(Removable):
     """The modules of one rank that compute with chosen kernels, from the making of this object to `remove`.
 
     Made after layers are compiled, whose code then holds these kernels.
@@ -73,7 +72,6 @@ class ChosenKernels:
     """
 
     def __init__(self, root: nn.Module, partition: Partition, modalities: Mapping[str, Modality]) -> None:
-        self._take_away: list[Callable[[], None]] = []
         for name, modality in modalities.items():
             if _FUSED.isdisjoint(modality.chosen_kernels):
                 continue
@@ -82,21 +80,11 @@ class ChosenKernels:
                 # one function for all that add the same: compiled layers that are equal then share code
                 norms = {eps: _norm(eps) for eps in found.norms.values()}
                 for path, eps in found.norms.items():
-                    self._put(root.get_submodule(path), norms[eps])
+                    self.put_forward(root.get_submodule(path), norms[eps])
             if "liger" in modality.chosen_kernels:
                 unit = _gated_unit(importlib.import_module(LIGER).liger_swiglu)
                 for path in found.gated:
-                    self._put(root.get_submodule(path), unit)
-
-    def remove(self) -> None:
-        """Leave the modules as they were."""
-        for take_away in reversed(self._take_away):
-            take_away()
-        self._take_away.clear()
-
-    def _put(self, module: nn.Module, forward: Callable[..., Tensor]) -> None:
-        # bound, so that a copy of the module computes with its own weights
-        self._take_away.append(put(module, "forward", MethodType(forward, module)))
+                    self.put_forward(root.get_submodule(path), unit)
 
 
 def _norm(eps: float) -> Callable[[Any, Tensor], Tensor]:

@@ -29,39 +29,34 @@ class Kernels(Feature):
     """The field `Modality.kernels`: names of kernels."""
 
     def check(self, module: pl.LightningModule, plan: Plan, device: torch.device) -> None:
-        """Refuse kernels that this module, machine or device cannot run, and choose the attention of its models."""
-        check_kernels_of(module, plan, device)
+        """Refuse kernels that this module, machine or device cannot run, and choose the attention of its models.
+
+        Raises:
+            ConfigError: nothing in the modality computes what the kernel does; a package is missing; Liger on a CPU.
+        """
+        for name, modality in plan.modalities.items():
+            field, said, chosen = f"modalities.{name}.kernels", modality.kernels, modality.chosen_kernels
+            if {"liger", "rms_norm"}.isdisjoint(chosen):
+                continue
+            if "liger" in chosen:
+                if importlib.util.find_spec("liger_kernel") is None:
+                    rule = "The package liger-kernel is not installed"
+                    raise ConfigError(field, said, rule, "Install it (pip install liger-kernel), or leave out 'liger'")
+                if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+                    rule = "Liger's kernels are written in Triton, which compiles for GPUs, and the trainer has CPUs"
+                    raise ConfigError(field, said, rule, "Leave out 'liger', or use an accelerator")
+            found = fused_modules(module, plan.partition, name)
+            if "rms_norm" in chosen and not found.norms:
+                rule = f"No norm of {name} computes what Llama's RMSNorm computes, by its code"
+                raise ConfigError(field, said, rule, "Leave out 'rms_norm'")
+            if "liger" in chosen and not found.gated:
+                rule = f"No module of {name} computes down_proj(silu(gate_proj(x)) * up_proj(x)), by its code"
+                raise ConfigError(field, said, rule, "Leave out 'liger'")
+        choose_attention(module, plan)
 
     def cut(self, runtime: Runtime, plan: Plan, device: torch.device) -> Callable[[], None] | None:
         """Let modules compute with chosen kernels."""
         return ChosenKernels(runtime.root, plan.partition, plan.modalities).remove
-
-
-def check_kernels_of(module: nn.Module, plan: Plan, device: torch.device) -> None:
-    """Refuse kernels that this module, machine or device cannot run, and choose the attention of its models.
-
-    Raises:
-        ConfigError: nothing in the modality computes what the kernel does; a package is missing; Liger on a CPU.
-    """
-    for name, modality in plan.modalities.items():
-        field, said, chosen = f"modalities.{name}.kernels", modality.kernels, modality.chosen_kernels
-        if {"liger", "rms_norm"}.isdisjoint(chosen):
-            continue
-        if "liger" in chosen:
-            if importlib.util.find_spec("liger_kernel") is None:
-                rule = "The package liger-kernel is not installed"
-                raise ConfigError(field, said, rule, "Install it (pip install liger-kernel), or leave out 'liger'")
-            if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-                rule = "Liger's kernels are written in Triton, which compiles for GPUs, and the trainer has CPUs"
-                raise ConfigError(field, said, rule, "Leave out 'liger', or use an accelerator")
-        found = fused_modules(module, plan.partition, name)
-        if "rms_norm" in chosen and not found.norms:
-            rule = f"No norm of {name} computes what Llama's RMSNorm computes, by its code"
-            raise ConfigError(field, said, rule, "Leave out 'rms_norm'")
-        if "liger" in chosen and not found.gated:
-            rule = f"No module of {name} computes down_proj(silu(gate_proj(x)) * up_proj(x)), by its code"
-            raise ConfigError(field, said, rule, "Leave out 'liger'")
-    choose_attention(module, plan)
 
 
 def choose_attention(module: nn.Module, plan: Plan) -> None:
@@ -110,12 +105,9 @@ def _check_shared(module: nn.Module, plan: Plan, name: str, model: PreTrainedMod
         if other == name or not {*modality.chosen_kernels}.isdisjoint({*chosen}.intersection(ATTENTIONS)):
             continue
         if any(id(part.config) in inside for part in _models(module, plan.partition, other)):
-            raise ConfigError(
-                f"modalities.{name}.kernels",
-                plan.modalities[name].kernels,
-                f"{type(model).__name__} has one configuration with models of {other}, which name another attention",
-                f"Name the same attention for {name} and {other}",
-            )
+            rule = f"{type(model).__name__} has one configuration with models of {other}, which name another attention"
+            fix = f"Name the same attention for {name} and {other}"
+            raise ConfigError(f"modalities.{name}.kernels", plan.modalities[name].kernels, rule, fix)
 
 
 FEATURE = Kernels

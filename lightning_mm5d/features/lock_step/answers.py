@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_mm5d.data.random_state import set_torch_states, torch_states
+from lightning_mm5d.sharded.removable import put
 from lightning_mm5d.stage import StageError
 from lightning_mm5d.stage.payload import Packer, rebuild, tensors_in
 
@@ -126,8 +127,7 @@ class Effects:
             self._calls.append([number, name, [_description(one, name) for one in args], named])
             return original(*args, **kwargs)
 
-        vars(cache)[name] = update
-        stack.callback(vars(cache).pop, name)
+        stack.callback(put(cache, name, update))
 
     def _stand_in(self, described: Any) -> Any:
         if not isinstance(described, Mapping) or set(described) != {"dtype", "shape"}:

@@ -46,11 +46,11 @@ from lightning_mm5d.features.lock_step.answers import Differentiable, Effects
 from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.sharded.collectives import message_device
 from lightning_mm5d.sharded.remote_value import settled
+from lightning_mm5d.sharded.removable import put
 from lightning_mm5d.source.names import names, reached
 from lightning_mm5d.source.trees import Source
 from lightning_mm5d.stage import StageError
 from lightning_mm5d.stage.payload import map_tensors, unsharded
-from lightning_mm5d.stage.put import put
 from lightning_mm5d.trainer.feature import Attached, Feature, Running
 from lightning_mm5d.trainer.kept_values import KeptValues
 from lightning_mm5d.trainer.metrics import MetricSync
@@ -118,7 +118,6 @@ class LockStep(Attached, AroundUpdates):
         last = plan.topology.instances(plan.topology.last_stage)
         self._own = next((number for number in served if rank in last[number]), None)  # whose steps end here
         self._channels: dict[tuple[int, int], TreeChannel] = {}
-        self._undo = ExitStack()
         self._refresh: Callable[[], None] | None = None
         for path, module in self._runtime.root.named_modules():
             if callable(getattr(type(module), "generate", None)):
@@ -151,10 +150,6 @@ class LockStep(Attached, AroundUpdates):
         """Let parameters that were broadcast beforehand have the values that an optimizer's step has given them."""
         if self._refresh is not None:
             self._refresh()
-
-    def remove(self) -> None:
-        """Take the patches of `generate` away again."""
-        self._undo.close()
 
     def execute(self, step: Step, *, optimizes: bool = False) -> None:
         """Run all microbatches of a step; results of this rank's own replica go to ``step.finish``.
@@ -237,7 +232,7 @@ class LockStep(Attached, AroundUpdates):
             with local, torch.no_grad(), self.during(next(iter(self._groups)), 0, draws=True):
                 return original(*args, **kwargs)  # type: ignore[operator]
 
-        self._undo.callback(put(module, "generate", generate))
+        self.put_attribute(module, "generate", generate)
 
     # --- what is answered ---
 
@@ -246,7 +241,8 @@ class LockStep(Attached, AroundUpdates):
         partition, root = self._plan.partition, self._runtime.root
         found = []
         for name, encoder in partition.encoders.items():
-            if len(partition.stages[name]) == 1 and not self._holds_others(name):
+            calls_others = any(name in fed for fed in self._plan.topology.consumers.values())
+            if len(partition.stages[name]) == 1 and not calls_others:
                 stage = self._plan.topology.stage_of[partition.stages[name][0].name]
                 for cut in encoder.boundaries:
                     found.append(_Unit(root.get_submodule(cut.path), cut.method, cut.name, stage, cut.name))
@@ -257,10 +253,6 @@ class LockStep(Attached, AroundUpdates):
             if owner is not None and is_callable and (module, "forward") not in taken:
                 found.append(_Unit(module, "forward", path, owner))
         return found
-
-    def _holds_others(self, name: str) -> bool:
-        """Whether a call of a modality's boundary may call boundaries of others."""
-        return any(name in fed for fed in self._plan.topology.consumers.values())
 
     @functools.cached_property
     def _loose(self) -> list[tuple[nn.Module, str, str, StageKey]]:

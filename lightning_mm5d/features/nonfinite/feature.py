@@ -20,7 +20,6 @@ from lightning_mm5d.checkpoint.optimizer_state import names_of
 from lightning_mm5d.config.errors import NonFiniteError
 from lightning_mm5d.engine.run_groups import gather_texts
 from lightning_mm5d.sharded.collectives import message_device
-from lightning_mm5d.stage.put import put
 from lightning_mm5d.trainer.feature import Attached, Feature, Running
 from lightning_mm5d.trainer.optimization import AroundUpdates, SkippedUpdate
 
@@ -54,11 +53,7 @@ class _NonFinite(Attached, AroundUpdates):
             self._losses.append(loss.detach())  # as it is before a scaler
             return prepared(loss, module)
 
-        self._take_away = put(precision, "pre_backward", pre_backward)
-
-    def remove(self) -> None:
-        """Leave the precision plugin as it was."""
-        self._take_away()
+        self.put_attribute(precision, "pre_backward", pre_backward)
 
     def ready(self, optimizer: Optimizer, *, is_scaled: bool) -> None:
         """Look before an optimizer's step, with summed gradients; collective.

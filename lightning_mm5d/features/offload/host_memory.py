@@ -70,12 +70,9 @@ class HostMemory:
         free, need = free_memory(), count * self._ranks
         if free is not None and need > free:
             rule = f"The {self._ranks} ranks of this host would keep {need / 2**30:.3g} GiB of {what} there"
-            raise ConfigError(
-                field,
-                "activations",
-                f"{rule}, and it has {free / 2**30:.3g} GiB free",
-                "Use activation_checkpointing, fewer or smaller microbatches, or leave it out",
-            )
+            rule = f"{rule}, and it has {free / 2**30:.3g} GiB free"
+            fix = "Use activation_checkpointing, fewer or smaller microbatches, or leave it out"
+            raise ConfigError(field, "activations", rule, fix)
 
     def store(self, tensor: Tensor) -> Stored:
         """Begin to copy a tensor of the device to the host; the caller may let go of it at once."""

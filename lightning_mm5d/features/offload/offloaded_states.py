@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from lightning_mm5d.config.errors import private
 from lightning_mm5d.features.offload.host_memory import SMALLEST, HostMemory, Stored
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.stage.put import put
+from lightning_mm5d.sharded.removable import put
 from lightning_mm5d.trainer.optimization import AroundUpdates
 
 _BY_PARAMETER = (

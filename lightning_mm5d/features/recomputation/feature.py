@@ -36,9 +36,9 @@ from lightning_mm5d.partition.compiled import IN_PLACE, compiled_parts, is_compi
 from lightning_mm5d.partition.parts import is_in
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.kept_results import kept_results, operations_named
+from lightning_mm5d.sharded.removable import Removable
 from lightning_mm5d.stage import Runtime
 from lightning_mm5d.stage.payload import tensors_in
-from lightning_mm5d.stage.put import put
 from lightning_mm5d.trainer.feature import Feature
 
 _top_hooks = private(torch._C._autograd, "_top_saved_tensors_default_hooks")
@@ -69,7 +69,7 @@ class Recomputation(Feature):
         return Recompute(runtime).remove if plan.partition.kept else None
 
 
-class Recompute:
+class Recompute(Removable):
     """The layers of one rank that run again in the backward, from the making of this object to `remove`.
 
     Args:
@@ -78,7 +78,6 @@ class Recompute:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._undo: list[Callable[[], None]] = []
         done = set[int]()
         for modality, kept in runtime.partition.kept.items():
             cuts = [stage.cuts[modality] for stage in runtime.stages if modality in stage.cuts]
@@ -88,12 +87,6 @@ class Recompute:
                 if here and operations is not None and id(layer) not in done:
                     done.add(id(layer))
                     self._patch(layer, modality, calls, operations_named(operations))
-
-    def remove(self) -> None:
-        """Take the patches away again."""
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
 
     def _patch(self, layer: nn.Module, modality: str, calls: list[int], operations: frozenset[str]) -> None:
         method = IN_PLACE if is_compiled_in_place(layer) else "forward"
@@ -110,7 +103,7 @@ class Recompute:
             return self._run(module, inner, args, kwargs, operations, buffers, is_eager=is_watched)
 
         # bound, so that a copy of the module computes with its own weights
-        self._undo.append(put(layer, method, MethodType(forward, layer)))
+        self.put_attribute(layer, method, MethodType(forward, layer))
 
     def _applies(self, layer: nn.Module, modality: str, calls: list[int], args: tuple, kwargs: dict[str, Any]) -> bool:
         """Whether a call of a layer runs again in its backward."""
@@ -203,14 +196,12 @@ class _Watch:
             def note(*_: Any) -> None:
                 seen.append(not torch.is_grad_enabled() or _top_hooks(True)[0] is not around)
 
-            handles = [module.register_forward_pre_hook(note) for module in self._modules]
-            try:
-                with torch.compiler.set_stance("force_eager"):  # hooks are not to be compiled
-                    return inner(*args, **kwargs)
-            finally:
-                self.found = bool(seen) and all(seen)
-                for handle in handles:
-                    handle.remove()
+            with ExitStack() as stack:
+                for module in self._modules:
+                    stack.callback(module.register_forward_pre_hook(note).remove)
+                stack.callback(lambda: setattr(self, "found", bool(seen) and all(seen)))
+                stack.enter_context(torch.compiler.set_stance("force_eager"))  # hooks are not to be compiled
+                return inner(*args, **kwargs)
 
         return call
 

@@ -143,13 +143,12 @@ class RowIndices(TorchFunctionMode):
                     stacklevel=4,
                 )
         if is_rows:
-            raise ConfigError(
-                field,
-                "an index of rows",
-                "The step picks rows by it of what it makes of the batch, and in a microbatch these rows are others",
+            rule = "The step picks rows by it of what it makes of the batch, and in a microbatch these rows are others"
+            fix = (
                 "Give a function that splits a batch and counts such positions anew: microbatching=function of (batch, "
-                "num_microbatches), in YAML its import path; or use num_microbatches=1",
+                "num_microbatches), in YAML its import path; or use num_microbatches=1"
             )
+            raise ConfigError(field, "an index of rows", rule, fix)
 
     def _is_made_of_batch(self, tensor: Tensor) -> bool:
         if isinstance(tensor, Parameter) or is_remote(tensor) or id(tensor) in self._buffers:

@@ -35,7 +35,6 @@ from lightning_mm5d.data.microbatch import leaves
 from lightning_mm5d.engine.codec import broadcast_tree
 from lightning_mm5d.engine.run_groups import Wish
 from lightning_mm5d.monitor.verdict import named
-from lightning_mm5d.stage.put import put
 from lightning_mm5d.trainer.feature import BEFORE_TRANSFER, Attached, Feature, Running
 
 _WHOLE = 1 << 15  # elements of a tensor up to which all are read, and as many of a larger one
@@ -140,11 +139,11 @@ class _Digested(Attached):
             self.note(batch)
             return before_transfer(batch, dataloader_idx)
 
-        self._take_away = put(running.module, BEFORE_TRANSFER, prepared)
+        self.put_attribute(running.module, BEFORE_TRANSFER, prepared)
 
     def remove(self) -> None:
         """Compare no longer."""
-        self._take_away()
+        super().remove()
         self._turns.proof = None
 
     @property

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from lightning_mm5d.checkpoint.module_state import tensors_of
 from lightning_mm5d.checkpoint.optimizer_state import names_of
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.features.sharded_checkpoints.stored_tensors import Piece, Saved, pieces_of, whole_box
-from lightning_mm5d.plan.holdings import Box, Holdings, Part
+from lightning_mm5d.features.sharded_checkpoints.stored_tensors import Piece, Saved, pieces_of
+from lightning_mm5d.plan.holdings import Box, Holdings, Part, whole_box
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.remote_value import Guard, Origin, is_remote, placeholder
 from lightning_mm5d.stage.remote import is_placeholder

@@ -73,8 +73,7 @@ class SavedWeights(MutableMapping[str, Any]):
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a tensor; raise KeyError for an unknown name."""
-        found: torch.dtype = self._set[name].dtype if name in self._set else self._source.dtype(name)
-        return found
+        return self._set[name].dtype if name in self._set else self._source.dtype(name)
 
     def read(self, name: str, region: Region | None = None) -> Tensor:
         """Return a tensor, or its `region`."""

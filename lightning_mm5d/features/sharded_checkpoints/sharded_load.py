@@ -133,8 +133,7 @@ def _objects(directory: CheckpointDirectory, weights_only: bool) -> dict[str, An
     if OBJECTS_FILE not in directory.files:
         return {}
     data = BytesIO(directory.read_bytes(OBJECTS_FILE))
-    found: dict[str, Any] = load_opened(data, str(directory.path / OBJECTS_FILE), weights_only)
-    return found
+    return load_opened(data, str(directory.path / OBJECTS_FILE), weights_only)
 
 
 def check_weights(root: nn.Module, state: SavedWeights, strict: bool, plan: Plan | None) -> None:

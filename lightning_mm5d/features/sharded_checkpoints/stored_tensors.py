@@ -27,7 +27,7 @@ from torch import Tensor
 from lightning_mm5d.features.sharded_checkpoints.directory import CheckpointDirectory
 from lightning_mm5d.layout.even_split import even_ranges
 from lightning_mm5d.plan.data_shards import DataShards
-from lightning_mm5d.plan.holdings import Box
+from lightning_mm5d.plan.holdings import Box, whole_box, with_range
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.shards import Range, Shard
 from lightning_mm5d.storage.files import Region, checked_region, corrupt
@@ -98,11 +98,6 @@ def pieces_of(plan: Plan, tensors: Mapping[str, Saved]) -> list[Piece]:
     return result
 
 
-def whole_box(shape: Sequence[int]) -> Box:
-    """Return the box of a whole tensor."""
-    return tuple((0, length) for length in shape)
-
-
 def _candidates(plan: Plan, shards: DataShards, name: str, saved: Saved) -> Iterator[tuple[Piece, tuple[int, ...]]]:
     """Yield pieces that cover a tensor once, each with the ranks that may write it."""
     shard, ownership = plan.division.shards.get(name), plan.ownership
@@ -118,10 +113,13 @@ def _candidates(plan: Plan, shards: DataShards, name: str, saved: Saved) -> Iter
     for index in shard.distinct:
         ranks = tuple(rank for rank in holders if ownership.shard_index(name, rank) == index)
         for full, local in _own_rows(shard, index):
-            piece = Piece(name, _with(saved.shape, shard.dim, full), _with(saved.shape, shard.dim, local))
+            piece = Piece(name, with_range(whole, shard.dim, full), with_range(whole, shard.dim, local))
             if (across := shard.across) is not None:
                 start, stop = across.ranges[index]
-                boxes = _put(piece.box, across.dim, (start, stop)), _put(piece.local, across.dim, (0, stop - start))
+                boxes = (
+                    with_range(piece.box, across.dim, (start, stop)),
+                    with_range(piece.local, across.dim, (0, stop - start)),
+                )
                 piece = replace(piece, box=boxes[0], local=boxes[1])
             yield from _shared(shards, piece, ranks)
 
@@ -137,8 +135,8 @@ def _shared(shards: DataShards, piece: Piece, ranks: tuple[int, ...]) -> Iterato
     for place, (low, high) in enumerate(rows.ranges):
         low, high = max(low, first), min(high, last)
         if low < high:
-            box = _put(piece.box, rows.dim, (start + low - first, start + high - first))
-            part = replace(piece, box=box, local=_put(piece.local, rows.dim, (low, high)))
+            box = with_range(piece.box, rows.dim, (start + low - first, start + high - first))
+            part = replace(piece, box=box, local=with_range(piece.local, rows.dim, (low, high)))
             yield part, tuple(rank for rank, other in owned.items() if other.place == place)
 
 
@@ -172,14 +170,6 @@ def _divided_run(piece: Piece, count: int) -> list[Piece]:
         replace(piece, box=((start + a, start + b), *piece.box[1:]), local=((local + a, local + b), *piece.local[1:]))
         for a, b in even_ranges(stop - start, count)
     ]
-
-
-def _with(shape: Sequence[int], dim: int, held: Range) -> Box:
-    return _put(whole_box(shape), dim, held)
-
-
-def _put(box: Box, dim: int, held: Range) -> Box:
-    return (*box[:dim], held, *box[dim + 1 :])
 
 
 _SHARDING, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"

@@ -74,11 +74,10 @@ class HeldExperts:
         """Call the own forward of one of the modules in `called`, with all experts."""
         held = next((one for one in module.parameters() if id(one) in self._lengths), None)
         if held is not None and len(held) != self._lengths[id(held)]:
+            rule = "Ranks that share experts compute with them in the steps of the trainer"
+            fix = "Call the layer in a step, or use ep_size=1"
             raise ConfigError(
-                self.path,
-                f"{len(held)} of {self._lengths[id(held)]} rows of {self.number} experts",
-                "Ranks that share experts compute with them in the steps of the trainer",
-                "Call the layer in a step, or use ep_size=1",
+                self.path, f"{len(held)} of {self._lengths[id(held)]} rows of {self.number} experts", rule, fix
             )
         return self._inner[module](*args, **kwargs)
 
@@ -133,8 +132,7 @@ class HeldExperts:
             return self.plan.compute(holder, rows, index)
         if self._members:
             return _each(holder.children(), rows, index)
-        found: Tensor = self._inner.get(holder, holder.forward)(rows, index.unsqueeze(1), rows.new_ones(len(rows), 1))
-        return found
+        return self._inner.get(holder, holder.forward)(rows, index.unsqueeze(1), rows.new_ones(len(rows), 1))
 
     def _of_calls(self, rows: Tensor, lengths: Lengths) -> Tensor | None:
         """Call experts as each rank called one of them: with its rows alone, in their shape."""

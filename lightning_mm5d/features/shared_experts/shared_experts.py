@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -50,6 +49,7 @@ from lightning_mm5d.features.shared_experts.token_exchange import (
 )
 from lightning_mm5d.layout.even_split import even_lengths
 from lightning_mm5d.sharded.collectives import gather, scatter
+from lightning_mm5d.sharded.removable import Removable
 from lightning_mm5d.sharded.tensor import Sharded
 from lightning_mm5d.sharded.torch_internals import as_plain_tensors, in_checkpoint, unobserved
 
@@ -127,7 +127,7 @@ def has_shared_expert(root: nn.Module, path: str) -> bool:
     return any(getattr(block, name, None) is not None for name in ("shared_expert", "shared_experts"))
 
 
-class SharedExperts:
+class SharedExperts(Removable):
     """The experts of one rank.
 
     Args:
@@ -161,7 +161,6 @@ class SharedExperts:
         self._calls: Counter[int] = Counter()
         self._arriving: Arriving | None = None  # results, where microbatches take turns
         self._open: Backward | None = None  # between its two exchanges
-        self._undo: list[Callable[[], object]] = []
         for stage, held in layers.items():
             own = [self._held(root, one, place, groups[one.path]) for place, one in enumerate(held)]
             if own:
@@ -172,12 +171,6 @@ class SharedExperts:
                 layer.overlaps = not is_compiled and has_shared_expert(root, layer.path)
                 for number, module in enumerate(layer.called):
                     self._patch(module, partial(self._called, layer, module, number))
-
-    def remove(self) -> None:
-        """Take the patches away again."""
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
 
     def loads(self) -> dict[str, Load]:
         """Return how many rows experts and ranks have had in forwards since the last call, by path of the layer."""
@@ -251,21 +244,16 @@ class SharedExperts:
     def _held(self, root: nn.Module, layer: ExpertLayer, place: int, groups: ExpertGroups) -> HeldExperts:
         wrappers = [*adapters_around(root, layer.path).values()]
         adapters = Adapters(wrappers, layer.number, layer.ranges[groups.tokens.index], lambda: self._stage is not None)
-        self._undo += adapters.patch()
+        for take_away in adapters.patch():
+            self.changes.callback(take_away)
         return HeldExperts(root, layer, place, groups, adapters)
 
     def _patch(self, module: nn.Module, instead: Callable[..., Any]) -> None:
-        before = vars(module).get("forward")
-
         @torch.compiler.disable
         def called(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return instead(args, kwargs)
 
-        vars(module)["forward"] = MethodType(called, module)
-        if before is None:
-            self._undo.append(partial(vars(module).pop, "forward", None))
-        else:
-            self._undo.append(partial(setattr, module, "forward", before))
+        self.put_forward(module, called)
 
     def _called(
         self, layer: HeldExperts, module: nn.Module, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -444,12 +432,9 @@ class SharedExperts:
             with self._context():
                 self._run_forward(layer, found, none)[0].wait()
             if not self._is_forward and not all(map(torch.equal, states, torch_states(self._device))):
-                raise ConfigError(
-                    layer.path,
-                    "dropout in experts of a layer that is computed again",
-                    "This rank's own step skips the layer, so nothing restores what its experts have drawn",
-                    "Leave out dropout in experts, or recomputation of these layers",
-                )
+                rule = "This rank's own step skips the layer, so nothing restores what its experts have drawn"
+                fix = "Leave out dropout in experts, or recomputation of these layers"
+                raise ConfigError(layer.path, "dropout in experts of a layer that is computed again", rule, fix)
             return
         record = next(one for one in self._flight.records[layer.place] if one.number == chosen.number)
         none = record.rows.new_zeros(sum(record.lengths.sent), record.rows.shape[1])

@@ -15,7 +15,7 @@ from lightning.fabric.utilities.throughput import Throughput
 from lightning.pytorch.callbacks import ThroughputMonitor
 
 from lightning_mm5d.config.errors import private
-from lightning_mm5d.stage.put import put
+from lightning_mm5d.sharded.removable import put
 from lightning_mm5d.trainer.feature import Attached, Feature, Running
 
 

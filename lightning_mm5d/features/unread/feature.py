@@ -18,7 +18,6 @@ from lightning_mm5d.data.packed_images import Path
 from lightning_mm5d.data.waiting import Waiting
 from lightning_mm5d.engine.flight import AroundStep, AroundSteps, Course
 from lightning_mm5d.engine.step import Step
-from lightning_mm5d.stage.put import put
 from lightning_mm5d.trainer.feature import BEFORE_TRANSFER, Attached, Feature, Running
 
 
@@ -46,11 +45,7 @@ class UnreadTensors(Attached, AroundSteps):
             batch = before_transfer(batch, dataloader_idx)
             return hold(batch) if self._unread and self._trainer.training else batch
 
-        self._take_away = put(running.module, BEFORE_TRANSFER, prepared)
-
-    def remove(self) -> None:
-        """Hold back nothing more."""
-        self._take_away()
+        self.put_attribute(running.module, BEFORE_TRANSFER, prepared)
 
     def step(self, course: Course) -> AroundStep | None:
         """Learn from a training step."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
@@ -39,11 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if argv is None else argv)
     if next(iter(given), "") in _TRAINING:
-        return _train(given)
+        return _attempt(lambda: _train(given))
     own, overrides = _split(given)
     parser = _parser()
     arguments = parser.parse_args(own)
-    if "command" not in arguments:
+    if arguments.command is None:
         parser.print_help()
         return 0
     try:
@@ -62,68 +62,63 @@ def _run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 
         return doctor()
     if arguments.command == "convert":
-        return _convert(arguments)
+        return _attempt(lambda: _convert(arguments))
     if arguments.command not in _CONFIGURED:
         return _run_on_checkpoint(arguments)
     from jsonargparse import ArgumentError
 
-    from lightning_mm5d.config.errors import ConfigError
     from lightning_mm5d.schedule.validate import ScheduleError
-    from lightning_mm5d.tools.cli.configuration import prepare
-    from lightning_mm5d.tools.cli.model_names import configuration_file, read_fields
-    from lightning_mm5d.tools.cli.refusals import one_line
 
-    try:
-        if arguments.command == "inspect" and arguments.model is not None and not arguments.configs:
-            if (file := configuration_file(arguments.model)) is not None:
-                read_fields(file)
-            from lightning_mm5d.tools.cli.model_findings import inspect_model  # imports torch
-
-            inspect_model(arguments)
-            return 0
-        if not arguments.configs:
-            rule = "It names the YAML file of a LightningCLI"
-            raise ConfigError(
-                "CONFIG", None, rule, "Name one" + ", or a model: --model NAME" * (arguments.command == "inspect")
-            )
-        sizes_will_do = arguments.command == "simulate"
-        source = prepare(arguments.configs, arguments.script, overrides, sizes_will_do=sizes_will_do)
-        from lightning_mm5d.tools.cli import commands  # imports torch
-
-        {"inspect": commands.inspect, "simulate": commands.simulate, "plan": commands.plan}[arguments.command](
-            arguments, source
-        )
-    except (ConfigError, ArgumentError, ScheduleError) as error:
-        print(f"mm5d: error: {one_line(str(error))}", file=sys.stderr)
-        return 2
-    return 0
+    return _attempt(lambda: _run_configured(arguments, overrides), ArgumentError, ScheduleError)
 
 
-def _train(arguments: Sequence[str]) -> int:
+def _attempt(command: Callable[[], object], *errors: type[Exception]) -> int:
+    """Return the exit code of a command, 2 where it is refused: by errors of ours, or by one of `errors`."""
     from lightning_mm5d.config.errors import CheckpointUntrustedError, ConfigError
     from lightning_mm5d.tools.cli.refusals import one_line
 
+    refused: tuple[type[Exception], ...] = (ConfigError, CheckpointUntrustedError, *errors)
     try:
-        from lightning_mm5d.tools.cli.training import train  # imports torch
-
-        train(arguments)
-    except (ConfigError, CheckpointUntrustedError) as error:
+        command()
+    except refused as error:
         print(f"mm5d: error: {one_line(str(error))}", file=sys.stderr)
         return 2
     return 0
 
 
-def _convert(arguments: argparse.Namespace) -> int:
+def _run_configured(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
     from lightning_mm5d.config.errors import ConfigError
-    from lightning_mm5d.tools.cli.conversions import convert
-    from lightning_mm5d.tools.cli.refusals import one_line
+    from lightning_mm5d.tools.cli.configuration import prepare
+    from lightning_mm5d.tools.cli.model_names import configuration_file, read_fields
 
-    try:
-        convert(arguments.file, arguments.out)
-    except ConfigError as error:
-        print(f"mm5d: error: {one_line(str(error))}", file=sys.stderr)
-        return 2
-    return 0
+    if arguments.command == "inspect" and arguments.model is not None and not arguments.configs:
+        if (file := configuration_file(arguments.model)) is not None:
+            read_fields(file)
+        from lightning_mm5d.tools.cli.model_findings import inspect_model  # imports torch
+
+        inspect_model(arguments)
+        return
+    if not arguments.configs:
+        fix = "Name one" + ", or a model: --model NAME" * (arguments.command == "inspect")
+        raise ConfigError("CONFIG", None, "It names the YAML file of a LightningCLI", fix)
+    source = prepare(arguments.configs, arguments.script, overrides, sizes_will_do=arguments.command == "simulate")
+    from lightning_mm5d.tools.cli import commands  # imports torch
+
+    {"inspect": commands.inspect, "simulate": commands.simulate, "plan": commands.plan}[arguments.command](
+        arguments, source
+    )
+
+
+def _train(arguments: Sequence[str]) -> None:
+    from lightning_mm5d.tools.cli.training import train  # imports torch
+
+    train(arguments)
+
+
+def _convert(arguments: argparse.Namespace) -> None:
+    from lightning_mm5d.tools.cli.conversions import convert
+
+    convert(arguments.file, arguments.out)
 
 
 def _run_on_checkpoint(arguments: argparse.Namespace) -> int:
@@ -135,7 +130,7 @@ def _run_on_checkpoint(arguments: argparse.Namespace) -> int:
             raise ConfigError("CHECKPOINT", str(path), "There is no such file or folder", "Name a checkpoint")
         from lightning_mm5d.tools.cli import checkpoint_commands  # imports torch
 
-        {"export": checkpoint_commands.export_checkpoint, "show": checkpoint_commands.show_checkpoint}[
+        {"export": checkpoint_commands.export_checkpoint, "checkpoint": checkpoint_commands.show_checkpoint}[
             arguments.command
         ](arguments)
     except (ConfigError, CheckpointCorruptError, CheckpointUntrustedError, OSError) as error:
@@ -153,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Train from YAML, plan training before it runs, and take checkpoints out again.",
     )
     parser.add_argument("--version", action="version", version=f"mm5d {version('lightning_mm5d')}")
-    commands = parser.add_subparsers(metavar="COMMAND")
+    commands = parser.add_subparsers(metavar="COMMAND", dest="command")
     for name, about in (("fit", "train"), ("validate", "validate"), ("test", "test"), ("predict", "predict")):
         commands.add_parser(name, help=f"{about} what a YAML file says: a LightningCLI; {name} --help has its options")
     shared = argparse.ArgumentParser(add_help=False)
@@ -180,7 +175,6 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--tp", type=int, default=2, metavar="N", help="with --model: the tp_size that is tried (2)")
     one.add_argument("--pp", type=int, default=2, metavar="N", help="with --model: the pp_size that is tried (2)")
     one.add_argument("--config", type=Path, metavar="FILE", help="with --model: a layout, which is shown too")
-    one.set_defaults(command="inspect")
 
     about = (
         "Show how long ranks would idle, under every schedule and rank by rank under the configured one. A CONFIG "
@@ -211,7 +205,6 @@ def _parser() -> argparse.ArgumentParser:
         "be given several times",
     )
     one.add_argument("--json", action="store_true", help="print what every schedule would do, rank by rank")
-    one.set_defaults(command="simulate")
 
     about = (
         "Search how many ranks each modality should have and which stages should share one, for the configured number "
@@ -242,7 +235,6 @@ def _parser() -> argparse.ArgumentParser:
         help="write the modalities there, as YAML that --trainer.strategy.init_args.modalities=FILE reads",
     )
     one.add_argument("--json", action="store_true", help="print what was found as JSON")
-    one.set_defaults(command="plan")
 
     _add_checkpoint_commands(commands)
 
@@ -254,11 +246,9 @@ def _parser() -> argparse.ArgumentParser:
     one = commands.add_parser("convert", description=about, help="convert a configuration of another system")
     one.add_argument("file", type=Path, metavar="FILE", help="Python, YAML or JSON")
     one.add_argument("--out", type=Path, metavar="FILE", help="write the YAML there, and print the list alone")
-    one.set_defaults(command="convert")
 
     about = "Show versions, devices and backends, and what would not work here."
     one = commands.add_parser("doctor", description=about, help="show versions, devices and what would not work")
-    one.set_defaults(command="doctor")
     return parser
 
 
@@ -296,7 +286,6 @@ def _add_checkpoint_commands(commands: argparse._SubParsersAction[argparse.Argum
     )
     one.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="most bytes of a file of weights (5GB)")
     one.add_argument("--dtype", help="dtype of all floating-point tensors, for instance bfloat16")
-    one.set_defaults(command="export")
 
     group = commands.add_parser("checkpoint", help="show what a checkpoint holds")
     actions = group.add_subparsers(metavar="ACTION", required=True)
@@ -304,7 +293,6 @@ def _add_checkpoint_commands(commands: argparse._SubParsersAction[argparse.Argum
     one = actions.add_parser("show", parents=[shared], description=about, help="print what a checkpoint holds")
     one.add_argument("path", type=Path, metavar="CHECKPOINT", help="file or folder")
     one.add_argument("--verify", action="store_true", help="read all of it, and compare it with its checksums")
-    one.set_defaults(command="show")
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -87,8 +87,7 @@ def _of_config(config: PreTrainedConfig, name: str) -> nn.Module:
     for auto in _AUTO:
         cls = getattr(transformers, auto)
         if type(config) in cls._model_mapping:
-            model: nn.Module = cls.from_config(config, trust_remote_code=False)
-            return model
+            return cls.from_config(config, trust_remote_code=False)
     raise ConfigError(FIELD, name, f"transformers has no model for {type(config).__name__}", FIX)
 
 

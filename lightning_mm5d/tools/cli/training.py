@@ -16,8 +16,6 @@ from lightning_mm5d.recipes.data import MultimodalDataModule
 from lightning_mm5d.recipes.module import MultimodalModule
 from lightning_mm5d.tools.cli.configuration import check_numbers, read_configuration
 
-COMMANDS = ("fit", "validate", "test", "predict")
-
 
 class RecipeCLI(LightningCLI):
     """A LightningCLI that ends with the figures of the last validation."""

@@ -167,9 +167,7 @@ def _converted(source: str, table: tuple[Knob, ...], given: Mapping[str, Any]) -
     convert_kernels(draft)
     convert_vocabulary(draft)
     draft.leave_rest(["enable_all_optimization"], "mapped", "It turns on the switches of kernels, which are listed")
-    return Conversion(
-        source, {"modalities": {"model": draft.modality}, **draft.strategy}, draft.trainer, draft.entries()
-    )
+    return draft.conversion(source)
 
 
 def convert_precision(draft: Draft, default: str = "fp16") -> None:

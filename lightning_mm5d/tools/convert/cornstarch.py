@@ -137,8 +137,7 @@ def convert_colocated(given: Mapping[str, Any]) -> Conversion:
 
 def convert_modal(given: Mapping[str, Any]) -> Conversion:
     """Say one `ModalParallelPlugin` in ours, as that of a model with one modality."""
-    modal = _modal("model", "", given)
-    return Conversion("Cornstarch ModalParallelPlugin", {"modalities": {"model": modal.modality}}, {}, modal.entries())
+    return _modal("model", "", given).conversion("Cornstarch ModalParallelPlugin")
 
 
 def convert_unlike(given: Mapping[str, Any]) -> Conversion:
@@ -147,8 +146,7 @@ def convert_unlike(given: Mapping[str, Any]) -> Conversion:
     convert_precision(draft)
     _convert_pipelines(draft)
     convert_kernels(draft)
-    strategy = {"modalities": {"model": draft.modality}, **draft.strategy}
-    return Conversion("Cornstarch HeterogeneousParallelPlugin", strategy, draft.trainer, draft.entries())
+    return draft.conversion("Cornstarch HeterogeneousParallelPlugin")
 
 
 def _convert_pipelines(draft: Draft) -> None:

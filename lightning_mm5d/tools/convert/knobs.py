@@ -230,6 +230,11 @@ class Draft:
         """Return the error for the value of a knob."""
         return ConfigError(self._prefix + name, self.given.get(name), rule, fix)
 
+    def conversion(self, source: str) -> Conversion:
+        """Return the draft of a configuration with one modality."""
+        strategy = {"modalities": {MODEL: self.modality}, **self.strategy}
+        return Conversion(source, strategy, self.trainer, self.entries())
+
     def entries(self) -> tuple[Entry, ...]:
         """Return one entry for each given knob, in their order, and those of defaults that matter."""
         self.leave_rest([name for name, got in self.given.items() if got is None], "always", "It asks for nothing")

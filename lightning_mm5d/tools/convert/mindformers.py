@@ -176,8 +176,7 @@ def convert_mindformers(given: Mapping[str, Any]) -> Conversion:
     if draft.get(_A + "use_flash_attention", False):
         choose_kernel(draft, _A + "use_flash_attention", "sdpa")
     _convert_copies(draft, stages)
-    strategy = {"modalities": {"model": draft.modality}, **draft.strategy}
-    return Conversion("MindFormers", strategy, draft.trainer, draft.entries())
+    return draft.conversion("MindFormers")
 
 
 def _known(given: Mapping[str, Any]) -> Iterable[Knob]:
