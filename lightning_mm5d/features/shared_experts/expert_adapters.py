@@ -10,7 +10,6 @@ It refuses adapters where each expert is divided as well, and where parameters a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.imported import imported
 from lightning_mm5d.config.modality import Modality
+from lightning_mm5d.sharded.removable import put
 from lightning_mm5d.sharded.shards import Range
 
 _BASE = "base_layer"
@@ -86,8 +86,7 @@ class Adapters:
                     return type(module).forward(module, x, *args, **kwargs)
                 return module.base_layer(x, *args, **kwargs)
 
-            vars(wrapper)["forward"] = MethodType(forward, wrapper)
-            yield partial(vars(wrapper).pop, "forward", None)
+            yield put(wrapper, "forward", MethodType(forward, wrapper))
 
     def adapted(self, experts: nn.Module) -> dict[str, Tensor]:
         """Return the tensors of this rank's experts that have adapters, with these added, by their names."""
