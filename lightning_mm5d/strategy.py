@@ -548,3 +548,9 @@ class MultimodalStrategy(CheckpointStrategy):
         if self._last_plan is None or not dist.is_initialized():
             return None
         return ReplicaCollectives.after(self._last_plan, self.global_rank)
+
+
+# a parser hands any value on, and the constructor refuses a wrong one in its own words
+_OBJECTS = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin", "return")
+_HINTS = MultimodalStrategy.__init__.__annotations__
+_HINTS |= {name: f"{hint} | Any" for name, hint in _HINTS.items() if name not in _OBJECTS}

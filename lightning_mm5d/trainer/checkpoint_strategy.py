@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from datetime import timedelta
 from functools import partial, wraps
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ from lightning_mm5d.checkpoint.fingerprint import fingerprint
 from lightning_mm5d.checkpoint.module_state import collect_module, is_partial, load_module
 from lightning_mm5d.checkpoint.optimizer_state import collect_optimizer, load_optimizers
 from lightning_mm5d.checkpoint.rank_reports import RankReports
-from lightning_mm5d.config.errors import RemoteParameterError, private
+from lightning_mm5d.config.errors import RankLostError, RemoteParameterError, private
 from lightning_mm5d.config.features import owned
 from lightning_mm5d.plan.data_shards import DataShards
 from lightning_mm5d.plan.plan import Plan
@@ -80,11 +81,12 @@ class CheckpointStrategy(ProcessStrategy, ABC):
         self.copies: Mapping[str, nn.Module] = {}
         self._saving = ExitStack()  # of hooks after a run
 
-    def _open_reports(self, topic: str) -> RankReports:
+    def _open_reports(self, topic: str, timeout: timedelta | None = None) -> RankReports:
         world = self.world_size if dist.is_initialized() else 1
         if self._store is None and world > 1:
             self._store = dist.PrefixStore("checkpoints", self.new_store())
-        return RankReports(self._store, topic, rank=self.global_rank, world_size=world, timeout=self._timeout)
+        limit = self._timeout if timeout is None else timeout
+        return RankReports(self._store, topic, rank=self.global_rank, world_size=world, timeout=limit)
 
     @property
     def _wire(self) -> torch.device:
@@ -121,11 +123,26 @@ class CheckpointStrategy(ProcessStrategy, ABC):
             raise lost_weights()
         if self._session is not None:
             self._session.leave_step()
+        elif not self._failed:
+            self._meet_after_run()
         if self._checkpoints.in_shards:
             return self._checkpoints.state_dict(module, self._shards_plan(), self._wire)
         if self._session is None and not self.is_global_zero:
             self._let_hooks_end(module)
         return self.full_state_dict()
+
+    def _meet_after_run(self) -> None:
+        """Wait for all ranks where no monitor watches over a wait any more.
+
+        Raises:
+            RankLostError: a rank has not come.
+        """
+        limit = min(self._timeout, self._watchdog)
+        try:
+            self._open_reports("save after a run", limit).exchange("call", None)
+        except RankLostError as error:
+            fix = "Call it on all ranks, not under trainer.is_global_zero: rank 0 alone writes the file"
+            raise RankLostError(f"trainer.save_checkpoint after a run: {str(error).split(': ')[-1]}. {fix}") from error
 
     def _let_hooks_end(self, module: pl.LightningModule) -> None:
         """Let hooks of a save after a run end where they read weights: rank 0 has these, and writes the file."""

@@ -7,6 +7,7 @@ writes on rank 0 alone; ``rank_zero_only`` and ``self.global_rank == 0`` ask for
 from __future__ import annotations
 
 import ast
+from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING
 
@@ -33,10 +34,10 @@ def tell_of_lost_writes(module: nn.Module, step: str, ends_on: int) -> None:
         for node in ast.walk(tree) if tree is not None else ():
             said = _said(node, type(module), function)
             if said is not None:
-                rank_zero_warn(
-                    f"{step} ends on rank {ends_on}, and {ast.unparse(node)} in {function.__qualname__} {said}",
-                    stacklevel=4,
-                )
+                code = function.__code__
+                line = f"{Path(code.co_filename).name}:{code.co_firstlineno + node.lineno - tree.lineno}"
+                where = f"{ast.unparse(node)} in {function.__qualname__} ({line})"
+                rank_zero_warn(f"{step} ends on rank {ends_on}, and {where} {said}", stacklevel=4)
 
 
 def _said(node: ast.AST, cls: type, function: FunctionType) -> str | None:
@@ -48,7 +49,8 @@ def _said(node: ast.AST, cls: type, function: FunctionType) -> str | None:
     ):
         return (
             "logs on rank 0 alone, so that it is lost. Use self.log, or keep the value in an attribute, which all "
-            "ranks see in hooks, and log it in on_train_batch_end or on_validation_epoch_end"
+            "ranks see in hooks (self.images = images), and make the same call in on_train_batch_end, "
+            "on_validation_batch_end or on_validation_epoch_end"
         )
     if isinstance(node, ast.Compare) and len(node.ops) == 1 and isinstance(node.ops[0], (ast.Eq, ast.NotEq)):
         sides = (node.left, node.comparators[0])

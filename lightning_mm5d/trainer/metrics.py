@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from lightning_utilities import apply_to_collection
 from torch import Tensor
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricTracker
 from torchmetrics.utilities.distributed import gather_all_tensors
 from torchmetrics.utilities.exceptions import TorchMetricsUserError
 
@@ -83,13 +83,16 @@ class MetricSync:
         terminal_size = dist.get_world_size(self._group) if self._group is not None else 1
         self._has_others = terminal_size < dist.get_world_size(world_group)
         self._metrics: list[Metric] = []
+        self._trackers: list[MetricTracker] = []
         self._undo: list[tuple[Metric, dict[str, Any]]] = []
         self._guard, self._thrown_away = guard, set[int]()  # ids of the metrics in a forward that changes nothing
         self._is_local = False
         self._joined: JoinedMetrics | None = None
 
-    def attach(self, metrics: Iterable[Metric]) -> None:
+    def attach(self, metrics: Iterable[Metric], trackers: Iterable[MetricTracker] = ()) -> None:
         """Replace the sync of each metric, in place and on all ranks; copies made by `deepcopy` keep it.
+
+        Copies that `trackers` make later are found before each step.
 
         ``sync_on_compute=False`` is overridden with a warning (ranks without states could not compute a
         value); ``dist_sync_on_step=True`` is warned about (it has no effect inside a step).
@@ -97,6 +100,7 @@ class MetricSync:
         Raises:
             ConfigError: a metric has a process group of its own.
         """
+        self._trackers += trackers
         for metric in metrics:
             check_torchmetrics(metric)
             name = type(metric).__name__
@@ -134,6 +138,7 @@ class MetricSync:
             vars(metric).update(own)
         self._undo.clear()
         self._metrics.clear()
+        self._trackers.clear()
 
     def _update(self, metric: Metric, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         counts = self._guard is None or self._guard.ends_here is not False
@@ -174,6 +179,12 @@ class MetricSync:
         Afterwards cached results are dropped on all ranks: only ranks of the last stage have updated, and they would
         be alone in the next sync. The other ranks count as updated, or `compute` would warn there.
         """
+        known = {id(metric) for metric in self._metrics}
+        for metric in [part for tracker in self._trackers for part in tracker.modules() if isinstance(part, Metric)]:
+            if id(metric) not in known:
+                for name in ("sync", "forward"):  # of what it is a copy of
+                    vars(metric).pop(name, None)
+                self.attach([metric])
         self._is_local, self._joined = True, joined
         try:
             yield

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from lightning.pytorch.plugins import Precision
 from torch import Tensor
 from torch.optim import Optimizer
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricTracker
 
 from lightning_mm5d.checkpoint.module_state import BufferState, restore_full, share_buffers
 from lightning_mm5d.config.errors import private
@@ -180,7 +180,9 @@ class Session:
         guard = self.guard
         self._metrics = MetricSync(loss_group=loss_group, is_last=is_last, world_src=last[0][0], guard=guard)
         if not self.is_plain:
-            self._metrics.attach(part for part in module.modules() if isinstance(part, Metric))
+            parts = [*module.modules()]
+            trackers = [part for part in parts if isinstance(part, MetricTracker)]
+            self._metrics.attach([part for part in parts if isinstance(part, Metric)], trackers)
         replicas = {
             number: Replica(
                 src=last[number][0],

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import warnings
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
@@ -49,6 +51,11 @@ def test_loggers_and_what_is_for_rank_0_in_a_step_are_named() -> None:
     lines = ("self.logger.experiment", "self.global_rank == 0", "self.keep(batch)")
     for line in lines:
         assert sum(f"ends on rank 3, and {line} in Writes.helper" in text for text in said) == 1
+    source = Path(__file__).read_text().splitlines()
+    for text in said:
+        line, place = text.split(", and ")[1].split(" in ")[0], re.search(r"\(test_lost_writes\.py:(\d+)\)", text)
+        assert place is not None
+        assert line in source[int(place[1]) - 1]
 
 
 def test_code_that_loses_nothing_is_left_alone() -> None:

@@ -6,15 +6,17 @@ Where the configuration names no class, the model is a `MultimodalModule` and th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from jsonargparse import ArgumentError
 from lightning.pytorch.cli import LightningCLI
 
 from lightning_mm5d.recipes.data import MultimodalDataModule
 from lightning_mm5d.recipes.module import MultimodalModule
-from lightning_mm5d.tools.cli.configuration import check_numbers, read_configuration
+from lightning_mm5d.tools.cli.configuration import check_early, read_configuration
 
 
 class RecipeCLI(LightningCLI):
@@ -48,7 +50,8 @@ def command_line(contents: Sequence[Mapping[str, Any]], options: Sequence[str] =
 def train(arguments: Sequence[str]) -> None:
     """Run ``mm5d fit ...``; `arguments` are those of a LightningCLI."""
     contents = [_content(path) for path in _configs(arguments)]
-    check_numbers(contents, arguments)
+    with suppress(ArgumentError):  # which the parser tells itself
+        check_early(contents, arguments[1:])
     command_line(contents, arguments)(args=list(arguments))
 
 
