@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, product
 
 from paper_models import Model
+from placement_search import search
 
 from lightning_mm5d.config.modality import Modality, PipelineTemplate
 from lightning_mm5d.features.auto_schedule.schedules import lower_bound
@@ -32,7 +33,6 @@ from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.partition import Encoder, Partition, StageCut, Unit, balance, stage_costs, step_costs
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import Graph, Node, build, simulate
-from lightning_mm5d.tools.planner.search import search
 
 _FORESEEN = 12  # numbers of ranks, best balanced first, whose step is simulated before one is chosen
 _CHUNKS = (1, 2, 3, 4)
@@ -202,7 +202,7 @@ def ours(model: Model, ranks: Ranks) -> Iterator[Placed]:
         trainable=model.trained,
         num_microbatches=ranks.microbatches,
         schedule="zero_bubble",
-    ).modalities
+    )
     layouts = {"search": {name: found[name] for name in encoders}}
     depths = [depth for depth in range(1, ranks.stages + 1) if ranks.stages % depth == 0]
     for several in [*zip(*[depths] * len(encoders), strict=True), *([(1, 2), (2, 1)] if len(encoders) > 1 else [])]:

@@ -129,11 +129,13 @@ class Unit:
         forward: multiply-adds per token of its forward.
         costs: the share of every parameter and buffer in it by name, tied ones under each of their names.
         recomputed: the part of its forward that runs again in its backward, 0 to 1.
+        backward: how often its forward fits into its input gradients.
     """
 
     forward: float
     costs: Mapping[str, float]
     recomputed: float = 0.0
+    backward: float = 1.0
 
     @classmethod
     def of(cls, costs: Mapping[str, float], recomputed: float = 0.0) -> Unit:
@@ -143,7 +145,7 @@ class Unit:
     def scaled(self, factor: float) -> Unit:
         """The same in another unit of cost."""
         costs = {name: cost * factor for name, cost in self.costs.items()}
-        return Unit(self.forward * factor, costs, self.recomputed)
+        return replace(self, forward=self.forward * factor, costs=costs)
 
 
 def kept_of(name: str, modality: Modality, sizes: Sequence[int]) -> tuple[Kept, ...]:
@@ -262,7 +264,7 @@ def _backwards(units: Iterable[Unit], trainable: frozenset[str], passes_on: bool
     for unit in units:
         trained = [cost for name, cost in unit.costs.items() if name in trainable]
         passes_on = passes_on or bool(trained)
-        yield (unit.forward * (1 + unit.recomputed) + sum(trained) if passes_on else 0.0), sum(trained)
+        yield (unit.forward * (unit.backward + unit.recomputed) + sum(trained) if passes_on else 0.0), sum(trained)
 
 
 def _place(

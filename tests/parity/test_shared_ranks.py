@@ -11,15 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.fabric.plugins.environments import LightningEnvironment
 
 from compare import assert_equal_to_one_process, tolerance
 from lightning_mm5d import Modality
-from lightning_mm5d.tools.planner.proposal import propose
 from parity.harness import fit, strategy
 from parity.test_parity import FLOAT64, MICROBATCHES, SAMPLES, STEPS, build, reference
 from ranks import call_ranks
 from sweeps import every
+from tools.planner.searches import searching
 from zoo import CASES
 
 CPU = torch.device("cpu")
@@ -128,11 +127,8 @@ def test_replicas_with_shared_ranks_equal_one_process(which: str) -> None:
 def test_what_the_planner_proposes_equals_one_process() -> None:
     """The vision encoder shares the language model's first rank, at least."""
     name = "handwritten_two"
-    module = build(name, "none")
-    modalities = {key: Modality(**fields) for key, fields in CASES[name].modality_paths.items()}
-    environment = LightningEnvironment()
-    environment.set_world_size(3)
-    plan = strategy(modalities, parallel_devices=[CPU] * 3, cluster_environment=environment).plan(module)
-    proposed = propose(plan, module, schedule="1f1b", num_microbatches=MICROBATCHES).found.modalities
-    assert proposed["vision"].colocate_with in ("language", "language.0")
-    check(name, (proposed, 3))
+    one = searching(name, 3, samples=MICROBATCHES)
+    sizes = next(each for each in one._choices() if each.modalities["language"].dp_size == 1 == each.samples)
+    _, proposed = next(one._placed(sizes))
+    assert proposed.modalities["vision"].colocate_with in ("language", "language.0")
+    check(name, (dict(proposed.modalities), 3))

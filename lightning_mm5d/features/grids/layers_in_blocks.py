@@ -87,15 +87,6 @@ class GridCosts(NamedTuple):
                 total += (side - 1) / side**2 * panels * (1 + one.passes + one.trains)
         return total
 
-    def gathered(self, hidden: int, *, passes: bool) -> float:
-        """Return the bytes that a rank sends where a hidden state enters a stage's first layer and leaves its last one.
-
-        Args:
-            hidden: size of the full hidden state.
-            passes: whether its gradient is passed on.
-        """
-        return (self.plan.shape.size - 1) / self.plan.shape.size * hidden * (1 + passes)
-
     def trace(self, number: Callable[[Tensor], int], note: Callable[[str, Tensor, Tensor], None]) -> GridTrace:
         """Return what a traced step of the layers keeps."""
         return GridTrace(self, number, note)

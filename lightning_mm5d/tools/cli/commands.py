@@ -1,38 +1,30 @@
-"""What ``mm5d inspect``, ``mm5d simulate`` and ``mm5d plan`` print and write."""
+"""What ``mm5d inspect`` and ``mm5d simulate`` print and write."""
 
 from __future__ import annotations
 
 import json
-import math
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
-
-import torch
 
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality, for_schedule
 from lightning_mm5d.config.tables import Page
 from lightning_mm5d.engine.run_groups import communicators, wanted_groups
-from lightning_mm5d.features.timeline.drawing import COSTS, MILLISECONDS, WORK, TimeUnit, chrome_trace, draw
+from lightning_mm5d.features.timeline.drawing import COSTS, WORK, TimeUnit, chrome_trace, draw
 from lightning_mm5d.features.unlike_pipelines.pipelines import UNLIKE_SCHEDULES
-from lightning_mm5d.partition.costs import units
-from lightning_mm5d.partition.find import find
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import SCHEDULES, AnySchedule, Graph, name_of
 from lightning_mm5d.tools.cli.configuration import Source
-from lightning_mm5d.tools.cli.estimates import first_microbatch, may_share, step_of, tracer
-from lightning_mm5d.tools.cli.job import Job, load
-from lightning_mm5d.tools.cli.terminal import bytes_of, show, warn
+from lightning_mm5d.tools.cli.estimates import step_of
+from lightning_mm5d.tools.cli.job import Job, check_name, durations, load
+from lightning_mm5d.tools.cli.terminal import show, warn
 from lightning_mm5d.tools.planner.inspect import as_json, holdings, report, warnings
 from lightning_mm5d.tools.planner.memory_tables import memory_table, options_table
-from lightning_mm5d.tools.planner.outcomes import Outcome, compare
-from lightning_mm5d.tools.planner.profile import Measured, measure
-from lightning_mm5d.tools.planner.proposal import propose
+from lightning_mm5d.tools.planner.outcomes import STAGES_NOTE, Outcome, compare, comparison, num_stages, ranks
 from lightning_mm5d.tools.planner.rank_memory import memory_of
-from lightning_mm5d.tools.planner.search import STAGES_NOTE, comparison, num_stages, ranks
 from lightning_mm5d.tools.planner.sketch import sketch
 
 _FORWARDS = TimeUnit("units", "units of a forward on one rank of any modality")
@@ -103,82 +95,10 @@ def _compared(graph: Graph, configured: AnySchedule, *, unlike: bool) -> tuple[l
     return kept, [f"{names} are left out, which take minutes for {forwards} forwards: configure one to see it"]
 
 
-def plan(arguments: Namespace, source: Source) -> None:
-    """Search a better layout, print it and write it."""
-    job = load(source, with_memory=arguments.measure)
-    strategy, module = job.strategy, job.module
-    assert module is not None
-    if strategy.schedule not in SCHEDULES:
-        rule = "A table or a function is for one layout, and others are searched"
-        raise ConfigError(
-            "schedule", name_of(strategy.schedule), rule, "Add --trainer.strategy.init_args.schedule=1f1b"
-        )
-    limit = None if arguments.memory_limit is None else bytes_of("--memory-limit", arguments.memory_limit)
-    durations: Mapping[str, float | Sequence[float]] = _durations(arguments.cost, job.modalities)
-    measured = _measured(job, arguments.cost) if arguments.measure else None
-    if measured is not None:
-        durations = {name: [1e3 * second for second in row] for name, row in measured.medians.items()}
-    configured = strategy.plan(module)
-    traced = tracer(job)
-    step, notes = step_of(job, configured, traced)
-    if limit is not None and (step.trace is None or step.states is None):
-        raise ConfigError("--memory-limit", arguments.memory_limit, notes[0], "Leave out --memory-limit")
-    proposal = propose(
-        configured,
-        module,
-        schedule=strategy.schedule,
-        num_microbatches=strategy.usual_microbatches(),
-        durations=durations,
-        unit=MILLISECONDS if measured is not None else None,
-        step=step,
-        memory_limit=limit,
-        shares=may_share(step),
-        traced=traced,
-    )
-    if arguments.out is not None:
-        try:
-            arguments.out.write_text(proposal.as_yaml(), encoding="utf-8")
-        except OSError as error:
-            rule = f"It cannot be written: {error.strerror}"
-            raise ConfigError("--out", str(arguments.out), rule, "Name another file") from error
-    if arguments.json:
-        print(json.dumps(proposal.as_json()))
-    else:
-        show([*([measured.table()] if measured is not None else []), *proposal.page(), *notes])
-    warn(warnings(proposal.proposed.plan.layout))
-
-
-def _measured(job: Job, given: str | None) -> Measured:
-    """Seconds of each unit's forward, on a GPU where there is one."""
-    assert job.module is not None
-    if given is not None:
-        raise ConfigError("--measure", True, "Durations are either measured or given", "Leave out --cost or --measure")
-    if torch.cuda.is_available():
-        job.module.to("cuda")
-    found = find(job.module, job.strategy.modalities)
-    return measure(job.module, first_microbatch(job), found, units(job.module, found))
-
-
-def _durations(given: str | None, modalities: Mapping[str, Modality]) -> dict[str, float]:
-    """The durations of ``--cost`` by name of the modality."""
-    found: dict[str, float] = {}
-    for part in given.split(",") if given is not None else ():
-        name, _, number = part.partition("=")
-        _check_name("--cost", name, modalities)
-        try:
-            found[name] = float(number)
-        except ValueError:
-            found[name] = math.nan
-        if not 0 < found[name] < math.inf:
-            rule = "A forward takes a positive, finite time"
-            raise ConfigError("--cost", part, rule, f"Write for instance --cost {name}=1.5")
-    return found
-
-
 def _costed(job: Job, given: str | None) -> dict[str, Modality]:
     """The modalities of the configuration with the costs of ``--cost``."""
     modalities = dict(job.modalities)
-    modalities |= {name: replace(modalities[name], cost=cost) for name, cost in _durations(given, modalities).items()}
+    modalities |= {name: replace(modalities[name], cost=cost) for name, cost in durations(given, modalities).items()}
     without = [name for name, modality in modalities.items() if modality.cost is None]
     if job.module is not None and 0 < len(without) < len(modalities):
         got = {name: modality.cost for name, modality in modalities.items() if modality.cost is not None}
@@ -193,13 +113,8 @@ def _frozen(job: Job, given: str | None) -> frozenset[str]:
         rule = "There is a model, which says by requires_grad what is frozen"
         raise ConfigError("--frozen", given, rule, "Freeze it there, or leave the model out of the configuration")
     for name in names:
-        _check_name("--frozen", name, job.modalities)
+        check_name("--frozen", name, job.modalities)
     return frozenset(names)
-
-
-def _check_name(option: str, name: str, modalities: Mapping[str, Modality]) -> None:
-    if name not in modalities:
-        raise ConfigError(option, name, "There is no such modality", f"There are {', '.join(modalities)}")
 
 
 def _graph(job: Job, schedule: AnySchedule, frozen: frozenset[str]) -> Graph:

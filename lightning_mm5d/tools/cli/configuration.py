@@ -71,6 +71,11 @@ class Source(NamedTuple):
     overrides: Sequence[str]
     has_model: bool = True
 
+    @property
+    def names_data(self) -> bool:
+        """Whether a file names the class of the data module, which the script makes else."""
+        return any(isinstance(d := one.get("data"), str) or "class_path" in (d or {}) for one in self.contents)
+
 
 def prepare(
     configs: Sequence[Path], script: Path | None, overrides: Sequence[str], *, sizes_will_do: bool = False

@@ -32,6 +32,24 @@ def first_microbatch(job: Job, *, prepares: bool = True) -> Any:
         job: with a module.
         prepares: whether the data are prepared first, which may download them.
     """
+    module, parts = job.module, _first_parts(job, prepares=prepares)
+    assert module is not None
+    part = parts[0].batch
+    part = module.transfer_batch_to_device(module.on_before_batch_transfer(part, 0), module.device, 0)
+    if module.dtype != torch.float32:  # as the precision plugins of Lightning do where the module is not 32-bit
+        convert = partial(_to_dtype, dtype=module.dtype)
+        part = apply_to_collection(part, torch.Tensor, convert)
+    return module.on_after_batch_transfer(part, 0)
+
+
+def first_samples(job: Job) -> tuple[int, int]:
+    """Return how many samples the first batch of the training data has, and its first microbatch."""
+    parts = _first_parts(job, prepares=False)
+    return sum(part.samples for part in parts), parts[0].samples
+
+
+def _first_parts(job: Job, *, prepares: bool) -> Any:
+    """The microbatches of the first batch of the training data."""
     module, data = job.module, job.data
     assert module is not None
     if data is not None:
@@ -49,12 +67,7 @@ def first_microbatch(job: Job, *, prepares: bool = True) -> Any:
         batch = LoaderBatches([batch])
     parts = BatchParts(module, job.strategy).split(batch)
     job.strategy.expect_batch(sum(part.samples for part in parts))
-    part = parts[0].batch
-    part = module.transfer_batch_to_device(module.on_before_batch_transfer(part, 0), module.device, 0)
-    if module.dtype != torch.float32:  # as the precision plugins of Lightning do where the module is not 32-bit
-        convert = partial(_to_dtype, dtype=module.dtype)
-        part = apply_to_collection(part, torch.Tensor, convert)
-    return module.on_after_batch_transfer(part, 0)
+    return parts
 
 
 def _to_dtype(tensor: torch.Tensor, dtype: torch.dtype | str) -> torch.Tensor:

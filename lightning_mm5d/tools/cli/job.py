@@ -11,6 +11,7 @@ and the strategy refuse, and settings that only the training machine could resol
 from __future__ import annotations
 
 import inspect
+import math
 import runpy
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -43,7 +44,8 @@ from lightning_mm5d.trainer.other_package import check_package
 # what Lightning's precision plugins make of a module's parameters; all other settings leave them alone
 _DTYPES = {"64-true": torch.float64, "64": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
 _ARGUMENTS = frozenset(inspect.signature(MultimodalStrategy).parameters)
-_STRATEGY = "lightning_mm5d.MultimodalStrategy"
+STRATEGY = "lightning_mm5d.MultimodalStrategy"
+"""the path of the strategy's class"""
 
 
 class Job(NamedTuple):
@@ -57,6 +59,7 @@ class Job(NamedTuple):
         precision: of the trainer.
         accumulates: whether it adds up the gradients of several batches.
         plan: which rank runs what of the module, where there is one.
+        refused: why the layout cannot run, where `load` was given the ranks.
     """
 
     strategy: MultimodalStrategy
@@ -66,15 +69,17 @@ class Job(NamedTuple):
     precision: str = "32-true"
     accumulates: bool = False
     plan: Plan | None = None
+    refused: ConfigError | None = None
 
 
-def load(source: Source, *, with_memory: bool = False) -> Job:
+def load(source: Source, *, with_memory: bool = False, world: tuple[int, int] | None = None) -> Job:
     """Read a job from the configuration of a LightningCLI.
 
     Args:
         source: as `prepare` returns it. Without a model and without ``trainer.devices``, ranks are as many as the
             sizes need.
         with_memory: whether the model is to be run.
+        world: ranks of each node and nodes, in place of those of the configuration, which need not run there.
 
     Raises:
         ConfigError: it cannot work.
@@ -89,7 +94,7 @@ def load(source: Source, *, with_memory: bool = False) -> Job:
     with _importable([*folders, *(config.parent for config in source.configs), Path()]):
         try:
             recipe = command_line(source.contents, source.overrides)
-            return _job_of(source.script, arguments, recipe, with_memory=with_memory)
+            return _job_of(source.script, arguments, recipe, with_memory=with_memory, world=world)
         except ArgumentError:
             _check_models(source)
             raise
@@ -110,13 +115,13 @@ def _check_models(source: Source) -> None:
 def _without_model(content: dict[str, Any]) -> dict[str, Any]:
     """The same configuration as a LightningCLI without classes of a user's own would take it."""
     if "trainer" not in content and not _ARGUMENTS.isdisjoint(content):
-        return {"trainer": {"strategy": {"class_path": _STRATEGY, "init_args": content}}}
+        return {"trainer": {"strategy": {"class_path": STRATEGY, "init_args": content}}}
     content = {key: value for key, value in content.items() if key != "data"}
     trainer = content.get("trainer")
     strategy = trainer.get("strategy") if isinstance(trainer, dict) else None
     if isinstance(trainer, dict) and isinstance(strategy, dict) and "class_path" not in strategy:
         arguments = strategy.get("init_args", strategy)
-        content["trainer"] = {**trainer, "strategy": {"class_path": _STRATEGY, "init_args": arguments}}
+        content["trainer"] = {**trainer, "strategy": {"class_path": STRATEGY, "init_args": arguments}}
     return content
 
 
@@ -150,6 +155,7 @@ def _job_of(
     *,
     with_model: bool = True,
     with_memory: bool = False,
+    world: tuple[int, int] | None = None,
 ) -> Job:
     """Run what makes a LightningCLI until it has made its parser, and let that parser read `arguments`."""
     setup_parser, fit = LightningCLI.setup_parser, {"fit": LightningCLI.subcommands()["fit"]}
@@ -158,7 +164,7 @@ def _job_of(
         setup_parser(cli, run, main_kwargs | {"exit_on_error": False}, sub_kwargs)
         try:
             command = ["fit"] if run else []
-            outcome: Job | Exception = _parsed(cli.parser, command, arguments, with_model, with_memory)
+            outcome: Job | Exception = _parsed(cli.parser, command, arguments, with_model, with_memory, world)
         except Exception as error:
             outcome = error
         raise _Finished(outcome)
@@ -177,11 +183,20 @@ def _job_of(
     raise ConfigError("--script", str(script), "It makes no LightningCLI", "Name the script that trains")
 
 
-def _parsed(parser: Any, command: list[str], arguments: list[str], with_model: bool, with_memory: bool) -> Job:
+def _parsed(
+    parser: Any,
+    command: list[str],
+    arguments: list[str],
+    with_model: bool,
+    with_memory: bool,
+    world: tuple[int, int] | None,
+) -> Job:
     parsed = parser.parse_args([*command, *arguments])
     settings = (parsed[command[0]] if command else parsed).trainer
     strategy, modalities = _strategy(settings.strategy)
-    if not with_model and settings.devices == "auto":
+    if world is not None:
+        settle(strategy, *world)
+    elif not with_model and settings.devices == "auto":
         settle(strategy, needed_ranks(modalities), 1)
     else:
         settle(strategy, devices(settings.devices), settings.num_nodes)
@@ -209,8 +224,15 @@ def _parsed(parser: Any, command: list[str], arguments: list[str], with_model: b
         module, data = make()
     if not with_memory:
         module = configured(module, strategy.precision_plugin)
-    plan = strategy.validate(module, data)
-    return Job(strategy, module if dtype is None else module.to(dtype), modalities, data, precision, accumulates, plan)
+    plan, refused = None, None
+    try:
+        plan = strategy.validate(module, data)
+    except ConfigError as error:
+        if world is None:
+            raise
+        refused = error
+    module = module if dtype is None else module.to(dtype)
+    return Job(strategy, module, modalities, data, precision, accumulates, plan, refused)
 
 
 def _strategy(given: Any) -> tuple[MultimodalStrategy, Mapping[str, Modality]]:
@@ -227,7 +249,7 @@ def _strategy(given: Any) -> tuple[MultimodalStrategy, Mapping[str, Modality]]:
         given = MultimodalStrategy()
     if not isinstance(given, MultimodalStrategy):
         got = given if isinstance(given, str) else type(given).__name__
-        fix = f"Use class_path: {_STRATEGY}"
+        fix = f"Use class_path: {STRATEGY}"
         raise ConfigError("trainer.strategy", got, "Only the plans of MultimodalStrategy can be shown", fix)
     return given, (written or given).modalities
 
@@ -269,3 +291,25 @@ def needed_ranks(modalities: Mapping[str, Modality]) -> int:
         return modalities[name if owner is None else owner.modality].dp_size or count
 
     return sum(modality.own_ranks(replicas(name)) for name, modality in least.items())
+
+
+def durations(given: str | None, modalities: Mapping[str, Modality]) -> dict[str, float]:
+    """Return the durations of ``--cost`` by name of the modality."""
+    found: dict[str, float] = {}
+    for part in given.split(",") if given is not None else ():
+        name, _, number = part.partition("=")
+        check_name("--cost", name, modalities)
+        try:
+            found[name] = float(number)
+        except ValueError:
+            found[name] = math.nan
+        if not 0 < found[name] < math.inf:
+            rule = "A forward takes a positive, finite time"
+            raise ConfigError("--cost", part, rule, f"Write for instance --cost {name}=1.5")
+    return found
+
+
+def check_name(option: str, name: str, modalities: Mapping[str, Modality]) -> None:
+    """Refuse a name of an option that no modality has."""
+    if name not in modalities:
+        raise ConfigError(option, name, "There is no such modality", f"There are {', '.join(modalities)}")

@@ -24,7 +24,8 @@ from pathlib import Path
 
 _CONFIGURED = ("inspect", "simulate", "plan")  # commands whose other options override the configuration
 _TRAINING = ("fit", "validate", "test", "predict")
-_OPTIONS = ("--help", "--version", "--json", "--out", "--script", "--cost", "--frozen", "--measure", "--memory-limit")
+_OPTIONS = ("--help", "--version", "--json", "--out", "--script", "--cost", "--frozen", "--measure")
+_SEARCH_OPTIONS = ("--ranks", "--memory", "--memory-limit", "--cluster", "--batch", "--write")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,6 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     if arguments.command == "doctor":
+        if arguments.links:
+            from lightning_mm5d.tools.cli.cluster_file import measure_links  # imports torch
+
+            return measure_links(arguments.out)
         from lightning_mm5d.tools.cli.doctor import doctor
 
         return doctor()
@@ -102,9 +107,9 @@ def _run_configured(arguments: argparse.Namespace, overrides: Sequence[str]) -> 
         fix = "Name one" + ", or a model: --model NAME" * (arguments.command == "inspect")
         raise ConfigError("CONFIG", None, "It names the YAML file of a LightningCLI", fix)
     source = prepare(arguments.configs, arguments.script, overrides, sizes_will_do=arguments.command == "simulate")
-    from lightning_mm5d.tools.cli import commands  # imports torch
+    from lightning_mm5d.tools.cli import cluster_plan, commands  # imports torch
 
-    {"inspect": commands.inspect, "simulate": commands.simulate, "plan": commands.plan}[arguments.command](
+    {"inspect": commands.inspect, "simulate": commands.simulate, "plan": cluster_plan.plan}[arguments.command](
         arguments, source
     )
 
@@ -207,14 +212,25 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--json", action="store_true", help="print what every schedule would do, rank by rank")
 
     about = (
-        "Search how many ranks each modality should have and which stages should share one, for the configured number "
-        "of ranks, schedule and microbatches."
+        "Search sizes, placements, schedules, microbatches, recomputation and ZeRO together, for the shortest step on "
+        "a cluster that fits into the memory of its ranks."
     )
     one = commands.add_parser("plan", parents=[shared], epilog=rest, description=about, help="search a better layout")
+    one.add_argument("--ranks", type=int, metavar="N", help="number of ranks, instead of those configured")
+    one.add_argument(
+        "--memory", "--memory-limit", metavar="SIZE", help="most memory of a rank, for instance 80GiB; any where unset"
+    )
+    one.add_argument(
+        "--cluster",
+        type=Path,
+        metavar="FILE",
+        help="nodes, memory, links and devices in YAML, in place of usual ones; mm5d doctor --links writes one",
+    )
+    one.add_argument("--batch", type=int, metavar="N", help="samples of a step, instead of those configured")
     one.add_argument(
         "--cost",
-        metavar="NAME=NUMBER,...",
-        help="duration of a forward through each whole modality, in any unit, instead of an estimate; for all of them",
+        metavar="NAME=SECONDS,...",
+        help="seconds of the forward of a microbatch through a whole modality, instead of an estimate",
     )
     one.add_argument(
         "--measure",
@@ -223,16 +239,7 @@ def _parser() -> argparse.ArgumentParser:
         "estimating it",
     )
     one.add_argument(
-        "--memory-limit",
-        metavar="SIZE",
-        help="most memory of a rank, for instance 80GiB: layouts that need more get what fits at the least time "
-        "(zero_stage, activation_checkpointing), or are left out",
-    )
-    one.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help="write the modalities there, as YAML that --trainer.strategy.init_args.modalities=FILE reads",
+        "--write", "--out", type=Path, metavar="FILE", help="write the best layout, a file to lay over CONFIG"
     )
     one.add_argument("--json", action="store_true", help="print what was found as JSON")
 
@@ -249,6 +256,13 @@ def _parser() -> argparse.ArgumentParser:
 
     about = "Show versions, devices and backends, and what would not work here."
     one = commands.add_parser("doctor", description=about, help="show versions, devices and what would not work")
+    one.add_argument(
+        "--links",
+        action="store_true",
+        help="measure the links between the processes that this is started with (torchrun), or two here where it is "
+        "alone, and print the file of a cluster for mm5d plan --cluster",
+    )
+    one.add_argument("--out", type=Path, metavar="FILE", help="with --links: write the file there, too")
     return parser
 
 
@@ -303,7 +317,7 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         return list(argv), []
     own, overrides, rest = [], [], iter(argv)
     for argument in rest:
-        if not argument.startswith("--") or argument.split("=")[0] in _OPTIONS:
+        if not argument.startswith("--") or argument.split("=")[0] in _OPTIONS + _SEARCH_OPTIONS:
             own.append(argument)
         else:
             overrides += [argument] if "=" in argument else [argument, *islice(rest, 1)]

@@ -7,20 +7,13 @@ Tensors that tensor, context or sequence parallel ranks share count with one ran
 out in another way, these are all that the layers make; what reads a hidden state between layers of different stages, or
 after the last, gathers it. A rank's own experts get as many rows as it sends to all experts, on average; the rows that
 came and their results are kept besides.
-
-Runs code on tensors that have shapes and no memory, so that a model of any size takes a step within seconds.
-
-What is computed from parameters has no values. What is computed from a batch alone has them: the code of models reads
-token ids, masks and grids of images to decide what it computes. Code that reads a number which depends on parameters
-gets 1.0, or False for a comparison, such as whether a loss is infinite. A whole number, by which a router would say how
-many tokens go where, raises an exception of torch.
 """
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,88 +23,18 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
-from lightning_mm5d.config.errors import private
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.data.random_state import kept_random_state
 from lightning_mm5d.partition import Partition
 from lightning_mm5d.partition.hidden_state import at, hidden_place
 from lightning_mm5d.sharded.shards import Shard
 from lightning_mm5d.tensor_parallel.resolve import Division
+from lightning_mm5d.tools.planner.fake_tensors import GROUPED, FakeTensors
 from lightning_mm5d.tools.planner.profile import watched
 from lightning_mm5d.trainer.construction import copy_without_memory
-
-_GROUPED = private(torch.ops.aten, "_grouped_mm").default
-_FEW = 64
-"""elements of a new floating-point tensor that has values"""
-
-Watch = Callable[[Any, Sequence[Tensor], Sequence[Tensor]], None]
-
-
-class FakeTensors(TorchDispatchMode):
-    """A context in which whatever is computed from tensors without memory has no memory either.
-
-    Args:
-        watch: called after each operation with the operation, the tensors that it took and those that it made.
-    """
-
-    def __init__(self, watch: Watch | None = None) -> None:
-        super().__init__()
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._watch = watch
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """Return a tensor without memory in place of `tensor`, which may be on the meta device."""
-        with self._fake:
-            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-        return made.requires_grad_(tensor.requires_grad)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
-        given = _tensors((args, kwargs))
-        faked = any(isinstance(one, FakeTensor) for one in given)
-        if faked and func is torch.ops.aten._local_scalar_dense.default:
-            if given[0].is_floating_point():
-                return 1.0
-            if given[0].dtype == torch.bool:
-                return False
-        if faked and func is torch.ops.aten.index.Tensor:  # by masks, which have values
-            args = (args[0], _places(args[1]))
-        if given and not faked:
-            result = func(*args, **kwargs)
-        else:
-            with self._fake:
-                result = _grouped(*args, **kwargs) if func is _GROUPED else func(*args, **kwargs)
-            if not given and not any(one.is_floating_point() and one.numel() > _FEW for one in _tensors(result)):
-                result = func(*args, **kwargs)
-        if self._watch is not None:
-            self._watch(func, given, _tensors(result))
-        return result
-
-
-def _grouped(a: Tensor, b: Tensor, ends: Tensor | None = None, bias: Any = None, out_dtype: Any = None) -> Tensor:
-    """The result of grouped matrix products, which torch knows without memory in bfloat16 alone."""
-    groups = (len(ends),) if ends is not None and a.dim() == b.dim() == 2 else ()
-    if a.dim() == b.dim() == 3:
-        groups = (a.shape[0],)
-    return a.new_empty(*groups, a.shape[-2], b.shape[-1], dtype=out_dtype or a.dtype)
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _places(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Indices with the places of what masks choose instead of the masks."""
-    found: list[Tensor | None] = []
-    for index in indices:
-        is_mask = index is not None and index.dtype == torch.bool and not isinstance(index, FakeTensor)
-        found += index.nonzero().unbind(1) if index is not None and is_mask else [index]
-    return found
-
 
 Storages = dict[int, int]
 """bytes of storages by their numbers"""
@@ -146,6 +69,27 @@ class Product(NamedTuple):
 
 
 @dataclass
+class Work:
+    """What the forward of one unit computes on one rank.
+
+    Attributes:
+        flops: of matrix products and convolutions, without attention.
+        trained: of these, the ones with a trained weight.
+        attention: flops of fused attentions; half of all pairs where they are told to be causal.
+        moved: bytes that all other operations read and write.
+        keys: bytes of the keys and values that attentions take.
+        routed: bytes of the rows that travel to experts.
+    """
+
+    flops: float = 0.0
+    trained: float = 0.0
+    attention: float = 0.0
+    moved: float = 0.0
+    keys: float = 0.0
+    routed: float = 0.0
+
+
+@dataclass
 class UnitUse:
     """What one unit (a layer, or all before or after the layers) keeps of a microbatch.
 
@@ -156,6 +100,7 @@ class UnitUse:
         results: of its operations, by the operation's name: ``aten.mm``.
         working: bytes that its forward or its backward needs for a moment beside what is kept.
         products: its linear layers that tensor parallel ranks share, as they ran.
+        work: what its forward computes.
     """
 
     saved: Storages = field(default_factory=dict)
@@ -164,27 +109,7 @@ class UnitUse:
     results: dict[str, Storages] = field(default_factory=dict)
     working: int = 0
     products: list[Product] = field(default_factory=list)
-
-
-def sent(ranks: int, products: Iterable[Product]) -> float:
-    """Return the bytes that a rank sends in the forward and the backward of `products` (Shoeybi et al. 2019).
-
-    With sums as rings it sends ``2 (p - 1) / p`` of the result in the forward of a way out, and of the input in the
-    backward of a way in, once for all layers that take this input. Embedding and head, which are equal in all modes,
-    are left out. Layers in blocks say themselves what they send.
-
-    Args:
-        ranks: p.
-        products: of some layers and one microbatch.
-    """
-    total, summed = 0.0, set[int]()
-    for one in products:
-        numbers = one.made * (one.kind == "row")
-        if one.kind == "column" and one.passes and one.source not in summed:
-            summed.add(one.source)
-            numbers += one.given
-        total += 2 * (ranks - 1) / ranks * numbers
-    return total
+    work: Work = field(default_factory=Work)
 
 
 @dataclass(frozen=True)
@@ -265,6 +190,7 @@ class _Tracer:
         self._degrees: dict[int, int] = {}  # of the tensor parallel ranks that share a storage
         self._parameters: set[int] = set()
         self._locals: dict[int, float] = {}  # how much of a sharded parameter a rank holds
+        self._weights: dict[int, tuple[float, bool]] = {}  # of parameters and their casts, and whether they are trained
         self.reached: set[int] = set()
         self._passing: set[int] = set()  # alive, and not kept
         self._beside = 0  # bytes of these
@@ -293,6 +219,7 @@ class _Tracer:
         self._parameters.add(number := self._number(made))
         if shard is not None:
             self._locals[number] = torch.Size(shard.local_shape(parameter.shape, 0)).numel() / max(parameter.numel(), 1)
+        self._weights[number] = self._locals.get(number, 1.0), made.requires_grad
         return made
 
     @contextmanager
@@ -414,10 +341,11 @@ class _Tracer:
         tensor, self._backward_of = packed
         return tensor
 
-    def _watch(self, func: Any, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+    def _watch(self, func: Any, given: Sequence[Tensor], made: Sequence[Tensor], args: Sequence[Any]) -> None:
         known = {self._number(one) for one in given}
         degree = max((self._degrees.get(number, 1) for number in known), default=1)
         use, results = self._use, {}
+        fresh = any(one.untyped_storage()._cdata not in self._numbers for one in made)
         for one in made:
             is_new = one.untyped_storage()._cdata not in self._numbers
             number = self._number(one)
@@ -436,11 +364,47 @@ class _Tracer:
                 self._passes(number, True)
             if number not in self._parameters:
                 results[number] = self._bytes[number]
+        if self._backward_of is None and made:
+            self._count(func, given, made, args, degree, fresh=fresh)
         if self._backward_of is None and self._inside is not None:
             use.results.setdefault(func._schema.name.replace("::", "."), {}).update(results)
         # autograd adds up two gradients in the memory of the first one, which it does not do for tensors of a subclass
         in_place = self._backward_of is not None and func is torch.ops.aten.add.Tensor and len(given) == 2
         use.working = max(use.working, self._beside - (made[0].untyped_storage().nbytes() if in_place else 0))
+
+    def _count(
+        self,
+        func: Any,
+        given: Sequence[Tensor],
+        made: Sequence[Tensor],
+        args: Sequence[Any],
+        degree: int,
+        *,
+        fresh: bool,
+    ) -> None:
+        """Add what an operation of a forward computes, of full sequences; views compute nothing."""
+        work, packet = self._use.work, func._overloadpacket
+        weight = next((self._weights[number] for one in given if (number := self._number(one)) in self._weights), None)
+        share, trains = weight or (1 / degree, False)
+        if weight is not None and packet is torch.ops.aten._to_copy:  # of autocast
+            self._weights[self._number(made[0])] = weight
+        if packet._qualified_op_name.startswith("aten::_scaled_dot_product"):
+            query, key, value = given[:3]
+            pairs = query.numel() // query.shape[-1] * key.shape[-2]
+            is_causal = len(args) > 4 and args[4] is True
+            work.attention += 2 * pairs * (query.shape[-1] + value.shape[-1]) * share * (0.5 if is_causal else 1.0)
+            work.keys += (key.numel() + value.numel()) * key.element_size() * share
+        elif packet in flop_registry:
+            flops = flop_registry[packet](*args, out_val=made[0] if len(made) == 1 else made) * share
+            work.flops += flops
+            work.trained += flops * trains
+        elif func is GROUPED:
+            flops = 2 * given[0].numel() * made[0].shape[-1] * share
+            work.flops += flops
+            work.trained += flops * trains
+        elif fresh:
+            parts = ((one, max(one.untyped_storage().nbytes(), 1)) for one in (*given, *made))
+            work.moved += sum(self._bytes[self._number(one)] * min(one.nbytes / whole, 1.0) for one, whole in parts)
 
     def _on_one_rank(self, size: int, degree: int) -> int:
         """Bytes on one rank of a storage that the unit makes which runs now."""
@@ -510,6 +474,7 @@ class _Tracer:
         copies = modality.tp_size if modality.expert_tp_size == 1 else 1
         rows = index.numel() * tensors[0].shape[-1] * tensors[0].element_size() // modality.cp_size // copies
         use.saved[self._beyond(2 * rows)] = 2 * rows
+        use.work.routed += rows
         use.working = max(use.working, self._beside + 2 * rows)
 
     def _drop_gradient(self, parameter: Tensor) -> None:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_mm5d.data.random_state import kept_random_state
-from lightning_mm5d.tools.planner.activation_trace import FakeTensors
+from lightning_mm5d.tools.planner.fake_tensors import FakeTensors
 from lightning_mm5d.trainer.construction import copy_without_memory
 
 _STEPS = 1000
@@ -168,7 +168,7 @@ class Meter:
         self.now = self.most = 0
         self._sizes: dict[int, int] = {}
 
-    def watch(self, _: Any, __: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+    def watch(self, _: Any, __: Sequence[Tensor], made: Sequence[Tensor], *___: Any) -> None:
         """Count what an operation made, as `FakeTensors` reports it."""
         for one in made:
             storage = one.untyped_storage()

@@ -231,35 +231,18 @@ class Space:
         self._limit = 0
         self._alone: dict[tuple[str, int, tuple[str, ...]], Division] = {}
 
-    @property
-    def most_ranks(self) -> int:
-        """The most ranks that can be used: a stage for each layer."""
-        return sum(self._widths[name] * layers for name, layers in self._layers.items())
-
-    def fills(self, num_ranks: int) -> bool:
-        """Whether there is a placement on `num_ranks` ranks."""
-        self._limit = self._everything
-        within = num_ranks <= self.most_ranks
-        return within and any(True for owners in self._ways() for _ in self._counts(owners, num_ranks))
-
-    def best(self, count: int, stages: Mapping[str, int] | None = None) -> list[Placement]:
-        """Return the first `count` placements by their `order`.
-
-        Args:
-            count: how many at most.
-            stages: how many stages some modalities must have.
-        """
-        stages = stages or {}
+    def best(self, count: int) -> list[Placement]:
+        """Return the first `count` placements by their `order`."""
         # skip placements with loads 25 % above what is possible without sharing, unless there are no others
-        return self._within(self._apart() * 5 // 4, count, stages) or self._within(self._everything, count, stages)
+        return self._within(self._apart() * 5 // 4, count) or self._within(self._everything, count)
 
-    def _within(self, limit: int, count: int, stages: Mapping[str, int]) -> list[Placement]:
+    def _within(self, limit: int, count: int) -> list[Placement]:
         kept: list[tuple[tuple[int, int, int], int, Placement]] = []
         self._limit = limit
         for owners in self._ways():
             for ranks in self._counts(owners, self._num_ranks):
                 placement = self._placed(owners, ranks)
-                if placement is None or any(len(placement.sizes[name]) != size for name, size in stages.items()):
+                if placement is None:
                     continue
                 self.seen += 1
                 insort(kept, (placement.order, self.seen, placement))

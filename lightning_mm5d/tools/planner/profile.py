@@ -27,8 +27,6 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import nn
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.config.tables import Table
-from lightning_mm5d.features.timeline.drawing import SECONDS
 from lightning_mm5d.partition.costs import Unit
 from lightning_mm5d.partition.parts import Parts
 from lightning_mm5d.partition.step_uses import Encoder, Found
@@ -82,15 +80,6 @@ class Measured:
     def medians(self) -> dict[str, list[float]]:
         """Seconds of each unit's forward, the median of the runs."""
         return {name: list(map(median, zip(*(run[name] for run in self.runs), strict=True))) for name in self.runs[0]}
-
-    def table(self) -> Table:
-        """A row per modality with the median and the range of its whole forward, in milliseconds."""
-        rows = []
-        for name in self.runs[0]:
-            totals = [sum(run[name]) for run in self.runs]
-            low, high = SECONDS.text(min(totals)), SECONDS.text(max(totals))
-            rows.append((name, SECONDS.text(median(totals)), f"{low} - {high}", len(totals)))
-        return Table.of(("modality", "forward, median (ms)", "min - max (ms)", "runs"), rows)
 
 
 def measure(module: LightningModule, batch: Any, found: Found, rows: Mapping[str, Sequence[Unit]]) -> Measured:

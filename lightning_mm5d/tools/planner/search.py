@@ -1,288 +1,378 @@
-"""Searches for the number of ranks of each modality and for stages that share a rank, jointly for all modalities.
+"""Searches the layouts of a cluster: sizes, placements, schedules, microbatches, recomputation and ZeRO, all together.
 
-A step takes as long as its busiest rank works, plus the ramps before and after. So the placements with the smallest
-largest loads (see `placements`) are simulated, in the order of a lower bound on their makespans, until no other can be
-shorter.
+Best first: layouts are tried in the order of a bound that no step of them is below, until no other can be faster than
+the last of those to be shown. The bound is first that of their work, spread over all ranks without idle time, then that
+of each placement of stages (`placements`, `lower_bound`). What would be shown is then held against the memory of a rank
+and against the checks of the strategy, so that none is proposed that a run refuses.
 
-The search keeps tp_size, cp_size and the replicas of the loss modality, and gives each rank one chunk of a modality.
-Memory counts where `fitted` says what fits. Numbers of ranks that no placement fills are refused, and encoders that
-feed stages by number, because the search chooses these numbers.
-
-Simulated schedules as tables: one row per schedule, and one row per rank for a single schedule.
+A step has the same samples in all layouts. `tp_size` stays within a node. Encoders have the replicas of the loss
+modality, or share ranks; their `cp_size` is 1 or that of the loss modality. What a modality says of ZeRO, recomputation
+and paths stays.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from heapq import heappop, heappush
+from itertools import islice, product
+from typing import Any, NamedTuple
 
-from lightning_mm5d.config.errors import ConfigError, nearest, one_of
-from lightning_mm5d.config.modality import Modality, Owner, PipelineTemplate
-from lightning_mm5d.config.tables import Table
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.modality import Modality
+from lightning_mm5d.config.tables import memory_text
 from lightning_mm5d.features.auto_schedule.schedules import lower_bound
-from lightning_mm5d.features.timeline.drawing import TimeUnit
-from lightning_mm5d.layout.layout import Layout
-from lightning_mm5d.partition import Encoder, Partition, Parts, StageCut
-from lightning_mm5d.partition.costs import Unit, costed, depends_on_cut, kept_of, step_costs
+from lightning_mm5d.partition.costs import costed, kept_of, step_costs
 from lightning_mm5d.plan.plan import Plan
-from lightning_mm5d.schedule import AnySchedule, Graph, build, simulate
-from lightning_mm5d.schedule.stage_key import StageKey
-from lightning_mm5d.tools.planner.outcomes import Outcome
-from lightning_mm5d.tools.planner.placements import Placement, Space
+from lightning_mm5d.tools.planner.layout_costs import LayoutCosts, StepTime
+from lightning_mm5d.tools.planner.links import Link
+from lightning_mm5d.tools.planner.placed_graphs import configured, layer_costs, plain, recomputing, replica_graph
+from lightning_mm5d.tools.planner.placements import Space
+from lightning_mm5d.tools.planner.rank_memory import RankMemory, memory_of
 
-STAGES_NOTE = "More stages are smaller stages: two activations of half a stage take as much as one of a whole stage."
-
-
-def comparison(outcomes: Sequence[Outcome], *, configured: str, loss_modality: str, unit: TimeUnit) -> Table:
-    """Return a table with a row per schedule.
-
-    Args:
-        outcomes: what came of the schedules, each of its own name.
-        configured: name of the schedule to mark with an asterisk.
-        loss_modality: the modality whose number of stages is shown, since some schedules want several on each rank.
-        unit: of the makespans.
-    """
-    rows = []
-    for one in outcomes:
-        name = f"{one.schedule} *" if one.schedule == configured else one.schedule
-        makespan, stages = unit.text(one.simulation.makespan), num_stages(one.graph, loss_modality)
-        rows.append((name, makespan, f"{one.bubble:.1%}", one.peak_activations, stages))
-    makespan = f"makespan ({unit.symbol})"
-    return Table.of(("schedule", makespan, "bubble", "peak activations", f"stages of {loss_modality}"), rows)
+_SHOWN = 5
+_PLACEMENTS = 12  # of each choice of sizes
+_TRIED = 150  # layouts whose step is simulated
+_DEEPEST = 32  # pipeline ranks
+_SCHEDULES, _OF_CHUNKS = ("1f1b", "zero_bubble"), ("interleaved", "zbv")
+_RECOMPUTATION = ("none", "selective", "full")
 
 
-def ranks(outcome: Outcome, unit: TimeUnit) -> Table:
-    """Return a table with a row per rank: its stages, how long it works and idles, and what it holds."""
-    result, graph = outcome.simulation, outcome.graph
-    rows = [
-        (rank, ", ".join(graph.stages_of(rank)), unit.text(result.busy[rank]), f"{result.bubble[rank]:.1%}", peak)
-        for rank, peak in sorted(result.peak_activations.items())
-    ]
-    return Table.of(("rank", "stages", f"busy ({unit.symbol})", "idle", "peak activations"), rows)
-
-
-def num_stages(graph: Graph, modality: str) -> int:
-    """Return how many stages of a modality a graph has."""
-    return sum(stage.modality == modality for stage in graph.stages)
-
-
-_JUDGED = 48  # placements whose schedules may be simulated
-_SAME = 1e-9  # makespans that differ by less than this share count as equal
-
-
-Fitted = Callable[[dict[str, Modality]], dict[str, Modality] | None]
-
-
-class NothingFitsError(Exception):
-    """No placement fits into the memory of its ranks."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Found:
-    """The result of a search.
+class Candidate(NamedTuple):
+    """One layout.
 
     Attributes:
-        modalities: the configuration, with `pp_size`, `pipeline_template` and `colocate_with` chosen.
-        busiest: the largest work of a rank in a step, in the unit of the costs.
-        makespan: duration of the simulated step of one replica, in the unit of the costs.
-        placed: number of placements that were split.
-        simulated: number of placements whose step was simulated.
+        modalities: as they would be configured.
+        schedule: its name.
+        samples: of a microbatch.
+        microbatches: of each replica, M.
     """
 
-    modalities: dict[str, Modality]
-    busiest: float
-    makespan: float
-    placed: int
-    simulated: int
+    modalities: Mapping[str, Modality]
+    schedule: str
+    samples: int
+    microbatches: int
 
 
-def search(
-    rows: Mapping[str, Sequence[Unit]],
-    modalities: Mapping[str, Modality],
-    num_ranks: int,
-    *,
-    loss_modality: str,
-    trainable: Collection[str],
-    num_microbatches: int,
-    schedule: AnySchedule = "1f1b",
-    late: Collection[str] = (),
-    fitted: Fitted | None = None,
-) -> Found:
-    """Return the placement of the modalities on `num_ranks` ranks whose simulated step is shortest.
+@dataclass(frozen=True)
+class Judged:
+    """A layout and its step.
+
+    Attributes:
+        candidate: the layout.
+        time: its step.
+        memory: of the rank that needs most.
+        exposed: seconds of the step in which ranks wait for links, where they are asked for.
+    """
+
+    candidate: Candidate
+    time: StepTime
+    memory: RankMemory
+    exposed: float = 0.0
+
+
+@dataclass
+class LayoutSearch:
+    """A search.
 
     Args:
-        rows: for each modality the units of a forward: one before its layers, one for each layer, one after them.
-        modalities: the configuration; its pipelines, costs and shared ranks are replaced.
-        num_ranks: ranks of one replica; all of them are used.
-        loss_modality: name of the modality that computes the loss.
-        trainable: names of the parameters that require a gradient.
-        num_microbatches: M.
-        schedule: as `build` takes it.
-        late: encoders whose result the loss modality uses after its last layer.
-        fitted: returns the modalities of a placement with the options with which it fits into memory, None where
-            nothing helps; a placement that costs more with them counts as that long.
+        plan: of any layout on all ranks.
+        costs: of its layers.
+        batch: samples of a step.
+        memory: bytes of each rank.
+        accepted: returns the plan of a layout as a run makes it, after all checks.
+        plan_of: makes the plan of a layout without checks.
+        batches: whether a replica's batch may have so many samples.
+        samples: of a microbatch, where the data say so.
+        shares: whether ranks may share what optimizers work on.
+        experts: number of experts of a layer, of the modalities that have any.
 
-    Returns:
-        The placement with the shortest step; of equally short ones, the one with the fewest shared stages.
-
-    Raises:
-        ConfigError: no placement fills the ranks with as many stages as ``per_stage`` lists, or `feeds` lists stages.
-        NothingFitsError: none fits into memory.
+    Attributes:
+        tried: number of layouts whose step was simulated.
+        least: what the fullest rank needs in the layout of those tried that needs least, and that layout.
     """
-    for name, modality in modalities.items():
-        if isinstance(modality.feeds, list):
-            rule = f"It lists stages of {loss_modality!r}, and the search chooses their number"
-            raise ConfigError(f"modalities.{name}.feeds", modality.feeds, rule, "Use 'first' or 'all'")
-    plain = {name: _plain(name, row, frozenset(trainable)) for name, row in rows.items()}
-    trained = frozenset(key for row in plain.values() for unit in row for key in unit.costs)
-    encoders_train = any(
-        trained.intersection(unit.costs)
-        for name in plain
-        if name != loss_modality and not (name in late and modalities[name].feeds == "first")
-        for unit in plain[name]
-    )
-    costs = {
-        name: _layers(step_costs(row, trained, encoders_train and name == loss_modality)) for name, row in plain.items()
-    }
-    space = Space(costs, modalities, num_ranks, loss_modality=loss_modality, num_microbatches=num_microbatches)
-    listed = {name: modality.num_cuts for name, modality in modalities.items() if depends_on_cut(modality)}
-    placements = space.best(_JUDGED, listed)
-    if not placements:
-        if listed and space.fills(num_ranks):
-            name, count = next(iter(listed.items()))
-            field, said = f"modalities.{name}.activation_checkpointing", modalities[name].activation_checkpointing
-            rule = f"It lists {count} stages, and no layout of {num_ranks} ranks has as many with one on each rank"
-            raise ConfigError(field, said, rule, "Use a fraction, such as {fraction: 0.5}")
-        rule = f"With a layer at least for each stage the modalities fill up to {space.most_ranks} ranks"
-        fits = one_of(nearest(num_ranks, space.fills))
-        fix = f"Nearest that fit: {fits} for each replica (modalities.{loss_modality}.dp_size says how many there are)"
-        raise ConfigError("num_ranks", num_ranks, rule, fix)
-    graphs = [
-        _graph(
-            _recomputing(plain, {name: modalities[name] for name in listed}, placement),
-            modalities,
-            placement,
-            loss_modality,
-            num_microbatches,
-            late,
-        )
-        for placement in placements
-    ]
-    bounds = list(map(lower_bound, graphs))
-    best, makespan, simulated, chosen = 0, math.inf, 0, dict[str, Modality]()
-    for index in sorted(range(len(graphs)), key=bounds.__getitem__):
-        if bounds[index] > makespan * (1 + _SAME):
-            break
-        graph, written = graphs[index], _written(modalities, placements[index], loss_modality)
-        if fitted is not None:
-            options = fitted(written)
-            if options is None:
+
+    plan: Plan
+    costs: LayoutCosts
+    batch: int
+    memory: int
+    accepted: Callable[[Candidate], Plan]
+    plan_of: Callable[[Mapping[str, Modality]], Plan]
+    batches: Callable[[int], bool] = lambda _: True
+    samples: int | None = None
+    shares: bool = False
+    experts: Mapping[str, int] = field(default_factory=dict)
+    tried: int = field(default=0, init=False)
+    least: tuple[int, Candidate] | None = field(default=None, init=False)
+    _known: dict[Any, Any] = field(default_factory=dict, init=False)
+
+    def best(self) -> list[Judged]:
+        """Return the fastest layouts that fit, at most five, the fastest first."""
+        found: list[Judged] = []
+        waiting: list[tuple[float, int, Candidate, int]] = []  # 0 for its schedule: not placed yet
+        for candidate in self._choices():
+            heappush(waiting, (self._work(candidate), len(waiting), candidate, 0))
+        pushed, slowest, fits = len(waiting), math.inf, set[str]()
+        while waiting and self.tried < _TRIED and waiting[0][0] < slowest:
+            bound, _, candidate, is_placed = heappop(waiting)
+            if not is_placed:
+                for above, placed in self._placed(candidate):
+                    heappush(waiting, (max(above, bound), pushed := pushed + 1, placed, 1))
                 continue
-            if options != written:
-                written, again = options, _recomputing(plain, options, placements[index])
-                graph = _graph(again, modalities, placements[index], loss_modality, num_microbatches, late)
-        simulated += 1
-        shortest = simulate(build(schedule, graph), graph).makespan
-        fewer = (placements[index].shared, index) < (placements[best].shared, best)
-        if shortest < makespan * (1 - _SAME) or (fewer and shortest <= makespan * (1 + _SAME)):
-            best, makespan, chosen = index, shortest, written
-    if not chosen:
-        raise NothingFitsError
-    return Found(
-        modalities=chosen,
-        busiest=max(placements[best].loads) / space.scale,
-        makespan=makespan,
-        placed=space.seen,
-        simulated=simulated,
-    )
+            unshared = {name: replace(one, zero_stage=None) for name, one in candidate.modalities.items()}
+            if (key := words(candidate._replace(modalities=unshared))) in fits:
+                continue  # it fits with less shared, which is not slower
+            try:
+                judged = self.judged(candidate, slowest)
+            except ConfigError:  # no run would accept it
+                continue
+            if judged is not None and judged.memory.peak <= self.memory:
+                fits.add(key)
+                found = sorted([*found, judged], key=lambda each: each.time.seconds)[:_SHOWN]
+                slowest = found[-1].time.seconds if len(found) == _SHOWN else math.inf
+        return [replace(one, exposed=self.exposed(one)) for one in found]
+
+    def judged(self, candidate: Candidate, slowest: float = math.inf) -> Judged | None:
+        """Return a layout with its step; None where it is not faster than `slowest`.
+
+        Raises:
+            ConfigError: no run would accept it.
+        """
+        self.tried += 1
+        modalities, schedule, samples, count = candidate
+        plan, played = self._planned(candidate)
+        time = self.costs.step_time(plan, schedule, samples, count, played)
+        if time.seconds >= slowest:
+            return None
+        trace = self.costs.trace(modalities, samples)
+        step = replace(self.costs.step, schedule=schedule, num_microbatches=played, trace=trace)
+        memory = max(memory_of(plan, step), key=lambda one: one.peak)
+        self.least = min(self.least or (memory.peak, candidate), (memory.peak, candidate), key=lambda one: one[0])
+        if memory.peak <= self.memory:
+            self.accepted(candidate)
+        return Judged(candidate, time, memory)
+
+    def exposed(self, judged: Judged) -> float:
+        """Return the seconds of a step in which ranks wait for links: what is gained where these take no time."""
+        _, schedule, samples, count = judged.candidate
+        plan, played = self._planned(judged.candidate)
+        at_once = Link(0.0, math.inf)
+        cluster = replace(self.costs.cluster, inside=at_once, between=at_once)
+        alone = replace(self.costs, cluster=cluster, known={}).step_time(plan, schedule, samples, count, played)
+        return judged.time.seconds - alone.seconds
+
+    def _planned(self, candidate: Candidate) -> tuple[Plan, int]:
+        """The plan of a layout, and how many of its microbatches are simulated."""
+        plan = replace(self.plan_of(candidate.modalities), v_shaped=candidate.schedule == "zbv")
+        pipeline = plan.layout.sizes(plan.partition.loss_modality).pp
+        return plan, min(candidate.microbatches, _most(len(plan.topology.members), pipeline))
+
+    def refusal(self) -> ConfigError:
+        """Return the error where no layout fits, with the smallest need of the layouts that seem smallest."""
+        limit, self.memory = self.memory, sys.maxsize
+        for choice in sorted(self._choices(), key=self._least)[:3]:
+            for _, candidate in islice(self._placed(choice), 4):
+                with suppress(ConfigError):
+                    self.judged(candidate)
+        rule, fix = "No layout of these ranks can run", "Take another number of ranks"
+        if self.least is not None:
+            size, one = self.least
+            rule = f"Of the layouts that were tried the smallest needs {memory_text(size)} ({words(one)})"
+            fix = f"Allow {memory_text(size)}; more ranks, shorter samples or offload: [optimizer] bring it down"
+        return ConfigError("--memory", memory_text(limit), rule, fix)
+
+    # --- sizes ---
+
+    def _choices(self) -> Iterator[Candidate]:
+        """All sizes, without pipelines."""
+        world, loss = self.plan.layout.size, self.plan.partition.loss_modality
+        if "sizes" not in self._known:
+            self._known["sizes"] = list(product(*map(self._sizes, self.plan.modalities)))
+        options = self._known["sizes"]
+        for replicas in filter(lambda one: self.batches(self.batch // one), divisors(math.gcd(world, self.batch))):
+            batch = self.batch // replicas
+            for samples, chosen in product(divisors(batch), options):
+                sizes = dict(zip(self.plan.modalities, chosen, strict=True))
+                sizes[loss] = replace(sizes[loss], dp_size=replicas)
+                cp, width = sizes[loss].cp_size, sizes[loss].cp_size * sizes[loss].tp_size
+                fits = replicas * width <= world <= replicas * width * _DEEPEST and not world // replicas % width
+                if fits and self.samples in (None, samples) and all(one.cp_size in (1, cp) for one in chosen):
+                    for modalities in self._with_memory(sizes, replicas):
+                        candidate = Candidate(modalities, "", samples, batch // samples)
+                        if self._least(candidate) <= self.memory:
+                            yield candidate
+
+    def _sizes(self, name: str) -> list[Modality]:
+        """A modality with each `tp_size` and `cp_size` that a run accepts for it."""
+        layout, now, found = self.plan.layout, self.plan.modalities[name], list[Modality]()
+        if not self.plan.partition.parts[name].paths:
+            return [now]
+        tps = [tp for tp in divisors(layout.ranks_per_node) if tp == 1 or self._works(name, replace(now, tp_size=tp))]
+        for cp in divisors(layout.size):
+            if cp == 1 or (cp <= 2 * layout.ranks_per_node and self._works(name, replace(now, cp_size=cp))):
+                found += [replace(now, tp_size=tp, cp_size=cp) for tp in tps if layout.size % (tp * cp) == 0]
+        return found
+
+    def _works(self, name: str, tried: Modality) -> bool:
+        try:
+            plan = self.accepted(Candidate({**self.plan.modalities, name: tried}, "1f1b", self.costs.samples, 1))
+        except ConfigError:
+            return False
+        return not any(path.startswith(f"{plan.partition.layers[name]}.") for path in plan.division.whole)
+
+    def _with_memory(self, modalities: Mapping[str, Modality], replicas: int) -> Iterator[dict[str, Modality]]:
+        """With each way to bring memory down of which modalities say nothing."""
+        copies = replicas * min(one.cp_size for one in modalities.values())
+        stages = (None, 1, 3) if self.shares and copies > 1 else (None,)
+        degrees = divisors(math.gcd(copies, *self.experts.values())) if self.experts else [1]
+        for again, stage, ep in product(_RECOMPUTATION, stages, degrees):
+            made = dict(modalities)
+            for name, one in modalities.items():
+                said: dict[str, Any] = {"ep_size": ep} if name in self.experts else {}
+                if one.activation_checkpointing == "none" and self.plan.partition.parts[name].paths:
+                    said["activation_checkpointing"] = again
+                if one.zero_stage is None and one.dp_shard_size is None and "parameters" not in one.offloads:
+                    said["zero_stage"] = stage
+                made[name] = replace(one, **said)
+            yield made
+
+    def _ranks(self, candidate: Candidate) -> int:
+        """Of a replica."""
+        return self.plan.layout.size // (candidate.modalities[self.plan.partition.loss_modality].dp_size or 1)
+
+    def _work(self, candidate: Candidate) -> float:
+        """The step if ranks worked all the time, but for sums of gradients that one backward cannot hide; a mean."""
+        ranks, cluster, sums, work = self._ranks(candidate), self.costs.cluster, 0.0, 0.0
+        for name, one in candidate.modalities.items():
+            copies = self.plan.layout.size // ranks * one.cp_size
+            link = cluster.link(range(min(copies * one.tp_size, cluster.size)))
+            size = self._bytes[name][2] * one.cp_size / ranks / (one.ep_size if name in self.experts else 1)
+            sums += replace(link, latency=0.0).all_reduce(copies, size)
+            work += sum(self._row(name, candidate)) * one.tp_size * one.cp_size / ranks
+        return candidate.microbatches * work + max(sums - work, 0.0)
+
+    def _row(self, name: str, candidate: Candidate) -> list[float]:
+        """Seconds of the forward and backward of each unit."""
+        one = candidate.modalities[name]
+        again = str(one.activation_checkpointing)
+        key = name, one.tp_size, one.cp_size, one.ep_size, again, candidate.samples
+        if key not in self._known:
+            row = self.costs.units(name, one, candidate.samples)
+            kept = kept_of(name, one, [len(row) - 2]) if len(row) > 2 else ()
+            passes_on = name == self.plan.partition.loss_modality and self._encoders_train
+            self._known[key] = step_costs(costed(row, kept), self.costs.step.trainable, passes_on)
+        return self._known[key]
+
+    @cached_property
+    def _late(self) -> set[str]:
+        """Encoders whose result the loss modality uses after its last layer."""
+        return {name for name, encoder in self.plan.partition.encoders.items() if encoder.used_late}
+
+    @cached_property
+    def _encoders_train(self) -> bool:
+        loss, trainable = self.plan.partition.loss_modality, self.costs.step.trainable
+        early = {name for name, one in self.plan.modalities.items() if one.feeds != "first" or name not in self._late}
+        rows = (self.costs.rows[name] for name in early - {loss})
+        return any(not trainable.isdisjoint(unit.costs) for row in rows for unit in row)
+
+    # --- memory that is needed at least ---
+
+    def _held(self, candidate: Candidate) -> float:
+        """Bytes without activations that the fullest rank has at least: its share of those of a replica."""
+        total, replicas = 0.0, self.plan.layout.size // self._ranks(candidate)
+        for name, one in candidate.modalities.items():
+            parameters, states, _ = self._bytes[name]
+            copies = replicas * one.cp_size if one.zero_stage else 1
+            ep = one.ep_size if name in self.experts else 1
+            total += parameters / ep + states / max(copies, ep)
+        return total / self._ranks(candidate)
+
+    @cached_property
+    def _bytes(self) -> dict[str, tuple[int, int, int]]:
+        """Of each modality: of parameters and gradients, of the states of optimizers, and of gradients alone."""
+        step, found = self.costs.step, dict[str, tuple[int, int, int]]()
+        known = step.states
+        for name, row in self.costs.rows.items():
+            held = {path: step.parameters[path] for unit in row for path in unit.costs if path in step.parameters}
+            trained = [(path, p) for path, p in held.items() if path in step.trained]
+            gradients = sum(p.nbytes for _, p in trained)
+            states = [known.of(path, tuple(p.shape), p.dtype) for path, p in trained if known is not None]
+            parameters = sum(p.nbytes for p in held.values())
+            found[name] = gradients + parameters, sum(one.kept for one in states if one), gradients
+        return found
+
+    def _least(self, candidate: Candidate, sizes: Sequence[int] = ()) -> float:
+        """Bytes that the fullest rank needs at least: of what is held, and kept by the first stage of most layers.
+
+        Args:
+            candidate: a layout.
+            sizes: layers of each stage of the loss modality; as many stages as can be where they are not known.
+        """
+        loss = self.plan.partition.loss_modality
+        one = candidate.modalities[loss]
+        is_whole = one.activation_checkpointing == "none"
+        key = "kept", one.tp_size, one.cp_size, is_whole, candidate.samples
+        if key not in self._known:
+            units = self.costs.trace({loss: one}, candidate.samples).units[loss][1:-1]
+            self._known[key] = sum(sum((unit.saved if is_whole else unit.hidden).values()) for unit in units)
+        layers = max(len(self.costs.rows[loss]) - 2, 1)
+        stages = len(sizes) or min(layers, self._ranks(candidate) // (one.tp_size * one.cp_size))
+        part = sizes[0] / layers if sizes else 1 / stages
+        return self._held(candidate) + 0.6 * self._known[key] * part * min(candidate.microbatches, stages)
+
+    # --- placements ---
+
+    def _placed(self, candidate: Candidate) -> Iterator[tuple[float, Candidate]]:
+        """The placements of some sizes under each schedule, each with a bound of its step."""
+        loss, (modalities, _, samples, count) = self.plan.partition.loss_modality, candidate
+        trainable, rows, layers = self.costs.step.trainable, {}, {}
+        for name, one in modalities.items():
+            rows[name] = plain(name, self.costs.units(name, one, samples), trainable)
+            layers[name] = layer_costs(self._row(name, candidate))
+        ranks = self._ranks(candidate)
+        space = Space(layers, modalities, ranks, loss_modality=loss, num_microbatches=count)
+        for number, placement in enumerate(space.best(_PLACEMENTS)):
+            if self._least(candidate, placement.sizes[loss]) > self.memory:
+                continue
+            stages = len(placement.sizes[loss])
+            played = min(count, _most(sum(map(len, placement.sizes.values())), stages))
+            graph = replica_graph(
+                recomputing(rows, modalities, placement), modalities, placement, loss, played, self._late
+            )
+            bound = lower_bound(graph) + (1 - played / count) * max(placement.loads) / space.scale
+            made = configured(modalities, placement, loss)
+            for schedule in _SCHEDULES if len(placement.loads) > 1 else _SCHEDULES[:1]:
+                yield bound, Candidate(made, schedule, samples, count)
+            if number == 0 and 1 < stages <= sum(placement.sizes[loss]) // 2:
+                chunks = replace(made[loss], pp_chunks=2, pipeline_template=None)
+                own = [node for node in graph.nodes if node.stage.modality == loss]  # one microbatch passes all of them
+                path = sum(node.forward_cost + node.backward_cost - graph.weight_cost(node) for node in own)
+                for schedule in _OF_CHUNKS:
+                    yield path, Candidate({**made, loss: chunks}, schedule, samples, count)
 
 
-def _plain(name: str, row: Sequence[Unit], trainable: frozenset[str]) -> list[Unit]:
-    """The units, each with one parameter that stands for all its trained ones, or with none."""
-    trained = [[cost for full, cost in unit.costs.items() if full in trainable] for unit in row]
-    return [
-        Unit(unit.forward, {f"{name}.{index}": sum(costs)} if costs else {}, unit.recomputed)
-        for index, (unit, costs) in enumerate(zip(row, trained, strict=True))
-    ]
+def _most(stages: int, ranks: int) -> int:
+    """Microbatches after which a step goes on at the pace of its busiest rank, a multiple of the pipeline's ranks."""
+    return -(-(3 * stages + 4) // ranks) * ranks
 
 
-def _recomputing(
-    rows: Mapping[str, Sequence[Unit]], modalities: Mapping[str, Modality], placement: Placement
-) -> dict[str, Sequence[Unit]]:
-    """The units with what recomputation adds to the backwards of `modalities`."""
-    again = {
-        name: costed(rows[name], kept_of(name, modality, placement.sizes[name]))
-        for name, modality in modalities.items()
-        if len(rows[name]) > 2
-    }
-    return {**rows, **again}
+def divisors(number: int) -> list[int]:
+    """Return all divisors, ascending."""
+    return [one for one in range(1, number + 1) if number % one == 0]
 
 
-def _layers(row: Sequence[float]) -> list[float]:
-    """Costs of the layers; the units before and after them count with the first and the last layer."""
-    first, *layers, last = row
-    if not layers:
-        return [first + last]
-    layers[0] += first
-    layers[-1] += last
-    return layers
-
-
-def _written(modalities: Mapping[str, Modality], placement: Placement, loss_modality: str) -> dict[str, Modality]:
-    """The placement as configuration."""
-    found = {}
-    for name, modality in modalities.items():
-        sizes, owner = placement.sizes[name], placement.owners.get(name)
-        if owner is not None and len(sizes) == len(placement.sizes[owner.modality]) == 1:
-            owner = Owner(owner.modality, None)  # equal, and shorter to write
-        found[name] = replace(
-            modality,
-            dp_size=modality.dp_size if name == loss_modality else None,
-            pp_size=len(sizes) if len(sizes) > 1 else None,
-            pipeline_template=PipelineTemplate(stages=list(sizes)) if len(sizes) > 1 else None,
-            pp_chunks=1,
-            colocate_with=None if owner is None else str(owner),
-            cost=None,
-        )
-    return found
-
-
-def _graph(
-    rows: Mapping[str, Sequence[Unit]],
-    modalities: Mapping[str, Modality],
-    placement: Placement,
-    loss_modality: str,
-    num_microbatches: int,
-    late: Collection[str],
-) -> Graph:
-    """The graph of stages of one replica, built by the code that plans the training.
-
-    Tensor and context parallel ranks of a stage run the same actions, so one rank stands for all of them.
-    """
-    placed = {
-        name: replace(modality, dp_size=None, dp_shard_size=None, tp_size=1, cp_size=1, ep_size=1, expert_tp_size=1)
-        for name, modality in _written(modalities, placement, loss_modality).items()
-    }
-    stages: dict[str, tuple[StageCut, ...]] = {}
-    units: dict[StageKey, tuple[Unit, ...]] = {}
-    for name, sizes in placement.sizes.items():
-        ends = [0, *accumulate(sizes)]
-        stages[name] = tuple(StageCut(name, index, *span) for index, span in enumerate(pairwise(ends)))
-        for cut in stages[name]:
-            start = cut.first + (cut.index > 0)  # unit 0 runs before the first layer
-            units[cut.name] = tuple(rows[name][start : cut.last + 1 if cut is not stages[name][-1] else None])
-    partition = Partition(
-        loss_modality=loss_modality,
-        encoders={name: Encoder((), (), used_late=name in late) for name in modalities if name != loss_modality},
-        layers=dict.fromkeys(modalities),
-        parts=dict.fromkeys(modalities, Parts()),
-        stages=stages,
-        owners={key: (stage,) for stage, row in units.items() for unit in row for key in unit.costs},
-        units=units,
-    )
-    num_ranks = sum(modality.own_ranks_per_replica for modality in placed.values())
-    layout = Layout.build(placed, world_size=num_ranks, loss_modality=loss_modality)
-    plan = Plan(layout, partition, placed, dict.fromkeys(partition.owners, 1))
-    return plan.graphs.graph(range(layout.num_replicas), num_microbatches, frozenset(partition.owners))
+def words(candidate: Candidate) -> str:
+    """Return a layout in one line: ``vision: tp 2 with language, language: dp 4 tp 2 pp 4; 1f1b, 8 x 1 samples``."""
+    parts = []
+    for name, one in candidate.modalities.items():
+        sizes = {"dp": one.dp_size or 1, "tp": one.tp_size, "cp": one.cp_size, "ep": one.ep_size, "pp": one.stages}
+        said = [f"{key} {size}" for key, size in (sizes | {"chunks": one.pp_chunks}).items() if size > 1]
+        said += [f"zero {one.zero_stage}"] * bool(one.zero_stage)
+        said += [f"recompute {one.activation_checkpointing}"] * (one.activation_checkpointing != "none")
+        said += [f"with {one.colocate_with}"] * (one.colocate_with is not None)
+        parts.append(f"{name}: {' '.join(said) or 'unsplit'}")
+    return f"{', '.join(parts)}; {candidate.schedule}, {candidate.microbatches} x {candidate.samples} samples"

@@ -20,7 +20,6 @@ from lightning_mm5d.tensor_parallel.resolve import Division
 from lightning_mm5d.tools.planner.activation_trace import trace
 from lightning_mm5d.tools.planner.inspect import holdings, report
 from lightning_mm5d.tools.planner.optimizer_states import OptimizerStates
-from lightning_mm5d.tools.planner.proposal import Proposal, propose
 from lightning_mm5d.tools.planner.rank_memory import RankMemory, Step, memory_of
 from parity.harness import strategy
 
@@ -91,27 +90,6 @@ def test_the_page_says_which_ranks_share_which_experts() -> None:
     assert "5 of language shared by ranks 0-1; 2-3, 3, 2 on each, in 2 layers" in text
     held = [one.parameters for one in holdings(plan, MODULE)]
     assert held == [sum(SIZES.values()) - EXPERTS + EXPERTS * count // 5 for count in (3, 2, 3, 2)]
-
-
-def proposed(limit: int | None, **fields: Any) -> Proposal:
-    plan = planned(4, dp_size=4, **fields)
-    options: Any = {} if limit is None else {"step": step(plan), "memory_limit": limit, "shares": True}
-    return propose(plan, MODULE, schedule="1f1b", num_microbatches=2, **options)
-
-
-def test_a_proposal_shares_experts_where_memory_is_short_before_it_computes_layers_again() -> None:
-    zero, shared = (
-        max(one.peak for one in memory(planned(4, dp_size=4, zero_stage=1, ep_size=degree))) for degree in (1, 4)
-    )
-    assert shared < zero
-    found = proposed((shared + zero) // 2)
-    language = found.found.modalities["language"]
-    assert (language.ep_size, language.zero_stage, language.activation_checkpointing) == (4, 1, "none")
-    assert "ep_size: 4" in found.as_yaml()
-
-
-def test_a_proposal_keeps_a_configured_degree() -> None:
-    assert proposed(None, ep_size=4).found.modalities["language"].ep_size == 4
 
 
 @pytest.mark.parametrize(

@@ -18,19 +18,14 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_mm5d import Modality
-from lightning_mm5d.config.tables import as_text
 from lightning_mm5d.features.grids.block import AXES, GridShape
 from lightning_mm5d.features.grids.grid_operations import Line
-from lightning_mm5d.features.refusals.optimizer_probe import remade
 from lightning_mm5d.layout.layout import Layout
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.tensor_parallel.apply import TensorParallel
-from lightning_mm5d.tools.planner.activation_trace import Trace, trace
-from lightning_mm5d.tools.planner.optimizer_states import OptimizerStates
-from lightning_mm5d.tools.planner.proposal import Proposal, propose
+from lightning_mm5d.tools.planner.activation_trace import trace
 from lightning_mm5d.tools.planner.rank_memory import Step, memory_of
-from lightning_mm5d.tools.planner.tensor_modes import possible
 from zoo import CASES
 
 SAMPLES = 8
@@ -153,105 +148,3 @@ def test_estimates_of_a_rank_are_what_it_holds_keeps_and_sends(name: str, mode: 
     assert memory[rank].parameters == measured.parameters
     assert sum(estimated.values()) == measured.saved
     assert traffic == pytest.approx(measured.sent, rel=0.02)  # two numbers of each token come on top
-
-
-# --- the choice ---
-
-
-def proposed(
-    modality: Modality,
-    *,
-    width: int = 32,
-    shape: tuple[int, int] = (8, 128),
-    module: L.LightningModule | None = None,
-    limit: int | None = None,
-    keeps: bool = False,
-) -> Proposal:
-    """For samples and tokens of each in `shape`; `keeps` keeps the mode."""
-    if module is None:
-        with torch.device("meta"):
-            module = Text(width)
-    plan = planned(module, modality, modality.tp_size * modality.cp_size)
-    tokens = torch.ones(shape, dtype=torch.long)
-
-    def traced(one: Plan) -> Trace:
-        batch = {"input_ids": tokens, "labels": tokens}
-        return trace(module, batch, one.partition, one.modalities, one.division, experts=one.experts)
-
-    step = Step(module, "1f1b", 4, OptimizerStates(module, remade), traced(plan))
-    rest = {"step": step, "memory_limit": limit, "traced": None if keeps else traced}
-    return propose(plan, module, schedule="1f1b", num_microbatches=4, **rest)
-
-
-def mode_of(found: Proposal) -> str:
-    return found.found.modalities["language"].tp_mode
-
-
-@pytest.mark.parametrize(
-    ("ranks", "modes"),
-    [
-        (2, [("1d", 1)]),
-        (4, [("1d", 1), ("2d", 1)]),
-        (8, [("1d", 1), ("2.5d", 2), ("3d", 1)]),
-        (16, [("1d", 1), ("2d", 1), ("2.5d", 4)]),
-        (27, [("1d", 1), ("2.5d", 3), ("3d", 1)]),
-    ],
-)
-def test_modes_are_those_that_have_a_grid_of_the_ranks(ranks: int, modes: list[tuple[str, int]]) -> None:
-    assert possible(ranks) == modes
-
-
-def test_the_mode_that_sends_least_is_proposed() -> None:
-    """Weights travel on a grid, so that it pays with many tokens."""
-    many, few = proposed(Modality(tp_size=8)), proposed(Modality(tp_size=8), width=256, shape=(8, 4))
-    assert (mode_of(many), mode_of(few)) == ("2.5d", "1d")
-    assert "tp_mode: 2.5d, tp_depth: 2" in many.as_yaml()
-    assert "possible" in as_text(many.page())
-    kept = proposed(Modality(tp_size=8), keeps=True)
-    assert (mode_of(kept), kept.modes) == ("1d", None)
-
-
-def test_one_dim_is_proposed_in_place_of_a_grid_that_sends_more() -> None:
-    found = proposed(Modality(tp_size=8, tp_mode="2.5d", tp_depth=2), width=256, shape=(8, 4))
-    assert (mode_of(found), found.found.modalities["language"].tp_depth) == ("1d", 1)
-
-
-def test_a_grid_that_sends_more_is_proposed_where_one_dim_does_not_fit() -> None:
-    given = Modality(tp_size=4, activation_checkpointing="full")
-    free = proposed(given)
-    assert mode_of(free) == "1d"
-    need = max(one.peak for one in free.memory)
-    assert mode_of(proposed(given, limit=need)) == "1d"
-    limited = proposed(given, limit=need - 1)
-    assert mode_of(limited) == "2d"
-    assert max(one.peak for one in limited.memory) < need
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("fields", "options", "why"),
-    [
-        ({"sequence_parallel": True}, {}, "blocks on all ranks already"),
-        ({}, {"shape": (7, 128)}, "unlike numbers"),
-        ({}, {"module": "mixtral"}, "experts"),
-        pytest.param({"cp_size": 2}, {}, "shards samples, not sequences", marks=pytest.mark.exhaustive),
-        pytest.param({}, {"shape": (128, 128)}, "either way round", marks=pytest.mark.exhaustive),
-        pytest.param({}, {"module": "adapters"}, "adapter", marks=pytest.mark.exhaustive),
-    ],
-    ids=["sequence_parallel", "samples", "experts", "cp_size", "square", "adapters"],
-)
-def test_what_grids_refuse_stays_along_one_dim(fields: dict[str, Any], options: dict[str, Any], why: str) -> None:
-    if (kind := options.get("module")) == "mixtral":
-        sizes = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 64)
-        module = Text(32)
-        module.model = hf.MixtralForCausalLM(hf.MixtralConfig(num_hidden_layers=2, num_local_experts=4, **sizes))
-        options = {"module": module}
-    elif kind == "adapters":
-        peft = pytest.importorskip("peft")
-        module = Text(32)
-        module.model = peft.get_peft_model(module.model, peft.LoraConfig(target_modules=["q_proj", "v_proj"]))
-        options = {"module": module}
-    found = proposed(Modality(tp_size=4, **fields), **options)
-    assert mode_of(found) == "1d"
-    assert found.modes is not None
-    assert why in str(found.modes)

@@ -1,0 +1,279 @@
+"""``mm5d plan``: searches layouts for the ranks of a cluster, prints the best five and writes the first."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from copy import copy
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import yaml
+
+from lightning_mm5d.config.checks import check_count
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.config.modality import Modality, for_schedule, loss_modality_of
+from lightning_mm5d.config.tables import Table, memory_text
+from lightning_mm5d.features.shared_experts.experts import find_experts
+from lightning_mm5d.partition.costs import Unit, units
+from lightning_mm5d.partition.find import find
+from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.schedule import SCHEDULES, check_fields, name_of
+from lightning_mm5d.tools.cli.cluster_file import read_cluster
+from lightning_mm5d.tools.cli.configuration import Source
+from lightning_mm5d.tools.cli.estimates import first_microbatch, first_samples, may_share, step_of, tracer
+from lightning_mm5d.tools.cli.job import STRATEGY, Job, durations, load
+from lightning_mm5d.tools.cli.terminal import bytes_of, show
+from lightning_mm5d.tools.planner.activation_trace import Trace
+from lightning_mm5d.tools.planner.layout_costs import LayoutCosts
+from lightning_mm5d.tools.planner.links import Cluster
+from lightning_mm5d.tools.planner.profile import measure
+from lightning_mm5d.tools.planner.proposal import check_searched, plan_maker, said_of
+from lightning_mm5d.tools.planner.search import Candidate, Judged, LayoutSearch, words
+
+NODE = 8
+"""ranks of a node where no file says how many"""
+
+
+def plan(arguments: Namespace, source: Source) -> None:
+    """Search layouts for a cluster, print them and write the best."""
+    if arguments.write is not None and not arguments.write.parent.is_dir():
+        raise ConfigError("--write", str(arguments.write), "There is no such folder", "Name a file in another one")
+    cluster = _cluster(arguments)
+    world = None if cluster is None else (cluster.ranks, cluster.nodes)
+    job = load(source, with_memory=arguments.measure, world=world)
+    if cluster is None:
+        per_node, size = job.strategy.num_processes, job.strategy.own_world_size
+        cluster = Cluster(nodes=size // per_node, ranks=per_node, memory=_memory(arguments) or sys.maxsize)
+    traced = tracer(job)
+    with _quiet():
+        told = partial(_durations, job, arguments)
+        search, replica_batch = search_of(job, cluster, arguments.batch, traced, told)
+        found = search.best()
+    if not found:
+        raise search.refusal()
+    text = _file(found[0].candidate, job, source, cluster, replica_batch)
+    if arguments.write is not None:
+        arguments.write.write_text(text, encoding="utf-8")
+    if arguments.json:
+        print(json.dumps([_numbers(one) for one in found]))
+        return
+    rows = []
+    for number, one in enumerate(found, 1):
+        seconds, bubble = one.time
+        speeds = f"{1e3 * seconds:.4g}", f"{search.batch / seconds:.4g}", memory_text(one.memory.peak)
+        rows.append((number, *speeds, f"{bubble:.1%}", f"{one.exposed / seconds:.1%}", words(one.candidate)))
+    head = ("", "step (ms)", "samples/s", "fullest rank", "idle", "waits for links", "layout")
+    memory = "any" if cluster.memory == sys.maxsize else memory_text(cluster.memory)
+    show(
+        [
+            f"ranks: {cluster.size} on {cluster.nodes} nodes, memory: {memory}, samples of a step: {search.batch}, "
+            f"layouts simulated: {search.tried}",
+            Table.of(head, rows),
+            _own(job, search, found[0]),
+            text,
+        ]
+    )
+
+
+@contextmanager
+def _quiet() -> Generator[None, None, None]:
+    """Without warnings of layouts that are only tried."""
+    logger = logging.getLogger("lightning_mm5d")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _memory(arguments: Namespace) -> int | None:
+    return None if arguments.memory is None else bytes_of("--memory", arguments.memory)
+
+
+def _cluster(arguments: Namespace) -> Cluster | None:
+    """The cluster of a file, or one of usual links; None for the configured ranks."""
+    memory, size = _memory(arguments), arguments.ranks
+    if arguments.cluster is not None:
+        found = read_cluster(arguments.cluster)
+        if size not in (None, found.size):
+            rule = f"{arguments.cluster} has {found.nodes} nodes of {found.ranks} ranks"
+            raise ConfigError("--ranks", size, rule, f"Use --ranks {found.size}, or change nodes and ranks there")
+        return replace(found, memory=memory or found.memory)
+    if size is None:
+        return None
+    check_count("--ranks", size)
+    if size > NODE and size % NODE:
+        rule = f"Without a --cluster file nodes have {NODE} ranks"
+        raise ConfigError("--ranks", size, rule, f"Use {size - size % NODE}, or write a --cluster file")
+    return Cluster(nodes=-(-size // NODE), ranks=min(size, NODE), memory=memory or sys.maxsize)
+
+
+def _durations(job: Job, arguments: Namespace, rows: Mapping[str, Sequence[Unit]]) -> dict[str, Sequence[float]]:
+    """Seconds of the forward of each unit, of the modalities of which they are measured or given."""
+    if not arguments.measure:
+        return {name: [total] for name, total in durations(arguments.cost, job.modalities).items()}
+    assert job.module is not None
+    if arguments.cost is not None:
+        raise ConfigError("--measure", True, "Durations are either measured or given", "Leave out --cost or --measure")
+    if torch.cuda.is_available():
+        job.module.to("cuda")
+    return dict(measure(job.module, first_microbatch(job), find(job.module, job.strategy.modalities), rows).medians)
+
+
+def search_of(
+    job: Job,
+    cluster: Cluster,
+    batch: int | None,
+    traced: Callable[[Plan], Trace],
+    told: Callable[[Mapping[str, Sequence[Unit]]], Mapping[str, Sequence[float]]] = lambda _: {},
+) -> tuple[LayoutSearch, int]:
+    """Return the search of a job, and the samples of a replica's batch as its data have them.
+
+    Args:
+        job: what to train.
+        cluster: its ranks.
+        batch: samples of a step; those configured where unset.
+        traced: as `tracer` returns it.
+        told: returns, of the units of all modalities, seconds of each forward or of all together, by modality.
+
+    Raises:
+        ConfigError: the search cannot lay out the modalities, or no first batch tells of tokens.
+    """
+    strategy, module = job.strategy, job.module
+    assert module is not None
+    check_searched(job.modalities)
+    try:
+        samples, each = first_samples(job)
+    except Exception as error:
+        rule = f"Tokens and images are counted in the first batch of the training data, which fails: {error}"
+        raise ConfigError("data", None, rule, "Add data: with samples of the usual sizes") from error
+    loss, loaded = loss_modality_of(job.modalities), strategy.microbatching == "loader"
+    base = {name: _free(one, None if name == loss else loss) for name, one in job.modalities.items()}
+
+    def accepted(candidate: Candidate) -> Plan:
+        modalities = dict(candidate.modalities)
+        check_fields(
+            {"modalities": modalities, "schedule": candidate.schedule, "num_microbatches": candidate.microbatches}
+        )
+        placed = copy(strategy)
+        vars(placed).pop("layout", None)
+        placed.schedule, placed.modalities = candidate.schedule, for_schedule(modalities, candidate.schedule, loss)
+        placed.num_microbatches, placed.microbatch_size = candidate.microbatches, None
+        return placed.validate(module)
+
+    plan = accepted(Candidate(base, "1f1b", each, 1))
+    plan_of, experts = plan_maker(plan, module), dict[str, int]()
+    sharded = dict(base)
+    for name in base:
+        with suppress(ConfigError):
+            tried = replace(base[name], tp_size=2)
+            if plan.partition.parts[name].paths and accepted(Candidate({**base, name: tried}, "1f1b", each, 1)):
+                sharded[name] = tried
+        with suppress(ConfigError):  # it has no experts, or no two ranks share them
+            plan_of({**base, name: replace(base[name], ep_size=2)})
+            layers = find_experts(module, plan.partition, {name: replace(base[name], ep_size=2)}).values()
+            experts[name] = min(layer.number for layer in layers)
+    step, notes = step_of(job, plan, traced)
+    if step.trace is None or (step.states is None and cluster.memory < sys.maxsize):
+        raise ConfigError("CONFIG", "a step", notes[0], "Layouts are compared by what a step computes and keeps")
+    two = step.trace
+    if sharded != base or experts:
+        with_experts = {name: replace(one, ep_size=2) if name in experts else one for name, one in sharded.items()}
+        two = traced(plan_of(with_experts))
+    rows = units(module, find(module, plan.modalities))
+    costs = LayoutCosts(cluster, step.trace, two, each, rows, step)
+    scales = {}
+    for name, seconds in told(rows).items():
+        forwards = [unit.forward for unit in costs.units(name, base[name], each)]
+        scales[name] = [seconds[0] / sum(forwards)] * len(forwards)
+        if len(seconds) == len(forwards):
+            scales[name] = [each / one for each, one in zip(seconds, forwards, strict=True)]
+    costs = replace(costs, scales=scales, known={})
+    own_ranks = sum(one.own_ranks_per_replica for one in job.modalities.values())
+    replicas = job.modalities[loss].dp_size or max(cluster.size // own_ranks, 1)
+    replicas = replicas if job.plan is None else job.plan.layout.num_replicas
+    if batch is not None:
+        check_count("--batch", batch)
+    replica_batch = each * strategy.usual_microbatches() if loaded else samples
+    able = batch is not None or loaded or _sets_batch(job, replica_batch)
+    search = LayoutSearch(
+        plan,
+        costs,
+        batch or replica_batch * replicas,
+        cluster.memory,
+        accepted,
+        plan_of,
+        batches=(lambda _: True) if able else (lambda size: size == replica_batch),
+        samples=each if loaded else None,
+        shares=may_share(step),
+        experts=experts,
+    )
+    return search, replica_batch
+
+
+def _free(modality: Modality, owner: str | None) -> Modality:
+    """A modality without its layout, on the ranks of its owner."""
+    sizes: dict[str, Any] = dict.fromkeys(("dp_size", "pp_size", "pipeline_template", "cost", "ulysses_size"))
+    sizes |= dict.fromkeys(("tp_size", "cp_size", "ep_size", "expert_tp_size", "pp_chunks", "tp_depth"), 1)
+    mode = "allgather" if modality.cp_mode == "hybrid" else modality.cp_mode
+    return replace(modality, **sizes, tp_mode="1d", cp_mode=mode, inner_ring_size=None, colocate_with=owner)
+
+
+def _sets_batch(job: Job, size: int) -> bool:
+    """Whether the configuration can say how many samples a batch has."""
+    data = job.data
+    return getattr(data, "batch_size", None) == size and "batch_size" in inspect.signature(type(data)).parameters
+
+
+def _file(candidate: Candidate, job: Job, source: Source, cluster: Cluster, replica_batch: int) -> str:
+    """The layout as a file that lies over the configuration."""
+    modalities, schedule, samples, count = candidate
+    made = {name: said_of(one, job.modalities[name]) for name, one in modalities.items()}
+    said: dict[str, Any] = {"modalities": made, "schedule": schedule, "num_microbatches": count}
+    said |= {"microbatch_size": None} if job.strategy.microbatch_size is not None else {}
+    strategy = {"class_path": STRATEGY, "init_args": said}
+    found: dict[str, Any] = {"trainer": {"devices": cluster.ranks, "num_nodes": cluster.nodes, "strategy": strategy}}
+    own, note = samples * count, ""
+    if own != replica_batch and job.strategy.microbatching != "loader":
+        note = f"# each replica takes {own} samples of a batch, and the data have {replica_batch}\n"
+        if _sets_batch(job, replica_batch):
+            kind, note, size = type(job.data), "", {"batch_size": own}
+            path = f"{kind.__module__}.{kind.__qualname__}"
+            found["data"] = {"class_path": path, "init_args": size} if source.names_data else size
+    return note + yaml.safe_dump(found, sort_keys=False)
+
+
+def _numbers(one: Judged) -> Mapping[str, Any]:
+    return {"layout": words(one.candidate), **one.time._asdict(), "exposed": one.exposed, "peak": one.memory.peak}
+
+
+def _own(job: Job, search: LayoutSearch, best: Judged) -> str:
+    """What keeps the configured layout from being the best."""
+    if job.refused is not None:
+        return f"The configured layout cannot run on these ranks. {job.refused}"
+    count = job.strategy.usual_microbatches()
+    assert job.plan is not None
+    if job.strategy.schedule not in SCHEDULES:
+        return "The configured schedule is a table or a function, which is for one layout: it is not compared"
+    size = max(search.batch // job.plan.layout.num_replicas // count, 1)
+    own = Candidate(job.plan.modalities, name_of(job.strategy.schedule), size, count)
+    try:
+        judged = replace(search, memory=2**62).judged(own)
+    except ConfigError as error:
+        return f"The configured layout is refused. {error}"
+    assert judged is not None, "without a bound"
+    seconds, bubble = judged.time
+    text = f"The configured layout ({words(own)}) takes {1e3 * seconds:.4g} ms, of which ranks idle {bubble:.1%}"
+    text += f" and wait for links {search.exposed(judged) / seconds:.1%}"
+    if judged.memory.peak > search.memory:
+        return f"{text}. Rank {judged.memory.rank} needs {memory_text(judged.memory.peak)}, more than there is"
+    return f"{text}: {seconds / best.time.seconds:.2f} times the step of the best"

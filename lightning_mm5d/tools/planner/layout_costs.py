@@ -1,0 +1,235 @@
+"""Seconds and bytes of a model's layers on the ranks of a cluster, and of the steps of whole layouts.
+
+One microbatch is traced twice: on one rank, and on two tensor parallel ranks. What one rank has of p is ``a + b / p``,
+which the two traces give; it is proportional to the samples of a microbatch and to one over `cp_size`. So no other
+layout is traced. Time is a roofline by operation: products by flops, all else by bytes.
+
+A forward has the sums of tensor parallel ranks, the gather of keys and values over context parallel ranks (for each
+`cp_mode` but ``items``) and the exchanges of experts; so has its backward. Messages between stages take their time in
+the simulated step. Gradients are summed while the last backward runs, and rows of parameters are gathered before the
+step or after it, as the engine does. The update itself, and the embedding's and the head's sums, take no time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from lightning_mm5d.config.modality import Modality
+from lightning_mm5d.partition import StageCut
+from lightning_mm5d.partition.costs import Unit, costed
+from lightning_mm5d.plan.data_shards import DataShards
+from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.schedule import AnySchedule, simulate
+from lightning_mm5d.schedule.stage_key import StageKey
+from lightning_mm5d.tools.planner.activation_trace import Storages, Trace, UnitUse, Work
+from lightning_mm5d.tools.planner.links import Cluster
+from lightning_mm5d.tools.planner.rank_memory import Step
+
+_ATTENTION_BACKWARD = 2.5  # products of a fused attention's backward over those of its forward: 5 of 2
+_LEAST = 1e-15  # seconds of a unit
+
+
+class StepTime(NamedTuple):
+    """One simulated step.
+
+    Attributes:
+        seconds: until the last rank has its gradients, and the rows of its parameters.
+        bubble: the idle share of the ranks' time.
+    """
+
+    seconds: float
+    bubble: float
+
+
+def span_of(cut: StageCut, cuts: Sequence[StageCut]) -> slice:
+    """Return where the units of a stage are in the row of its modality, of which unit 0 runs before the first layer."""
+    return slice(cut.first + (cut.index > 0), None if cut is cuts[-1] else cut.last + 1)
+
+
+@dataclass(frozen=True)
+class LayoutCosts:
+    """What layers cost on a cluster.
+
+    Args:
+        cluster: its links and devices.
+        alone: the trace of one rank.
+        of_two: that of two tensor parallel ranks, where layers can be sharded.
+        samples: of the traced microbatch.
+        rows: for each modality its units, by their parameters.
+        step: what is known of a step beside the plan.
+        scales: for each unit of some modalities its measured time over that of the roofline.
+        known: units that were counted.
+    """
+
+    cluster: Cluster
+    alone: Trace
+    of_two: Trace
+    samples: int
+    rows: Mapping[str, Sequence[Unit]]
+    step: Step
+    scales: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    known: dict[Any, list[Unit]] = field(default_factory=dict)
+
+    def trace(self, modalities: Mapping[str, Modality], samples: int) -> Trace:
+        """Return the trace of a microbatch of so many samples on one rank of a layout."""
+        units, exits = {}, {}
+        for name, modality in modalities.items():
+            factor = samples / self.samples / modality.cp_size
+
+            def size(one: float, two: float, tp: int = modality.tp_size, factor: float = factor) -> int:
+                return round(_on_ranks(one, two, tp) * factor)
+
+            units[name] = [_use(*pair, size) for pair in self._pairs(name)]
+            if name in self.alone.exits:
+                exits[name] = _storages(self.alone.exits[name], self.of_two.exits[name], size)
+        return replace(self.alone, units=units, exits=exits)
+
+    def units(self, name: str, modality: Modality, samples: int) -> list[Unit]:
+        """Return the units of a modality in seconds on a rank, for a microbatch of so many samples."""
+        tp, cp, ep = modality.tp_size, modality.cp_size, modality.ep_size
+        key = name, tp, cp, ep, modality.cp_mode, samples
+        if key not in self.known:
+            factor = samples / self.samples / cp
+            scales = self.scales.get(name, [1.0] * len(self.rows[name]))
+            pairs = zip(self.rows[name], scales, self._pairs(name), strict=True)
+            self.known[key] = [self._unit(unit, *pair, modality, factor, scale) for unit, scale, pair in pairs]
+        return self.known[key]
+
+    def _unit(self, unit: Unit, one: UnitUse, two: UnitUse, modality: Modality, factor: float, scale: float) -> Unit:
+        tp, cp, ep = modality.tp_size, modality.cp_size, modality.ep_size
+        named = [each.name for each in fields(Work)]
+        work = Work(*(_on_ranks(getattr(one.work, n), getattr(two.work, n), tp) * factor for n in named))
+        within, block, beyond = (self.cluster.link(range(size)) for size in (tp, tp * cp, tp * ep))
+        sums = {p.source: p.given for p in two.products if p.kind == "column" and p.passes}
+        results = [p.made for p in two.products if p.kind == "row"]
+        keys = 0.0 if modality.cp_mode == "items" else block.all_gather(cp, work.keys * cp)
+        routed = 2 * beyond.all_to_all(ep, work.routed)
+        forward = self.cluster.seconds(work.flops + work.attention, work.moved) * scale + keys + routed
+        forward = max(forward + sum(within.all_reduce(tp, size * factor) for size in results), _LEAST)
+        backward = self.cluster.seconds(work.flops + _ATTENTION_BACKWARD * work.attention, 2 * work.moved) * scale
+        backward += 2 * keys + routed + sum(within.all_reduce(tp, size * factor) for size in sums.values())
+        trained = {name: cost for name, cost in unit.costs.items() if name in self.step.trainable}
+        weight = self.cluster.seconds(work.trained, 0) * scale / (sum(trained.values()) or 1)
+        costs = {name: cost * weight for name, cost in trained.items()}
+        return replace(unit, forward=forward, costs=costs, backward=max(backward, _LEAST) / forward)
+
+    def _pairs(self, name: str) -> zip[tuple[UnitUse, UnitUse]]:
+        return zip(self.alone.units[name], self.of_two.units[name], strict=True)
+
+    # --- a step ---
+
+    def timed(self, plan: Plan, samples: int) -> Plan:
+        """Return the plan with its units in seconds."""
+        found: dict[StageKey, tuple[Unit, ...]] = {}
+        for name, cuts in plan.partition.stages.items():
+            modality = plan.modalities[name]
+            width = modality.tp_size * modality.cp_size  # by which graphs divide
+            row = [unit.scaled(width) for unit in self.units(name, modality, samples)]
+            again = costed(row, plan.partition.kept.get(name, ()))
+            found |= {cut.name: tuple(again[span_of(cut, cuts)]) for cut in cuts}
+        modalities = {name: replace(modality, cost=None) for name, modality in plan.modalities.items()}
+        return replace(plan, modalities=modalities, partition=replace(plan.partition, units=found))
+
+    def step_time(self, plan: Plan, schedule: AnySchedule, samples: int, count: int, played: int) -> StepTime:
+        """Return the time of a step.
+
+        Args:
+            plan: which rank runs what.
+            schedule: as `build` takes it.
+            samples: of each microbatch.
+            count: microbatches of each replica, M.
+            played: of these, how many are simulated; the busiest rank does the rest at its pace.
+        """
+        timed, trained = self.timed(plan, samples), self.step.trainable
+        graph, actions = timed.graphs.schedule(schedule, played, trained, rank=0)
+        simulation = simulate(actions, graph, transfer_cost=self._transfers(plan, samples))
+        ends, gathers = [0.0], [0.0]
+        shards = DataShards(plan)
+        last = {span.rank: span for span in simulation.spans}
+        for rank, span in last.items():
+            sums, gather, smallest = self._exchanged(plan, shards, rank)
+            node = graph.node_of(span.action.stage, span.action.microbatch)
+            ends.append(span.end + max(sums - node.backward_cost, smallest))
+            gathers.append(gather)
+        rest = (count - played) / played * max(simulation.busy.values(), default=0.0)
+        seconds = max(ends) + rest + max(gathers)
+        busy = sum(simulation.busy.values()) / max(len(simulation.busy), 1) * count / played
+        return StepTime(seconds, 1 - busy / seconds)
+
+    def _exchanged(self, plan: Plan, shards: DataShards, rank: int) -> tuple[float, float, float]:
+        """Seconds in which a rank sums gradients, in which it gathers rows, and of its last bucket's sum."""
+        sums: dict[tuple[int, ...], float] = {}
+        scattered: dict[tuple[int, ...], float] = {}
+        gathered: dict[tuple[int, ...], float] = {}
+        names = {name for key in plan.topology.stages_of(rank) for name in plan.ownership.parameters[key]}
+        for name in names - plan.tied:
+            parameter, shard = self.step.parameters[name], shards.of(name, rank)
+            count = _elements(shards.local_shape(name, rank))
+            size, own = count * plan.held_dtype(parameter).itemsize, count
+            ranks = plan.ownership.ranks_by_shard(name)[0]
+            if shard is not None:
+                own = _elements(shard.own_shape(shards.local_shape(name, rank)))
+                ranks = shard.across
+                if not shard.of_experts:
+                    scattered[shard.block] = scattered.get(shard.block, 0.0) + size * (name in self.step.trained)
+                    gathered[shard.block] = gathered.get(shard.block, 0.0) + count * parameter.element_size()
+                size = own * plan.held_dtype(parameter).itemsize
+            if name in self.step.trained:
+                sums[ranks] = sums.get(ranks, 0.0) + size
+        link, bucket = self.cluster.link, self.step.bucket_bytes
+        times = [(size, link(group).all_reduce(len(group), bucket)) for group, size in sums.items()]
+        times += [(size, link(group).reduce_scatter(len(group), bucket)) for group, size in scattered.items()]
+        smallest = max((min(size / bucket, 1) * each for size, each in times), default=0.0)
+        rows = sum(size / bucket * link(group).all_gather(len(group), bucket) for group, size in gathered.items())
+        return sum(size / bucket * each for size, each in times), rows, smallest
+
+    def _transfers(self, plan: Plan, samples: int) -> Callable[[StageKey, StageKey], float]:
+        """Seconds of a message between two stages: ranks of the sender share it, those of the receiver gather it."""
+        trace, topology = self.trace(plan.modalities, samples), plan.topology
+        known: dict[frozenset[StageKey], float] = {}
+        for source, target in topology.edges:
+            size = 0
+            for name, cuts in plan.partition.stages.items():
+                for before, cut in pairwise(cuts):
+                    if (topology.stage_of[before.name], topology.stage_of[cut.name]) == (source, target):
+                        size += sum(trace.units[name][cut.first + 1].hidden.values())
+                if name in topology.consumes.get(target, ()) and topology.stage_of[cuts[-1].name] == source:
+                    size += sum(trace.exits[name].values())
+            senders, receivers = topology.instances(source)[0], topology.instances(target)[0]
+            link, tp = self.cluster.link((senders[0], receivers[0])), plan.modalities[target.modality].tp_size
+            parts = min(plan.modalities[source.modality].tp_size, tp)
+            within = self.cluster.link(receivers[:tp]).all_gather(tp, size) if parts > 1 else 0.0
+            known[frozenset((source, target))] = link.message(size / parts) + within
+        return lambda source, target: known[frozenset((source, target))]
+
+
+def _elements(shape: Sequence[int]) -> int:
+    count = 1
+    for length in shape:
+        count *= length
+    return count
+
+
+def _on_ranks(one: float, two: float, ranks: int) -> float:
+    """What one of `ranks` tensor parallel ranks has, given what one rank and one of two have."""
+    return one - 2 * (one - two) * (1 - 1 / ranks)
+
+
+def _storages(one: Storages, two: Storages, size: Callable[[float, float], int]) -> Storages:
+    return {number: size(nbytes, two.get(number, nbytes)) for number, nbytes in one.items()}
+
+
+def _use(one: UnitUse, two: UnitUse, size: Callable[[float, float], int]) -> UnitUse:
+    results = {name: _storages(each, two.results.get(name, {}), size) for name, each in one.results.items()}
+    return UnitUse(
+        _storages(one.saved, two.saved, size),
+        _storages(one.inputs, two.inputs, size),
+        _storages(one.hidden, two.hidden, size),
+        results,
+        size(one.working, two.working),
+        two.products,
+        one.work,
+    )

@@ -1,0 +1,59 @@
+"""The file of a cluster: what is refused, and what `mm5d doctor --links` writes is read again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.tools.cli.cluster_file import as_yaml, measure_links, read_cluster
+from lightning_mm5d.tools.planner.links import Cluster, Link
+
+GOOD = "nodes: 2, ranks: 4, memory: 80GiB"
+LINKS = "links: {inside: {latency: 5e-6, bandwidth: 3e11}}"
+
+
+def read(tmp_path: Path, text: str) -> Cluster:
+    (tmp_path / "cluster.yaml").write_text("{" + text + "}")
+    return read_cluster(tmp_path / "cluster.yaml")
+
+
+def test_a_file_is_read_with_numbers_as_people_write_them(tmp_path: Path) -> None:
+    found = read(tmp_path, f"{GOOD}, {LINKS}, flops: 989e12, efficiency: 0.4")
+    assert (found.size, found.memory, found.flops, found.efficiency) == (8, 80 * 2**30, 989e12, 0.4)
+    assert found.inside == Link(5e-6, 3e11)
+    assert found.between == Cluster(nodes=1, ranks=1, memory=1).between
+    (tmp_path / "again.yaml").write_text(as_yaml(found))
+    assert read_cluster(tmp_path / "again.yaml") == found
+
+
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [
+        ("nodes: 2, ranks: 4", "cluster.memory: got None"),
+        ("nodes: 0, ranks: 4, memory: 1GiB", "cluster.nodes: got 0"),
+        (f"{GOOD}, link: 1", "cluster.link: got 1"),
+        (f"{GOOD}, links: 3", "cluster.links: got 3"),
+        (f"{GOOD}, links: {{inside: {{latency: 1}}}}", "cluster.links.inside.bandwidth: got None"),
+        (f"{GOOD}, links: {{inside: {{latency: -1, bandwidth: 1}}}}", "cluster.links.inside.latency: got -1"),
+        (f"{GOOD}, efficiency: 40", "cluster.efficiency: got 40"),
+        (f"{GOOD}, flops: fast", "cluster.flops: got 'fast'"),
+        ("nodes: 2, ranks: 4, memory: much", "cluster.memory: got 'much'"),
+    ],
+)
+def test_refuses_what_describes_no_cluster(tmp_path: Path, text: str, field: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        read(tmp_path, text)
+    assert str(raised.value).startswith(field)
+
+
+def test_links_of_two_processes_are_measured_here(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "cluster.yaml"
+    assert measure_links(file) == 0
+    found = read_cluster(file)
+    assert (found.nodes, found.ranks) == (1, 2)
+    assert 0 < found.inside.latency < 1
+    assert found.inside.bandwidth > 1e6
+    assert yaml.safe_load(capfd.readouterr().out)["nodes"] == 1

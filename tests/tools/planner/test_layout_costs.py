@@ -1,0 +1,72 @@
+"""Costs of layers: flops by hand, other layouts from two traces, and what a step adds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_mm5d.config.modality import Modality
+from lightning_mm5d.tools.planner.activation_trace import Trace
+from lightning_mm5d.tools.planner.links import Link
+from lightning_mm5d.tools.planner.search import LayoutSearch
+from tools.planner.searches import searching
+from zoo import CASES
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module")
+def one() -> LayoutSearch:
+    return searching("llama", 4, samples=4, inside=Link(1e-6, 1e9), flops=1e9, memory_bandwidth=1e10)
+
+
+def kept(trace: Trace) -> int:
+    return sum(sum(unit.saved.values()) for unit in trace.units["language"])
+
+
+def test_a_layer_takes_two_flops_for_each_weight_and_token_and_half_of_all_pairs(one: LayoutSearch) -> None:
+    batch = CASES["llama"].make_batch([1] * 2)
+    samples, length = batch["input_ids"].shape
+    layer = CASES["llama"].build().get_submodule("model.model.layers.0")
+    weights = sum(p.numel() for p in layer.parameters() if p.dim() == 2)
+    work = one.costs.alone.units["language"][1].work
+    assert work.flops == work.trained == 2 * weights * samples * length
+    heads_width = layer.self_attn.q_proj.out_features
+    full = 4 * samples * length**2 * heads_width
+    assert work.attention in (full, full / 2)
+    assert work.moved > 0
+
+
+def test_two_traces_give_that_of_other_ranks_and_samples(one: LayoutSearch) -> None:
+    plan, costs = one.plan, one.costs
+    assert costs.samples == 2
+    two = {"language": replace(plan.modalities["language"], tp_size=2)}
+    assert kept(costs.trace(two, 2)) == kept(costs.of_two)
+    assert kept(costs.trace(plan.modalities, 4)) == 2 * kept(costs.alone)
+    four = {"language": replace(plan.modalities["language"], tp_size=4)}
+    assert kept(costs.of_two) > kept(costs.trace(four, 2)) > kept(costs.of_two) / 2
+
+
+def test_tensor_parallel_ranks_share_products_and_wait_for_sums(one: LayoutSearch) -> None:
+    def forward(tp_size: int, link: Link) -> float:
+        cluster = replace(one.costs.cluster, inside=link)
+        costs = replace(one.costs, cluster=cluster, known={})
+        return costs.units("language", Modality(tp_size=tp_size), 2)[1].forward
+
+    free, slow = Link(0.0, 1e30), Link(1.0, 1e30)
+    assert forward(1, free) / 2 < forward(2, free) < forward(1, free)
+    # two sums of two ranks: a step to scatter and one to gather each
+    assert forward(2, slow) - forward(2, free) == pytest.approx(2 * 2)
+
+
+def test_a_step_of_replicas_waits_for_their_sums_but_not_for_what_a_backward_hides(one: LayoutSearch) -> None:
+    def step(link: Link, flops: float) -> float:
+        cluster = replace(one.costs.cluster, inside=link, flops=flops)
+        costs = replace(one.costs, cluster=cluster, known={})
+        return costs.step_time(one.plan, "1f1b", 2, 2, 2).seconds
+
+    free = Link(0.0, 1e30)
+    assert step(Link(1e-6, 1e6), 1e12) > 2 * step(free, 1e12)
+    slow = step(free, 1e3)
+    assert step(Link(1e-6, 1e6), 1e3) == pytest.approx(slow, rel=0.01)
