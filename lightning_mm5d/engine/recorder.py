@@ -35,10 +35,10 @@ class Recorder(AroundSteps, AroundStep):
         self.count = self.number = self._passed = 0
         self._device, self._most = device, most or 1
         self._actions: Sequence[Action] = ()
-        self._times: dict[Action, tuple[_Moment, _Moment, int, int]] = {}
-        self._began: _Moment = 0.0
-        self._ended: _Moment = 0.0
-        self._start: _Moment | None = None
+        self._times: dict[Action, tuple[Moment, Moment, int, int]] = {}
+        self._began: Moment = 0.0
+        self._ended: Moment = 0.0
+        self._start: Moment | None = None
 
     def step(self, course: Course) -> AroundStep | None:
         """Forget the last step and record this one, if it trains and is whole; count any that trains."""
@@ -50,61 +50,63 @@ class Recorder(AroundSteps, AroundStep):
         self._most = self.count = course.num_microbatches
         self.trainable, self.number, self._actions = course.trainable, self._passed, course.actions
         self._times, self._start = {}, None
-        self._began = self._ended = self._now()
+        self._began = self._ended = moment(self._device)
         return self
 
     def starts(self) -> None:
         """Note that an action starts to compute; of several in a group the first one counts."""
         if self._start is None:
-            self._start = self._now()
+            self._start = moment(self._device)
 
     def after(self, numbers: range) -> None:
         """Note that the actions that started last have ended; several of a group count for equal parts of the time."""
-        start, self._start, now = self._start, None, self._now()
+        start, self._start, now = self._start, None, moment(self._device)
         assert start is not None, "no action has started"
         for place, number in enumerate(numbers):
             self._times[self._actions[number]] = start, now, place, len(numbers)
 
     def end(self) -> None:
         """Note that the step has ended."""
-        self._ended = self._now()
+        self._ended = moment(self._device)
 
     def times(self) -> dict[Action, tuple[float, float]]:
         """Return start and end of each action of the last step, in seconds since the epoch; waits for the device."""
-        anchor = self._now()
+        anchor = moment(self._device)
         _wait(anchor)
         now = time.time()  # at which the device has nothing left to do, so that both clocks meet
         found = {}
         for action, (start, end, place, count) in self._times.items():
-            first, whole = now - _seconds(start, anchor), _seconds(start, end)
+            first, whole = now - seconds_between(start, anchor), seconds_between(start, end)
             found[action] = first + whole * place / count, first + whole * (place + 1) / count
         return found
 
     def shares(self) -> tuple[float, float]:
         """Return which shares of the last step this rank computed and idled; waits for the device."""
         _wait(self._ended)
-        whole = _seconds(self._began, self._ended)
-        busy = sum(_seconds(start, end) / count for start, end, _, count in self._times.values())
+        whole = seconds_between(self._began, self._ended)
+        busy = sum(seconds_between(start, end) / count for start, end, _, count in self._times.values())
         share = min(busy / whole, 1.0) if whole > 0 else 1.0
         return share, 1.0 - share
 
-    def _now(self) -> _Moment:
-        if self._device.type != "cuda":
-            return time.time()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+
+Moment = float | torch.cuda.Event
 
 
-_Moment = float | torch.cuda.Event
+def moment(device: torch.device) -> Moment:
+    """Return now; on a GPU an event of the stream that computes."""
+    if device.type != "cuda":
+        return time.time()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
-def _wait(moment: _Moment) -> None:
-    if not isinstance(moment, float):
-        moment.synchronize()
+def _wait(end: Moment) -> None:
+    if not isinstance(end, float):
+        end.synchronize()
 
 
-def _seconds(start: _Moment, end: _Moment) -> float:
+def seconds_between(start: Moment, end: Moment) -> float:
     """Return the seconds between two moments that have passed."""
     if isinstance(start, float) or isinstance(end, float):
         assert isinstance(start, float)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Generator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 from torch import Tensor
@@ -65,9 +66,19 @@ def is_observed() -> bool:
     return bool(private(_python_dispatch, "_get_current_dispatch_mode_stack")())
 
 
-def unobserved() -> AbstractContextManager[None]:
-    """Return a context in which no mode sees operations."""
-    return private(_python_dispatch, "_disable_current_modes")()
+class Watching(_python_dispatch.TorchDispatchMode):
+    """A mode that only watches: it sees operations within `unobserved`, too."""
+
+
+@contextmanager
+def unobserved() -> Generator[None, None, None]:
+    """Enter a context in which no mode sees operations, but for those that only watch."""
+    modes = private(_python_dispatch, "_get_current_dispatch_mode_stack")()
+    with private(_python_dispatch, "_disable_current_modes")(), ExitStack() as stack:
+        for mode in modes:
+            if isinstance(mode, Watching):
+                stack.enter_context(mode)
+        yield
 
 
 def in_checkpoint() -> bool:

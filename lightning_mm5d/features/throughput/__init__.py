@@ -1,1 +1,1 @@
-"""Throughput of Lightning's `ThroughputMonitor` where several ranks work on one replica of the data."""
+"""Throughput of `ThroughputMonitor` and `ModalityThroughput` where several ranks work on one replica of the data."""

@@ -14,13 +14,21 @@ from typing import Any
 from jsonargparse import ArgumentError
 from lightning.pytorch.cli import LightningCLI
 
+from lightning_mm5d import ModalityThroughput, MultimodalStrategy
 from lightning_mm5d.recipes.data import MultimodalDataModule
 from lightning_mm5d.recipes.module import MultimodalModule
 from lightning_mm5d.tools.cli.configuration import check_early, read_configuration
 
 
 class RecipeCLI(LightningCLI):
-    """A LightningCLI that ends with the figures of the last validation."""
+    """A LightningCLI that shows throughput and MFU, and ends with the figures of the last validation."""
+
+    def before_fit(self) -> None:
+        """Show tokens per second and MFU in the progress bar, unless the configuration says how."""
+        callbacks = vars(self.trainer)["callbacks"]
+        is_ours = isinstance(self.trainer.strategy, MultimodalStrategy)
+        if is_ours and not any(isinstance(one, ModalityThroughput) for one in callbacks):
+            callbacks.insert(0, ModalityThroughput(prog_bar=True))
 
     def after_fit(self) -> None:
         """Print what the last validation measured, on the first rank."""

@@ -18,6 +18,7 @@ LAYOUTS = {
     "pp 2": Layout({"model": Modality(pp_size=2)}, 2),
     "vision | pp 2": Layout({"vision": Modality(**VISION), "language": Modality(pp_size=2, **LANGUAGE)}, 3),
     "two replicas of pp 2": Layout({"model": Modality(dp_size=2, pp_size=2)}, 4, 2),
+    "replicas of unlike speed": Layout({"model": Modality(dp_size=2, speeds=(3, 1))}, 2, 2),
     "zero 2": Layout({"model": Modality(dp_size=2, zero_stage=2)}, 2, 2),
 }
 FLOPS, SAMPLES = 1_000_000, 8
@@ -57,7 +58,9 @@ def test_figures_count_a_replica_once(name: str, tmp_path: Any) -> None:
     last = {key.removeprefix("train/"): value for key, value in figures[-1].items()}
     assert last["samples_per_sec"] == pytest.approx(SAMPLES / (end - begin))
     assert last["items_per_sec"] == pytest.approx(SAMPLES * 5 / (end - begin))
-    assert last["flops_per_sec"] == pytest.approx(FLOPS * layout.replicas / (end - begin))
+    # with unlike speeds the flops are those of rank 0's replica
+    scale = 4 / 3 if "unlike" in name else layout.replicas
+    assert last["flops_per_sec"] == pytest.approx(FLOPS * scale / (end - begin))
     assert last["batches_per_sec"] == pytest.approx(layout.replicas / (end - begin))
     assert last["device/batches_per_sec"] == pytest.approx(1 / (end - begin))
     for figure in ("samples", "items", "flops"):

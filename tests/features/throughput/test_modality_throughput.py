@@ -1,0 +1,181 @@
+"""`ModalityThroughput` counts the flops that one process would count with torch's ``FlopCounterMode``, on any ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from expert_parallel.families import FAMILIES
+from peft import LoraConfig, inject_adapter_in_model
+from torch.utils.data import DataLoader
+
+from features.throughput.counted_runs import Kept, by_sample, counted, one_process
+from features.toys import PAIR, Run, Samples, Toy, together
+from lightning_mm5d import Modality, ModalityThroughput
+from parity.harness import strategy
+from ranks import call_ranks
+from zoo import CASES, apply_freeze
+
+SAMPLES = 8
+
+
+@dataclass(frozen=True)
+class Counting:
+    """A run: its model, the layout of its modalities, and what of the model trains."""
+
+    name: str
+    fields: dict[str, dict[str, Any]]
+    world: int
+    replicas: int = 1
+    frozen: str = "none"
+    is_adapted: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+    images: tuple[tuple[int, ...] | None, ...] = (None, None, None)
+
+    @property
+    def case(self) -> Any:
+        return CASES[self.name] if self.name in CASES else FAMILIES[self.name]
+
+    def build(self) -> Any:
+        module = self.case.build()
+        apply_freeze(module, self.case, self.frozen)
+        if self.is_adapted:
+            inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj", "v_proj"]), module.model)
+            module.to(torch.get_default_dtype())
+        return module
+
+    def batches(self) -> list[Any]:
+        return [self.case.batch(SAMPLES, seed=seed, images=images) for seed, images in enumerate(self.images)]
+
+    def modalities(self) -> dict[str, Modality]:
+        paths = self.case.modality_paths
+        return {key: Modality(**{**paths.get(key, {}), **value}) for key, value in self.fields.items()}
+
+
+RUNS = {
+    "vision | language": Counting("llava", {"vision": {}, "language": {}}, 2),
+    "pp 2": Counting("llama_tied", {"model": {"pp_size": 2}}, 2),
+    "tp 2": Counting("llama_tied", {"model": {"tp_size": 2}}, 2),
+    "cp 2": Counting("llama_tied", {"model": {"cp_size": 2}}, 2),
+    "ep 2": Counting("mixtral", {"model": {"dp_size": 2, "ep_size": 2}}, 2, 2),
+    "two replicas of pp 2": Counting("llama_tied", {"model": {"dp_size": 2, "pp_size": 2}}, 4, 2),
+    "zero 3": Counting("llama_tied", {"model": {"dp_size": 2, "zero_stage": 3}}, 2, 2),
+    "colocated": Counting(
+        "qwen2_audio", {"audio": {"colocate_with": "language"}, "language": {"pp_size": 2}}, 2, frozen="encoder"
+    ),
+    "images of any number, and none": Counting(
+        "qwen2_vl",
+        {"vision": {}, "language": {}},
+        2,
+        images=((1,) * 8, (2, 1) * 4, (0,) * 8, (0, 0, 0, 0, 2, 2, 1, 2), (0,) * 8, (0, 0, 0, 0, 1, 1, 1, 1)),
+    ),
+    "plain replicas": Counting("llava", {"model": {"dp_size": 2}}, 2, 2, options={"num_microbatches": 1}),
+    "frozen language": Counting("llava", {"vision": {}, "language": {}}, 2, frozen="language"),
+    "adapters": Counting("llama_tied", {"model": {"pp_size": 2}}, 2, is_adapted=True),
+    "checkpointed": Counting("llava", {"vision": {}, "language": {"activation_checkpointing": "full"}}, 2),
+    "side by side": Counting("llama_tied", {"model": {"tp_size": 2, "interleaved_microbatches": 2}}, 2),
+    "split backwards": Counting(
+        "llava",
+        {"vision": {"colocate_with": "language"}, "language": {"pp_size": 2}},
+        2,
+        options={"schedule": "zero_bubble"},
+    ),
+}
+
+
+def figures(rank: int, name: str) -> list[dict[str, float]]:
+    run = RUNS[name]
+    options = {"num_microbatches": 4 // run.replicas, **run.options}
+    batches, more = run.batches(), {}
+    if run.replicas > 1:
+        batches = [part for batch in batches for part in run.case.split(batch, run.replicas)]
+        more = {"use_distributed_sampler": True}
+    return counted(run.build(), batches, strategy(run.modalities(), **options), run.world, **more)
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("name", [name for name in RUNS if name != "checkpointed"])
+def test_the_sum_over_ranks_is_that_of_one_process(name: str) -> None:
+    """Ranks as the fields of `RUNS` say: modalities in their order, and replicas of everything beside each other."""
+    run = RUNS[name]
+    # the sum of the loss's own products over microbatches is that of the batch: all are linear in its rows
+    expected = [one_process(run.build(), batch) for batch in run.batches()[1:]]
+    for logged in call_ranks(run.world, figures, name, limit=100):
+        assert len(logged) == len(expected)
+        for index, (got, (flops, hardware)) in enumerate(zip(logged, expected, strict=True)):
+            if name.startswith("images") and index < 3:
+                continue  # a first step of batches without some images is not counted by itself
+            assert got["flops"] == pytest.approx(flops / SAMPLES, rel=1e-9), index
+            assert got["hardware"] == pytest.approx(hardware / SAMPLES, rel=1e-9), index
+            if len(run.fields) > 1:
+                parts = [got.get(f"{modality}/flops", 0.0) for modality in run.fields]
+                assert sum(parts) == pytest.approx(got["flops"], rel=1e-9)
+
+
+@pytest.mark.usefixtures("float64")
+def test_recomputation_counts_in_hfu_alone() -> None:
+    """vision: rank 0; language, of which all layers run again: rank 1"""
+    plain, again = (call_ranks(2, figures, name, limit=100)[0][-1] for name in ("vision | language", "checkpointed"))
+    again_in_backward = again.pop("hardware") - plain.pop("hardware")
+    assert again_in_backward == pytest.approx(again.pop("language/hardware") - plain.pop("language/hardware"))
+    assert 0.2 < again_in_backward / plain["language/flops"] < 1 / 3  # a forward, without the head's
+    assert again == pytest.approx(plain, rel=1e-9)
+
+
+def batches_of_any_size(run: Run) -> Any:
+    """Accumulation over two batches, a last batch that is smaller, validation in between, and two fits."""
+    kept, module = Kept(prog_bar=True), Toy()
+    options = {"accumulate_grad_batches": 2, "log_every_n_steps": 1, "max_epochs": 2, "val_check_interval": 2}
+    trainer = run.trainer(callbacks=[kept], num_sanity_val_steps=1, **options)
+    trainer.fit(module, run.training(44, 8), run.loader(8))
+    path = run.folder / "end.ckpt"
+    trainer.save_checkpoint(path)
+    first = len(kept.logged)
+    trainer = run.trainer(callbacks=[kept], log_every_n_steps=2, max_epochs=4)
+    trainer.fit(module, run.training(44, 8), ckpt_path=path)
+    assert kept.figures is None
+    shown = {name for name in ("tokens_per_sec", "device/mfu", "device/hfu") if name in trainer.progress_bar_metrics}
+    return [by_sample(one) for one in kept.logged if "samples_per_sec" in one], first, len(kept.logged), shown
+
+
+def test_accumulated_and_smaller_batches_validation_and_resumed_runs_count(tmp_path: Any) -> None:
+    """vision: rank 0; language: rank 1"""
+    batch = next(iter(DataLoader(Samples(8), batch_size=8)))
+    flops, hardware = one_process(Toy(), batch)
+    for logged, first, every, shown in together(PAIR, batches_of_any_size, tmp_path):
+        assert first > 0
+        assert every > first
+        assert shown == {"tokens_per_sec", "device/mfu"}
+        assert logged
+        for got in logged:
+            assert got["flops"] == pytest.approx(flops / 8, rel=1e-6)
+            assert got["hardware"] == pytest.approx(hardware / 8, rel=1e-6)
+            assert got["language/tokens"] == pytest.approx(5)
+
+
+def features_from_files(run: Run) -> Any:
+    kept, module = Kept(), Toy()
+    module.encoder.requires_grad_(False)
+    run.trainer(callbacks=[kept], log_every_n_steps=1, max_epochs=4).fit(module, run.training(24, 8))
+    return [by_sample(one) for one in kept.logged if "samples_per_sec" in one]
+
+
+def test_features_that_are_read_take_no_flops(tmp_path: Any) -> None:
+    """vision, frozen: rank 0; language: rank 1"""
+    batch, module = next(iter(DataLoader(Samples(8), batch_size=8))), Toy()
+    module.encoder.requires_grad_(False)
+    flops, _ = one_process(module, batch)
+    encoding = 2 * sum(p.numel() for p in module.encoder.parameters() if p.ndim == 2) * 8
+    vision = replace(PAIR.modalities["vision"], cache_features=str(tmp_path / "features"))
+    cached = replace(PAIR, modalities={**PAIR.modalities, "vision": vision})
+    logged = together(cached, features_from_files, tmp_path)[0]
+    assert logged[0]["flops"] == pytest.approx(flops / 8, rel=1e-6)
+    assert logged[-1]["flops"] == pytest.approx((flops - encoding) / 8, rel=1e-6)
+    assert logged[-1].get("vision/flops", 0.0) == 0.0
+
+
+def test_a_peak_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match="available_flops: got 0"):
+        ModalityThroughput(available_flops=0)
