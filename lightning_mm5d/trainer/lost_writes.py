@@ -31,9 +31,11 @@ def tell_of_lost_writes(module: nn.Module, step: str, ends_on: int) -> None:
     source = Source()
     for function in reached(source, type(module), step):
         tree = source.tree(function)
-        for node in ast.walk(tree) if tree is not None else ():
+        if tree is None:
+            continue
+        for node in ast.walk(tree):
             said = _said(node, type(module), function)
-            if said is not None:
+            if said is not None and isinstance(node, ast.expr):
                 code = function.__code__
                 line = f"{Path(code.co_filename).name}:{code.co_firstlineno + node.lineno - tree.lineno}"
                 where = f"{ast.unparse(node)} in {function.__qualname__} ({line})"
