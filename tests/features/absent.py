@@ -115,7 +115,7 @@ def main() -> None:
     from ranks import run_ranks
 
     expected = fitted(Run())
-    trained, errors = run_ranks(2, train)[0]
+    trained, errors = run_ranks(2, train, limit=280)[0]  # two fits for each feature
     for name, names in absences().items():
         assert_same(trained[name], expected)
         absent = [feature for feature in FEATURES if feature.name in names]

@@ -20,7 +20,7 @@ def test_the_core_trains_without_any_feature_and_without_each_and_refuses_what_t
     command = [sys.executable, "-m", "features.absent"]
     path = os.pathsep.join(str(folder) for folder in (TESTS.parent, TESTS))
     environment = os.environ | {"PYTHONPATH": path}
-    found = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=360, check=False, env=environment)
     assert found.returncode == 0, found.stderr[-4000:]
     assert [line for line in found.stdout.splitlines() if line.endswith(": equal")] == [
         f"{name}: equal" for name in [ALL, *NAMES]
