@@ -4,9 +4,10 @@
 commands run in one process. ``mm5d convert`` says another system's configuration in ours.
 
 ``mm5d inspect`` prints which rank holds what; ``mm5d simulate`` prints, and draws, how long ranks would idle under
-every schedule; ``mm5d plan`` searches a better layout. These read the configuration of a LightningCLI; for ``simulate``
-sizes alone will do. ``mm5d export`` writes a checkpoint as Hugging Face or plain Lightning load it; ``mm5d checkpoint
-show`` prints what one holds. ``mm5d doctor`` shows what would not work on this machine.
+every schedule; ``mm5d plan`` searches a better layout; ``mm5d dryrun`` runs the code of one rank. These read the
+configuration of a LightningCLI; for ``simulate`` sizes alone will do. ``mm5d export`` writes a checkpoint as Hugging
+Face or plain Lightning load it; ``mm5d checkpoint show`` prints what one holds. ``mm5d doctor`` shows what would not
+work on this machine.
 
 Help and refusals of a wrong configuration come before torch is imported. Refuses in one line, with exit code 2, what
 cannot work; an interrupt ends it with exit code 130.
@@ -22,9 +23,20 @@ from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 
-_CONFIGURED = ("inspect", "simulate", "plan")  # commands whose other options override the configuration
+_CONFIGURED = ("inspect", "simulate", "plan", "dryrun")  # commands whose other options override the configuration
 _TRAINING = ("fit", "validate", "test", "predict")
-_OPTIONS = ("--help", "--version", "--json", "--out", "--script", "--cost", "--frozen", "--measure", "--memory-limit")
+_OPTIONS = (
+    "--help",
+    "--version",
+    "--json",
+    "--out",
+    "--script",
+    "--cost",
+    "--frozen",
+    "--measure",
+    "--memory-limit",
+    "--rank",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -90,9 +102,11 @@ def _run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         source = prepare(arguments.configs, arguments.script, overrides, sizes_will_do=sizes_will_do)
         from lightning_mm5d.tools.cli import commands  # imports torch
 
-        {"inspect": commands.inspect, "simulate": commands.simulate, "plan": commands.plan}[arguments.command](
-            arguments, source
-        )
+        if arguments.command == "dryrun":
+            from lightning_mm5d.tools.cli.dry_runs import dryrun as command
+        else:
+            command = getattr(commands, arguments.command)
+        command(arguments, source)
     except (ConfigError, ArgumentError, ScheduleError) as error:
         print(f"mm5d: error: {one_line(str(error))}", file=sys.stderr)
         return 2
@@ -243,6 +257,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     one.add_argument("--json", action="store_true", help="print what was found as JSON")
     one.set_defaults(command="plan")
+
+    about = (
+        "Run one rank's real code in this process: setup, plan, groups, layers, two training steps and optimizers, on "
+        "tensors without memory. Other ranks are answered for. Shows memory, messages and time on the host."
+    )
+    one = commands.add_parser(
+        "dryrun", parents=[shared], epilog=rest, description=about, help="run one rank of a cluster without the cluster"
+    )
+    one.add_argument("--rank", type=int, default=0, metavar="R", help="which rank (0)")
+    one.add_argument("--all", action="store_true", help="one rank of each class of ranks with equal work")
+    one.add_argument("--json", action="store_true", help="print what is found as JSON")
+    one.set_defaults(command="dryrun")
 
     _add_checkpoint_commands(commands)
 

@@ -44,7 +44,7 @@ from lightning_mm5d.tensor_parallel.resolve import Division
 from lightning_mm5d.tools.planner.profile import watched
 from lightning_mm5d.trainer.construction import copy_without_memory
 
-_GROUPED = private(torch.ops.aten, "_grouped_mm").default
+GROUPED = private(torch.ops.aten, "_grouped_mm").default
 _FEW = 64
 """elements of a new floating-point tensor that has values"""
 
@@ -79,12 +79,12 @@ class FakeTensors(TorchDispatchMode):
             if given[0].dtype == torch.bool:
                 return False
         if faked and func is torch.ops.aten.index.Tensor:  # by masks, which have values
-            args = (args[0], _places(args[1]))
+            args = (args[0], places_of(args[1]))
         if given and not faked:
             result = func(*args, **kwargs)
         else:
             with self._fake:
-                result = _grouped(*args, **kwargs) if func is _GROUPED else func(*args, **kwargs)
+                result = grouped(*args, **kwargs) if func is GROUPED else func(*args, **kwargs)
             if not given and not any(one.is_floating_point() and one.numel() > _FEW for one in _tensors(result)):
                 result = func(*args, **kwargs)
         if self._watch is not None:
@@ -92,7 +92,7 @@ class FakeTensors(TorchDispatchMode):
         return result
 
 
-def _grouped(a: Tensor, b: Tensor, ends: Tensor | None = None, bias: Any = None, out_dtype: Any = None) -> Tensor:
+def grouped(a: Tensor, b: Tensor, ends: Tensor | None = None, bias: Any = None, out_dtype: Any = None) -> Tensor:
     """The result of grouped matrix products, which torch knows without memory in bfloat16 alone."""
     groups = (len(ends),) if ends is not None and a.dim() == b.dim() == 2 else ()
     if a.dim() == b.dim() == 3:
@@ -104,7 +104,7 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _places(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+def places_of(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Indices with the places of what masks choose instead of the masks."""
     found: list[Tensor | None] = []
     for index in indices:

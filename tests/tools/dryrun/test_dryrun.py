@@ -1,0 +1,145 @@
+"""A dry run of a rank counts what the rank sends, and what it keeps, in a run on processes."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from typing import Any
+from unittest.mock import patch
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from features.toys import LANGUAGE, VISION, Layout, Samples, Toy
+from lightning_mm5d import Modality
+from lightning_mm5d.tools.cli.job import settle
+from lightning_mm5d.tools.dryrun.dry_rank import DryJob, DryRun, DryRuns
+from parity.harness import strategy
+from ranks import run_ranks
+
+M = 4
+LAYOUTS = {
+    "vision, rank 0; language, ranks 1 and 2 as stages": Layout(
+        {"vision": Modality(**VISION), "language": Modality(pp_size=2, **LANGUAGE)}, 3
+    ),
+    "vision, rank 0; language, ranks 1 and 2 as replicas that share states": Layout(
+        {"vision": Modality(dp_size=1, **VISION), "language": Modality(zero_stage=1, dp_size=2, **LANGUAGE)}, 3, 2
+    ),
+    "both modalities on ranks 0-3: stages of 2 replicas, two chunks each": Layout(
+        {
+            "vision": Modality(colocate_with="language", **VISION),
+            "language": Modality(pp_size=2, pp_chunks=2, dp_size=2, zero_stage=3, **LANGUAGE),
+        },
+        4,
+        2,
+    ),
+}
+
+
+class Adam(Toy):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class Data(L.LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return DataLoader(Samples(8 * M), batch_size=2 * M, shuffle=False)
+
+
+class Counted(Callback):
+    """Counts the messages of the second step."""
+
+    def __init__(self) -> None:
+        self.found: Counter[Any] = Counter()
+        self.bytes: Counter[Any] = Counter()
+        self.last: Any = None
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.found.clear()
+        self.bytes.clear()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.last = Counter(self.found), Counter(self.bytes)
+
+    def counting(self, name: str) -> Any:
+        original = getattr(dist, name)
+
+        def count(*args: Any, **kwargs: Any) -> Any:
+            # gloo's groups pass what they gather or scatter as their second argument
+            sent = args[1] if name.startswith(("all_gather", "reduce_scatter", "all_to_all")) else args[0]
+            group = kwargs.get("group", args[2] if name == "isend" else None) or dist.group.WORLD
+            key = args[1] if name == "isend" else (group.group_desc, tuple(dist.get_process_group_ranks(group)))
+            self.found[key] += 1
+            self.bytes[key] += sent.nbytes
+            return original(*args, **kwargs)
+
+        return patch.object(dist, name, count)
+
+
+_NAMES = ("isend", "all_reduce", "broadcast", "all_to_all_single")
+
+
+def planned(layout: Layout, **options: Any) -> Any:
+    schedule = "interleaved" if layout.modalities["language"].pp_chunks > 1 else "1f1b"
+    return strategy(layout.modalities, num_microbatches=M, schedule=schedule, **options)
+
+
+def counted(rank: int, layout: Layout) -> Any:
+    warnings.simplefilter("ignore")
+    counts = Counted()
+    gathers = [
+        name
+        for name in vars(dist)
+        if name in ("all_gather_single", "reduce_scatter_single", "all_gather_into_tensor", "reduce_scatter_tensor")
+    ]
+    patches = [counts.counting(name) for name in (*_NAMES, *gathers)]
+    for one in patches:
+        one.start()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=layout.world,
+        strategy=planned(layout),
+        max_steps=2,
+        logger=False,
+        precision="64-true",
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[counts],
+    )
+    trainer.fit(Adam(), Data())
+    for one in patches:
+        one.stop()
+    return counts.last
+
+
+def dry(layout: Layout, module: Any = None) -> DryRuns:
+    made = planned(layout)
+    settle(made, layout.world, 1)
+    module = module or Adam()
+    return DryRuns(DryJob(made, module, made.validate(module, Data()), Data(), "64-true"))
+
+
+def messages_of(run: DryRun) -> tuple[Counter[Any], Counter[Any]]:
+    found, size = Counter[Any](), Counter[Any]()
+    for (group, ranks, what), (count, sent) in run.messages.items():
+        if what != "barrier":
+            key = ranks if group == "payloads" else (group, ranks)
+            found[key] += count
+            size[key] += sent
+    return found, size
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_counts_the_messages_and_bytes_of_a_real_step(layout: Layout) -> None:
+    runs = dry(layout)
+    for rank, real in enumerate(run_ranks(layout.world, counted, layout)):
+        assert messages_of(runs.of(rank)) == real, rank
