@@ -15,7 +15,7 @@ from lightning_mm5d.tools.cli.configuration import Source
 from lightning_mm5d.tools.cli.estimates import step_of
 from lightning_mm5d.tools.cli.job import load
 from lightning_mm5d.tools.cli.terminal import show
-from lightning_mm5d.tools.dryrun.dry_rank import DryJob, DryRun, DryRuns
+from lightning_mm5d.tools.dryrun.dry_rank import DryRun, DryRuns
 from lightning_mm5d.tools.planner.rank_memory import RankMemory, memory_of
 
 _COVERED: dict[str, Any] = dict(cp_size=(1,), tp_mode=("1d",), sequence_parallel=(False, True), ep_size=(1,))
@@ -35,8 +35,7 @@ def dryrun(arguments: Namespace, source: Source) -> None:
         raise ConfigError("--rank", arguments.rank, f"There are {world} ranks", f"Name one from 0 to {world - 1}")
     classes = ranks_by_class(plan) if arguments.all else {arguments.rank: [arguments.rank]}
     step, notes = step_of(job, plan)
-    dry = DryJob(job.strategy, module, plan, job.data, job.precision)
-    estimates, runs = memory_of(plan, step), DryRuns(dry)
+    estimates, runs = memory_of(plan, step), DryRuns(job)
     found = [_found(runs.of(rank), equal, estimates[rank]) for rank, equal in classes.items()]
     if arguments.json:
         print(json.dumps(found, indent=2))

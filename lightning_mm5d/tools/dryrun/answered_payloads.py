@@ -23,7 +23,7 @@ from lightning_mm5d.engine.transport import FIRST_BYTES, UNKNOWN, Channel, Shape
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule.stage_key import StageKey
 from lightning_mm5d.tools.dryrun.answered_groups import Messages, add
-from lightning_mm5d.tools.dryrun.hollow_tensors import HollowTensors
+from lightning_mm5d.tools.planner.hollow_tensors import HollowTensors
 
 Edge = tuple[str, str]
 

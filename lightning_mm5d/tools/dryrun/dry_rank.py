@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import lightning as L
@@ -35,7 +35,7 @@ from lightning_mm5d.tools.dryrun.answered_payloads import (
     UnknownPayloadError,
     recorded,
 )
-from lightning_mm5d.tools.dryrun.hollow_tensors import HollowTensors
+from lightning_mm5d.tools.planner.hollow_tensors import HollowTensors
 from lightning_mm5d.trainer.construction import Construction, copy_without_memory
 from lightning_mm5d.trainer.feature import Attached, Feature, Running
 from lightning_mm5d.trainer.session import RunOptions
@@ -44,24 +44,6 @@ from lightning_mm5d.trainer.user_step import StepResult, tree_of
 _STEPS = 2
 _SILENT = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
 KINDS = ("parameters", "gradients", "optimizer", "activations", "peak")
-
-
-class DryJob(NamedTuple):
-    """What is to run.
-
-    Attributes:
-        strategy: knows its ranks.
-        module: may lack memory.
-        plan: which rank runs what of it.
-        data: a LightningDataModule, where the module has no dataloader of its own.
-        precision: of the trainer.
-    """
-
-    strategy: MultimodalStrategy
-    module: L.LightningModule
-    plan: Plan
-    data: L.LightningDataModule | None = None
-    precision: str = "32-true"
 
 
 class DryRun(Feature, AroundSteps, AroundStep, Callback):
@@ -221,10 +203,10 @@ class DryRuns:
     """Dry runs of the ranks of a job, which share what they know of payloads.
 
     Args:
-        job: what is to run.
+        job: what is to run: the strategy, module, data, precision and plan of a `tools.cli.job.Job`.
     """
 
-    def __init__(self, job: DryJob) -> None:
+    def __init__(self, job: Any) -> None:
         self._job, self._topology = job, job.plan.topology
         self._known: dict[tuple[int, Edge], list[Sent]] = {}
 
@@ -272,7 +254,7 @@ class DryRuns:
         self._known[rank, name] = sent
 
 
-def run(job: DryJob, dry: DryRun) -> None:
+def run(job: Any, dry: DryRun) -> None:
     """Run two steps of one rank.
 
     Raises:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_mm5d.data.random_state import kept_random_state
-from lightning_mm5d.tools.planner.activation_trace import FakeTensors
+from lightning_mm5d.tools.planner.hollow_tensors import HollowTensors
 from lightning_mm5d.trainer.construction import copy_without_memory
 
 _STEPS = 1000
@@ -122,7 +122,7 @@ class OptimizerStates:
     ) -> tuple[int, int]:
         """Bytes of states and, at most, of other tensors in a step on `count` parameters."""
         meter = Meter()
-        fake = FakeTensors(meter.watch)
+        fake = HollowTensors(meter.watch)
         parameters = [nn.Parameter(fake.of(torch.empty(shape, dtype=dtype, device="meta"))) for _ in range(count)]
         meter.watch(None, (), parameters)
         with fake:
@@ -169,7 +169,7 @@ class Meter:
         self._sizes: dict[int, int] = {}
 
     def watch(self, _: Any, __: Sequence[Tensor], made: Sequence[Tensor]) -> None:
-        """Count what an operation made, as `FakeTensors` reports it."""
+        """Count what an operation made, as `HollowTensors` reports it."""
         for one in made:
             storage = one.untyped_storage()
             if storage._cdata not in self._sizes:

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 
 from features.toys import LANGUAGE, VISION, Layout, Samples, Toy
 from lightning_mm5d import Modality
-from lightning_mm5d.tools.cli.job import settle
-from lightning_mm5d.tools.dryrun.dry_rank import DryJob, DryRun, DryRuns
+from lightning_mm5d.tools.cli.job import Job, settle
+from lightning_mm5d.tools.dryrun.dry_rank import DryRun, DryRuns
 from parity.harness import strategy
 from ranks import run_ranks
 
@@ -125,7 +125,7 @@ def dry(layout: Layout, module: Any = None) -> DryRuns:
     made = planned(layout)
     settle(made, layout.world, 1)
     module = module or Adam()
-    return DryRuns(DryJob(made, module, made.validate(module, Data()), Data(), "64-true"))
+    return DryRuns(Job(made, module, made.modalities, Data(), "64-true", plan=made.validate(module, Data())))
 
 
 def messages_of(run: DryRun) -> tuple[Counter[Any], Counter[Any]]:

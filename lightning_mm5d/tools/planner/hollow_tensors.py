@@ -12,7 +12,7 @@ read a loss or a norm. Refuses operations whose shapes depend on values that are
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,30 +20,37 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.tools.planner.activation_trace import GROUPED, grouped, places_of
+from lightning_mm5d.config.errors import ConfigError, private
 
 _FEW = 64
 """elements of a new floating-point tensor that has values"""
 _CPU = torch.device("cpu")
 _aten = torch.ops.aten
 _AS_VIEWS = {_aten._unsafe_view.default, _aten._reshape_alias.default, _aten.lift_fresh.default}
+_GROUPED = private(_aten, "_grouped_mm").default
 _INDEX = _aten.index.Tensor
 _SCALAR = _aten._local_scalar_dense.default
 _NAN = float("nan")
 _PLAIN = Tensor.__torch_dispatch__
 
 
+Watch = Callable[[Any, Sequence[Tensor], Sequence[Tensor]], None]
+
+
 class HollowTensors(TorchDispatchMode):
     """A context in which whatever is computed from hollow tensors is hollow.
+
+    Args:
+        watch: called after each operation with the operation, the tensors that it took and those that it made.
 
     Attributes:
         alive: bytes of all storages that were made here and are alive.
         peak: most of `alive` at a time, since it was set.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, watch: Watch | None = None) -> None:
         super().__init__()
+        self._watch = watch
         self.alive = self.peak = 0
         self._sizes: dict[int, int] = {}  # of storages by their addresses
         self._hollow: set[int] = set()
@@ -67,17 +74,20 @@ class HollowTensors(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         kind = self._kinds.get(func) or self._kinds.setdefault(func, _kind(func))
-        if kind == "view" or any(one.__torch_dispatch__ is not _PLAIN for one in types):
+        if (kind == "view" and self._watch is None) or any(one.__torch_dispatch__ is not _PLAIN for one in types):
             return func(*args, **kwargs)  # a class with a dispatch of its own gets it now
         given = _tensors((args, [*kwargs.values()]))
+        made = self._computed(func, kind, given, args, kwargs)
+        if self._watch is not None:
+            self._watch(func, given, _tensors([made]))
+        return made
+
+    def _computed(self, func: Any, kind: str, given: Sequence[Tensor], args: Any, kwargs: dict[str, Any]) -> Any:
         keys = [one.untyped_storage()._cdata for one in given]
-        if not self._hollow.isdisjoint(keys) and kind != "form":
+        if kind in ("new", "write") and not self._hollow.isdisjoint(keys):
             return self._without_values(func, kind, args, kwargs, not self._nan.isdisjoint(keys))
-        if (
-            not given
-            and kwargs.get("device") in (None, _CPU)
-            and any(one.name == "device" for one in func._schema.arguments)
-        ):
+        takes_device = any(one.name == "device" for one in func._schema.arguments)
+        if not given and takes_device and kwargs.get("device") in (None, _CPU):
             shown = func(*args, **{**kwargs, "device": "meta", "pin_memory": None})
             if shown.is_floating_point() and shown.numel() > _FEW:
                 return self._made(shown, any(one != one for one in args))
@@ -95,7 +105,7 @@ class HollowTensors(TorchDispatchMode):
             rule = "It depends on values that a dry run does not have, as how many tokens a router sends where"
             raise ConfigError("dryrun", str(func), rule, "Compute it from the batch alone, or ask `mm5d inspect`")
         if masks:
-            args = (args[0], places_of(args[1]))
+            args = (args[0], _places(args[1]))
         written = _written(func, args, kwargs) if kind == "write" else []
         for one in written:
             self._hollow.add(key := one.untyped_storage()._cdata)
@@ -113,7 +123,7 @@ class HollowTensors(TorchDispatchMode):
             given, options = tree_map_only(Tensor, lambda one: _like(one, "meta"), (args, dict(kwargs)))
             if options.get("device") is not None:
                 options["device"] = torch.device("meta")
-            self._known[key] = (grouped if func is GROUPED else func)(*given, **options)
+            self._known[key] = (_grouped if func is _GROUPED else func)(*given, **options)
         return self._known[key]
 
     def _made(self, shown: Tensor, nan: bool = False) -> Tensor:
@@ -145,7 +155,7 @@ class HollowTensors(TorchDispatchMode):
 
 
 def _kind(func: Any) -> str:
-    """What an operation does: makes a ``view``, changes the ``form`` of a tensor, may ``write``, or makes something new."""
+    """What an operation does: a ``view``, another ``form`` of a tensor, a ``write``, or something ``new``."""
     if func.is_view or func in _AS_VIEWS or torch.Tag.inplace_view in func.tags:
         return "view"
     if func.overloadpacket in (_aten.set_, _aten.resize_):
@@ -183,3 +193,20 @@ def _form(given: Any) -> Any:
 
 def _like(shown: Tensor, device: str = "cpu") -> Tensor:
     return torch.empty_strided(shown.shape, shown.stride(), dtype=shown.dtype, device=device)
+
+
+def _grouped(a: Tensor, b: Tensor, ends: Tensor | None = None, bias: Any = None, out_dtype: Any = None) -> Tensor:
+    """The result of grouped matrix products, which torch knows without memory in bfloat16 alone."""
+    groups = (len(ends),) if ends is not None and a.dim() == b.dim() == 2 else ()
+    if a.dim() == b.dim() == 3:
+        groups = (a.shape[0],)
+    return a.new_empty(*groups, a.shape[-2], b.shape[-1], dtype=out_dtype or a.dtype)
+
+
+def _places(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Indices with the places of what masks choose instead of the masks."""
+    found: list[Tensor | None] = []
+    for index in indices:
+        is_mask = index is not None and index.dtype == torch.bool
+        found += index.nonzero().unbind(1) if index is not None and is_mask else [index]
+    return found
