@@ -26,7 +26,7 @@ BACKEND = "mm5d_dryrun"
 
 
 Messages = dict[tuple[str, Any, str], tuple[int, int]]
-"""number and bytes of what a rank sends: by what a group is for, its ranks and the operation; of payloads by the rank"""
+"""number and bytes of what a rank sends, by what a group is for, its ranks and the operation; payloads by rank"""
 
 
 def add(messages: Messages, key: tuple[str, Any, str], count: int, size: int) -> None:

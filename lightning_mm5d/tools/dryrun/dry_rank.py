@@ -68,7 +68,7 @@ class DryRun(Feature, AroundSteps, AroundStep, Callback):
         self.transport: AnsweredTransport | None = None
         self.seconds: list[float] = []
         self.memory = dict.fromkeys(KINDS, 0)
-        self._module: Any = None
+        self._running: Running | None = None
         self._began = 0.0
         self._base = self._most = 0
 
@@ -86,10 +86,14 @@ class DryRun(Feature, AroundSteps, AroundStep, Callback):
         return found
 
     def attach(self, running: Running) -> Attached | None:
-        self._module = running.module
+        self._running = running
         running.engine.around.append(self)
         running.steps.first = None  # nothing is compared on a first batch
         return None
+
+    def doing(self) -> str:
+        """Return the action that has failed."""
+        return "" if self._running is None else self._running.engine.doing()
 
     # --- what it measures ---
 
@@ -121,7 +125,8 @@ class DryRun(Feature, AroundSteps, AroundStep, Callback):
         self.memory["peak"] = self.hollow.peak
 
     def _held(self) -> list[Tensor]:
-        return [one for one in self._module.parameters() if not is_remote(one)]
+        assert self._running is not None
+        return [one for one in self._running.module.parameters() if not is_remote(one)]
 
     def _gradients(self) -> list[Tensor]:
         return [one.grad for one in self._held() if one.grad is not None]
@@ -207,13 +212,13 @@ class DryRuns:
     """
 
     def __init__(self, job: Any) -> None:
-        self._job, self._topology = job, job.plan.topology
+        self.job, self._topology = job, job.plan.topology
         self._known: dict[tuple[int, Edge], list[Sent]] = {}
 
     def of(self, rank: int) -> DryRun:
         """Run two steps of a rank, after as much of the ranks before it as tells what these send."""
         dry = DryRun(rank, self._records(rank, self._topology.stages_of(rank)))
-        run(self._job, dry)
+        run(self.job, dry)
         return dry
 
     def _records(self, rank: int, stages: Iterable[StageKey]) -> Records:
@@ -229,7 +234,7 @@ class DryRuns:
 
     def _sources(self, rank: int, edge: tuple[StageKey, StageKey]) -> list[int]:
         """One rank of each instance that sends to a rank on an edge."""
-        strategy = self._job.strategy
+        strategy = self.job.strategy
         counts = strategy.layout.microbatches(strategy.usual_microbatches())
         places = [(one, index) for one in strategy.layout.replicas_of_rank(rank) for index in range(counts[one])]
         places = [place for place in places if rank in self._topology.ranks_at(edge[1], *place)]
@@ -243,7 +248,7 @@ class DryRuns:
         dry = DryRun(rank, self._records(rank, [edge[0]]), name)
         blocked: UnknownPayloadError | None = None
         try:
-            run(self._job, dry)
+            run(self.job, dry)
         except Enough:
             pass
         except UnknownPayloadError as error:  # in another stage of that rank
@@ -281,4 +286,8 @@ def run(job: Any, dry: DryRun) -> None:
             callbacks=[dry],
             **dict.fromkeys(_SILENT, False),
         )
-        trainer.fit(module, datamodule=job.data)
+        try:
+            trainer.fit(module, datamodule=job.data)
+        except Exception as error:
+            error.add_note(f"in the dry run of rank {dry.rank}: {dry.doing() or 'before its first action'}")
+            raise

@@ -15,10 +15,14 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from features.toys import LANGUAGE, VISION, Layout, Samples, Toy
+from features.toys import LANGUAGE, VISION, WIDTH, Layout, Samples, Toy
 from lightning_mm5d import Modality
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.tools.cli.estimates import step_of
 from lightning_mm5d.tools.cli.job import Job, settle
 from lightning_mm5d.tools.dryrun.dry_rank import DryRun, DryRuns
+from lightning_mm5d.tools.planner.hollow_tensors import HollowTensors
+from lightning_mm5d.tools.planner.rank_memory import memory_of
 from parity.harness import strategy
 from ranks import run_ranks
 
@@ -75,7 +79,8 @@ class Counted(Callback):
         def count(*args: Any, **kwargs: Any) -> Any:
             # gloo's groups pass what they gather or scatter as their second argument
             sent = args[1] if name.startswith(("all_gather", "reduce_scatter", "all_to_all")) else args[0]
-            group = kwargs.get("group", args[2] if name == "isend" else None) or dist.group.WORLD
+            given = args[2] if len(args) > 2 and isinstance(args[2], dist.ProcessGroup) else None
+            group = kwargs.get("group") or given or dist.group.WORLD
             key = args[1] if name == "isend" else (group.group_desc, tuple(dist.get_process_group_ranks(group)))
             self.found[key] += 1
             self.bytes[key] += sent.nbytes
@@ -143,3 +148,45 @@ def test_counts_the_messages_and_bytes_of_a_real_step(layout: Layout) -> None:
     runs = dry(layout)
     for rank, real in enumerate(run_ranks(layout.world, counted, layout)):
         assert messages_of(runs.of(rank)) == real, rank
+
+
+def test_memory_is_that_of_the_estimate() -> None:
+    runs = dry(next(iter(LAYOUTS.values())))
+    job = runs.job
+    for estimate in memory_of(job.plan, step_of(job, job.plan)[0]):
+        found = runs.of(estimate.rank).memory
+        kept = ("parameters", "gradients", "optimizer")
+        assert [found[kind] for kind in kept] == [getattr(estimate, kind) for kind in kept]
+        assert found["activations"] == pytest.approx(estimate.activations, rel=0.25)
+
+
+class Wide(Adam):
+    """Its encoder gives one number more than the decoder takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder.projector = torch.nn.Linear(WIDTH, WIDTH + 1).double()
+
+
+def test_finds_a_boundary_of_the_wrong_width_where_the_step_ends() -> None:
+    runs = dry(next(iter(LAYOUTS.values())), Wide())
+    assert runs.of(0).seconds
+    with pytest.raises(RuntimeError, match="must match the size") as found:
+        runs.of(2)
+    assert found.value.__notes__[-1] == "in the dry run of rank 2: language.1, forward of microbatch 0"
+
+
+def test_what_is_computed_from_hollow_tensors_is_hollow_and_shares_memory_like_them() -> None:
+    with HollowTensors() as hollow:
+        weight = hollow.of(torch.empty(100, 50, device="meta", requires_grad=True))
+        result = (torch.ones(3, 50) @ weight.t())[:, :40]
+        assert hollow.is_hollow(result)
+        assert result.untyped_storage().nbytes() == 3 * 100 * 4
+        assert float(result.detach().sum()) == 1.0  # of few elements
+        assert bool(torch.full((3, 50), float("nan")).isnan().any())
+        result.sum().backward()
+        assert weight.grad is not None
+        assert hollow.is_hollow(weight.grad)
+        with pytest.raises(ConfigError, match="values that a dry run does not have"):
+            (result > 0).nonzero()
+    assert hollow.peak > hollow.alive
