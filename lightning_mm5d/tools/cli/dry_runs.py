@@ -36,11 +36,11 @@ def dryrun(arguments: Namespace, source: Source) -> None:
     classes = ranks_by_class(plan) if arguments.all else {arguments.rank: [arguments.rank]}
     step, notes = step_of(job, plan)
     estimates, runs = memory_of(plan, step), DryRuns(job)
-    found = [_found(runs.of(rank), equal, estimates[rank]) for rank, equal in classes.items()]
+    found = [runs.of(rank) for rank in classes]
     if arguments.json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps([{**_plain(run), "equal_ranks": classes[run.rank]} for run in found], indent=2))
     else:
-        show([*(part for one in found for part in _shown(one, plan)), *notes])
+        show([part for run in found for part in _shown(run, classes[run.rank], plan, estimates[run.rank])] + notes)
 
 
 def ranks_by_class(plan: Plan) -> dict[int, list[int]]:
@@ -67,36 +67,26 @@ def _uncovered(field: str, said: Any) -> ConfigError:
     return ConfigError(field, said, rule, "Leave it out for the dry run, or ask mm5d inspect for an estimate")
 
 
-def _shown(found: dict[str, Any], plan: Plan) -> Page:
-    stages = ", ".join(map(str, plan.topology.stages_of(found["rank"])))
-    same = f", as ranks {spans(found['equal_ranks'], 8)}" if len(found["equal_ranks"]) > 1 else ""
-    seconds = " and ".join(f"{second:.1f} s" for second in found["seconds"])
+def _plain(run: DryRun) -> dict[str, Any]:
+    sent = [{"group": group, "to": to, "what": what, "sent": sent} for (group, to, what), sent in run.messages.items()]
+    return {"rank": run.rank, "memory": run.memory, "seconds": run.seconds, "messages": sent}
+
+
+def _shown(run: DryRun, equal: list[int], plan: Plan, estimate: RankMemory) -> Page:
+    stages = ", ".join(map(str, plan.topology.stages_of(run.rank)))
+    same = f", as ranks {spans(equal, 8)}" if len(equal) > 1 else ""
+    seconds = " and ".join(f"{second:.1f} s" for second in run.seconds)
+    guesses = {kind: getattr(estimate, kind) for kind in run.memory}
     memory = [
-        (kind, memory_text(size), "-" if (guess := found["estimate"][kind]) is None else memory_text(guess))
-        for kind, size in found["memory"].items()
+        (kind, memory_text(size), "-" if guesses[kind] is None else memory_text(guesses[kind]))
+        for kind, size in run.memory.items()
     ]
     sent = [
-        (one["group"], spans(one["ranks"], 4), one["what"], one["messages"], memory_text(one["bytes"]))
-        for one in found["sent"]
+        (group, spans([to] if isinstance(to, int) else to, 4), what, count, memory_text(size))
+        for (group, to, what), (count, size) in run.messages.items()
     ]
     return [
-        f"rank {found['rank']}: {stages}{same}; its host took {seconds} for two steps",
+        f"rank {run.rank}: {stages}{same}; its host took {seconds} for two steps",
         Table.of(("memory", "dry run", "estimate"), memory),
         Table.of(("a step sends", "ranks", "what", "messages", "bytes"), sent),
     ]
-
-
-def _found(run: DryRun, equal: list[int], estimate: RankMemory) -> dict[str, Any]:
-    sent = [
-        {"group": group, "ranks": [to] if isinstance(to, int) else list(to), "what": what, "messages": n, "bytes": size}
-        for (group, to, what), (n, size) in run.messages.items()
-    ]
-    guess = {kind: getattr(estimate, kind) for kind in run.memory}
-    return {
-        "rank": run.rank,
-        "equal_ranks": equal,
-        "memory": run.memory,
-        "estimate": guess,
-        "seconds": run.seconds,
-        "sent": sent,
-    }
