@@ -17,8 +17,11 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from torchmetrics import Metric
 from typing_extensions import override
 
+from lightning_mm5d.config.errors import private
 from lightning_mm5d.data.microbatch import copied
 from lightning_mm5d.engine.codec import TreeChannel
 from lightning_mm5d.engine.flight import AroundStep, AroundSteps, Course
@@ -56,6 +59,7 @@ class DryRun(Feature, AroundSteps, AroundStep, Callback):
 
     Attributes:
         messages: of the last step.
+        under_way: those of the step that runs.
         transport: of the rank, once it has one.
         seconds: of each step.
         memory: bytes by kind in the last step.
@@ -65,6 +69,7 @@ class DryRun(Feature, AroundSteps, AroundStep, Callback):
         super().__init__({})
         self.rank, self.records, self.wanted = rank, records, wanted
         self.hollow, self.messages = HollowTensors(), Messages()
+        self.under_way = Messages()
         self.transport: AnsweredTransport | None = None
         self.seconds: list[float] = []
         self.memory = dict.fromkeys(KINDS, 0)
@@ -76,7 +81,7 @@ class DryRun(Feature, AroundSteps, AroundStep, Callback):
 
     def wire(self, plan: Plan, groups: Any, device: torch.device, rank: int) -> AnsweredTransport:
         """Return the transport of the rank."""
-        self.transport = AnsweredTransport(plan, rank, self.hollow, self.messages, self.records)
+        self.transport = AnsweredTransport(plan, rank, self.hollow, self.under_way, self.records)
         return self.transport
 
     def results(self) -> list[Tensor]:
@@ -98,7 +103,9 @@ class DryRun(Feature, AroundSteps, AroundStep, Callback):
     # --- what it measures ---
 
     def step(self, course: Course) -> AroundStep:
-        self._most = len({one.microbatch for one in course.actions})
+        parts = [part.batch for found in course.step.microbatches.values() for part in found]
+        forms = {str(tree_map_only(Tensor, lambda one: (one.shape, one.dtype), part)) for part in parts}
+        self._most = 1 if len(forms) == 1 else len({one.microbatch for one in course.actions})
         self._base = self.hollow.alive - self.hollow.size_of(self._gradients())
         return self
 
@@ -110,7 +117,7 @@ class DryRun(Feature, AroundSteps, AroundStep, Callback):
         self.memory["activations"] = max(self.memory["activations"], kept)
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        self.messages.clear()
+        self.under_way.clear()
         self.memory["activations"] = 0
         self.memory["parameters"] = self.hollow.size_of(self._held())
         self.hollow.peak, self._began = self.hollow.alive, time.perf_counter()
@@ -123,6 +130,7 @@ class DryRun(Feature, AroundSteps, AroundStep, Callback):
         states = [value for one in trainer.optimizers for state in one.state.values() for value in state.values()]
         self.memory["optimizer"] = self.hollow.size_of(one for one in states if isinstance(one, Tensor))
         self.memory["peak"] = self.hollow.peak
+        self.messages = Messages(self.under_way)
 
     def _held(self) -> list[Tensor]:
         assert self._running is not None
@@ -154,6 +162,11 @@ class HollowConstruction(Construction):
             for name, buffer in part._buffers.items():
                 if buffer is not None and buffer.is_meta:
                     part._buffers[name] = known.setdefault(id(buffer), self._hollow.of(buffer))
+            if isinstance(part, Metric):
+                defaults = private(part, "_defaults")
+                for name in [name for name, one in defaults.items() if isinstance(one, Tensor)]:
+                    defaults[name] = torch.zeros(defaults[name].shape, dtype=defaults[name].dtype)
+                    setattr(part, name, defaults[name].clone())
 
 
 class DryStrategy(MultimodalStrategy):
@@ -271,7 +284,7 @@ def run(job: Any, dry: DryRun) -> None:
     vars(module)["configure_model"] = lambda: None  # it has run
     node, place = divmod(dry.rank, per_node := job.strategy.num_processes)
     named = patch.dict(os.environ, {"LOCAL_RANK": str(place), "NODE_RANK": str(node), "MASTER_PORT": "1"})
-    groups, records = answered(dry.messages, dry.results), recorded(lambda: dry.transport)
+    groups, records = answered(dry.under_way, dry.results), recorded(lambda: dry.transport)
     with named, groups, records, warnings.catch_warnings(), dry.hollow:
         warnings.simplefilter("ignore")
         trainer = L.Trainer(

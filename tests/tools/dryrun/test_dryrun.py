@@ -73,6 +73,9 @@ class Counted(Callback):
     def on_train_batch_end(self, *_: Any) -> None:
         self.last = Counter(self.found), Counter(self.bytes)
 
+    # callbacks of the package see what this rank holds, for which nobody sends anything
+    on_train_batch_start.__module__ = on_train_batch_end.__module__ = "lightning_mm5d.tests"
+
     def counting(self, name: str) -> Any:
         original = getattr(dist, name)
 
