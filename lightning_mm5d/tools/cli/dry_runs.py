@@ -40,7 +40,8 @@ def dryrun(arguments: Namespace, source: Source) -> None:
     if arguments.json:
         print(json.dumps([{**_plain(run), "equal_ranks": classes[run.rank]} for run in found], indent=2))
     else:
-        show([part for run in found for part in _shown(run, classes[run.rank], plan, estimates[run.rank])] + notes)
+        pages = [_shown(run, classes[run.rank], plan, estimates[run.rank]) for run in found]
+        show([*(part for page in pages for part in page), *notes])
 
 
 def ranks_by_class(plan: Plan) -> dict[int, list[int]]:

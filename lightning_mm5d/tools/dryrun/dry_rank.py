@@ -287,17 +287,18 @@ def run(job: Any, dry: DryRun) -> None:
     groups, records = answered(dry.under_way, dry.results), recorded(lambda: dry.transport)
     with named, groups, records, warnings.catch_warnings(), dry.hollow:
         warnings.simplefilter("ignore")
+        silent: Any = dict.fromkeys(_SILENT, False)
         trainer = L.Trainer(
             accelerator="cpu",
             devices=per_node,
             num_nodes=job.strategy.num_nodes,
             strategy=strategy,
-            precision=job.precision,  # type: ignore[arg-type]
+            precision=job.precision,
             max_steps=_STEPS,
             max_epochs=1,
             limit_val_batches=0,
             callbacks=[dry],
-            **dict.fromkeys(_SILENT, False),
+            **silent,
         )
         try:
             trainer.fit(module, datamodule=job.data)

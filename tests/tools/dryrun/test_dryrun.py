@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -20,6 +21,7 @@ from lightning_mm5d import Modality
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.tools.cli.estimates import step_of
 from lightning_mm5d.tools.cli.job import Job, settle
+from lightning_mm5d.tools.cli.main import main
 from lightning_mm5d.tools.dryrun.dry_rank import DryRun, DryRuns
 from lightning_mm5d.tools.planner.hollow_tensors import HollowTensors
 from lightning_mm5d.tools.planner.rank_memory import memory_of
@@ -193,3 +195,30 @@ def test_what_is_computed_from_hollow_tensors_is_hollow_and_shares_memory_like_t
         with pytest.raises(ConfigError, match="values that a dry run does not have"):
             (result > 0).nonzero()
     assert hollow.peak > hollow.alive
+
+
+def digits(*options: str) -> list[str]:
+    folder = Path(__file__).parents[3] / "examples" / "digits"
+    return ["dryrun", str(folder / "config.yaml"), "--script", str(folder / "train.py"), *options]
+
+
+def test_the_command_prints_memory_beside_the_estimate(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(digits("--rank", "3")) == 0
+    out = capsys.readouterr().out
+    assert "rank 3: language.1; its host took" in out
+    dry, guess = next(line.split()[1::2] for line in out.splitlines() if line.startswith("peak"))
+    assert float(dry) == pytest.approx(float(guess), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--rank", "4"], "--rank: got 4. There are 4 ranks"),
+        (["--trainer.strategy.init_args.modalities.language.compile=true"], "modalities.language.compile: got True"),
+    ],
+)
+def test_the_command_refuses_by_name_what_it_does_not_cover(
+    options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(digits(*options)) == 2
+    assert words in capsys.readouterr().err
