@@ -24,6 +24,8 @@ from lightning_mm5d.config.errors import ConfigError, private
 
 _FEW = 64
 """elements of a new floating-point tensor that has values"""
+_LARGE = 2**20
+"""elements of a floating-point tensor above which it has no values, whatever it was computed from"""
 _CPU = torch.device("cpu")
 _aten = torch.ops.aten
 _AS_VIEWS = {_aten._unsafe_view.default, _aten._reshape_alias.default, _aten.lift_fresh.default}
@@ -84,8 +86,11 @@ class HollowTensors(TorchDispatchMode):
 
     def _computed(self, func: Any, kind: str, given: Sequence[Tensor], args: Any, kwargs: dict[str, Any]) -> Any:
         keys = [one.untyped_storage()._cdata for one in given]
-        if kind in ("new", "write") and not self._hollow.isdisjoint(keys):
-            return self._without_values(func, kind, args, kwargs, not self._nan.isdisjoint(keys))
+        if kind in ("new", "write"):
+            large = [one for one in given if one.is_floating_point() and one.numel() > _LARGE]
+            if large or not self._hollow.isdisjoint(keys):
+                nan = not self._nan.isdisjoint(keys) or any(self._begins_with_nan(one) for one in large)
+                return self._without_values(func, kind, args, kwargs, nan)
         takes_device = any(one.name == "device" for one in func._schema.arguments)
         if not given and takes_device and kwargs.get("device") in (None, _CPU):
             shown = func(*args, **{**kwargs, "device": "meta", "pin_memory": None})
@@ -108,10 +113,8 @@ class HollowTensors(TorchDispatchMode):
             args = (args[0], _places(args[1]))
         written = _written(func, args, kwargs) if kind == "write" else []
         for one in written:
-            self._hollow.add(key := one.untyped_storage()._cdata)
             self._note(one)
-            if nan:
-                self._nan.add(key)
+            self._hide(one, nan)
         if written and all(one.alias_info is not None for one in func._schema.returns):
             return None if not func._schema.returns else written[0] if len(written) == 1 else tuple(written)
         return tree_map_only(Tensor, lambda one: self._made(one, nan), self._shown(func, args, kwargs))
@@ -134,10 +137,17 @@ class HollowTensors(TorchDispatchMode):
             return tensor.fill_(_NAN if nan else 1.0)
         if tensor.numel() <= _FEW and tensor.dtype == torch.bool:
             return tensor.fill_(nan)
+        self._hide(tensor, nan)
+        return tensor
+
+    def _begins_with_nan(self, tensor: Tensor) -> bool:
+        return not self.is_hollow(tensor) and bool(tensor[(0,) * tensor.dim()].isnan())
+
+    def _hide(self, tensor: Tensor, nan: bool) -> None:
+        """Take a tensor's values for unknown."""
         self._hollow.add(key := tensor.untyped_storage()._cdata)
         if nan:
             self._nan.add(key)
-        return tensor
 
     def _note(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
