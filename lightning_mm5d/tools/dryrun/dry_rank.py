@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -75,7 +75,8 @@ class DryRun(Feature, AroundSteps, AroundStep, Callback):
         self.memory = dict.fromkeys(KINDS, 0)
         self._running: Running | None = None
         self._began = 0.0
-        self._base = self._most = 0
+        self._base = self._enough = 0
+        self._counts: Callable[[Sent], Any] = lambda one: one.place
 
     # --- doors ---
 
@@ -105,13 +106,15 @@ class DryRun(Feature, AroundSteps, AroundStep, Callback):
     def step(self, course: Course) -> AroundStep:
         parts = [part.batch for found in course.step.microbatches.values() for part in found]
         forms = {str(tree_map_only(Tensor, lambda one: (one.shape, one.dtype), part)) for part in parts}
-        self._most = 1 if len(forms) == 1 else len({one.microbatch for one in course.actions})
+        # of equal microbatches the first of each replica tells what all are
+        self._enough = len(course.step.microbatches if len(forms) == 1 else {one.microbatch for one in course.actions})
+        self._counts = (lambda one: one.place[0]) if len(forms) == 1 else (lambda one: one.place)
         self._base = self.hollow.alive - self.hollow.size_of(self._gradients())
         return self
 
     def after(self, numbers: range) -> None:
         sent = {} if self.transport is None else self.transport.sent
-        if self.wanted is not None and len(sent.get(self.wanted, ())) >= self._most:
+        if self.wanted is not None and len({self._counts(one) for one in sent.get(self.wanted, ())}) >= self._enough:
             raise Enough
         kept = self.hollow.alive - self._base - self.hollow.size_of(self._gradients())
         self.memory["activations"] = max(self.memory["activations"], kept)
