@@ -329,7 +329,20 @@ class MultimodalStrategy(CheckpointStrategy):
         self._agreement.check("model", structure(module, plan))
         self._take_weights(module, plan)
         self._failed = False
-        options = RunOptions(
+        options = self.run_options(plan)
+        self._session = Session(module, plan, options)
+        self.model_to_device()
+        self._load_waiting()
+        if fits:
+            self.setup_optimizers(trainer)
+            self._agreement.check("optimizers", optimizers(self.optimizers))
+        self._session.share(self.optimizers if fits else ())
+        self.setup_precision_plugin()
+        self._session.attach(trainer)
+
+    def run_options(self, plan: Plan) -> RunOptions:
+        """Return how this rank runs `plan`."""
+        return RunOptions(
             schedule=loaded(self.schedule),
             num_microbatches=self.num_microbatches,
             microbatch_size=self.microbatch_size,
@@ -343,15 +356,6 @@ class MultimodalStrategy(CheckpointStrategy):
             checkpoints=self._checkpoints,
             bucket_bytes=self.bucket_bytes,
         )
-        self._session = Session(module, plan, options)
-        self.model_to_device()
-        self._load_waiting()
-        if fits:
-            self.setup_optimizers(trainer)
-            self._agreement.check("optimizers", optimizers(self.optimizers))
-        self._session.share(self.optimizers if fits else ())
-        self.setup_precision_plugin()
-        self._session.attach(trainer)
 
     @override
     def model_to_device(self) -> None:

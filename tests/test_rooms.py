@@ -49,6 +49,7 @@ SATELLITES = (
     "export",
     "tools.convert",
     "tools.planner",
+    "tools.dryrun",
     "tools.cli",
 )
 

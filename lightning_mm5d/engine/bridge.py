@@ -62,6 +62,8 @@ class Bridge:
         encoding: of what is sent; None sends it as it is.
 
     Attributes:
+        direction: as given.
+        name: as given.
         gathered: bytes that this rank has sent to the other targets, counted as in a ring.
     """
 
@@ -79,8 +81,8 @@ class Bridge:
     ) -> None:
         for ranks in (sources, targets):
             assert ranks == tuple(sorted(set(ranks))) != (), f"the ranks of {name} must ascend, got {ranks}"
-        self.gathered = 0
-        self._transport, self._rank, self._name = transport, rank, name
+        self.direction, self.name, self.gathered = direction, name, 0
+        self._transport, self._rank = transport, rank
         self._sources, self._targets, self._group = sources, targets, group
         is_local = set(targets) <= set(sources)
         self._encoding = None if is_local else encoding
@@ -131,9 +133,9 @@ class Bridge:
             TypeError: when ``meta`` cannot be written as JSON.
         """
         a, b = len(self._sources), len(self._targets)
-        assert self._rank in self._sources, f"rank {self._rank} does not send on {self._name}"
-        assert not own or a == b, f"{a} sources of {self._name} have no shards of their own for {b} targets"
-        assert own <= set(range(len(tensors))), f"{self._name}: no tensors at {sorted(own)} of {len(tensors)}"
+        assert self._rank in self._sources, f"rank {self._rank} does not send on {self.name}"
+        assert not own or a == b, f"{a} sources of {self.name} have no shards of their own for {b} targets"
+        assert own <= set(range(len(tensors))), f"{self.name}: no tensors at {sorted(own)} of {len(tensors)}"
         if self._encoding is not None:
             meta, tensors = self._encoding.encoded(meta, tensors)
         if self._is_plain:
@@ -173,7 +175,7 @@ class Bridge:
         return (meta, tensors) if self._encoding is None else self._encoding.decoded(meta, tensors)
 
     def _received(self, place: Hashable) -> tuple[Any, list[Tensor]]:
-        assert self._rank in self._targets, f"rank {self._rank} does not receive on {self._name}"
+        assert self._rank in self._targets, f"rank {self._rank} does not receive on {self.name}"
         arrived = [self._transport.recv(_placed(channel, place)) for channel in self._incoming]
         if self._is_plain:
             return arrived[0]

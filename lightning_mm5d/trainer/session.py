@@ -26,7 +26,8 @@ from lightning_mm5d.config.errors import private
 from lightning_mm5d.data.batches import Shown, per_replica
 from lightning_mm5d.data_parallel.main_parameters import MainParameters, computing_dtypes
 from lightning_mm5d.engine.engine import Engine
-from lightning_mm5d.engine.run_groups import Groups, RunGroups, make_groups
+from lightning_mm5d.engine.ordered_transport import Wire
+from lightning_mm5d.engine.run_groups import Groups, PayloadGroups, RunGroups, make_groups
 from lightning_mm5d.engine.step_gathers import StepGathers, make_gathering
 from lightning_mm5d.gradients.gradients import SumGroups, make_gradients
 from lightning_mm5d.gradients.parameter_hooks import ParameterHooks
@@ -66,6 +67,8 @@ class RunOptions:
         features: of the strategy.
         checkpoints: of which a save may be under way.
         bucket_bytes: how much of gradients and parameters is summed or exchanged at once.
+        groups: makes the process groups.
+        wire: makes the transport of payloads.
     """
 
     schedule: str | Callable[[Graph], Schedule]
@@ -80,6 +83,8 @@ class RunOptions:
     features: Sequence[Feature] = ()
     checkpoints: Checkpoints | None = None
     bucket_bytes: int = 25 * 2**20
+    groups: Callable[..., Groups] = Groups
+    wire: Callable[[PayloadGroups, torch.device, int], Wire] = PayloadGroups.transport
 
 
 class Session:
@@ -109,7 +114,7 @@ class Session:
         self.is_plain &= plan.main_params is None and not any(one.needs_schedule(plan) for one in options.features)
         self.plan = plan
         self._module, self._options = module, options
-        self._groups = Groups(options.timeout, device=message_device(options.device))
+        self._groups = options.groups(options.timeout, device=message_device(options.device))
         self.buffers: BufferState | None = None
         self._guards: SharingGuards | None = None
         # whole from its begin to its end, because replicas may have unequal numbers of batches
@@ -128,7 +133,7 @@ class Session:
             module, plan, groups, rank=rank, device=device, splits_backward=splits_backward, features=options.features
         )
         self.host_copies, self.guard = self._cut.host_copies, self._cut.runtime.guard
-        self._transport = None if groups.payloads is None else groups.payloads.transport(device, rank)
+        self._transport = None if groups.payloads is None else options.wire(groups.payloads, device, rank)
         self._engine = Engine(
             plan,
             self._cut.runtime,

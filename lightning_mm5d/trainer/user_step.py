@@ -130,13 +130,13 @@ class ResultChannel:
         if self._sends:
             assert result is not None
             if self._channel is not None:
-                self._channel.send(_to_tree(result))
+                self._channel.send(tree_of(result))
             return result
         assert self._channel is not None
         return _from_tree(self._channel.receive())
 
 
-def _to_tree(result: StepResult) -> Any:
+def tree_of(result: StepResult) -> Any:
     # numbers are a tensor, because a header is sent again when plain values in it change
     numbers = torch.tensor([result.has_graph, *(log.batch_size for log in result.logs)], dtype=torch.float64)
     options = [asdict(log.options) for log in result.logs]

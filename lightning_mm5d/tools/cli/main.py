@@ -4,9 +4,10 @@
 commands run in one process. ``mm5d convert`` says another system's configuration in ours.
 
 ``mm5d inspect`` prints which rank holds what; ``mm5d simulate`` prints, and draws, how long ranks would idle under
-every schedule; ``mm5d plan`` searches a better layout. These read the configuration of a LightningCLI; for ``simulate``
-sizes alone will do. ``mm5d export`` writes a checkpoint as Hugging Face or plain Lightning load it; ``mm5d checkpoint
-show`` prints what one holds. ``mm5d doctor`` shows what would not work on this machine.
+every schedule; ``mm5d plan`` searches a better layout; ``mm5d dryrun`` runs the code of one rank. These read the
+configuration of a LightningCLI; for ``simulate`` sizes alone will do. ``mm5d export`` writes a checkpoint as Hugging
+Face or plain Lightning load it; ``mm5d checkpoint show`` prints what one holds. ``mm5d doctor`` shows what would not
+work on this machine.
 
 Help and refusals of a wrong configuration come before torch is imported. Refuses in one line, with exit code 2, what
 cannot work; an interrupt ends it with exit code 130.
@@ -22,9 +23,9 @@ from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 
-_CONFIGURED = ("inspect", "simulate", "plan")  # commands whose other options override the configuration
+_CONFIGURED = ("inspect", "simulate", "plan", "dryrun")  # commands whose other options override the configuration
 _TRAINING = ("fit", "validate", "test", "predict")
-_OPTIONS = ("--help", "--version", "--json", "--out", "--script", "--cost", "--frozen", "--measure")
+_OPTIONS = ("--help", "--version", "--json", "--out", "--script", "--cost", "--frozen", "--measure", "--rank")
 _SEARCH_OPTIONS = ("--ranks", "--memory", "--memory-limit", "--cluster", "--batch", "--write")
 
 
@@ -107,11 +108,15 @@ def _run_configured(arguments: argparse.Namespace, overrides: Sequence[str]) -> 
         fix = "Name one" + ", or a model: --model NAME" * (arguments.command == "inspect")
         raise ConfigError("CONFIG", None, "It names the YAML file of a LightningCLI", fix)
     source = prepare(arguments.configs, arguments.script, overrides, sizes_will_do=arguments.command == "simulate")
-    from lightning_mm5d.tools.cli import cluster_plan, commands  # imports torch
+    from lightning_mm5d.tools.cli import cluster_plan, commands, dry_runs  # imports torch
 
-    {"inspect": commands.inspect, "simulate": commands.simulate, "plan": cluster_plan.plan}[arguments.command](
-        arguments, source
-    )
+    run = {
+        "inspect": commands.inspect,
+        "simulate": commands.simulate,
+        "plan": cluster_plan.plan,
+        "dryrun": dry_runs.dryrun,
+    }
+    run[arguments.command](arguments, source)
 
 
 def _train(arguments: Sequence[str]) -> None:
@@ -242,6 +247,18 @@ def _parser() -> argparse.ArgumentParser:
         "--write", "--out", type=Path, metavar="FILE", help="write the best layout, a file to lay over CONFIG"
     )
     one.add_argument("--json", action="store_true", help="print what was found as JSON")
+
+    about = (
+        "Run one rank's real code in this process: setup, plan, groups, layers, two training steps and optimizers, on "
+        "tensors without memory. Other ranks are answered for. Shows memory, messages and time on the host."
+    )
+    one = commands.add_parser(
+        "dryrun", parents=[shared], epilog=rest, description=about, help="run one rank of a cluster without the cluster"
+    )
+    one.add_argument("--rank", type=int, default=0, metavar="R", help="which rank (0)")
+    one.add_argument("--all", action="store_true", help="one rank of each class of ranks with equal work")
+    one.add_argument("--json", action="store_true", help="print what is found as JSON")
+    one.set_defaults(command="dryrun")
 
     _add_checkpoint_commands(commands)
 

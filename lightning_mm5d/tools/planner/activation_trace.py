@@ -32,7 +32,7 @@ from lightning_mm5d.partition import Partition
 from lightning_mm5d.partition.hidden_state import at, hidden_place
 from lightning_mm5d.sharded.shards import Shard
 from lightning_mm5d.tensor_parallel.resolve import Division
-from lightning_mm5d.tools.planner.fake_tensors import GROUPED, FakeTensors
+from lightning_mm5d.tools.planner.hollow_tensors import GROUPED, HollowTensors
 from lightning_mm5d.tools.planner.profile import watched
 from lightning_mm5d.trainer.construction import copy_without_memory
 
@@ -180,7 +180,7 @@ class _Tracer:
         self.units = {name: [UnitUse() for _ in range(len(parts.paths) + 2)] for name, parts in partition.parts.items()}
         self.exits: dict[str, Storages] = {name: {} for name in partition.encoders}
         self.blocks = {name: one.costs.trace(self._number, self._note) for name, one in division.in_blocks.items()}
-        self._fake = FakeTensors(self._watch)
+        self._fake = HollowTensors(self._watch)
         self._within = [partition.loss_modality]  # modalities, the inner one last
         self._done = dict.fromkeys(partition.parts, 0)  # the unit of a modality that runs between its layers
         self._inside: tuple[str, int] | None = None

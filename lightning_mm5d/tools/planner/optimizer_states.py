@@ -8,8 +8,7 @@ Adam, factored moments, states that are made when it is constructed.
 from __future__ import annotations
 
 import warnings
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_mm5d.data.random_state import kept_random_state
-from lightning_mm5d.tools.planner.fake_tensors import FakeTensors
+from lightning_mm5d.tools.planner.hollow_tensors import HollowTensors
 from lightning_mm5d.trainer.construction import copy_without_memory
 
 _STEPS = 1000
@@ -121,11 +120,9 @@ class OptimizerStates:
         self, optimizer: Optimizer, group: Mapping[str, Any], shape: tuple[int, ...], dtype: torch.dtype, count: int
     ) -> tuple[int, int]:
         """Bytes of states and, at most, of other tensors in a step on `count` parameters."""
-        meter = Meter()
-        fake = FakeTensors(meter.watch)
-        parameters = [nn.Parameter(fake.of(torch.empty(shape, dtype=dtype, device="meta"))) for _ in range(count)]
-        meter.watch(None, (), parameters)
-        with fake:
+        hollow = HollowTensors()
+        parameters = [nn.Parameter(hollow.of(torch.empty(shape, dtype=dtype, device="meta"))) for _ in range(count)]
+        with hollow:
             probe = self._remade(optimizer, group, parameters)
             if probe is None:
                 raise TypeError(type(optimizer))
@@ -134,15 +131,10 @@ class OptimizerStates:
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter)
             for _ in range(2):
-                meter.most = 0
+                hollow.peak = 0
                 probe.step()
-        states = {
-            leaf.untyped_storage()._cdata: leaf.untyped_storage().nbytes()
-            for leaf in tree_leaves(list(probe.state.values()))
-            if isinstance(leaf, Tensor)
-        }
-        kept = sum(states.values())
-        return kept, max(meter.most - 2 * sum(parameter.nbytes for parameter in parameters) - kept, 0)
+        kept = hollow.size_of(one for one in tree_leaves(list(probe.state.values())) if isinstance(one, Tensor))
+        return kept, max(hollow.peak - 2 * sum(parameter.nbytes for parameter in parameters) - kept, 0)
 
 
 def _optimizers(returned: Any) -> Iterator[Optimizer]:
@@ -154,29 +146,3 @@ def _optimizers(returned: Any) -> Iterator[Optimizer]:
     elif isinstance(returned, list | tuple):
         for one in returned:
             yield from _optimizers(one)
-
-
-class Meter:
-    """Counts storages, each once.
-
-    Attributes:
-        now: bytes that are alive.
-        most: the largest number of them at a time; set it to 0 to begin again.
-    """
-
-    def __init__(self) -> None:
-        self.now = self.most = 0
-        self._sizes: dict[int, int] = {}
-
-    def watch(self, _: Any, __: Sequence[Tensor], made: Sequence[Tensor], *___: Any) -> None:
-        """Count what an operation made, as `FakeTensors` reports it."""
-        for one in made:
-            storage = one.untyped_storage()
-            if storage._cdata not in self._sizes:
-                self._sizes[storage._cdata] = storage.nbytes()
-                self.now += storage.nbytes()
-                weakref.finalize(storage, self._free, storage._cdata)
-        self.most = max(self.most, self.now)
-
-    def _free(self, address: int) -> None:
-        self.now -= self._sizes.pop(address)

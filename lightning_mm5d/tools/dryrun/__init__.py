@@ -1,0 +1,1 @@
+"""Dry runs: one rank's real code in one process, on tensors whose memory nothing touches."""

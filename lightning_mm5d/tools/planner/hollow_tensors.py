@@ -1,0 +1,224 @@
+"""Tensors whose memory nothing touches: operations on them give shapes, strides and sharing of storages, and no values.
+
+A hollow tensor is an ordinary CPU tensor. Its memory is reserved and never written or read, so that it takes none of
+the machine. Autograd, views, subclasses, `parameter.data` and shared storages work as in training. Fake tensors of
+torch are of a class of their own and do not allow that. Whatever is computed from a hollow tensor is hollow. What is
+computed from a batch alone has values, but for large floating-point tensors that no other tensor goes into.
+
+A result of few elements has values: 1.0, or False for a comparison; of a tensor full of NaN, NaN and True. So code may
+read a loss or a norm. Refuses operations whose shapes depend on values that are not there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from lightning_mm5d.config.errors import ConfigError, private
+
+_FEW = 64
+"""elements of a new floating-point tensor that has values"""
+_LARGE = 2**20
+"""elements of a floating-point tensor above which it has no values, whatever it was computed from"""
+_CPU = torch.device("cpu")
+_aten = torch.ops.aten
+_AS_VIEWS = {_aten._unsafe_view.default, _aten._reshape_alias.default, _aten.lift_fresh.default}
+GROUPED = private(_aten, "_grouped_mm").default
+"""the grouped matrix product"""
+_INDEX = _aten.index.Tensor
+_SCALAR = _aten._local_scalar_dense.default
+_NAN = float("nan")
+_PLAIN = Tensor.__torch_dispatch__
+
+
+Watch = Callable[[Any, Sequence[Tensor], Sequence[Tensor], Sequence[Any]], None]
+
+
+class HollowTensors(TorchDispatchMode):
+    """A context in which whatever is computed from hollow tensors is hollow.
+
+    Args:
+        watch: called after each operation with the operation, the tensors that it took and those that it made, and its
+            positional arguments.
+
+    Attributes:
+        alive: bytes of all storages that were made here and are alive.
+        peak: most of `alive` at a time, since it was set.
+    """
+
+    def __init__(self, watch: Watch | None = None) -> None:
+        super().__init__()
+        self._watch = watch
+        self.alive = self.peak = 0
+        self._sizes: dict[int, int] = {}  # of storages by their addresses
+        self._hollow: set[int] = set()
+        self._nan: set[int] = set()
+        self._kinds: dict[Any, str] = {}
+        self._known: dict[Any, Any] = {}
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return a hollow tensor on the CPU in place of `tensor`, which may be on the meta device."""
+        return self._made(tensor).requires_grad_(tensor.requires_grad)
+
+    def is_hollow(self, tensor: Tensor) -> bool:
+        """Whether a tensor has no values."""
+        return tensor.untyped_storage()._cdata in self._hollow
+
+    def size_of(self, tensors: Any) -> int:
+        """Return the bytes of the storages of some tensors, each counted once."""
+        storages = {one._cdata: one.nbytes() for one in (tensor.untyped_storage() for tensor in tensors)}
+        return sum(storages.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        kind = self._kinds.get(func) or self._kinds.setdefault(func, _kind(func))
+        if (kind == "view" and self._watch is None) or any(one.__torch_dispatch__ is not _PLAIN for one in types):
+            return func(*args, **kwargs)  # a class with a dispatch of its own gets it now
+        given = _tensors((args, [*kwargs.values()]))
+        made = self._computed(func, kind, given, args, kwargs)
+        if self._watch is not None:
+            self._watch(func, given, _tensors([made]), args)
+        return made
+
+    def _computed(self, func: Any, kind: str, given: Sequence[Tensor], args: Any, kwargs: dict[str, Any]) -> Any:
+        keys = [one.untyped_storage()._cdata for one in given]
+        if kind in ("new", "write"):
+            large = [one for one in given if one.is_floating_point() and one.numel() > _LARGE]
+            if large or not self._hollow.isdisjoint(keys):
+                nan = not self._nan.isdisjoint(keys) or any(self._begins_with_nan(one) for one in large)
+                return self._without_values(func, kind, args, kwargs, nan)
+        takes_device = any(one.name == "device" for one in func._schema.arguments)
+        if not given and takes_device and kwargs.get("device") in (None, _CPU):
+            shown = func(*args, **{**kwargs, "device": "meta", "pin_memory": None})
+            if shown.is_floating_point() and shown.numel() > _FEW:
+                return self._made(shown, any(one != one for one in args))
+        made = func(*args, **kwargs)
+        for one in _tensors([made]):
+            self._note(one)
+        return made
+
+    def _without_values(self, func: Any, kind: str, args: Any, kwargs: Mapping[str, Any], nan: bool) -> Any:
+        if func is _SCALAR and (args[0].is_floating_point() or args[0].dtype == torch.bool):  # of a large tensor
+            return (_NAN if nan else 1.0) if args[0].is_floating_point() else nan
+        masks = [one for one in args[1] if one is not None and one.dtype == torch.bool] if func is _INDEX else []
+        is_dynamic = torch.Tag.dynamic_output_shape in func.tags and func is not _INDEX
+        if func is _SCALAR or is_dynamic or any(map(self.is_hollow, masks)):
+            rule = "It depends on values that a dry run does not have, as how many tokens a router sends where"
+            raise ConfigError("dryrun", str(func), rule, "Compute it from the batch alone, or ask `mm5d inspect`")
+        if masks:
+            args = (args[0], _places(args[1]))
+        written = _written(func, args, kwargs) if kind == "write" else []
+        for one in written:
+            self._note(one)
+            self._hide(one, nan)
+        if written and all(one.alias_info is not None for one in func._schema.returns):
+            return None if not func._schema.returns else written[0] if len(written) == 1 else tuple(written)
+        return tree_map_only(Tensor, lambda one: self._made(one, nan), self._shown(func, args, kwargs))
+
+    def _shown(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """The results of an operation on the meta device, found once for each form of what it takes."""
+        key = func, _form(args), _form([*kwargs.values()])
+        if key not in self._known:
+            given, options = tree_map_only(Tensor, lambda one: _like(one, "meta"), (args, dict(kwargs)))
+            if options.get("device") is not None:
+                options["device"] = torch.device("meta")
+            self._known[key] = (_grouped if func is GROUPED else func)(*given, **options)
+        return self._known[key]
+
+    def _made(self, shown: Tensor, nan: bool = False) -> Tensor:
+        """A tensor like the one that is shown."""
+        tensor = _like(shown)
+        self._note(tensor)
+        if tensor.numel() <= _FEW and tensor.is_floating_point():
+            return tensor.fill_(_NAN if nan else 1.0)
+        if tensor.numel() <= _FEW and tensor.dtype == torch.bool:
+            return tensor.fill_(nan)
+        self._hide(tensor, nan)
+        return tensor
+
+    def _begins_with_nan(self, tensor: Tensor) -> bool:
+        return not self.is_hollow(tensor) and bool(tensor[(0,) * tensor.dim()].isnan())
+
+    def _hide(self, tensor: Tensor, nan: bool) -> None:
+        """Take a tensor's values for unknown."""
+        self._hollow.add(key := tensor.untyped_storage()._cdata)
+        if nan:
+            self._nan.add(key)
+
+    def _note(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._sizes:
+            weakref.finalize(storage, self._free, key)
+        self.alive += size - self._sizes.get(key, 0)
+        self._sizes[key] = size
+        self.peak = max(self.peak, self.alive)
+
+    def _free(self, key: int) -> None:
+        self.alive -= self._sizes.pop(key)
+        self._hollow.discard(key)
+        self._nan.discard(key)
+
+
+def _kind(func: Any) -> str:
+    """What an operation does: a ``view``, another ``form`` of a tensor, a ``write``, or something ``new``."""
+    if func.is_view or func in _AS_VIEWS or torch.Tag.inplace_view in func.tags:
+        return "view"
+    if func.overloadpacket in (_aten.set_, _aten.resize_):
+        return "form"
+    return "write" if any(_is_written(one) for one in func._schema.arguments) else "new"
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors that an operation writes to."""
+    places = [(place, one.name) for place, one in enumerate(func._schema.arguments) if _is_written(one)]
+    return _tensors([args[place] if place < len(args) else kwargs.get(name) for place, name in places])
+
+
+def _tensors(given: Any) -> list[Tensor]:
+    """The tensors in a list of arguments, and in lists in it."""
+    found: list[Tensor] = []
+    for one in given:
+        if isinstance(one, Tensor):
+            found.append(one)
+        elif isinstance(one, (list, tuple)):
+            found += _tensors(one)
+    return found
+
+
+def _form(given: Any) -> Any:
+    """What results depend on, but values."""
+    if isinstance(given, Tensor):
+        return given.shape, given.stride(), given.dtype
+    return tuple(map(_form, given)) if isinstance(given, (list, tuple)) else (type(given), given)
+
+
+def _like(shown: Tensor, device: str = "cpu") -> Tensor:
+    return torch.empty_strided(shown.shape, shown.stride(), dtype=shown.dtype, device=device)
+
+
+def _grouped(a: Tensor, b: Tensor, ends: Tensor | None = None, bias: Any = None, out_dtype: Any = None) -> Tensor:
+    """The result of grouped matrix products, which torch knows without memory in bfloat16 alone."""
+    groups = (len(ends),) if ends is not None and a.dim() == b.dim() == 2 else ()
+    if a.dim() == b.dim() == 3:
+        groups = (a.shape[0],)
+    return a.new_empty(*groups, a.shape[-2], b.shape[-1], dtype=out_dtype or a.dtype)
+
+
+def _places(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Indices with the places of what masks choose instead of the masks."""
+    found: list[Tensor | None] = []
+    for index in indices:
+        is_mask = index is not None and index.dtype == torch.bool
+        found += index.nonzero().unbind(1) if index is not None and is_mask else [index]
+    return found

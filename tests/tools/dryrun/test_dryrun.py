@@ -1,0 +1,224 @@
+"""A dry run of a rank counts what the rank sends, and what it keeps, in a run on processes."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from features.toys import LANGUAGE, VISION, WIDTH, Layout, Samples, Toy
+from lightning_mm5d import Modality
+from lightning_mm5d.config.errors import ConfigError
+from lightning_mm5d.tools.cli.estimates import step_of
+from lightning_mm5d.tools.cli.job import Job, settle
+from lightning_mm5d.tools.cli.main import main
+from lightning_mm5d.tools.dryrun.dry_rank import DryRun, DryRuns
+from lightning_mm5d.tools.planner.hollow_tensors import HollowTensors
+from lightning_mm5d.tools.planner.rank_memory import memory_of
+from parity.harness import strategy
+from ranks import run_ranks
+
+M = 4
+LAYOUTS = {
+    "vision, rank 0; language, ranks 1 and 2 as stages": Layout(
+        {"vision": Modality(**VISION), "language": Modality(pp_size=2, **LANGUAGE)}, 3
+    ),
+    "vision, rank 0; language, ranks 1 and 2 as replicas that share states": Layout(
+        {"vision": Modality(dp_size=1, **VISION), "language": Modality(zero_stage=1, dp_size=2, **LANGUAGE)}, 3, 2
+    ),
+    "both modalities on ranks 0-3: stages of 2 replicas, two chunks each": Layout(
+        {
+            "vision": Modality(colocate_with="language", **VISION),
+            "language": Modality(pp_size=2, pp_chunks=2, dp_size=2, zero_stage=3, **LANGUAGE),
+        },
+        4,
+        2,
+    ),
+}
+
+
+class Adam(Toy):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class Data(L.LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return DataLoader(Samples(8 * M), batch_size=2 * M, shuffle=False)
+
+
+class Counted(Callback):
+    """Counts the messages of the second step."""
+
+    def __init__(self) -> None:
+        self.found: Counter[Any] = Counter()
+        self.bytes: Counter[Any] = Counter()
+        self.last: Any = None
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.found.clear()
+        self.bytes.clear()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.last = Counter(self.found), Counter(self.bytes)
+
+    # callbacks of the package see what this rank holds, for which nobody sends anything
+    on_train_batch_start.__module__ = on_train_batch_end.__module__ = "lightning_mm5d.tests"
+
+    def counting(self, name: str) -> Any:
+        original = getattr(dist, name)
+
+        def count(*args: Any, **kwargs: Any) -> Any:
+            # gloo's groups pass what they gather or scatter as their second argument
+            sent = args[1] if name.startswith(("all_gather", "reduce_scatter", "all_to_all")) else args[0]
+            given = args[2] if len(args) > 2 and isinstance(args[2], dist.ProcessGroup) else None
+            group = kwargs.get("group") or given or dist.group.WORLD
+            key = args[1] if name == "isend" else (group.group_desc, tuple(dist.get_process_group_ranks(group)))
+            self.found[key] += 1
+            self.bytes[key] += sent.nbytes
+            return original(*args, **kwargs)
+
+        return patch.object(dist, name, count)
+
+
+_NAMES = ("isend", "all_reduce", "broadcast", "all_to_all_single")
+
+
+def planned(layout: Layout, **options: Any) -> Any:
+    schedule = "interleaved" if layout.modalities["language"].pp_chunks > 1 else "1f1b"
+    return strategy(layout.modalities, num_microbatches=M, schedule=schedule, **options)
+
+
+def counted(rank: int, layout: Layout) -> Any:
+    warnings.simplefilter("ignore")
+    counts = Counted()
+    gathers = [
+        name
+        for name in vars(dist)
+        if name in ("all_gather_single", "reduce_scatter_single", "all_gather_into_tensor", "reduce_scatter_tensor")
+    ]
+    patches = [counts.counting(name) for name in (*_NAMES, *gathers)]
+    for one in patches:
+        one.start()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=layout.world,
+        strategy=planned(layout),
+        max_steps=2,
+        logger=False,
+        precision="64-true",
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[counts],
+    )
+    trainer.fit(Adam(), Data())
+    for one in patches:
+        one.stop()
+    return counts.last
+
+
+def dry(layout: Layout, module: Any = None) -> DryRuns:
+    made = planned(layout)
+    settle(made, layout.world, 1)
+    module = module or Adam()
+    return DryRuns(Job(made, module, made.modalities, Data(), "64-true", plan=made.validate(module, Data())))
+
+
+def messages_of(run: DryRun) -> tuple[Counter[Any], Counter[Any]]:
+    found, size = Counter[Any](), Counter[Any]()
+    for (group, ranks, what), (count, sent) in run.messages.items():
+        if what != "barrier":
+            key = ranks if group == "payloads" else (group, ranks)
+            found[key] += count
+            size[key] += sent
+    return found, size
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_counts_the_messages_and_bytes_of_a_real_step(layout: Layout) -> None:
+    runs = dry(layout)
+    for rank, real in enumerate(run_ranks(layout.world, counted, layout)):
+        assert messages_of(runs.of(rank)) == real, rank
+
+
+def test_memory_is_that_of_the_estimate() -> None:
+    runs = dry(next(iter(LAYOUTS.values())))
+    job = runs.job
+    for estimate in memory_of(job.plan, step_of(job, job.plan)[0]):
+        found = runs.of(estimate.rank).memory
+        kept = ("parameters", "gradients", "optimizer")
+        assert [found[kind] for kind in kept] == [getattr(estimate, kind) for kind in kept]
+        assert found["activations"] == pytest.approx(estimate.activations, rel=0.25)
+
+
+class Wide(Adam):
+    """Its encoder gives one number more than the decoder takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder.projector = torch.nn.Linear(WIDTH, WIDTH + 1).double()
+
+
+def test_finds_a_boundary_of_the_wrong_width_where_the_step_ends() -> None:
+    runs = dry(next(iter(LAYOUTS.values())), Wide())
+    assert runs.of(0).seconds
+    with pytest.raises(RuntimeError, match="must match the size") as found:
+        runs.of(2)
+    assert found.value.__notes__[-1] == "in the dry run of rank 2: language.1, forward of microbatch 0"
+
+
+def test_what_is_computed_from_hollow_tensors_is_hollow_and_shares_memory_like_them() -> None:
+    with HollowTensors() as hollow:
+        weight = hollow.of(torch.empty(100, 50, device="meta", requires_grad=True))
+        result = (torch.ones(3, 50) @ weight.t())[:, :40]
+        assert hollow.is_hollow(result)
+        assert result.untyped_storage().nbytes() == 3 * 100 * 4
+        assert float(result.detach().sum()) == 1.0  # of few elements
+        assert bool(torch.full((3, 50), float("nan")).isnan().any())
+        result.sum().backward()
+        assert weight.grad is not None
+        assert hollow.is_hollow(weight.grad)
+        with pytest.raises(ConfigError, match="values that a dry run does not have"):
+            (result > 0).nonzero()
+    assert hollow.peak > hollow.alive
+
+
+def digits(*options: str) -> list[str]:
+    folder = Path(__file__).parents[3] / "examples" / "digits"
+    return ["dryrun", str(folder / "config.yaml"), "--script", str(folder / "train.py"), *options]
+
+
+def test_the_command_prints_memory_beside_the_estimate(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(digits("--rank", "3")) == 0
+    out = capsys.readouterr().out
+    assert "rank 3: language.1; its host took" in out
+    dry, guess = next(line.split()[1::2] for line in out.splitlines() if line.startswith("peak"))
+    assert float(dry) == pytest.approx(float(guess), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--rank", "4"], "--rank: got 4. There are 4 ranks"),
+        (["--trainer.strategy.init_args.modalities.language.compile=true"], "modalities.language.compile: got True"),
+    ],
+)
+def test_the_command_refuses_by_name_what_it_does_not_cover(
+    options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(digits(*options)) == 2
+    assert words in capsys.readouterr().err
