@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from expert_parallel.families import FAMILIES
 from peft import LoraConfig, inject_adapter_in_model
 from torch.utils.data import DataLoader
 
+from features.shared_experts.families import FAMILIES
 from features.throughput.counted_runs import Kept, by_sample, counted, one_process
 from features.toys import PAIR, Run, Samples, Toy, together
 from lightning_mm5d import Modality, ModalityThroughput
