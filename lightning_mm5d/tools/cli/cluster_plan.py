@@ -110,11 +110,17 @@ def _cluster(arguments: Namespace) -> Cluster | None:
         return replace(found, memory=memory or found.memory)
     if size is None:
         return None
-    check_count("--ranks", size)
+    ranks, nodes = nodes_of("--ranks", size)
+    return Cluster(nodes=nodes, ranks=ranks, memory=memory or sys.maxsize)
+
+
+def nodes_of(option: str, size: int) -> tuple[int, int]:
+    """Return the ranks of each node and the number of nodes of so many ranks; raise ConfigError where nodes differ."""
+    check_count(option, size)
     if size > NODE and size % NODE:
-        rule = f"Without a --cluster file nodes have {NODE} ranks"
-        raise ConfigError("--ranks", size, rule, f"Use {size - size % NODE}, or write a --cluster file")
-    return Cluster(nodes=-(-size // NODE), ranks=min(size, NODE), memory=memory or sys.maxsize)
+        rule, fix = f"Where no file says how many, nodes have {NODE} ranks", f"Use {size - size % NODE}"
+        raise ConfigError(option, size, rule, fix)
+    return min(size, NODE), -(-size // NODE)
 
 
 def _durations(job: Job, arguments: Namespace, rows: Mapping[str, Sequence[Unit]]) -> dict[str, Sequence[float]]:

@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.tables import Page, Table, memory_text, spans
 from lightning_mm5d.plan.plan import Plan
+from lightning_mm5d.tools.cli.cluster_plan import nodes_of
 from lightning_mm5d.tools.cli.configuration import Source
 from lightning_mm5d.tools.cli.estimates import step_of
 from lightning_mm5d.tools.cli.job import load
@@ -26,7 +27,9 @@ _COVERED |= dict.fromkeys(("pipelines", "offload", "cache_features", "communicat
 
 def dryrun(arguments: Namespace, source: Source) -> None:
     """Run one rank, or one of each class, and print what was found."""
-    job = load(source)
+    job = load(source, world=None if arguments.world is None else nodes_of("--world", arguments.world))
+    if job.refused is not None:
+        raise job.refused
     module, plan, world = job.module, job.plan, job.strategy.own_world_size
     assert module is not None
     assert plan is not None

@@ -25,7 +25,18 @@ from pathlib import Path
 
 _CONFIGURED = ("inspect", "simulate", "plan", "dryrun")  # commands whose other options override the configuration
 _TRAINING = ("fit", "validate", "test", "predict")
-_OPTIONS = ("--help", "--version", "--json", "--out", "--script", "--cost", "--frozen", "--measure", "--rank")
+_OPTIONS = (
+    "--help",
+    "--version",
+    "--json",
+    "--out",
+    "--script",
+    "--cost",
+    "--frozen",
+    "--measure",
+    "--rank",
+    "--world",
+)
 _SEARCH_OPTIONS = ("--ranks", "--memory", "--memory-limit", "--cluster", "--batch", "--write")
 
 
@@ -254,6 +265,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     one = commands.add_parser(
         "dryrun", parents=[shared], epilog=rest, description=about, help="run one rank of a cluster without the cluster"
+    )
+    one.add_argument(
+        "--world", type=int, metavar="N", help="number of ranks, eight on each node, instead of those configured"
     )
     one.add_argument("--rank", type=int, default=0, metavar="R", help="which rank (0)")
     one.add_argument("--all", action="store_true", help="one rank of each class of ranks with equal work")

@@ -214,6 +214,9 @@ def test_the_command_prints_memory_beside_the_estimate(capsys: pytest.CaptureFix
     ("options", "words"),
     [
         (["--rank", "4"], "--rank: got 4. There are 4 ranks"),
+        (["--world", "8", "--rank", "8"], "--rank: got 8. There are 8 ranks"),
+        (["--world", "12"], "--world: got 12"),
+        (["--world", "6"], "Nearest that fit: 4 or 8 ranks"),
         (["--trainer.strategy.init_args.modalities.language.compile=true"], "modalities.language.compile: got True"),
     ],
 )
