@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.data.microbatch import BatchNumber, Microbatch, copied, with_tensors
+from lightning_mm5d.data.microbatch import Microbatch, copied, with_tensors
 from lightning_mm5d.engine.codec import TreeChannel
 from lightning_mm5d.engine.step import Scope
 from lightning_mm5d.sharded.remote_value import is_remote, settled
@@ -214,8 +214,7 @@ class UserStep:
     ) -> None:
         self.microbatches, self.random_key, self.context = microbatches, random_key, context
         self.weights, self.results, self.epoch = weights, dict[int, Any](), module.current_epoch
-        self._module, self.name = module, name
-        self._arguments = [BatchNumber(one) if type(one) is int and self.is_split else one for one in arguments]
+        self._module, self.name, self._arguments = module, name, arguments
         self._capture, self._metrics, self._watch = capture, metrics, watch
         self._unchanged: dict[int, Any] = {}
         self._copies, self.writes = copies, False
@@ -232,21 +231,17 @@ class UserStep:
     def reads(self) -> Iterator[list[str]]:
         """Enter around `run`; gives a list, empty unless the user's step reads `global_step`."""
         found: list[str] = []
+        original = Trainer.global_step
 
-        def read(value: int) -> int:
+        def read(trainer: Trainer) -> int:
             found.append("global_step")
-            return value
+            return original.__get__(trainer)
 
-        with _read_by("global_step", read):
+        Trainer.global_step = property(read)  # type: ignore[method-assign,assignment]
+        try:
             yield found
-
-    @contextmanager
-    def counting(self) -> Iterator[None]:
-        """Enter around all runs: the trainer's counters belong to the batch, where it is split."""
-        with ExitStack() as stack:
-            for name in ("global_step", "current_epoch") if self.is_split else ():
-                stack.enter_context(_read_by(name, BatchNumber))
-            yield
+        finally:
+            Trainer.global_step = original  # type: ignore[method-assign]
 
     @property
     def is_split(self) -> bool:
@@ -298,17 +293,6 @@ class UserStep:
         """Enter around a run whose metric updates and logs are dropped."""
         with self._metrics.discarded(), self._capture.discarded(), KeptValues(self._module).undone():
             yield
-
-
-@contextmanager
-def _read_by(name: str, read: Callable[[int], int]) -> Iterator[None]:
-    """Let `read` say what a counter of trainers is."""
-    original = getattr(Trainer, name)
-    setattr(Trainer, name, property(lambda trainer: read(original.__get__(trainer))))
-    try:
-        yield
-    finally:
-        setattr(Trainer, name, original)
 
 
 class TrainingStep(UserStep):
