@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -49,6 +50,16 @@ class Microbatch:
     batch: Any
     samples: int
     is_counted: bool = True
+
+
+class BatchNumber(int):
+    """An integer that belongs to a whole batch, as ``batch_idx`` does: `merge` keeps it where it sums counts.
+
+    Copies, pickles, and what is computed from it are plain integers.
+    """
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        return int, (int(self),)
 
 
 class _Cut(NamedTuple):
@@ -212,18 +223,22 @@ def split_each(
     return [Microbatch(_rebuild(batch, list(values)), share) for values in zip(*parts, strict=True)]
 
 
-def merge(outputs: Sequence[Any], samples: Sequence[int]) -> Any:
+def merge(outputs: Sequence[Any], samples: Sequence[int], where: str = "") -> Any:
     """Joins what M microbatches returned into what the batch would have returned.
 
     Tensors and NumPy arrays with one row per sample, and lists with one element per sample, are concatenated; floats
-    and 0-dim tensors of them become their mean, weighted by samples; integers, bools and 0-dim tensors of them are
-    counts, and become their sum; containers are joined field by field; other equal values stay one value. What cannot
-    be joined (rows of different shapes, fields that not all have) becomes the list of the M outputs. A tuple is a
-    container unless it holds strings only.
+    and 0-dim tensors of them become their mean, weighted by samples; integers and 0-dim tensors of them are
+    counts, and become their sum, but for a `BatchNumber`; containers are joined field by field; other equal values
+    stay one value. What cannot be joined (rows of different shapes, fields that not all have, unequal bools) becomes
+    the list of the M outputs. A tuple is a container unless it holds strings only.
+
+    Samples lie along dim 0, or along dim 1 where only that has their number (states of an LSTM). A warning tells of an
+    integer that is equal in all microbatches and not their number of samples, and of a dim that is a guess.
 
     Args:
         outputs: M outputs of a step.
         samples: M numbers of samples.
+        where: path of the outputs in what the step gave, for warnings.
     """
     outputs, samples = list(outputs), list(samples)
     if len(outputs) != len(samples):
@@ -232,9 +247,9 @@ def merge(outputs: Sequence[Any], samples: Sequence[int]) -> Any:
     if len(outputs) == 1:
         return first
     if all(isinstance(output, torch.Tensor) for output in outputs):
-        return _merge_tensors(outputs, samples)
-    if all(isinstance(output, int) for output in outputs):
-        return sum(outputs)
+        return _merge_tensors(outputs, samples, where)
+    if all(isinstance(output, int) for output in outputs) and not any(isinstance(output, bool) for output in outputs):
+        return _merge_integers(outputs, samples, where)
     if all(isinstance(output, float) for output in outputs):
         return sum(o * s for o, s in zip(outputs, samples, strict=True)) / sum(samples)
     if all(isinstance(output, np.ndarray) for output in outputs) and _are_rows(outputs, samples):
@@ -247,8 +262,22 @@ def merge(outputs: Sequence[Any], samples: Sequence[int]) -> Any:
         fields = [dict(_children(output) or ()) for output in outputs]
         if any(list(other) != list(fields[0]) for other in fields):
             return outputs
-        return _rebuild(first, [merge([other[step] for other in fields], samples) for step in fields[0]])
+        inside = {step: [other[step] for other in fields] for step in fields[0]}
+        return _rebuild(first, [merge(values, samples, f"{where}[{step!r}]") for step, values in inside.items()])
     return first if all(output == first for output in outputs) else outputs
+
+
+def _merge_integers(outputs: list[int], samples: list[int], where: str) -> int:
+    first = outputs[0]
+    if all(isinstance(output, BatchNumber) and output == first for output in outputs):
+        return int(first)
+    if first and outputs != samples and all(output == first for output in outputs):
+        _warn(where, "an integer that is equal in all microbatches, is summed as a count: make a constant a float")
+    return sum(outputs)
+
+
+def _warn(where: str, what: str) -> None:
+    warnings.warn(f"what a step gave{f' in {where}' if where else ''}, {what}", stacklevel=2)
 
 
 def with_tensors(batch: Any, function: Callable[[Path, torch.Tensor], torch.Tensor], path: Path = ()) -> Any:
@@ -270,18 +299,39 @@ def copied(batch: Any) -> Any:
     return _rebuild(batch, [copied(child) for _, child in children]) if children else batch
 
 
-def _merge_tensors(outputs: list[torch.Tensor], samples: list[int]) -> Any:
+def _merge_tensors(outputs: list[torch.Tensor], samples: list[int], where: str) -> Any:
     first = outputs[0]
+    if all(output.ndim == 0 and output.dtype == torch.bool for output in outputs):
+        return first if all(torch.equal(output, first) for output in outputs) else outputs
     if all(output.ndim == 0 and not output.is_floating_point() and not output.is_complex() for output in outputs):
         return torch.stack(outputs).sum()
     if all(output.ndim == 0 and output.is_floating_point() for output in outputs):
         wide = torch.promote_types(first.dtype, torch.float32)
         weights = torch.tensor(samples, dtype=wide, device=first.device) / sum(samples)
         return (torch.stack(outputs).to(wide) * weights).sum().to(first.dtype)
-    if all(output.shape[:1] == (size,) for output, size in zip(outputs, samples, strict=True)):
-        same_rows = all(output.shape[1:] == first.shape[1:] for output in outputs)
-        return torch.cat(outputs) if same_rows else outputs
+    if dims := [dim for dim in (0, 1) if _have_samples(outputs, samples, dim)]:
+        if dims == [1] and all(torch.equal(output, first) for output in outputs):
+            return first
+        same_rows = all(_without(output, dims[0]) == _without(first, dims[0]) for output in outputs)
+        # under equal numbers of samples a dim may have theirs by chance: only batches with unequal ones tell
+        if same_rows and dims != [0] and len({*samples}) == 1:
+            _warn(
+                where,
+                f"a tensor of {tuple(first.shape)} for {samples[0]} samples, is joined along dim {dims[0]}. "
+                "Where this is not the dim of samples, return another one first, or use microbatches of another size",
+            )
+        return torch.cat(outputs, dims[0]) if same_rows else outputs
     return first if all(torch.equal(output, first) for output in outputs) else outputs
+
+
+def _have_samples(outputs: list[torch.Tensor], samples: list[int], dim: int) -> bool:
+    """Whether a dim has the number of samples: the first, or the second of a tensor with three or more."""
+    pairs = zip(outputs, samples, strict=True)
+    return all(output.ndim > 2 * dim and output.shape[dim] == size for output, size in pairs)
+
+
+def _without(output: torch.Tensor, dim: int) -> tuple[int, ...]:
+    return (*output.shape[:dim], *output.shape[dim + 1 :])
 
 
 def _are_rows(outputs: Sequence[Any], samples: Sequence[int]) -> bool:

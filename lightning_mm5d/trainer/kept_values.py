@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
-from lightning_mm5d.data.microbatch import merge
+from lightning_mm5d.data.microbatch import BatchNumber, merge
 from lightning_mm5d.sharded.remote_value import is_remote
 from lightning_mm5d.sharded.tensor import Sharded
 from lightning_mm5d.stage.payload import NotSent, Packer, detached, unsharded
@@ -192,7 +192,7 @@ class _Object:
             name: [*value] if isinstance(value, list) else value
             for name, value in self._now().items()
             if value is not self._values.get(name, _MISSING)
-            and isinstance(value, (Tensor, np.ndarray, list, tuple, dict))
+            and (isinstance(value, (Tensor, np.ndarray, list, tuple, dict)) or isinstance(name, BatchNumber))
             and self._counts(name, value)
         }
         self._marks.append(new)
@@ -204,9 +204,12 @@ class _Object:
         now = self._now()
         inside = [one for name, one in self._inside.items() if name not in apart]
         rows = [one for one in inside if isinstance(one, _Row)]
-        for name, last in (self._marks[-1] if len(self._marks) == len(samples) else {}).items():
-            values = [mark.get(name) for mark in self._marks]
-            if name in apart:
+        marks = self._marks if len(self._marks) == len(samples) else []
+        for name in {name: 0 for mark in marks for name in mark if isinstance(name, BatchNumber)}:  # of this batch
+            now[name] = merge([detached(mark.get(name, self._values.get(name))) for mark in marks], samples)
+        for name, last in (marks[-1] if marks else {}).items():
+            values = [mark.get(name) for mark in marks]
+            if name in apart or isinstance(name, BatchNumber):
                 continue
             before = self._inside.get(name)
             held = before.values if isinstance(before, _Row) else self._values.get(name)
@@ -407,20 +410,33 @@ def _are_groups(rows: Sequence[_Row], samples: Sequence[int]) -> bool:
 
 def _joined(values: Sequence[Any], samples: Sequence[int]) -> Any:
     """One value of those of the microbatches; `_MISSING` where these cannot be joined."""
-    if not all(_can_join(value) for value in values) or len({type(value) for value in values}) > 1:
+    if not all(map(_can_join, values, samples)):
         return _MISSING
     joined = merge([detached(value) for value in values], samples)
-    return joined if type(joined) is type(values[0]) else _MISSING
+    return joined if _is_like(joined, values[0]) else _MISSING
 
 
-def _can_join(value: Any) -> bool:
+def _can_join(value: Any, size: int) -> bool:
+    """Whether a value of a microbatch of `size` samples may be joined; of integers alone is not known what they are."""
     if isinstance(value, Tensor):
         return not is_remote(value) and not isinstance(value, Sharded)
     if isinstance(value, dict):
-        return all(map(_can_join, value.values()))
+        return all(_can_join(one, size) or _is_plain(one, size) for one in value.values())
     if isinstance(value, (list, tuple)):
-        return all(_can_join(one) or isinstance(one, int) for one in value)
-    return isinstance(value, float)
+        return all(_can_join(one, size) or isinstance(one, int) for one in value)
+    return isinstance(value, (float, BatchNumber))
+
+
+def _is_plain(value: Any, size: int) -> bool:
+    """Whether a value is none of numbers, or the number of samples."""
+    return isinstance(value, (bool, str, type(None))) or (isinstance(value, int) and value == size)
+
+
+def _is_like(joined: Any, value: Any) -> bool:
+    """Whether nothing has become a list of what microbatches gave."""
+    if isinstance(joined, dict) and isinstance(value, dict):
+        return all(_is_like(joined[name], value[name]) for name in value)
+    return isinstance(value, type(joined))
 
 
 def _joined_rows(values: Sequence[Any], samples: Sequence[int], before: Any) -> Any:
@@ -448,10 +464,10 @@ def _may_be_constant(values: Sequence[Any]) -> bool:
 def _hold_rows(value: Any, size: int) -> bool:
     """Whether a tensor or container has something for each of `size` samples, and all of it in full."""
     if isinstance(value, Tensor):
-        return _can_join(value) and value.shape[:1] == (size,)
+        return _can_join(value, size) and value.shape[:1] == (size,)
     if isinstance(value, (tuple, dict)):
         parts = [*value.values()] if isinstance(value, dict) else value
-        joins = all(_can_join(one) for one in parts if isinstance(one, Tensor))
+        joins = all(_can_join(one, size) for one in parts if isinstance(one, Tensor))
         return joins and any(_hold_rows(one, size) for one in parts)
     return len(value) == size if isinstance(value, list) else np.shape(value)[:1] == (size,)
 

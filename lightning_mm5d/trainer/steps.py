@@ -305,7 +305,7 @@ class Steps:
             assert self.unscheduled is not None
             step = UserStep(self._module, name, arguments, walked, weights, **options)
             step.kept = values
-            with self._capture.capture(), self._metrics.local(), self._engine.unscheduled():
+            with self._capture.capture(), self._metrics.local(), self._engine.unscheduled(), step.counting():
                 self.unscheduled.execute(step)
             results |= self._share(walked, self._merged(step, None, values) if self._own in walked else None)
         return self._shown(results, values).outputs
@@ -391,7 +391,8 @@ class Steps:
         return {**options, "copies": self._writing.get(name, True)}
 
     def run(self, step: UserStep, trainable: frozenset[str], ending: Ending | None = None) -> None:
-        with self._capture.capture(), self._metrics.local(self._capture.joined if step.is_split else None):
+        joined = self._capture.joined if step.is_split else None
+        with self._capture.capture(), self._metrics.local(joined), step.counting():
             self._engine.execute(step, trainable, ending)
         self._writing[step.name] = self._writing.get(step.name, False) or step.writes
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_mm5d.config.errors import ConfigError
-from lightning_mm5d.data.microbatch import Microbatch, copied, with_tensors
+from lightning_mm5d.data.microbatch import BatchNumber, Microbatch, copied, with_tensors
 from lightning_mm5d.engine.codec import TreeChannel
 from lightning_mm5d.engine.step import Scope
 from lightning_mm5d.sharded.remote_value import is_remote, settled
@@ -214,7 +214,8 @@ class UserStep:
     ) -> None:
         self.microbatches, self.random_key, self.context = microbatches, random_key, context
         self.weights, self.results, self.epoch = weights, dict[int, Any](), module.current_epoch
-        self._module, self.name, self._arguments = module, name, arguments
+        self._module, self.name = module, name
+        self._arguments = [BatchNumber(one) if type(one) is int and self.is_split else one for one in arguments]
         self._capture, self._metrics, self._watch = capture, metrics, watch
         self._unchanged: dict[int, Any] = {}
         self._copies, self.writes = copies, False
@@ -231,17 +232,21 @@ class UserStep:
     def reads(self) -> Iterator[list[str]]:
         """Enter around `run`; gives a list, empty unless the user's step reads `global_step`."""
         found: list[str] = []
-        original = Trainer.global_step
 
-        def read(trainer: Trainer) -> int:
+        def read(value: int) -> int:
             found.append("global_step")
-            return original.__get__(trainer)
+            return value
 
-        Trainer.global_step = property(read)  # type: ignore[method-assign,assignment]
-        try:
+        with _read_by("global_step", read):
             yield found
-        finally:
-            Trainer.global_step = original  # type: ignore[method-assign]
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Enter around all runs: the trainer's counters belong to the batch, where it is split."""
+        with ExitStack() as stack:
+            for name in ("global_step", "current_epoch") if self.is_split else ():
+                stack.enter_context(_read_by(name, BatchNumber))
+            yield
 
     @property
     def is_split(self) -> bool:
@@ -293,6 +298,17 @@ class UserStep:
         """Enter around a run whose metric updates and logs are dropped."""
         with self._metrics.discarded(), self._capture.discarded(), KeptValues(self._module).undone():
             yield
+
+
+@contextmanager
+def _read_by(name: str, read: Callable[[int], int]) -> Iterator[None]:
+    """Let `read` say what a counter of trainers is."""
+    original = getattr(Trainer, name)
+    setattr(Trainer, name, property(lambda trainer: read(original.__get__(trainer))))
+    try:
+        yield
+    finally:
+        setattr(Trainer, name, original)
 
 
 class TrainingStep(UserStep):

@@ -352,7 +352,7 @@ def test_counts_of_microbatches_sum_and_numbers_average() -> None:
     assert {name: float(value) for name, value in merged.items()} == {
         "correct": 3.0,
         "seen": 4.0,
-        "is_late": 2.0,
+        "is_late": 1.0,
         "loss": 3.0,
         "rate": 0.5,
     }
