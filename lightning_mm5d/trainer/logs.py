@@ -143,15 +143,18 @@ class LogCapture:
         self.joined = JoinedMetrics(lambda: self._microbatch)
 
     @contextmanager
-    def capture(self) -> Iterator[None]:
-        """Forget earlier records and record inside the block; then ``module.log`` is what it was."""
+    def capture(self) -> Iterator[JoinedMetrics]:
+        """Forget earlier records and record inside the block; then ``module.log`` is what it was.
+
+        Yields what joins the calls of metrics inside, whose values `merge` takes.
+        """
         self._calls, self._paths, self._microbatch = {}, {}, None
         self.joined = JoinedMetrics(lambda: self._microbatch)
         with ExitStack() as stack:
             stack.callback(put(self._module, "log", self._record))
             for index, one in enumerate([] if self._module._trainer is None else self._module._trainer.loggers):
                 stack.callback(put(one, "log_metrics", partial(self._record_direct, index)))
-            yield
+            yield self.joined
 
     def begin_microbatch(self, index: int, samples: float) -> None:
         """What follows belongs to microbatch `index`, which weighs as much as `samples` samples.

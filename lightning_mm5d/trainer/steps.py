@@ -391,8 +391,11 @@ class Steps:
         return {**options, "copies": self._writing.get(name, True)}
 
     def run(self, step: UserStep, trainable: frozenset[str], ending: Ending | None = None) -> None:
-        joined = self._capture.joined if step.is_split else None
-        with self._capture.capture(), self._metrics.local(joined), step.counting():
+        with (
+            self._capture.capture() as joined,
+            self._metrics.local(joined if step.is_split else None),
+            step.counting(),
+        ):
             self._engine.execute(step, trainable, ending)
         self._writing[step.name] = self._writing.get(step.name, False) or step.writes
 

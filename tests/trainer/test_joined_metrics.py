@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torchmetrics.classification import BinaryAccuracy
 
 from lightning_mm5d.trainer import joined_metrics
 from lightning_mm5d.trainer.joined_metrics import JoinedMetrics
+from lightning_mm5d.trainer.logs import LogCapture
 
 LOGITS = torch.tensor([0.4, 0.3, 0.2, 1.5])  # the first two alone would pass for probabilities
 LABELS = torch.tensor([1, 1, 0, 1])
@@ -32,3 +34,18 @@ def test_what_is_too_large_counts_by_microbatch(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(joined_metrics, "MOST_BYTES", 8)
     parts = [BinaryAccuracy()(LOGITS[at], LABELS[at]) for at in (slice(2), slice(2, 4))]
     assert counted() == float(sum(parts)) / 2 == 0.25
+
+
+def test_a_logged_value_is_that_of_the_batch() -> None:
+    module, metric = pl.LightningModule(), BinaryAccuracy()
+    capture = LogCapture(module)
+    for _ in range(2):  # a schedule after another joins its own calls
+        metric.reset()
+        with capture.capture() as joined:
+            for index in range(2):
+                at = slice(2 * index, 2 * index + 2)
+                capture.begin_microbatch(index, 2)
+                module.log("accuracy", joined.call(metric, metric.forward, (LOGITS[at], LABELS[at]), {}))
+            joined.join()
+        (log,) = capture.merge()
+        assert float(log.value) == 0.75
