@@ -18,7 +18,6 @@ from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.partition.parts import is_in
 from lightning_mm5d.partition.split import Partition
 from lightning_mm5d.source.order import accesses
-from lightning_mm5d.source.trees import Source
 
 IN_PLACE = "_compiled_call_impl"
 """The attribute of a module in which ``module.compile()`` leaves what calls of the module run."""
@@ -94,7 +93,7 @@ def _decorated(module: nn.Module) -> str | None:
     """The name of a method that is compiled and uses submodules or parameters."""
     for cls in type(module).__mro__:
         for name, value in vars(cls).items() if not cls.__module__.startswith(("torch.", "lightning.")) else ():
-            if hasattr(value, _DECORATED) and accesses(Source(), module, name):
+            if hasattr(value, _DECORATED) and accesses(module, name):
                 return name
     for name, value in vars(module).items():
         if inspect.isfunction(value) and isinstance(

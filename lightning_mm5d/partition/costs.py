@@ -42,7 +42,6 @@ from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.partition.find import position
 from lightning_mm5d.partition.parts import is_in
 from lightning_mm5d.partition.step_uses import Boundary, Found, StepUses
-from lightning_mm5d.source.trees import Source
 
 
 def balance(costs: Sequence[float], parts: int, *, first: float = 0.0, last: float = 0.0) -> list[int]:
@@ -190,7 +189,7 @@ def share_again(kept: Kept) -> float:
     return _BESIDE_PRODUCTS if _PRODUCTS.intersection(kept) else 1.0
 
 
-def units(root: nn.Module, found: Found, source: Source | None = None) -> dict[str, tuple[Unit, ...]]:
+def units(root: nn.Module, found: Found) -> dict[str, tuple[Unit, ...]]:
     """Return the units of each modality: before its layers, each layer, after them.
 
     Where a parameter is used before the layers and after them, it is in both units. A modality without a list of
@@ -199,14 +198,13 @@ def units(root: nn.Module, found: Found, source: Source | None = None) -> dict[s
     Args:
         root: the LightningModule; the meta device will do.
         found: its modalities.
-        source: reads the code; shared with others that read the same.
     """
     owned = {path: name for name, encoder in found.encoders.items() for path in encoder.owns}
     owned |= dict.fromkeys(() if found.ends is None else found.ends.owns, found.loss_modality)
     rows: dict[str, list[dict[str, float]]] = {
         name: [{} for _ in range(len(parts.paths) + 2)] for name, parts in found.parts.items()
     }
-    around = cache(partial(position, source or Source(), root))
+    around = cache(partial(position, root))
     memo: dict[str, list[tuple[str, list[int]]]] = {}
     for full, cost, lookup in _costs(root, frozenset(path for path in found.layers.values() if path)):
         # whatever a leaf module holds stays together, so its parameters are placed once; not what is held by modules

@@ -40,7 +40,7 @@ from lightning_mm5d.partition.parts import (
 )
 from lightning_mm5d.partition.step_uses import Boundary, Encoder, Found, StepUses, cut_language, named_decoders
 from lightning_mm5d.source.order import accesses
-from lightning_mm5d.source.trees import Source, method_of
+from lightning_mm5d.source.trees import method_of
 
 _GETTERS = {"get_image_features": "vision", "get_video_features": "vision", "get_audio_features": "audio"}
 # Towers of models that have no such method; the tower's own call is then the boundary.
@@ -52,20 +52,18 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step", "forw
 _MAIN_INPUT = {"input_features": "audio", "input_values": "audio", "pixel_values": "vision"}
 
 
-def find(root: nn.Module, modalities: Mapping[str, Modality], source: Source | None = None) -> Found:
+def find(root: nn.Module, modalities: Mapping[str, Modality]) -> Found:
     """Find the `modalities` in `root`.
 
     Args:
         root: the LightningModule.
         modalities: the configuration.
-        source: reads the code; shared with others that read the same.
 
     Raises:
         ConfigError: a modality is not found, a path is not in the model, or nothing uses the module that it names.
     """
     loss_modality, main, decoders = loss_modality_of(modalities), main_modality_of(modalities), decoders_of(modalities)
-    source = source or Source()
-    candidates = discover(root, source)
+    candidates = discover(root)
     encoders: dict[str, Encoder] = {}
     for name, modality in modalities.items():
         if name == main:
@@ -77,19 +75,19 @@ def find(root: nn.Module, modalities: Mapping[str, Modality], source: Source | N
         elif modality.module is None and modality.boundary is None:
             encoders[name] = _by_name(root, name, named_decoders(root) if name in decoders else candidates)
         else:
-            encoders[name] = _by_path(source, root, name, modality)
+            encoders[name] = _by_path(root, name, modality)
             if modality.boundary is not None and name not in decoders:
-                _check_ends(source, root, name, encoders[name])
+                _check_ends(root, name, encoders[name])
     owned = [path for encoder in encoders.values() for path in encoder.owns]
     others = [path for encoder in candidates.values() for path in encoder.owns]
     step, reused = None, list[str]()
     if decoders:
-        step = StepUses(source, root)
+        step = StepUses(root)
         if _rest_lists(root, [*owned, *(unused := step.unused(owned))], others):
             owned += unused  # else its code cannot be read
         rest = _rest_lists(root, owned, others)
         said = modalities[main].module is not None or modalities[main].boundary is not None
-        given = _by_path(source, root, main, modalities[main]) if said else None
+        given = _by_path(root, main, modalities[main]) if said else None
         encoders[main] = cut_language(step, main, given, rest[0] if rest else None, encoders, decoders)
         reused = [path for cut in encoders[main].boundaries for path in step.after(cut.path, rest[0] if rest else None)]
         owned += encoders[main].owns
@@ -104,17 +102,17 @@ def find(root: nn.Module, modalities: Mapping[str, Modality], source: Source | N
             lists = _longest_lists(root, encoder.owns)
         by_code = None
         within, without = (("",), (*owned, *others)) if encoder is None else (encoder.owns, ())
-        again_and_again = repeated(source, root, lists, wanted, within, without) if wanted > 1 else None
+        again_and_again = repeated(root, lists, wanted, within, without) if wanted > 1 else None
         if again_and_again is not None:
             layers[name], parts[name] = again_and_again
             continue
         # of several nn.Sequential none is the list of layers
         if wanted > 1 and (not lists or (len(lists) > 1 and isinstance(root.get_submodule(lists[0]), nn.Sequential))):
             if encoder is None:
-                by_code = of_code(source, root, ("", "training_step"), wanted, without=owned)
+                by_code = of_code(root, ("", "training_step"), wanted, without=owned)
             elif len(encoder.boundaries) == 1:
                 cut = encoder.boundaries[0]
-                by_code = of_code(source, root, (cut.path, cut.method), wanted, within=encoder.owns)
+                by_code = of_code(root, (cut.path, cut.method), wanted, within=encoder.owns)
         layers[name] = lists[0] if lists and by_code is None else None
         if wanted > 1 and layers[name] is not None:
             _check_between(root, name, lists[0], wanted)
@@ -123,7 +121,7 @@ def find(root: nn.Module, modalities: Mapping[str, Modality], source: Source | N
     consumers = consumers_of(modalities)
     passes = [step.paths.count(cut.path) for cut in encoders[main].boundaries] if step else [1]
     for name, encoder in encoders.items():
-        fed = [_placed(source, root, encoder, parts[one], layers[one], step) for one in consumers[name]]
+        fed = [_placed(root, encoder, parts[one], layers[one], step) for one in consumers[name]]
         known = [one for one, other in zip(fed, consumers[name], strict=True) if parts[other].paths]
         is_encoder = name not in (main, *decoders)
         again = is_encoder and (len(fed) > 1 or max(passes) > 1)
@@ -147,43 +145,42 @@ def _rest_lists(root: nn.Module, owned: list[str], others: list[str]) -> list[st
     return _longest_lists(root, ("",), without=(*owned, *others)) or _longest_lists(root, ("",), without=owned)
 
 
-def discover(root: nn.Module, source: Source | None = None) -> dict[str, Encoder]:
+def discover(root: nn.Module) -> dict[str, Encoder]:
     """Return the encoders that `root` declares in the customary ways, by canonical name; `source` as for `find`."""
-    source = source or Source()
-    if found := _in_dict(source, root):
+    if found := _in_dict(root):
         return found
-    found = _with_getters(source, root)
+    found = _with_getters(root)
     for name, towers in _TOWERS.items():
-        if name not in found and (tower := _tower(source, root, towers)):
+        if name not in found and (tower := _tower(root, towers)):
             found[name] = tower
-    found = found or _encoder_of_decoder(source, root)
+    found = found or _encoder_of_decoder(root)
     return {name: encoder for name, encoder in found.items() if encoder.boundaries}
 
 
-def _in_dict(source: Source, root: nn.Module) -> dict[str, Encoder]:
+def _in_dict(root: nn.Module) -> dict[str, Encoder]:
     """The members of the outermost ``nn.ModuleDict`` named ``encoders`` that the module around it calls, by key."""
     for path, module in root.named_modules():
         held = getattr(module, "encoders", None)
-        if isinstance(held, nn.ModuleDict) and len(held) and "encoders" in accesses(source, module, *_STEPS):
+        if isinstance(held, nn.ModuleDict) and len(held) and "encoders" in accesses(module, *_STEPS):
             paths = {key: joined(path, "encoders", key) for key in held}
             return {key: Encoder((inner,), (Boundary(inner),)) for key, inner in paths.items()}
     return {}
 
 
-def _with_getters(source: Source, root: nn.Module) -> dict[str, Encoder]:
+def _with_getters(root: nn.Module) -> dict[str, Encoder]:
     """The encoders that have a method for their result, such as ``get_image_features``; some have no boundary."""
     found: dict[str, tuple[list[str], list[Boundary]]] = {}
     for path, module in root.named_modules():
         for getter, name in _GETTERS.items():
             if method_of(type(module), getter) is None:
                 continue
-            touched = accesses(source, module, getter)
+            touched = accesses(module, getter)
             if any(item.rpartition(".")[2] == getter for item in touched):
                 continue  # it hands the call on to an inner module, which is the one that forward calls
             owns = [joined(path, item) for item in _submodules(module, touched)]
             if not owns:
                 continue
-            if getter in accesses(source, module, "forward"):
+            if getter in accesses(module, "forward"):
                 cuts = [Boundary(path, getter)]
             else:
                 owns = [item for item in owns if _longest_lists(root, (item,))]
@@ -194,14 +191,14 @@ def _with_getters(source: Source, root: nn.Module) -> dict[str, Encoder]:
     return {name: Encoder(tuple(owns), tuple(cuts)) for name, (owns, cuts) in found.items()}
 
 
-def _tower(source: Source, root: nn.Module, names: tuple[str, ...]) -> Encoder | None:
+def _tower(root: nn.Module, names: tuple[str, ...]) -> Encoder | None:
     """The first submodule with one of `names` that the module around it uses.
 
     Where that module goes on with parts of the tower, as with its last norm, the next module is the boundary.
     """
     for path, module in root.named_modules():
         held = next((name for name in names if isinstance(getattr(module, name, None), nn.Module)), None)
-        touched = [] if held is None else accesses(source, module, *_STEPS)
+        touched = [] if held is None else accesses(module, *_STEPS)
         if held is None or held not in touched:
             continue
         tower = joined(path, held)
@@ -215,14 +212,14 @@ def _tower(source: Source, root: nn.Module, names: tuple[str, ...]) -> Encoder |
     return None
 
 
-def _encoder_of_decoder(source: Source, root: nn.Module) -> dict[str, Encoder]:
+def _encoder_of_decoder(root: nn.Module) -> dict[str, Encoder]:
     """The ``encoder`` of an encoder-decoder model, named after its main input."""
     found: dict[str, Encoder] = {}
     for path, module in root.named_modules():
         inner = getattr(module, "encoder", None)
         if not getattr(getattr(module, "config", None), "is_encoder_decoder", False):
             continue
-        if isinstance(inner, nn.Module) and "encoder" in accesses(source, module, "forward"):
+        if isinstance(inner, nn.Module) and "encoder" in accesses(module, "forward"):
             name = _MAIN_INPUT.get(getattr(inner, "main_input_name", ""), "encoder")
             owned = joined(path, "encoder")
             found[name] = Encoder((owned,), (Boundary(owned),))
@@ -262,7 +259,7 @@ def _branches(module: nn.Module, path: str = "") -> Iterator[str]:
             yield name
 
 
-def _by_path(source: Source, root: nn.Module, name: str, modality: Modality) -> Encoder:
+def _by_path(root: nn.Module, name: str, modality: Modality) -> Encoder:
     owns = _listed(modality.module)
     for path in owns:
         resolve(root, path, f"modalities.{name}.module", or_parameter=len(owns) > 1 or modality.boundary is not None)
@@ -293,24 +290,24 @@ def _by_path(source: Source, root: nn.Module, name: str, modality: Modality) -> 
     if not owns:
         for cut in boundaries:
             module = root.get_submodule(cut.path)
-            touched = [""] if cut.method == "forward" else _submodules(module, accesses(source, module, cut.method))
+            touched = [""] if cut.method == "forward" else _submodules(module, accesses(module, cut.method))
             owns += [joined(cut.path, item) for item in touched]
     for cut in boundaries:
-        if not is_mentioned(source, root, cut.path, cut.method):
+        if not is_mentioned(root, cut.path, cut.method):
             rule = "Nothing in the model's code uses it, so no modality would consume its result"
             fix = "Name the module that the model's `forward` calls"
             raise ConfigError(f"modalities.{name}.module", cut.name, rule, fix)
     return Encoder(tuple(owns), tuple(boundaries))
 
 
-def _check_ends(source: Source, root: nn.Module, name: str, encoder: Encoder) -> None:
+def _check_ends(root: nn.Module, name: str, encoder: Encoder) -> None:
     """Refuse a boundary inside of a module that the step calls, where other weights of the module run after it."""
-    used = StepUses(source, root).paths
+    used = StepUses(root).paths
     for cut in encoder.boundaries:
         around = [path for path in encoder.owns if path in used and path != cut.path and _under(cut.path, (path,))]
         if cut.method != "forward" or cut.path in used or not around:
             continue
-        items = [joined(around[0], item) for item in accesses(source, root.get_submodule(around[0]), "forward")]
+        items = [joined(around[0], item) for item in accesses(root.get_submodule(around[0]), "forward")]
         at = next((index for index, item in enumerate(items) if _under(cut.path, (item,))), len(items))
         after = [item for item in items[at + 1 :] if has_module(root, item) and not _under(cut.path, (item,))]
         after = [item for item in after if next(root.get_submodule(item).parameters(), None) is not None]
@@ -320,9 +317,7 @@ def _check_ends(source: Source, root: nn.Module, name: str, encoder: Encoder) ->
             raise ConfigError(f"modalities.{name}.boundary", cut.path, rule, f"Use {around[0]!r}, or leave it unset")
 
 
-def _placed(
-    source: Source, root: nn.Module, encoder: Encoder, parts: Parts, layers: str | None, step: StepUses | None
-) -> Encoder:
+def _placed(root: nn.Module, encoder: Encoder, parts: Parts, layers: str | None, step: StepUses | None) -> Encoder:
     """Find out whether `encoder` runs before the `parts`, and whether its result is used only after them."""
     precedes, late = bool(parts.paths), False
     for cut in encoder.boundaries if parts.paths else ():
@@ -331,7 +326,7 @@ def _placed(
             before, after = gaps[0] < len(parts.paths), gaps[-1] > 0
         else:
             said = None if step is None else step.around(cut.name, layers)
-            before, after = said or position(source, root, cut.name, layers)
+            before, after = said or position(root, cut.name, layers)
         precedes = precedes and before and not after
         late = late or (after and not before)
         owner = root.get_submodule(cut.path)
@@ -339,11 +334,10 @@ def _placed(
     return Encoder(encoder.owns, encoder.boundaries, precedes, late)
 
 
-def position(source: Source, root: nn.Module, path: str, layers: str) -> tuple[bool, bool]:
+def position(root: nn.Module, path: str, layers: str) -> tuple[bool, bool]:
     """Tell whether the module's code uses `path` before and after the list of layers at `layers`.
 
     Args:
-        source: reads the code.
         root: the LightningModule.
         path: dotted path of a module, parameter or method.
         layers: dotted path of the list.
@@ -362,7 +356,7 @@ def position(source: Source, root: nn.Module, path: str, layers: str) -> tuple[b
     ancestor = root.get_submodule(".".join(one[:depth]))
     methods = _STEPS if depth == 0 else (*_GETTERS, "forward")
     for method in methods:
-        heads = [item.split(".")[0] for item in accesses(source, ancestor, method)]
+        heads = [item.split(".")[0] for item in accesses(ancestor, method)]
         if one[depth] not in heads or other[depth] not in heads:
             continue
         first = heads.index(other[depth])

@@ -32,7 +32,7 @@ from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.source.loops import looped_calls
 from lightning_mm5d.source.names import mentions
 from lightning_mm5d.source.order import accesses, is_followed
-from lightning_mm5d.source.trees import Source, method_of
+from lightning_mm5d.source.trees import method_of
 
 _OF_LIGHTNING = frozenset(vars(pl.LightningModule()))
 
@@ -104,14 +104,13 @@ def of_list(root: nn.Module, path: str, wanted: int) -> Parts:
         path: of the list.
         wanted: how many parts there should be.
     """
-    line = _Line(Source(), root, (path,), ())
+    line = _Line(root, (path,), ())
     line.entries = line.members(path)
     line.take_apart(wanted, fair=isinstance(root.get_submodule(path), nn.Sequential))
     return Parts(tuple(line.entries))
 
 
 def of_code(
-    source: Source,
     root: nn.Module,
     start: tuple[str, str],
     wanted: int,
@@ -121,14 +120,13 @@ def of_code(
     """Return the parts that code calls one after the other; None where it calls fewer than two.
 
     Args:
-        source: reads the code.
         root: the LightningModule.
         start: path of the module whose code calls them, and its method.
         wanted: how many parts there should be.
         within: paths of the modules that belong to this modality.
         without: paths of modules that belong to others.
     """
-    line = _Line(source, root, within, without)
+    line = _Line(root, within, without)
     line.entries = line.inside(*start)
     line.take_apart(wanted, fair=True)
     parts = line.parts()
@@ -146,8 +144,8 @@ def of_code(
 class _Line:
     """What code uses, in order: parts, and all else."""
 
-    def __init__(self, source: Source, root: nn.Module, within: Sequence[str], without: Sequence[str]) -> None:
-        self._source, self._root, self._within, self._without = source, root, within, without
+    def __init__(self, root: nn.Module, within: Sequence[str], without: Sequence[str]) -> None:
+        self._root, self._within, self._without = root, within, without
         self._module_at = dict(root.named_modules(remove_duplicate=False))
         self._listed: set[str] = set()  # members of lists; the code of plain ones is not read
         self.entries: list[str] = []
@@ -195,7 +193,7 @@ class _Line:
         module, found = self._module_at[path], list[str]()
         if method == "forward" and _is_container(module):
             return self.members(path)
-        for item in accesses(self._source, module, method):
+        for item in accesses(module, method):
             full = f"{path}.{item}" if path else item
             owner, _, name = full.rpartition(".")
             if owner in self._module_at and owner != path and full not in self._module_at:
@@ -259,12 +257,11 @@ def has_module(root: nn.Module, path: str) -> bool:
 
 
 def repeated(
-    source: Source, root: nn.Module, lists: Sequence[str], wanted: int, within: Sequence[str], without: Sequence[str]
+    root: nn.Module, lists: Sequence[str], wanted: int, within: Sequence[str], without: Sequence[str]
 ) -> tuple[str, Parts] | None:
     """Return the path of what is called again and again, and its calls as parts; None where a list does.
 
     Args:
-        source: reads the code.
         root: the LightningModule.
         lists: paths of the modality's lists of layers, the longest one first.
         wanted: how many parts there should be.
@@ -281,7 +278,7 @@ def repeated(
             continue
         if path and any(is_in(path, one) and path != one for one in lists):
             continue  # inside of a layer
-        for calls in looped_calls(source, module):
+        for calls in looped_calls(module):
             full = [f"{path}.{call}".lstrip(".") for call in calls]
             full = [one for one in full if next(root.get_submodule(one).parameters(), None) is not None]
             allowed = all(any(is_in(one, name) for name in within) for one in full)
@@ -334,13 +331,12 @@ def resolve(root: nn.Module, path: str, field: str, *, or_parameter: bool = Fals
     raise ConfigError(field, path, "There is no such module in the model", fix)
 
 
-def is_mentioned(source: Source, root: nn.Module, path: str, method: str) -> bool:
+def is_mentioned(root: nn.Module, path: str, method: str) -> bool:
     """Whether the class of any module around a callable mentions it outside of its constructor.
 
     Members of a list or a dict are mentioned where the container is.
 
     Args:
-        source: reads the code.
         root: the LightningModule.
         path: of the module that has the callable.
         method: its name.
@@ -352,7 +348,7 @@ def is_mentioned(source: Source, root: nn.Module, path: str, method: str) -> boo
         words.append(parts[-2])
     classes = [cls for at in range(len(parts) + 1) for cls in type(root.get_submodule(".".join(parts[:at]))).__mro__]
     own = [cls for cls in classes if not cls.__module__.startswith(_UNREAD) and cls is not object]
-    return any(mentions(source, cls, words) for cls in own) or (parts[-1:] != [] and parts[-1].isdigit())
+    return any(mentions(cls, words) for cls in own) or (parts[-1:] != [] and parts[-1].isdigit())
 
 
 def _holds(root: nn.Module, path: str, kind: str) -> bool:

@@ -29,7 +29,6 @@ from lightning_mm5d.partition.find import find, position
 from lightning_mm5d.partition.parts import Parts
 from lightning_mm5d.partition.step_uses import Boundary, Encoder, Found
 from lightning_mm5d.schedule.stage_key import StageKey
-from lightning_mm5d.source.trees import Source
 
 _CUTS = 8  # that are tried where the costs of layers depend on the cut
 
@@ -87,9 +86,8 @@ def partition(root: nn.Module, modalities: Mapping[str, Modality]) -> Partition:
     Raises:
         ConfigError: what is asked for does not fit the model.
     """
-    source = Source()
-    found = find(root, modalities, source)
-    rows = units(root, found, source)
+    found = find(root, modalities)
+    rows = units(root, found)
     trainable = frozenset(name for name, p in root.named_parameters(remove_duplicate=False) if p.requires_grad)
     sizes: dict[str, list[int]] = {}
     named: dict[str, StageKey] = {}
@@ -126,7 +124,7 @@ def partition(root: nn.Module, modalities: Mapping[str, Modality]) -> Partition:
     for name, counts in sizes.items():
         ends = [0, *accumulate(counts)]
         stages[name] = tuple(StageCut(name, index, *span) for index, span in enumerate(pairwise(ends)))
-    held = _held(source, root, found, rows, stages, named)
+    held = _held(root, found, rows, stages, named)
     owners = _owners(root, held)
     kept = {name: one for name, one in kept.items() if one}
     calls = () if found.ends is None else found.ends.boundaries
@@ -256,7 +254,6 @@ def _from_names(root: nn.Module, name: str, stages: Sequence[Any], parts: Parts)
 
 
 def _held(
-    source: Source,
     root: nn.Module,
     found: Found,
     rows: Mapping[str, Sequence[Unit]],
@@ -271,7 +268,7 @@ def _held(
     extra: dict[tuple[StageKey, bool], dict[str, float]] = {}
     for full, path in moved.items():
         parts, layers = found.parts[named[path].modality], found.layers[named[path].modality]
-        before = 0 in parts.gaps(path) if layers is None else position(source, root, path, layers)[0]
+        before = 0 in parts.gaps(path) if layers is None else position(root, path, layers)[0]
         extra.setdefault((named[path], before), {})[full] = costs[full]
     held: dict[StageKey, tuple[Unit, ...]] = {}
     for name, cuts in stages.items():

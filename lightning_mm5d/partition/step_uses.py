@@ -21,7 +21,6 @@ from torch import nn
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.partition.parts import Parts, is_in, joined
 from lightning_mm5d.source.order import accesses, calls
-from lightning_mm5d.source.trees import Source
 
 _STEP = "training_step"
 _EMBEDDINGS = ("get_input_embeddings", "get_output_embeddings")
@@ -31,12 +30,11 @@ class StepUses:
     """What the step's own code uses, in order.
 
     Args:
-        source: reads the code.
         root: the LightningModule.
     """
 
-    def __init__(self, source: Source, root: nn.Module) -> None:
-        self._source, self._root = source, root
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
         self._module_at = dict(root.named_modules(remove_duplicate=False))
         self.paths = list(self._expanded("", _STEP))
 
@@ -57,7 +55,7 @@ class StepUses:
             found = [
                 full
                 for read in (calls, accesses)
-                for full in (joined(here, item) for item in read(self._source, module, method))
+                for full in (joined(here, item) for item in read(module, method))
                 if full != here and full in self._module_at and layers.startswith(f"{full}.")
                 if read is calls or not any(is_in(other, full) for other in others)
             ]
@@ -122,7 +120,7 @@ class StepUses:
 
     def _expanded(self, path: str, method: str, depth: int = 0) -> Iterator[str]:
         """What a method uses, with methods of submodules in the place of their own uses."""
-        for item in accesses(self._source, self._module_at[path], method):
+        for item in accesses(self._module_at[path], method):
             full = joined(path, item)
             owner, _, name = full.rpartition(".")
             if full in self._module_at or owner == path or owner not in self._module_at or depth > 2:
@@ -136,7 +134,7 @@ class StepUses:
 
     def _reaches(self, path: str, others: Sequence[str]) -> bool:
         """Whether the forward of the module at `path` uses any of `others`, itself or through its submodules."""
-        for item in accesses(self._source, self._module_at[path], "forward"):
+        for item in accesses(self._module_at[path], "forward"):
             full = joined(path, item)
             if any(is_in(full, other) for other in others):
                 return True

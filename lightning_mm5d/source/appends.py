@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from lightning_mm5d.source.trees import Source, own_functions
+from lightning_mm5d.source.trees import own_functions, tree_of
 
 _PLAIN = frozenset(
     ("batch_idx", "dataloader_idx", "range", "enumerate", "zip", "len", "isinstance", "hasattr", "getattr")
@@ -19,17 +19,16 @@ _FRAMEWORKS = frozenset(("torch", "lightning", "pytorch_lightning"))
 _BY_NAME = frozenset(("items", "keys", "values"))
 
 
-def appended_by_data(source: Source, cls: type) -> frozenset[str]:
+def appended_by_data(cls: type) -> frozenset[str]:
     """Return the attributes of ``self`` that methods of `cls` append to in loops over data or where data says so.
 
     Args:
-        source: reads the code.
         cls: class of the module.
     """
     found = set[str]()
     for owner in (one for one in cls.__mro__ if one.__module__.partition(".")[0] not in _FRAMEWORKS):
         for _, function in own_functions(owner):
-            tree = source.tree(function)
+            tree = tree_of(function)
             if tree is not None and tree.args.args:
                 found.update(
                     _found(tree, tree.args.args[0].arg, frozenset(arg.arg for arg in tree.args.args[2:]), False)

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_mm5d.source.trees import Source, method_of
+from lightning_mm5d.source.trees import method_of, tree_of
 
 _MOST = 10_000
 _OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
@@ -33,13 +33,13 @@ class _UnknownError(Exception):
     """The code does not tell a value."""
 
 
-def looped_calls(source: Source, module: nn.Module, method: str = "forward") -> list[list[str]]:
+def looped_calls(module: nn.Module, method: str = "forward") -> list[list[str]]:
     """Return for each loop over a range what it calls of the module's submodules, in order, as paths from `module`.
 
     A loop whose count or whose choice of a submodule is not known gives nothing.
     """
     function = method_of(type(module), method)
-    tree = None if function is None else source.tree(function)
+    tree = None if function is None else tree_of(function)
     if tree is None or not tree.args.args:
         return []
     found = []

@@ -16,7 +16,7 @@ from types import FunctionType
 
 from torch import nn
 
-from lightning_mm5d.source.trees import Source, is_super, method_of, next_method
+from lightning_mm5d.source.trees import is_super, method_of, next_method, tree_of
 
 # Bookkeeping of the frameworks themselves (weight tying, generation): following it would report accesses that a
 # forward pass does not make.
@@ -30,11 +30,10 @@ _NOT_FOLLOWED = (
 )
 
 
-def accesses(source: Source, module: nn.Module, *methods: str) -> list[str]:
+def accesses(module: nn.Module, *methods: str) -> list[str]:
     """Return what `methods` of `module` touch, in evaluation order.
 
     Args:
-        source: reads the methods.
         module: the module whose code is read.
         methods: names of its methods, for instance ``"forward"``; those that it lacks are left out.
 
@@ -43,13 +42,13 @@ def accesses(source: Source, module: nn.Module, *methods: str) -> list[str]:
         them or on the module itself (``"get_image_features"``, ``"model.encode"``).
     """
     functions = [method_of(type(module), name) for name in methods]
-    return [path for one in functions if one is not None for path in _Reader(source, module, (one,)).read()]
+    return [path for one in functions if one is not None for path in _Reader(module, (one,)).read()]
 
 
-def calls(source: Source, module: nn.Module, *methods: str) -> list[str]:
+def calls(module: nn.Module, *methods: str) -> list[str]:
     """Return the submodules that `methods` of `module` call, in evaluation order; arguments as of `accesses`."""
     functions = [method_of(type(module), name) for name in methods]
-    readers = [_Reader(source, module, (one,)) for one in functions if one is not None]
+    readers = [_Reader(module, (one,)) for one in functions if one is not None]
     found: list[str] = []
     for reader in readers:
         touched = reader.read()
@@ -65,14 +64,14 @@ def is_followed(function: FunctionType) -> bool:
 class _Reader:
     """Walks one function's syntax tree; `trail` is the chain of functions that led here, against recursion."""
 
-    def __init__(self, source: Source, module: nn.Module, trail: tuple[FunctionType, ...]) -> None:
-        self._source, self._module, self._trail = source, module, trail
+    def __init__(self, module: nn.Module, trail: tuple[FunctionType, ...]) -> None:
+        self._module, self._trail = module, trail
         self._found: list[str] = []
         self._local: dict[str, list[str]] = {}  # names after ``self`` of what a local name stands for
         self.called: set[str] = set()
 
     def read(self) -> list[str]:
-        tree = self._source.tree(self._trail[-1])
+        tree = tree_of(self._trail[-1])
         if tree is None or not tree.args.args:
             return []
         self._self = tree.args.args[0].arg
@@ -180,7 +179,7 @@ class _Reader:
         if function is None or function in self._trail or len(self._trail) > 8:
             return
         if is_followed(function):
-            reader = _Reader(self._source, self._module, (*self._trail, function))
+            reader = _Reader(self._module, (*self._trail, function))
             self._found += reader.read()
             self.called |= reader.called
 
@@ -202,9 +201,8 @@ def used_fields(root: nn.Module, path: str, method: str) -> frozenset[str] | Non
             the same name only hand the call on.
         method: its name; of ``"forward"`` the calls of the module itself count.
     """
-    source = Source()
     if method == "forward":
-        return _fields_of_calls(source, root, path)
+        return _fields_of_calls(root, path)
     parts = path.split(".") if path else []
     ancestors = {type(root.get_submodule(".".join(parts[:depth]))) for depth in range(len(parts) + 1)}
     functions = {method_of(cls, name) for cls in ancestors for name in dir(cls) if name != method} - {None}
@@ -213,7 +211,7 @@ def used_fields(root: nn.Module, path: str, method: str) -> frozenset[str] | Non
     for function in functions:
         if function is None or function.__module__.startswith(_NOT_FOLLOWED):
             continue
-        tree = source.tree(function)
+        tree = tree_of(function)
         if tree is None:
             return None
         parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
@@ -231,7 +229,7 @@ def used_fields(root: nn.Module, path: str, method: str) -> frozenset[str] | Non
     return frozenset(fields) if calls else None
 
 
-def _fields_of_calls(source: Source, root: nn.Module, path: str) -> frozenset[str] | None:
+def _fields_of_calls(root: nn.Module, path: str) -> frozenset[str] | None:
     """`used_fields` of calls of the module at `path`, by the names that lead to it; None where it is also passed on."""
     parts, fields, calls = path.split("."), set[str](), 0
     for depth in range(len(parts) if path else 0):
@@ -239,7 +237,7 @@ def _fields_of_calls(source: Source, root: nn.Module, path: str) -> frozenset[st
         for function in {method_of(cls, name) for name in dir(cls)} - {None}:
             if function is None or function.__module__.startswith(_NOT_FOLLOWED):
                 continue
-            tree = source.tree(function)
+            tree = tree_of(function)
             if tree is None or not tree.args.args:
                 continue
             parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}

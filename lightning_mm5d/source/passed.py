@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from lightning_mm5d.source.order import is_followed
-from lightning_mm5d.source.trees import Source, method_of
+from lightning_mm5d.source.trees import method_of, tree_of
 
 TARGET = "target"
 """What a step passes to `torch.nn.functional.cross_entropy` as the classes."""
@@ -42,11 +42,10 @@ KEEP_VALUES = (
 _TAKEN_OUT = ("get", "pop")
 
 
-def passed(source: Source, module: nn.Module, method: str, name: str) -> frozenset[Path | None]:
+def passed(module: nn.Module, method: str, name: str) -> frozenset[Path | None]:
     """Return the parts of the batch that a step passes as `name`, to a model or to a method that uses it so.
 
     Args:
-        source: reads the code.
         module: the LightningModule.
         method: its step, whose first argument is the batch.
         name: of the argument, for instance ``"labels"``; of positional arguments the model's ``forward`` tells it.
@@ -58,21 +57,19 @@ def passed(source: Source, module: nn.Module, method: str, name: str) -> frozens
         is passed so, or the code is not known.
     """
     function = method_of(type(module), method)
-    tree = None if function is None else source.tree(function)
+    tree = None if function is None else tree_of(function)
     if function is None or tree is None or len(tree.args.args) < 2:
         return frozenset()
     batch = {tree.args.args[1].arg: ()}
-    return frozenset(_Reader(source, module, (function,), batch).parts(name))
+    return frozenset(_Reader(module, (function,), batch).parts(name))
 
 
 class _Reader:
     """Reads one function; `known` are its arguments that are parts of the batch, `trail` leads here."""
 
-    def __init__(
-        self, source: Source, module: nn.Module, trail: tuple[FunctionType, ...], known: Mapping[str, Path]
-    ) -> None:
-        self._source, self._module, self._trail = source, module, trail
-        tree = source.tree(trail[-1])
+    def __init__(self, module: nn.Module, trail: tuple[FunctionType, ...], known: Mapping[str, Path]) -> None:
+        self._module, self._trail = module, trail
+        tree = tree_of(trail[-1])
         assert tree is not None
         self._tree, self._self = tree, tree.args.args[0].arg if tree.args.args else ""
         self._bindings: dict[str, list[tuple[ast.expr | None, Path]]] = {}
@@ -205,9 +202,9 @@ class _Reader:
     def _followed(self, function: FunctionType, given: Mapping[str, Path], name: str) -> set[Path | None]:
         if function in self._trail or len(self._trail) > 8 or not is_followed(function):
             return set()
-        if self._source.tree(function) is None:
+        if tree_of(function) is None:
             return set()
-        return _Reader(self._source, self._module, (*self._trail, function), given).parts(name)
+        return _Reader(self._module, (*self._trail, function), given).parts(name)
 
 
 def _of_cross_entropy(call: ast.Call, callee: nn.Module | FunctionType | None) -> list[ast.expr] | None:

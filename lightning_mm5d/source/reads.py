@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from lightning_mm5d.source.trees import Source, own_functions
+from lightning_mm5d.source.trees import own_functions, tree_of
 
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "num_query_heads", "n_local_heads")
 HEAD_WIDTHS = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim", "dim_head", "d_head", "d_kv")
@@ -57,9 +57,9 @@ class Between:
     """Whether values are cut, as in ``x[..., ::2]``, or multiplied as matrices."""
 
 
-def reads(source: Source, cls: type[nn.Module]) -> Reads | None:
+def reads(cls: type[nn.Module]) -> Reads | None:
     """Return what the code of `cls` reads, None where some of it has no source."""
-    named = list(_methods(source, cls))
+    named = list(_methods(cls))
     methods = [method for _, method in named if method is not None]
     forward = next((method.args for name, method in named if name == "forward" and method is not None), None)
     if forward is None or len(methods) < len(named):
@@ -82,9 +82,9 @@ def reads(source: Source, cls: type[nn.Module]) -> Reads | None:
     )
 
 
-def between(source: Source, cls: type[nn.Module], first: tuple[str, ...], last: str) -> Between | None:
+def between(cls: type[nn.Module], first: tuple[str, ...], last: str) -> Between | None:
     """Return what happens between the attributes `first` and `last` of `cls`, None where no one method has them all."""
-    methods = [method for _, method in _methods(source, cls)]
+    methods = [method for _, method in _methods(cls)]
     for method in methods if None not in methods else ():
         assert method is not None
         statements = [node for node in ast.walk(method) if isinstance(node, ast.stmt) and _is_simple(node)]
@@ -104,16 +104,16 @@ def between(source: Source, cls: type[nn.Module], first: tuple[str, ...], last: 
     return None
 
 
-def weights_read(source: Source, cls: type[nn.Module]) -> frozenset[str]:
+def weights_read(cls: type[nn.Module]) -> frozenset[str]:
     """Return the names of parts whose weights the code of `cls` takes as values: ``head`` for ``self.head.weight``.
 
     What looks at a weight's dtype or device only, or handles parameters (ties, initializes or saves them, or gives them
     to an optimizer), does not count.
     """
     found: set[str] = set()
-    for name, function in _functions(cls, lambda function: _taken(source, function).names):
+    for name, function in _functions(cls, lambda function: _taken(function).names):
         if not is_handling(name):
-            found |= _taken(source, function).parts
+            found |= _taken(function).parts
     return frozenset(found)
 
 
@@ -123,7 +123,7 @@ def is_handling(name: str) -> bool:
 
 
 class _Taken(NamedTuple):
-    """The names in a function, None of one without source, and the parts whose weights it takes as values."""
+    """The names in a function, None of one without and the parts whose weights it takes as values."""
 
     names: frozenset[str] | None
     parts: frozenset[str]
@@ -133,10 +133,10 @@ class _Taken(NamedTuple):
 _TAKEN = WeakKeyDictionary[FunctionType, _Taken]()
 
 
-def _taken(source: Source, function: FunctionType) -> _Taken:
+def _taken(function: FunctionType) -> _Taken:
     known = _TAKEN.get(function)
     if known is None:
-        tree = source.tree(function)
+        tree = tree_of(function)
         known = _TAKEN[function] = _Taken(None, frozenset()) if tree is None else _Taken(_names(tree), _parts(tree))
     return known
 
@@ -156,15 +156,15 @@ def _parts(method: ast.FunctionDef) -> frozenset[str]:
     return frozenset(found)
 
 
-def _methods(source: Source, cls: type[nn.Module]) -> Iterator[tuple[str, ast.FunctionDef | None]]:
+def _methods(cls: type[nn.Module]) -> Iterator[tuple[str, ast.FunctionDef | None]]:
     """Yield the names and trees of the methods as `_functions` does; None for the tree of one without source."""
 
     def names(function: FunctionType) -> frozenset[str] | None:
-        tree = source.tree(function)
+        tree = tree_of(function)
         return None if tree is None else _names(tree)
 
     for name, function in _functions(cls, names):
-        yield name, source.tree(function)
+        yield name, tree_of(function)
 
 
 def _functions(

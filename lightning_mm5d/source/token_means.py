@@ -16,25 +16,24 @@ from typing import Literal
 from torch import nn
 
 from lightning_mm5d.source.names import names
-from lightning_mm5d.source.trees import Source, function_of, method_of
+from lightning_mm5d.source.trees import function_of, method_of, tree_of
 
 Counting = Literal["all", "shifted"]
 """Which labels count: all, or all but the first of each row; those of -100 never do."""
 _LOSSES = {"cross_entropy", "CrossEntropyLoss", "fixed_cross_entropy"}
 
 
-def counting(source: Source, module: nn.Module, own: frozenset[FunctionType] = frozenset()) -> Counting | None:
+def counting(module: nn.Module, own: frozenset[FunctionType] = frozenset()) -> Counting | None:
     """Return how the losses of `module` count label tokens; None where they do not, unlike ways, or nobody knows.
 
     Args:
-        source: reads the code.
         module: whose models take labels.
         own: code of a step that computes its loss itself; read where no model takes labels.
     """
-    found = {_of_model(source, model) for model in _models(module)}
+    found = {_of_model(model) for model in _models(module)}
     if not found and own:
         has_loss = any(isinstance(part, nn.CrossEntropyLoss) for part in module.modules())
-        found = {_of_functions(source, own, has_loss=has_loss)}
+        found = {_of_functions(own, has_loss=has_loss)}
     return found.pop() if len(found) == 1 else None
 
 
@@ -48,29 +47,29 @@ def _models(module: nn.Module) -> Iterator[nn.Module]:
             yield from _models(child)
 
 
-def _of_model(source: Source, model: nn.Module) -> Counting | None:
+def _of_model(model: nn.Module) -> Counting | None:
     forward = method_of(type(model), "forward")
     assert forward is not None
-    found = names(source, forward) or frozenset()
+    found = names(forward) or frozenset()
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        return "all" if found & {*_LOSSES, "loss_function"} else counting(source, model)
+        return "all" if found & {*_LOSSES, "loss_function"} else counting(model)
     if "loss_function" in found:
         loss = function_of(getattr(model, "loss_function", None))
-        return None if loss is None else _of_functions(source, frozenset((loss, forward)))
+        return None if loss is None else _of_functions(frozenset((loss, forward)))
     if found & _LOSSES:
-        return _of_functions(source, frozenset((forward,)))
-    return counting(source, model)
+        return _of_functions(frozenset((forward,)))
+    return counting(model)
 
 
-def _of_functions(source: Source, functions: frozenset[FunctionType], *, has_loss: bool = False) -> Counting | None:
-    if not has_loss and not any(_LOSSES & (names(source, function) or frozenset()) for function in functions):
+def _of_functions(functions: frozenset[FunctionType], *, has_loss: bool = False) -> Counting | None:
+    if not has_loss and not any(_LOSSES & (names(function) or frozenset()) for function in functions):
         return None
-    return "shifted" if any(_shifts(source, function) for function in functions) else "all"
+    return "shifted" if any(_shifts(function) for function in functions) else "all"
 
 
-def _shifts(source: Source, function: FunctionType) -> bool:
+def _shifts(function: FunctionType) -> bool:
     """Whether `function` takes its labels without the first of each row: ``labels[..., 1:]``."""
-    tree = source.tree(function)
+    tree = tree_of(function)
     return tree is not None and any(
         isinstance(node, ast.Subscript)
         and _is_of_labels(node.value)

@@ -1,8 +1,7 @@
 """Syntax trees of functions: the one way in which this library reads users' code.
 
-Questions about code (`order`, `reads`, `names`, `called`) take a `Source`, which parses each function once and lives as
-long as the search or check that asks. Code is never run. A function without source (compiled, or made by ``exec``) is
-not known, and each question says what follows from that.
+Questions about code (`order`, `reads`, `names`) ask for them here. Code is never run. A function without source
+(compiled, or made by ``exec``) is not known, and each question says what follows from that.
 """
 
 from __future__ import annotations
@@ -61,14 +60,14 @@ def own_functions(cls: type) -> Iterator[tuple[str, FunctionType]]:
             yield name, function
 
 
-class Source:
-    """The syntax trees of functions; each function is parsed once in a process."""
+def tree_of(function: FunctionType) -> ast.FunctionDef | None:
+    """Return the syntax tree of `function`, None where it has no source of its own (also for a ``lambda``).
 
-    def tree(self, function: FunctionType) -> ast.FunctionDef | None:
-        """Return the syntax tree of `function`, None where it has no source of its own (also for a ``lambda``)."""
-        if function.__code__ not in _TREES:
-            _TREES[function.__code__] = _parsed(function)
-        return _TREES[function.__code__]
+    Each function is parsed once in a process.
+    """
+    if function.__code__ not in _TREES:
+        _TREES[function.__code__] = _parsed(function)
+    return _TREES[function.__code__]
 
 
 _TREES: dict[CodeType, ast.FunctionDef | None] = {}

@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.source.names import names
 from lightning_mm5d.source.reads import is_handling
-from lightning_mm5d.source.trees import Source, own_functions
+from lightning_mm5d.source.trees import own_functions
 from lightning_mm5d.tensor_parallel.family_plans import Families, TensorParallelPlan, family_plan, known_families
 from lightning_mm5d.tensor_parallel.plan_rules import metadata, rules, sizes
 
@@ -66,8 +66,7 @@ def plans_of(root: nn.Module, wanted: Callable[[str], bool] = lambda path: True)
     registered: list[str] = []
     skipped: list[str] = []
     claimed: set[int] = set()
-    source = Source()
-    own, families = metadata(source, root), known_families()
+    own, families = metadata(root), known_families()
     lists = [path for path, module in root.named_modules() if isinstance(module, (nn.ModuleList, nn.Sequential))]
     for path, module in root.named_modules():
         plans = _registered(type(module))
@@ -76,12 +75,12 @@ def plans_of(root: nn.Module, wanted: Callable[[str], bool] = lambda path: True)
             if wanted(path):
                 found[path] = plans
     for path, module in root.named_modules():
-        if isinstance(module, nn.MultiheadAttention) and _is_read(source, root, path):
+        if isinstance(module, nn.MultiheadAttention) and _is_read(root, path):
             skipped.append(path)
         if not wanted(path) or _is_in(path, (*registered, *skipped)):
             continue
         chosen: list[TensorParallelPlan] = []
-        for plan in _candidates(source, module, own.get(path, ()), families, _is_in(path, lists)):
+        for plan in _candidates(module, own.get(path, ()), families, _is_in(path, lists)):
             held = {id(module.get_submodule(key)) for key in (*plan.column, *plan.row, *plan.experts)}
             if not held & claimed:
                 claimed |= held
@@ -99,7 +98,7 @@ def origins(root: nn.Module, paths: Iterable[str]) -> dict[str, int]:
         paths: of the layers that plans name.
     """
     counts: dict[str, int] = {}
-    own, families = metadata(Source(), root), known_families()
+    own, families = metadata(root), known_families()
     for path in paths:
         parts = path.split(".")
         around = [(".".join(parts[:at]), ".".join(parts[at:])) for at in range(len(parts))]
@@ -116,7 +115,7 @@ def origins(root: nn.Module, paths: Iterable[str]) -> dict[str, int]:
     return counts
 
 
-def _is_read(source: Source, root: nn.Module, path: str) -> bool:
+def _is_read(root: nn.Module, path: str) -> bool:
     """Whether code around an attention of torch computes with its weights, past its own forward."""
     around = [path.rsplit(".", cut)[0] for cut in range(1, path.count(".") + 1)]
     classes = {owner for one in ("", *around) for owner in type(root.get_submodule(one)).__mro__}
@@ -127,7 +126,7 @@ def _is_read(source: Source, root: nn.Module, path: str) -> bool:
         for name, function in own_functions(owner)
         if not is_handling(name)
     ]
-    found = [names(source, function) for function in functions]
+    found = [names(function) for function in functions]
     return any(one is None or one & _OF_ATTENTION for one in found)
 
 
@@ -135,14 +134,12 @@ def _names(plan: TensorParallelPlan, inside: str) -> bool:
     return inside in (*plan.column, *plan.row, *plan.experts)
 
 
-def _candidates(
-    source: Source, module: nn.Module, own: Plans, families: Families, in_layers: bool
-) -> Iterator[TensorParallelPlan]:
+def _candidates(module: nn.Module, own: Plans, families: Families, in_layers: bool) -> Iterator[TensorParallelPlan]:
     yield from own
     family = family_plan(module, families)
     if family is not None:
         yield family
-    yield from rules(source, module, in_layers)
+    yield from rules(module, in_layers)
 
 
 def _registered(cls: type) -> Plans:

@@ -18,7 +18,6 @@ from transformers.pytorch_utils import Conv1D  # the projections of GPT-2 and it
 
 from lightning_mm5d.source.order import accesses
 from lightning_mm5d.source.reads import HEAD_WIDTHS, HEADS, Reads, between, reads
-from lightning_mm5d.source.trees import Source
 from lightning_mm5d.tensor_parallel.family_plans import PLAIN_LINEARS, Part, TensorParallelPlan
 
 _PROJECTIONS = (
@@ -105,24 +104,24 @@ def sizes(linear: nn.Linear | Conv1D) -> tuple[int, int]:
     return (first, second) if isinstance(linear, Conv1D) else (second, first)
 
 
-def rules(source: Source, module: nn.Module, in_layers: bool) -> Iterator[TensorParallelPlan]:
+def rules(module: nn.Module, in_layers: bool) -> Iterator[TensorParallelPlan]:
     """Yield the plans that the names in a module give, relative to it.
 
     Args:
         module: any module of the model.
         in_layers: whether it is part of a list of layers.
     """
-    attention = attention_rule(source, module)
+    attention = attention_rule(module)
     if attention is not None:
         yield attention
     names = (*_PERCEPTRONS, *_PERCEPTRONS_IN_LAYERS) if in_layers else _PERCEPTRONS
     for columns, row in names:
-        plan = mlp_rule(source, module, columns, row)
+        plan = mlp_rule(module, columns, row)
         if plan is not None:
             yield plan
             break
     for first, last in _SIBLING_PERCEPTRONS:
-        if _begins_with(source, module, first, "dense") and _begins_with(source, module, last, "dense"):
+        if _begins_with(module, first, "dense") and _begins_with(module, last, "dense"):
             plan = _mlp(module, (f"{first}.dense",), f"{last}.dense", packed=False)
             inner = module.get_submodule(first)
             others = {child for child, _ in inner.named_children()} - {"dense"}
@@ -133,19 +132,19 @@ def rules(source: Source, module: nn.Module, in_layers: bool) -> Iterator[Tensor
 # --- attention ---
 
 
-def attention_rule(source: Source, module: nn.Module) -> TensorParallelPlan | None:
+def attention_rule(module: nn.Module) -> TensorParallelPlan | None:
     """Return the plan of an attention whose output layer is in `module`, its projections there or one level deeper."""
     found = _projections(module)
     if found:
         output = next((name for name in _OUTPUTS if _linear(module, name)), None)
-        return _attention(source, module, "", found, output) if output else None
+        return _attention(module, "", found, output) if output else None
     output = next((name for name in _SIBLING_OUTPUTS if _linear(module, name)), None)
-    if output is None or not _begins_with(source, module, *output.split(".")):
+    if output is None or not _begins_with(module, *output.split(".")):
         return None
     for name, child in module.named_children():
         found = _projections(child)
         if found and not any(_linear(child, other) for other in _OUTPUTS):
-            return _attention(source, module, f"{name}.", found, output)
+            return _attention(module, f"{name}.", found, output)
     return None
 
 
@@ -156,11 +155,9 @@ def _projections(module: nn.Module) -> tuple[str, ...]:
     return ()
 
 
-def _attention(
-    source: Source, module: nn.Module, prefix: str, names: tuple[str, ...], output: str
-) -> TensorParallelPlan | None:
+def _attention(module: nn.Module, prefix: str, names: tuple[str, ...], output: str) -> TensorParallelPlan | None:
     holder = module.get_submodule(prefix[:-1])
-    code = reads(source, type(holder))
+    code = reads(type(holder))
     if code is None or code.input_widths or any(map(_HEAD_ARGUMENT.search, code.arguments)):
         return None
     if code.calls & {"normalize", "rms_norm", "layer_norm", "group_norm"}:
@@ -170,7 +167,7 @@ def _attention(
         return None
     heads, key_value_heads, width = counts
     local = _local(holder, code, heads, key_value_heads)
-    shared = _head_norms(source, holder, {*names, *(() if prefix else (output,))}, width, heads)
+    shared = _head_norms(holder, {*names, *(() if prefix else (output,))}, width, heads)
     if local is None or shared is None:
         return None
     if len(names) == 3:
@@ -251,9 +248,9 @@ def _local(holder: nn.Module, code: Reads, heads: int, key_value_heads: int) -> 
     return local
 
 
-def _head_norms(source: Source, holder: nn.Module, names: set[str], width: int, heads: int) -> tuple[str, ...] | None:
+def _head_norms(holder: nn.Module, names: set[str], width: int, heads: int) -> tuple[str, ...] | None:
     """Return the norms of single heads, None where something else in `holder` has parameters or counts heads."""
-    touched = [name.partition(".")[0] for name in accesses(source, holder, "forward")]
+    touched = [name.partition(".")[0] for name in accesses(holder, "forward")]
     order = [name for name in touched if _has_parameters(holder._modules.get(name))]
     found: list[str] = []
     if holder._parameters or any(heads in buffer.shape for buffer in holder.buffers()):
@@ -278,11 +275,11 @@ def _head_norms(source: Source, holder: nn.Module, names: set[str], width: int, 
 # --- MLPs ---
 
 
-def mlp_rule(source: Source, module: nn.Module, columns: tuple[str, ...], row: str) -> TensorParallelPlan | None:
+def mlp_rule(module: nn.Module, columns: tuple[str, ...], row: str) -> TensorParallelPlan | None:
     """Return the plan of a MLP with the layers `columns` and `row`, None where it is not one or not safe."""
     if not all(_linear(module, name) for name in (*columns, row)) or type(module).__module__.startswith("torch."):
         return None
-    code = between(source, type(module), columns, row)
+    code = between(type(module), columns, row)
     if code is None or code.slices:
         return None
     others = [linear for name in module._modules if name not in (*columns, row) and (linear := _linear(module, name))]
@@ -322,7 +319,7 @@ _COLUMN_STYLES = ("colwise", "packed_colwise", "colwise_gather_output", "colwise
 _ROW_STYLES = ("rowwise", "rowwise_split_input", "rowwise_rep")
 
 
-def metadata(source: Source, root: nn.Module) -> dict[str, tuple[TensorParallelPlan, ...]]:
+def metadata(root: nn.Module) -> dict[str, tuple[TensorParallelPlan, ...]]:
     """Return plans made of the ``tp_plan`` of the Hugging Face models in `root`, by path of the module they are for.
 
     Projections of attentions are checked as those found by name are; styles that have no place in a plan, and entries
@@ -341,34 +338,34 @@ def metadata(source: Source, root: nn.Module) -> dict[str, tuple[TensorParallelP
                     styles.setdefault(".".join(filter(None, (base, parent))), {})[last] = style
     found: dict[str, tuple[TensorParallelPlan, ...]] = {}
     for path, entries in styles.items():
-        plans = tuple(_from_styles(source, root.get_submodule(path), entries, styles, path))
+        plans = tuple(_from_styles(root.get_submodule(path), entries, styles, path))
         if plans:
             found[path] = plans
     return found
 
 
 def _from_styles(
-    source: Source, module: nn.Module, entries: Mapping[str, str], styles: Mapping[str, Mapping[str, str]], path: str
+    module: nn.Module, entries: Mapping[str, str], styles: Mapping[str, Mapping[str, str]], path: str
 ) -> Iterator[TensorParallelPlan]:
     columns = tuple(name for name, style in entries.items() if style in _COLUMN_STYLES and _linear(module, name))
     rows = tuple(name for name, style in entries.items() if style in _ROW_STYLES and _linear(module, name))
     if columns and len(rows) == 1:
-        plan = attention_rule(source, module) if _projections(module) else mlp_rule(source, module, columns, rows[0])
+        plan = attention_rule(module) if _projections(module) else mlp_rule(module, columns, rows[0])
         if plan is not None:
             yield plan
     for name, style in entries.items():
         experts = getattr(module, name)
         if style == "moe_tp_experts" and isinstance(experts, nn.Module):
-            parameters = _experts(source, experts, styles.get(".".join(filter(None, (path, name))), {}))
+            parameters = _experts(experts, styles.get(".".join(filter(None, (path, name))), {}))
             if parameters:
                 yield TensorParallelPlan(
                     experts=(name,), parameters={f"{name}.{key}": parts for key, parts in parameters.items()}
                 )
 
 
-def _experts(source: Source, experts: nn.Module, styles: Mapping[str, str]) -> dict[str, tuple[int | str, ...]]:
+def _experts(experts: nn.Module, styles: Mapping[str, str]) -> dict[str, tuple[int | str, ...]]:
     """Return what is sharded in a module of experts, nothing where the styles of its tensors do not fit its code."""
-    code = reads(source, type(experts))
+    code = reads(type(experts))
     tensors = dict(experts.named_parameters())
     if code is None or any(tensor.dim() != 3 for tensor in tensors.values()) or set(tensors) != set(styles):
         return {}
@@ -394,10 +391,10 @@ def _linear(module: nn.Module, path: str) -> Any:
     return linear_of(module)
 
 
-def _begins_with(source: Source, module: nn.Module, name: str, first: str) -> bool:
+def _begins_with(module: nn.Module, name: str, first: str) -> bool:
     """Whether `module` has a child `name` that first of all calls its linear layer `first`."""
     child = module._modules.get(name)
-    return child is not None and _linear(child, first) is not None and accesses(source, child, "forward")[:1] == [first]
+    return child is not None and _linear(child, first) is not None and accesses(child, "forward")[:1] == [first]
 
 
 def _has_parameters(module: nn.Module | None) -> bool:

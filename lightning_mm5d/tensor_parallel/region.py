@@ -27,7 +27,7 @@ from lightning_mm5d.sharded.sequence_operations import is_tokens
 from lightning_mm5d.sharded.sequence_ring import ring_gather, ring_sum_scattered
 from lightning_mm5d.sharded.tensor import Sharded, from_local
 from lightning_mm5d.source.names import names
-from lightning_mm5d.source.trees import Source, method_of
+from lightning_mm5d.source.trees import method_of
 from lightning_mm5d.tensor_parallel.entrance import Due, Entrance, PutsOff, Sharding, autocast, fits, weight_gradient
 
 Linear = Callable[[nn.Module, Tensor, "Tensor | None"], Tensor]
@@ -187,14 +187,13 @@ def drops(module: nn.Module) -> bool:
     True for a rate above 0 in a module or its configuration, where the name of the rate or of the class contains
     "drop"; for a forward that names ``dropout`` where there is no such rate; and for a forward without source.
     """
-    source = Source()
     for part in module.modules():
         rates = [*_rates(part), *_rates(getattr(part, "config", None))]
         if any(rate > 0 for rate in rates):
             return True
         if not rates and not hasattr(part, "dropout"):
             forward = method_of(type(part), "forward")
-            named = frozenset() if forward is None else names(source, forward, variables=False)
+            named = frozenset() if forward is None else names(forward, variables=False)
             if named is None or "dropout" in named:
                 return True
     return False

@@ -22,7 +22,6 @@ from lightning_mm5d.layout.even_split import even_blocks, even_ranges
 from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.sharded.shards import Range, Shard, joined
 from lightning_mm5d.source.reads import weights_read
-from lightning_mm5d.source.trees import Source
 from lightning_mm5d.tensor_parallel.family_plans import TensorParallelPlan
 from lightning_mm5d.tensor_parallel.plan_rules import linear_of
 from lightning_mm5d.tensor_parallel.region import Region
@@ -272,9 +271,8 @@ class _Resolver:
 
     def add_vocabulary(self) -> None:
         """Shard the tables that models name as input and output embeddings and use in no other way."""
-        source = Source()
         classes = {type(module) for module in self._root.modules()}
-        self._weights_read = frozenset[str]().union(*(weights_read(source, cls) for cls in classes))
+        self._weights_read = frozenset[str]().union(*(weights_read(cls) for cls in classes))
         for model in list(self._root.modules()):
             for method in _GETTERS:
                 table = self._table(model, method)

@@ -32,7 +32,6 @@ from lightning_mm5d.partition.compiled import is_compiled, is_compiled_in_place
 from lightning_mm5d.source.names import reached
 from lightning_mm5d.source.passed import TARGET, Path, passed
 from lightning_mm5d.source.token_means import Counting, counting
-from lightning_mm5d.source.trees import Source
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -227,12 +226,11 @@ class BatchParts:
 
     def _labels_that_count(self) -> Counting | None:
         """Which labels the loss is a mean over; None where it is none."""
-        source = Source()
-        self._passed = passed(source, self._module, "training_step", "labels")
-        steps = {one for name in ("training_step", "forward") for one in reached(source, type(self._module), name)}
-        found = counting(source, self._module, frozenset(steps))
+        self._passed = passed(self._module, "training_step", "labels")
+        steps = {one for name in ("training_step", "forward") for one in reached(type(self._module), name)}
+        found = counting(self._module, frozenset(steps))
         if not self._passed and found is not None:
-            self._passed = passed(source, self._module, "training_step", TARGET)
+            self._passed = passed(self._module, "training_step", TARGET)
         if found is not None or self.is_auto:
             return found
         configs = (getattr(module, "config", None) for module in self._module.modules())

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_mm5d.source.names import reached
-from lightning_mm5d.source.trees import Source, decorated
+from lightning_mm5d.source.trees import decorated, tree_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,9 +28,8 @@ def tell_of_lost_writes(module: nn.Module, step: str, ends_on: int) -> None:
         step: name of the method.
         ends_on: the rank where the step of the first replica ends.
     """
-    source = Source()
-    for function in reached(source, type(module), step):
-        tree = source.tree(function)
+    for function in reached(type(module), step):
+        tree = tree_of(function)
         if tree is None:
             continue
         for node in ast.walk(tree):

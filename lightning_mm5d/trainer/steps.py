@@ -34,7 +34,6 @@ from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.sharded.data_accesses import refused_writes
 from lightning_mm5d.sharded.remote_value import plain
 from lightning_mm5d.source.appends import appended_by_data
-from lightning_mm5d.source.trees import Source
 from lightning_mm5d.stage import StageError
 from lightning_mm5d.trainer.batch_parts import BatchParts
 from lightning_mm5d.trainer.guard import position
@@ -183,7 +182,7 @@ class Steps:
         self.writes = self._own == 0 and replicas[0].src == rank
         self._told = set[str]()  # steps whose lost writes were warned of
         self._named = list(module.named_parameters(remove_duplicate=False))
-        self._apart = appended_by_data(Source(), type(module))
+        self._apart = appended_by_data(type(module))
         self._trainable: tuple[tuple[bool, ...], frozenset[str]] = ((), frozenset())
 
     def trainable(self) -> frozenset[str]:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from lightning_mm5d.context_parallel.hooks.support import Reader
 from lightning_mm5d.source.names import class_names, forward_names, mentions, names
 from lightning_mm5d.source.reads import reads, weights_read
-from lightning_mm5d.source.trees import Source, decorated, function_of, method_of, own_functions
+from lightning_mm5d.source.trees import decorated, function_of, method_of, own_functions, tree_of
 from lightning_mm5d.tensor_parallel.region import drops
 
 
@@ -76,37 +76,36 @@ def test_docstrings_may_have_lines_without_indent() -> None:
 
     function = method_of(Documented, "method")
     assert function is not None
-    assert Source().tree(function) is not None
+    assert tree_of(function) is not None
 
 
 def test_names_are_those_of_attributes_globals_and_variables() -> None:
     forward = method_of(Attention, "forward")
     assert forward is not None
     outside = {"logged", "Tensor", "float", "helper", "reshape", "getattr"}
-    assert names(Source(), forward, variables=False) == outside
-    assert names(Source(), forward) == outside | {"self", "hidden", "rate", "inner"}
+    assert names(forward, variables=False) == outside
+    assert names(forward) == outside | {"self", "hidden", "rate", "inner"}
 
 
 def test_functions_beside_a_class_count_where_its_forward_names_them() -> None:
-    source = Source()
-    assert "scaled_dot_product_attention" in (class_names(source, Attention) or ())
-    assert "scaled_dot_product_attention" not in (forward_names(source, Attention) or ())
+    assert "scaled_dot_product_attention" in (class_names(Attention) or ())
+    assert "scaled_dot_product_attention" not in (forward_names(Attention) or ())
 
 
 def test_torchs_own_layers_name_nothing() -> None:
-    assert class_names(Source(), nn.Linear) == forward_names(Source(), nn.Linear) == frozenset()
+    assert class_names(nn.Linear) == forward_names(nn.Linear) == frozenset()
 
 
 @pytest.mark.parametrize(("word", "expected"), [("helper", True), ("by_string", True), ("only_made", False)])
 def test_words_are_looked_for_outside_of_the_constructor(word: str, expected: bool) -> None:
-    assert mentions(Source(), Attention, [word]) is expected
+    assert mentions(Attention, [word]) is expected
 
 
 def test_code_without_source_is_not_known() -> None:
-    hidden, source = without_source("x"), Source()
-    assert reads(source, hidden) is forward_names(source, hidden) is class_names(source, hidden) is None
-    assert weights_read(source, hidden) == frozenset()
-    assert mentions(source, hidden, ["anything"])
+    hidden = without_source("x")
+    assert reads(hidden) is forward_names(hidden) is class_names(hidden) is None
+    assert weights_read(hidden) == frozenset()
+    assert mentions(hidden, ["anything"])
 
 
 def test_code_without_source_may_drop_values_out() -> None:
@@ -125,6 +124,6 @@ def test_a_module_without_source_may_mix_tokens_and_runs_on_whole_sequences() ->
 
 
 def test_each_function_is_parsed_once() -> None:
-    source, function = Source(), method_of(Attention, "forward")
+    function = method_of(Attention, "forward")
     assert function is not None
-    assert source.tree(function) is source.tree(function)
+    assert tree_of(function) is tree_of(function)

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_mm5d.source.passed import TARGET, passed
-from lightning_mm5d.source.trees import Source
 
 
 class Model(nn.Module):
@@ -101,7 +100,7 @@ class Unsaid(Base):
     ],
 )
 def test_the_part_of_the_batch_that_is_passed_as_labels_is_read_from_the_step(module: Any, expected: Any) -> None:
-    assert passed(Source(), module(), "training_step", "labels") == expected
+    assert passed(module(), "training_step", "labels") == expected
 
 
 class Entropies(L.LightningModule):
@@ -154,4 +153,4 @@ class OtherClassesLeftOut(Entropies):
     ],
 )
 def test_the_classes_of_a_cross_entropy_of_the_step_are_read_from_it(module: Any, expected: Any) -> None:
-    assert passed(Source(), module(), "training_step", TARGET) == expected
+    assert passed(module(), "training_step", TARGET) == expected

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
 
 from lightning_mm5d.source.token_means import counting
-from lightning_mm5d.source.trees import Source, method_of
+from lightning_mm5d.source.trees import method_of
 from zoo import CASES
 
 COUNTED = {
@@ -28,7 +28,7 @@ COUNTED = {
 
 @pytest.mark.parametrize("name", COUNTED)
 def test_models_count_the_labels_that_their_code_counts(name: str) -> None:
-    assert counting(Source(), CASES[name].build()) == COUNTED[name]
+    assert counting(CASES[name].build()) == COUNTED[name]
 
 
 @pytest.mark.parametrize("name", ["llama", "bert"])
@@ -47,7 +47,7 @@ def test_a_loss_that_is_no_mean_over_tokens_counts_none() -> None:
     convolutions: Any = {"conv_dim": [8], "conv_kernel": [4], "conv_stride": [4], "num_conv_pos_embeddings": 4}
     grouped: Any = {"num_conv_pos_embedding_groups": 1, "num_feat_extract_layers": 1, "vocab_size": 5}
     holder = nn.ModuleList([Wav2Vec2ForCTC(Wav2Vec2Config(**sizes, **convolutions, **grouped))])
-    assert counting(Source(), holder) is None
+    assert counting(holder) is None
 
 
 class Handwritten(nn.Module):
@@ -67,5 +67,5 @@ def test_a_step_that_computes_its_loss_is_read_where_no_model_takes_labels() -> 
         assert found is not None
         return frozenset((found,))
 
-    found = [counting(Source(), nn.Linear(1, 1), step(name)) for name in ("next_token", "tagged", "regression")]
+    found = [counting(nn.Linear(1, 1), step(name)) for name in ("next_token", "tagged", "regression")]
     assert found == ["shifted", "all", None]

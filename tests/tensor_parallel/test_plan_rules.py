@@ -11,7 +11,6 @@ import pytest
 from torch import Tensor, nn
 
 from lightning_mm5d.source.reads import between, reads
-from lightning_mm5d.source.trees import Source
 from lightning_mm5d.tensor_parallel.family_plans import TensorParallelPlan
 from lightning_mm5d.tensor_parallel.plan_lookup import plans_of
 
@@ -233,15 +232,15 @@ def test_what_an_adapter_wraps_counts_as_a_linear_layer() -> None:
 def test_code_without_a_source_is_not_known() -> None:
     scope: dict[str, Any] = {"Attention": Attention, "__name__": "nowhere"}
     exec("class Hidden(Attention):\n    def forward(self, x):\n        return x", scope)
-    assert reads(Source(), scope["Hidden"]) is None
+    assert reads(scope["Hidden"]) is None
     assert plans_for(scope["Hidden"]()) == ()
 
 
 def test_between_is_from_the_first_layer_to_the_last() -> None:
-    code = between(Source(), PerceptronInALayer, ("fc1",), "fc2")
+    code = between(PerceptronInALayer, ("fc1",), "fc2")
     assert code is not None
     assert code.attributes == {"fc1", "act", "fc2"}
     assert "softmax" not in code.calls
-    assert between(Source(), Perceptron, ("fc2",), "fc1") is None
-    assert between(Source(), OtherOrder, ("fc1",), "fc2") is None
-    assert between(Source(), Attention, ("fc1",), "fc2") is None
+    assert between(Perceptron, ("fc2",), "fc1") is None
+    assert between(OtherOrder, ("fc1",), "fc2") is None
+    assert between(Attention, ("fc1",), "fc2") is None

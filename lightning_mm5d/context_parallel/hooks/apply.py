@@ -49,7 +49,7 @@ from lightning_mm5d.sharded.removable import Removable
 from lightning_mm5d.sharded.sequence import ShardedSequence
 from lightning_mm5d.sharded.tensor import Sharded
 from lightning_mm5d.source.names import names
-from lightning_mm5d.source.trees import Source, method_of
+from lightning_mm5d.source.trees import method_of
 from lightning_mm5d.tensor_parallel.region import Region, drops
 
 _BY_SIZE = {torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal}
@@ -66,12 +66,12 @@ _NAMES = {"drop_path", "stochastic_depth"} | {
 
 def drawing(layers: Iterable[nn.Module]) -> list[nn.Module]:
     """Return the modules, beside torch's own dropouts, whose code names a function that draws random numbers."""
-    source, known, found = Source(), dict[type, bool](), list[nn.Module]()
+    known, found = dict[type, bool](), list[nn.Module]()
     for part in layers:
         cls = type(part)
         if cls not in known:
             forward = None if cls.__module__.startswith("torch.") else method_of(cls, "forward")
-            named = None if forward is None else names(source, forward, variables=False)
+            named = None if forward is None else names(forward, variables=False)
             known[cls] = named is not None and not named.isdisjoint(_NAMES)
         if known[cls]:
             found.append(part)

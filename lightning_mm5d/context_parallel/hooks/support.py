@@ -17,7 +17,6 @@ from torch import nn
 from lightning_mm5d.config.errors import ConfigError
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.source.names import class_names, forward_names
-from lightning_mm5d.source.trees import Source
 
 _PRODUCT = "scaled_dot_product_attention"
 
@@ -77,7 +76,6 @@ class Reader:
     """Reads the code of layers."""
 
     def __init__(self) -> None:
-        self._source = Source()
         self._read: dict[type[nn.Module], tuple[frozenset[str] | None, frozenset[str]]] = {}
 
     def mixers(self, layer: nn.Module) -> Mixers:
@@ -118,7 +116,7 @@ class Reader:
 
     def _of(self, cls: type[nn.Module]) -> tuple[frozenset[str] | None, frozenset[str]]:
         if cls not in self._read:
-            self._read[cls] = class_names(self._source, cls), forward_names(self._source, cls) or _NONE
+            self._read[cls] = class_names(cls), forward_names(cls) or _NONE
         return self._read[cls]
 
 
@@ -152,6 +150,5 @@ def _scales_by_position(module: nn.Module) -> bool:
 
 def takes_products(modules: Iterable[nn.Module]) -> bool:
     """Whether code of `modules` calls torch's attention by itself."""
-    source = Source()
-    found = (class_names(source, cls) or frozenset() for cls in {type(module) for module in modules})
+    found = (class_names(cls) or frozenset() for cls in {type(module) for module in modules})
     return any(_PRODUCT in names and _INTERFACE not in names for names in found)

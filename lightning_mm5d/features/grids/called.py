@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.autograd import Function
 
-from lightning_mm5d.source.trees import Source, decorated, function_of, is_super, next_method, own_functions
+from lightning_mm5d.source.trees import decorated, function_of, is_super, next_method, own_functions, tree_of
 
 PRODUCT = "@"
 """The name of a product of matrices by its operator."""
@@ -38,35 +38,34 @@ _LIBRARIES = {
 }
 
 
-def called(source: Source, module: nn.Module) -> frozenset[str] | None:
+def called(module: nn.Module) -> frozenset[str] | None:
     """Return the names of the library functions and tensor methods that a call of `module` may run.
 
     None where some of the model's own code has no source. Of dotted names the last part is given, ``@`` of a product of
     matrices; Python's own functions are left out.
     """
-    reader = _Reader(source)
+    reader = _Reader()
     for name in ("__call__", "forward"):
         reader.follow(getattr_static(type(module), name, None), module)
     return None if reader.is_hidden else frozenset(reader.found)
 
 
-def around(source: Source, module: nn.Module, columns: Collection[str], rows: Collection[str]) -> frozenset[str]:
+def around(module: nn.Module, columns: Collection[str], rows: Collection[str]) -> frozenset[str]:
     """Return what `called` does, of the code before the first of some layers and after the last one alone.
 
     Nothing where no layer is found in a forward, in those that it extends or in methods that they call.
 
     Args:
-        source: reads code.
         module: which calls the layers.
         columns: names of layers that take its input; code before them is left out where there are none.
         rows: names of those that make its result; code after them is left out where there are none.
     """
-    reader, seen = _Reader(source), set[FunctionType]()
-    ways = _Ways(*(frozenset(names) | _users(source, module, names) for names in (columns, rows)))
+    reader, seen = _Reader(), set[FunctionType]()
+    ways = _Ways(*(frozenset(names) | _users(module, names) for names in (columns, rows)))
     function = function_of(getattr_static(type(module), "forward", None))
     while function is not None and function not in seen and _is_read(function, is_method=True):
         seen.add(function)
-        tree = source.tree(function)
+        tree = tree_of(function)
         if tree is None:
             break
         own = tree.args.args[0].arg if tree.args.args else None
@@ -89,13 +88,13 @@ class _Ways(NamedTuple):
     rows: frozenset[str]
 
 
-def _users(source: Source, module: nn.Module, names: Collection[str]) -> frozenset[str]:
+def _users(module: nn.Module, names: Collection[str]) -> frozenset[str]:
     """Return the names of the module's own methods that call some of its layers, beside its forward."""
     trees = {
         name: tree
         for cls in reversed(type(module).__mro__)
         for name, function in own_functions(cls)
-        if name != "forward" and _is_read(function, is_method=True) and (tree := source.tree(function)) is not None
+        if name != "forward" and _is_read(function, is_method=True) and (tree := tree_of(function)) is not None
     }
     found, size = {*names}, 0
     while size < len(found):
@@ -156,8 +155,7 @@ class _Method(NamedTuple):
 
 
 class _Reader:
-    def __init__(self, source: Source) -> None:
-        self._source = source
+    def __init__(self) -> None:
         self._seen: set[tuple[FunctionType, int]] = set()
         self.found: set[str] = set()
         self.is_hidden = False
@@ -169,7 +167,7 @@ class _Reader:
             if (function, id(module)) in self._seen or not _is_read(function, is_method=module is not None):
                 continue
             self._seen.add((function, id(module)))
-            tree = self._source.tree(function)
+            tree = tree_of(function)
             if tree is None:
                 self.is_hidden = True
                 continue

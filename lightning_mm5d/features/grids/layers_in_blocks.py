@@ -46,7 +46,6 @@ from lightning_mm5d.partition.hidden_state import with_state
 from lightning_mm5d.partition.parts import is_in
 from lightning_mm5d.sharded.collectives import TensorGroup
 from lightning_mm5d.sharded.shards import Shard
-from lightning_mm5d.source.trees import Source
 from lightning_mm5d.tensor_parallel.region import Region
 from lightning_mm5d.tensor_parallel.resolve import Division, LayersInBlocks
 from lightning_mm5d.tensor_parallel.units import OwnHeads
@@ -324,12 +323,12 @@ class Grids:
                 mode = self.shapes[modality].mode
                 raise ConfigError(f"modalities.{modality}.tp_mode", mode, rule, "Use tp_mode='1d'")
         plans = dict[str, LayersInBlocks]()
-        source, ways = Source(), _ways(division)
+        ways = _ways(division)
         for name, shape in self.shapes.items():
             norms: dict[str, Norm | None] = {}
             adapters: dict[str, Kind] = {}
             for path in self.layers[name]:
-                layer = _Layer(self.root, division, name, shape, path, source, ways)
+                layer = _Layer(self.root, division, name, shape, path, ways)
                 division = layer.divided()
                 norms |= layer.norms
                 adapters |= layer.adapters
@@ -354,10 +353,9 @@ class _Layer:
         group: str,
         shape: GridShape,
         path: str,
-        source: Source,
         ways: Mapping[str, Mapping[str, str]],
     ) -> None:
-        self._source, self._ways = source, ways
+        self._ways = ways
         self._root, self._division, self._group, self._shape, self._path = root, division, group, shape, path
         self._layer = root.get_submodule(path)
         self._shards: dict[str, Shard] = dict(division.shards)
@@ -458,7 +456,7 @@ class _Layer:
         kind = type(module).__name__
         ways = {} if path in self._division.roles or self._is_adapted(path) else self._ways.get(path, {})
         columns, rows = ([name for name, way in ways.items() if way == one] for one in ("column", "row"))
-        if ways and (mixing := _MIXES & around(self._source, module, columns, rows)):
+        if ways and (mixing := _MIXES & around(module, columns, rows)):
             self._refuse(
                 path, f"{kind} mixes columns or samples of its input or result, by {', '.join(sorted(mixing))}"
             )
@@ -468,7 +466,7 @@ class _Layer:
             self._refuse(path, f"{kind} is a layer of torch that mixes columns or samples")
         if _DROPS_SAMPLES.search(kind):
             return  # with a rate of zero, else it is refused
-        names = called(self._source, module)
+        names = called(module)
         if names is None:
             self._refuse(path, f"{kind} has code without source")
         elif mixing := _MIXES & names:

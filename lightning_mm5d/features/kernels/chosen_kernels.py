@@ -26,7 +26,7 @@ from transformers.activations import SiLUActivation
 from lightning_mm5d.config.modality import Modality
 from lightning_mm5d.partition import Partition
 from lightning_mm5d.sharded.removable import Removable
-from lightning_mm5d.source.trees import Source, method_of
+from lightning_mm5d.source.trees import method_of, tree_of
 
 LIGER = "liger_kernel.transformers.functional"
 _FUSED = frozenset({"rms_norm", "liger"})
@@ -46,16 +46,16 @@ class FusedModules(NamedTuple):
 
 def fused_modules(root: nn.Module, partition: Partition, modality: str) -> FusedModules:
     """Return the modules of a modality that chosen kernels compute, on whichever rank they are."""
-    source, norms, gated = Source(), dict[str, float](), list[str]()
+    norms, gated = dict[str, float](), list[str]()
     for path, module in root.named_modules():
         names = [f"{path}.{name}" for name, _ in module.named_parameters()]
         owners = {key.modality for name in names for key in partition.owners.get(name, ())}
         if modality not in owners or "forward" in vars(module):
             continue
-        found = rms_norm(source, type(module)) if len(names) == 1 else None
+        found = rms_norm(type(module)) if len(names) == 1 else None
         if found is not None and isinstance(eps := getattr(module, found.eps, None), float):
             norms[path] = eps
-        elif is_gated_unit(source, type(module)) and isinstance(module.act_fn, nn.SiLU | SiLUActivation):
+        elif is_gated_unit(type(module)) and isinstance(module.act_fn, nn.SiLU | SiLUActivation):
             gated.append(path)
     return FusedModules(norms, tuple(gated))
 
@@ -123,20 +123,20 @@ class RMSNorm(NamedTuple):
     eps: str
 
 
-def rms_norm(source: Source, cls: type[nn.Module]) -> RMSNorm | None:
+def rms_norm(cls: type[nn.Module]) -> RMSNorm | None:
     """Return how a class computes Llama's RMS norm, None where it computes anything else."""
-    found = _matched(source, cls, _RMS_NORM)
+    found = _matched(cls, _RMS_NORM)
     return None if found is None else RMSNorm(found["eps"])
 
 
-def is_gated_unit(source: Source, cls: type[nn.Module]) -> bool:
+def is_gated_unit(cls: type[nn.Module]) -> bool:
     """Whether a class computes ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``."""
-    return _matched(source, cls, _GATED_UNIT) is not None
+    return _matched(cls, _GATED_UNIT) is not None
 
 
-def _matched(source: Source, cls: type[nn.Module], pattern: str) -> re.Match[str] | None:
+def _matched(cls: type[nn.Module], pattern: str) -> re.Match[str] | None:
     function = method_of(cls, "forward")
-    tree = None if function is None else source.tree(function)
+    tree = None if function is None else tree_of(function)
     if tree is None or len(tree.args.args) != 2 or tree.args.vararg or tree.args.kwarg or tree.args.kwonlyargs:
         return None
     body = tree.body[1:] if ast.get_docstring(tree) is not None else tree.body

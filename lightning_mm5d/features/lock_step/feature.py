@@ -48,7 +48,7 @@ from lightning_mm5d.sharded.collectives import message_device
 from lightning_mm5d.sharded.remote_value import settled
 from lightning_mm5d.sharded.removable import put
 from lightning_mm5d.source.names import names, reached
-from lightning_mm5d.source.trees import Source
+from lightning_mm5d.source.trees import tree_of
 from lightning_mm5d.stage import StageError
 from lightning_mm5d.stage.payload import map_tensors, unsharded
 from lightning_mm5d.trainer.feature import Attached, Feature, Running
@@ -439,16 +439,15 @@ _LOOPS = (ast.For, ast.While, ast.ListComp, ast.SetComp, ast.DictComp, ast.Gener
 
 def passes_several_times(module: nn.Module, step: str) -> bool:
     """Whether the method `step` of `module` generates, or calls a module with parameters in a loop."""
-    source = Source()
     return any(
-        any("generate" in name for name in names(source, function) or ())
-        or any(_calls_model(module, call) for call in _calls_in_loops(source, function))
-        for function in reached(source, type(module), step)
+        any("generate" in name for name in names(function) or ())
+        or any(_calls_model(module, call) for call in _calls_in_loops(function))
+        for function in reached(type(module), step)
     )
 
 
-def _calls_in_loops(source: Source, function: FunctionType) -> Iterator[ast.Call]:
-    tree = source.tree(function)
+def _calls_in_loops(function: FunctionType) -> Iterator[ast.Call]:
+    tree = tree_of(function)
     for loop in ast.walk(tree) if tree is not None else ():
         if isinstance(loop, _LOOPS):
             yield from (node for node in ast.walk(loop) if isinstance(node, ast.Call))

@@ -42,7 +42,7 @@ from lightning_mm5d.features.refusals.optimizer_probe import dependence
 from lightning_mm5d.plan.data_shards import DataShards
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.source.names import names
-from lightning_mm5d.source.trees import Source, decorated, method_of
+from lightning_mm5d.source.trees import decorated, method_of, tree_of
 from lightning_mm5d.trainer.feature import Feature, Running
 
 
@@ -140,7 +140,7 @@ def _check_norms(module: pl.LightningModule, plan: Plan) -> None:
     parts = plan.division.shards or DataShards(plan).exist
     if plan.topology.is_replicated and not parts:
         return
-    if found := _norm_in(Source(), type(module), "backward"):
+    if found := _norm_in(type(module), "backward"):
         raise ConfigError(
             f"{type(module).__name__}.backward",
             found,
@@ -149,19 +149,19 @@ def _check_norms(module: pl.LightningModule, plan: Plan) -> None:
         )
 
 
-def _norm_in(source: Source, cls: type, hook: str) -> str:
+def _norm_in(cls: type, hook: str) -> str:
     """Return the name of what takes a norm in a hook, "" where nothing does or where its source is unknown."""
-    for function in _called(source, cls, hook):
-        named = names(source, function, variables=False) or frozenset()
+    for function in _called(cls, hook):
+        named = names(function, variables=False) or frozenset()
         for name in sorted(named):
             if name in _CLIPS or (name == "grad_norm" and "strategy" not in named and _is_lightnings(function)):
                 return name
-        if "grad" in named and _calls_norm(source, function):
+        if "grad" in named and _calls_norm(function):
             return "the norm of .grad"
     return ""
 
 
-def _called(source: Source, cls: type, hook: str) -> Iterator[FunctionType]:
+def _called(cls: type, hook: str) -> Iterator[FunctionType]:
     """Yield the functions of a hook, and those that it names: methods of the same class, and functions beside it."""
     waiting, seen = [getattr(cls, hook, None)], set[Any]()
     while waiting:
@@ -170,12 +170,12 @@ def _called(source: Source, cls: type, hook: str) -> Iterator[FunctionType]:
                 continue
             seen.add(function)
             yield function
-            named = names(source, function, variables=False) or frozenset()
+            named = names(function, variables=False) or frozenset()
             waiting += [method_of(cls, name) or function.__globals__.get(name) for name in named]
 
 
-def _calls_norm(source: Source, function: FunctionType) -> bool:
-    tree = source.tree(function)
+def _calls_norm(function: FunctionType) -> bool:
+    tree = tree_of(function)
     calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)] if tree is not None else []
     return any(isinstance(call, ast.Attribute) and call.attr in _NORMS for call in calls)
 

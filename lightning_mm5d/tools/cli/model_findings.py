@@ -25,7 +25,6 @@ from lightning_mm5d.config.tables import Page, Table, memory_text
 from lightning_mm5d.partition.find import discover, find
 from lightning_mm5d.plan.plan import Plan
 from lightning_mm5d.schedule import name_of
-from lightning_mm5d.source.trees import Source
 from lightning_mm5d.strategy import MultimodalStrategy
 from lightning_mm5d.tensor_parallel.plan_lookup import origins
 from lightning_mm5d.tools.cli.configuration import prepare
@@ -114,7 +113,7 @@ def findings(module: pl.LightningModule, *, tp_size: int = 2, pp_size: int = 2) 
         tp_size: that is tried.
         pp_size: that is tried.
     """
-    encoders = discover(module, Source())
+    encoders = discover(module)
     names = [*encoders, _LOSS if encoders else "model"]
     plain: dict[str, Modality] = {name: Modality() for name in names}
     found = find(module, plain)
